@@ -1,0 +1,46 @@
+# The commands of a checkout; `make help` lists them.
+# Each makes its own environment in .venv: Python, make and a package registry are all it needs.
+
+PYTHON ?= python3
+ARGS ?=
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help finetune test lint clean
+
+help: ## list these targets
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+	@echo '  Options: ARGS="..." is passed on, PYTHON=python3.12 makes the environment with that Python.'
+
+finetune: $(INSTALLED) ## fine-tune a small GPT-2 in FP16 (ARGS="--help" lists every option)
+	@$(BIN)/python recipes/finetune_gpt2.py $(ARGS)
+
+# One thread a worker: with more, tiny models spend their time waiting for threads.
+test: $(INSTALLED) ## run the tests (ARGS="tests/test_cli.py" runs those of one file)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+
+lint: $(INSTALLED) ## check the style and the types
+	@$(BIN)/python -m ruff check
+	@$(BIN)/python -m ruff format --check
+	@$(BIN)/python -m mypy
+
+clean: ## remove the environment, caches and built packages; outputs/ stays
+	@rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes first: every other package is then content with the tested one.
+$(INSTALLED): pyproject.toml constraints.txt hf_mp/_version.py
+	@if [ ! -x $(BIN)/python ]; then \
+	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	    found=$$($(PYTHON) --version 2>&1) || found='not found'; \
+	    echo "hf_mp needs Python 3.11 or newer; $(PYTHON) is: $$found"; \
+	    echo 'Name a newer one: make $(MAKECMDGOALS) PYTHON=python3.12'; exit 1; }; \
+	  $(PYTHON) -m venv .venv; fi
+	@echo 'Installing the tested packages into .venv (this once; torch alone can take minutes to download) ...'
+	@$(BIN)/python -m pip install -q -c constraints.txt torch
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,recipes]'
+	@touch $@

@@ -1,0 +1,63 @@
+"""Mixed precision training that a person can read: own autocast, own loss scaling, own FP32 master weights.
+
+The public names below are all that a program needs. They are imported when first used, so that ``import hf_mp`` and
+``hf-mp --help`` do not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from hf_mp._version import __version__
+
+if TYPE_CHECKING:
+    from hf_mp.autocasting.mode import autocast
+    from hf_mp.loss_scaling import (
+        DynamicLossScaler,
+        HeadroomLossScaler,
+        LossScaleError,
+        StaticLossScaler,
+    )
+    from hf_mp.policy import PrecisionPolicy
+    from hf_mp.runtime import MixedPrecision, PrecisionStats, prepare
+    from hf_mp.trainer import MixedPrecisionArguments, MixedPrecisionTrainer
+
+_HOME = {
+    "autocast": "hf_mp.autocasting.mode",
+    "DynamicLossScaler": "hf_mp.loss_scaling",
+    "HeadroomLossScaler": "hf_mp.loss_scaling",
+    "LossScaleError": "hf_mp.loss_scaling",
+    "StaticLossScaler": "hf_mp.loss_scaling",
+    "PrecisionPolicy": "hf_mp.policy",
+    "MixedPrecision": "hf_mp.runtime",
+    "PrecisionStats": "hf_mp.runtime",
+    "prepare": "hf_mp.runtime",
+    "MixedPrecisionArguments": "hf_mp.trainer",
+    "MixedPrecisionTrainer": "hf_mp.trainer",
+}
+
+__all__ = [
+    "DynamicLossScaler",
+    "HeadroomLossScaler",
+    "LossScaleError",
+    "MixedPrecision",
+    "MixedPrecisionArguments",
+    "MixedPrecisionTrainer",
+    "PrecisionPolicy",
+    "PrecisionStats",
+    "StaticLossScaler",
+    "__version__",
+    "autocast",
+    "prepare",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'hf_mp' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

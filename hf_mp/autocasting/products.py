@@ -1,0 +1,264 @@
+"""Matrix products of FP16 tensors on a CPU without FP16 arithmetic, block by block in FP32.
+
+``y = x @ w.T + bias`` with x, w, y stored in 16 bits: blocks of the operands are cast to FP32, multiplied there, and
+the result is rounded once, as a tensor core does (Micikevicius et al. 2017, section 3.3). No operand or result ever
+exists whole in FP32: on a CPU a fresh large buffer costs more in page faults than the casts do, and it is memory. In
+backward a weight's gradient leaves through the same blocks, rounded, cast to FP32 and unscaled.
+
+:func:`multiply` is the fast path; its plain reference is ``run_through_fp32(torch.nn.functional.linear, ...)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from hf_mp.autocasting.through_fp32 import run_through_fp32
+from hf_mp.borders import ScaleSource, parameter_border, unscale
+
+BLOCK_ELEMENTS = 2**20  # 4 MiB in FP32: large enough for full matmul speed, small enough for caches and malloc
+
+
+@dataclass(frozen=True)
+class Product:
+    """``x @ weight.T + bias``, as read from a call of an op.
+
+    Attributes:
+        x: (..., K).
+        weight: (N, K), or (K, N) where ``transposed``.
+        bias: (N,), or None.
+        transposed: whether ``weight`` lies the other way round, as in ``addmm``.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    transposed: bool = False
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product:
+    return Product(input, weight, bias)
+
+
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Product | None:
+    return Product(mat1, mat2, input, transposed=True) if beta == alpha == 1 and input.dim() == 1 else None
+
+
+def _matmul(input: Tensor, other: Tensor) -> Product:
+    return Product(input, other, transposed=True)
+
+
+_READ: dict[str, Callable[..., Product | None]] = {"linear": _linear, "addmm": _addmm, "mm": _matmul, "matmul": _matmul}
+
+
+def read_product(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Product | None:
+    """The product that a call of op ``name`` computes; None where it is not one of (..., K) with a matrix."""
+    if name not in _READ:
+        return None
+    if getattr(func, "__name__", "") == "__rmatmul__":
+        args = args[::-1]
+    names = {"mat2": "other"} if name == "mm" else {"tensor2": "other", "mat2": "other"} if name == "matmul" else {}
+    try:
+        product = _READ[name](*args, **{names.get(key, key): value for key, value in kwargs.items()})
+    except TypeError:
+        return None  # not a valid call: torch's own error is the better one
+    return product if product is not None and _is_plain(product) else None
+
+
+def _is_plain(product: Product) -> bool:
+    tensors = [product.x, product.weight] + ([] if product.bias is None else [product.bias])
+    if not all(isinstance(t, Tensor) and t.is_floating_point() and t.dtype is not torch.float64 for t in tensors):
+        return False
+    if product.weight.dim() != 2 or product.x.dim() < 2 or 0 in product.x.shape or 0 in product.weight.shape:
+        return False
+    inner = product.weight.shape[0 if product.transposed else 1]
+    outer = product.weight.shape[1 if product.transposed else 0]
+    fits = product.bias is None or product.bias.shape == (outer,)
+    return product.x.shape[-1] == inner and fits and product.x.device.type == "cpu"
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A weight or bias on its way into a product.
+
+    Attributes:
+        outside: the tensor that receives the gradient, in its own dtype.
+        rounded: its value in 16 bits.
+        source: the loss scale to unscale the gradient by, where ``outside`` is a parameter; else None.
+    """
+
+    outside: Tensor
+    rounded: Tensor
+    source: ScaleSource | None = None
+
+
+def multiply(x: Tensor, weight: Factor, bias: Factor | None, *, transposed: bool) -> Tensor:
+    """``x @ weight.T + bias`` of 16-bit tensors, accumulated in FP32 and rounded once to ``x``'s dtype.
+
+    Args:
+        x: (..., K), float16 or bfloat16, on a CPU.
+        weight: (N, K), or (K, N) where ``transposed``.
+        bias: (N,), or None.
+
+    Returns:
+        (..., N) in ``x``'s dtype.
+    """
+    if torch.compiler.is_compiling():
+        return _plain_multiply(x, _inside(weight), None if bias is None else _inside(bias), transposed)
+    outside, rounded = (None, None) if bias is None else (bias.outside, bias.rounded)
+    return _Product.apply(x, weight.outside, outside, weight.rounded, rounded, transposed, weight.source)
+
+
+def _inside(factor: Factor) -> Tensor:
+    if factor.source is None:
+        return factor.outside
+    return parameter_border(factor.outside, factor.rounded, factor.source)
+
+
+def _plain_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    return run_through_fp32(F.linear, (x, weight.t() if transposed else weight, bias), {}, x.dtype)
+
+
+class _Product(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        weight16: Tensor,
+        bias16: Tensor | None,
+        transposed: bool,
+        source: ScaleSource | None,
+    ) -> Tensor:
+        # The parameters are saved besides their roundings for second derivatives only; they take no memory.
+        ctx.save_for_backward(x, weight16, weight, bias, bias16)
+        ctx.transposed, ctx.source = transposed, source
+        rows = x.reshape(-1, x.shape[-1])
+        return _forward_blocks(rows, weight16.t() if transposed else weight16, bias16).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight16, weight, bias, bias16 = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            bias_factor = None if bias is None or bias16 is None else Factor(bias, bias16, ctx.source)
+            grads = _differentiable_backward(ctx, gradient, x, Factor(weight, weight16, ctx.source), bias_factor)
+            return *grads, None, None, None, None
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        inverse = None if ctx.source is None else ctx.source.scale_tensors(gradient.device)[1]
+        grad_x = torch.empty(x.shape, dtype=x.dtype) if needs_x else None
+        grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
+        grad_bias = torch.empty_like(bias) if needs_bias else None
+        _backward_blocks(
+            gradient.reshape(-1, gradient.shape[-1]),
+            x.reshape(-1, x.shape[-1]),
+            weight16.t() if ctx.transposed else weight16,
+            inverse,
+            None if grad_x is None else grad_x.view(-1, x.shape[-1]),
+            grad_weight.t() if grad_weight is not None and ctx.transposed else grad_weight,
+            grad_bias,
+        )
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+def _blocks(total: int, width: int) -> Iterator[slice]:
+    """Slices of ``total`` rows of ``width`` elements, each within BLOCK_ELEMENTS."""
+    size = max(1, BLOCK_ELEMENTS // max(1, width))
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))
+
+
+def _forward_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    (rows, inner), outer = x.shape, weight.shape[0]
+    result = torch.empty(rows, outer, dtype=x.dtype)
+    for row in _blocks(rows, inner):
+        x32 = x[row].float()
+        for column in _blocks(outer, max(inner, row.stop - row.start)):
+            weight32 = weight[column].float()
+            if bias is None:
+                block = torch.mm(x32, weight32.t())
+            else:
+                block = torch.addmm(bias[column].float(), x32, weight32.t())
+            result[row, column].copy_(block)
+    return result
+
+
+def _backward_blocks(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    inverse: Tensor | None,
+    grad_x: Tensor | None,
+    grad_weight: Tensor | None,
+    grad_bias: Tensor | None,
+) -> None:
+    """Write the gradients that are not None; all are 2-D but ``grad_bias``."""
+    inner, outer, dtype = x.shape[1], weight.shape[0], x.dtype
+    row_blocks = list(_blocks(x.shape[0], inner))
+    # Over one block of rows a weight's gradient is complete at once; over several it is summed up in FP32 first.
+    sum_weight = None if grad_weight is None or len(row_blocks) == 1 else _zeros_fp32(grad_weight)
+    sum_bias = torch.zeros(outer, dtype=torch.float32)
+    for row in row_blocks:
+        x32 = x[row].float()
+        sum_x = torch.zeros(x32.shape, dtype=torch.float32)
+        for column in _blocks(outer, max(inner, row.stop - row.start)):
+            gradient32 = gradient[row, column].float()
+            if grad_x is not None:
+                sum_x.addmm_(gradient32, weight[column].float())
+            if grad_bias is not None:
+                sum_bias[column] += gradient32.sum(0)
+            if sum_weight is not None:
+                sum_weight[column].addmm_(gradient32.t(), x32)
+            elif grad_weight is not None:
+                _leave(torch.mm(gradient32.t(), x32), dtype, inverse, grad_weight[column])
+        if grad_x is not None:
+            grad_x[row].copy_(sum_x)
+    if grad_weight is not None and sum_weight is not None:
+        for column in _blocks(outer, inner):
+            _leave(sum_weight[column], dtype, inverse, grad_weight[column])
+    if grad_bias is not None:
+        _leave(sum_bias, dtype, inverse, grad_bias)
+
+
+def _zeros_fp32(grad_weight: Tensor) -> Tensor:
+    """FP32 zeros to sum a weight's gradient up in: its own memory where it is FP32."""
+    if grad_weight.dtype is torch.float32:
+        return grad_weight.zero_()
+    return torch.zeros_like(grad_weight, dtype=torch.float32)
+
+
+def _leave(gradient: Tensor, dtype: torch.dtype, inverse: Tensor | None, target: Tensor) -> None:
+    """Round an FP32 gradient to ``dtype``, then write it to ``target``, unscaled in FP32 where ``inverse`` is given."""
+    target.copy_(gradient.to(dtype))
+    if inverse is not None:
+        target.mul_(inverse)
+
+
+def _differentiable_backward(
+    ctx: Any, gradient: Tensor, x: Tensor, weight: Factor, bias: Factor | None
+) -> tuple[Tensor | None, ...]:
+    """Backward made of differentiable ops, for ``create_graph=True``."""
+    inside = _inside(weight)
+    rows, gradients = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+
+    def leave(factor: Factor, found: Tensor) -> Tensor:
+        return found if factor.source is None else unscale(found, factor.source)
+
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        return run_through_fp32(torch.matmul, (left, right), {}, x.dtype)
+
+    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    grad_x = product(gradients, inside.t() if ctx.transposed else inside).view_as(x) if needs_x else None
+    grad_weight = grad_bias = None
+    if needs_weight:
+        sides = (rows.t(), gradients) if ctx.transposed else (gradients.t(), rows)
+        grad_weight = leave(weight, product(*sides))
+    if needs_bias and bias is not None:
+        grad_bias = leave(bias, run_through_fp32(torch.sum, (gradients, 0), {}, x.dtype))
+    return grad_x, grad_weight, grad_bias

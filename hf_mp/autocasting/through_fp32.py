@@ -1,0 +1,132 @@
+"""FP16 (and BF16) ops on hardware that has none: stored in 16 bits, computed in FP32, rounded once.
+
+This is the arithmetic of a tensor core (FP16 operands, FP32 accumulation; Micikevicius et al. 2017, section 3.3), in
+backward as in forward. torch's own FP16 products on a CPU without FP16 arithmetic are some 200 times slower.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@functools.cache
+def runs_natively(dtype: torch.dtype, device_type: str) -> bool:
+    """Whether products in ``dtype`` are fast on this device; on a CPU, oneDNN is asked.
+
+    Args:
+        dtype: autocast's dtype.
+        device_type: as ``tensor.device.type``.
+    """
+    if device_type != "cpu" or dtype is torch.float32:
+        return True
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype is torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Apply ``function`` to the tensors in an op's argument or result: a tensor, or lists and tuples of them."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(function, item) for item in value]
+        # torch.return_types.* and named tuples take their items in one iterable or one by one.
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items)
+    return value
+
+
+def run_through_fp32(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
+) -> Any:
+    """Run an op on ``dtype`` inputs in FP32 and round its floating results to ``dtype``.
+
+    What autograd saves for backward stays in ``dtype``: an FP32 input of the op is kept as the 16-bit tensor that it
+    was made from and is cast again in backward, which is exact. Gradients are rounded to ``dtype`` where they leave the
+    op, as the result is.
+
+    Args:
+        function: a torch op.
+        args, kwargs: its arguments; tensors of ``dtype`` are cast to FP32, everything else is passed on.
+        dtype: ``float16`` or ``bfloat16``.
+
+    Raises:
+        RuntimeError: in backward, if a saved tensor was modified in place meanwhile (as torch itself would).
+    """
+    saved = _SavedInputs()
+
+    def upcast(tensor: Tensor) -> Tensor:
+        return saved.remember(tensor, tensor.float()) if tensor.dtype is dtype else tensor
+
+    def round_to_dtype(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
+
+    fp32_args = [map_tensors(upcast, arg) for arg in args]
+    fp32_kwargs = {name: map_tensors(upcast, arg) for name, arg in kwargs.items()}
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return map_tensors(round_to_dtype, function(*fp32_args, **fp32_kwargs))
+    with saved.hooks():
+        result = function(*fp32_args, **fp32_kwargs)
+    return map_tensors(round_to_dtype, result)
+
+
+_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+@dataclass(frozen=True)
+class _SavedInput:
+    """A view of an upcast input, held as the 16-bit tensor that it was cast from."""
+
+    source: Any  # the 16-bit tensor, or what an outer saved-tensor hook made of it
+    version: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _SavedInputs:
+    """Saved-tensor hooks that keep an op's upcast inputs in 16 bits; all other saved tensors go on unchanged."""
+
+    def __init__(self) -> None:
+        self._sources: dict[int, tuple[Tensor, Tensor]] = {}
+        # Only the innermost hooks run. Those outside (gradient checkpointing, offloading) are called from here.
+        self._outer: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def remember(self, source: Tensor, upcast: Tensor) -> Tensor:
+        # The upcast is held as well: while it lives, no other tensor can have its storage's address.
+        self._sources[upcast.untyped_storage().data_ptr()] = (source, upcast)
+        return upcast
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        outer = self._outer
+
+        def unpack(saved: Any) -> Tensor:
+            kept = saved.source if isinstance(saved, _SavedInput) else saved
+            source: Tensor = kept if outer is None else outer[1](kept)
+            if not isinstance(saved, _SavedInput):
+                return source
+            if outer is None and source._version != saved.version:
+                raise RuntimeError(
+                    f"a {source.dtype} tensor of shape {tuple(source.shape)} that backward needs was modified by an "
+                    f"in-place operation: it is at version {source._version}, version {saved.version} was expected"
+                )
+            return source.float().as_strided(saved.size, saved.stride, saved.offset)
+
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        found = self._sources.get(tensor.untyped_storage().data_ptr()) if tensor.dtype is torch.float32 else None
+        if found is None or tensor.numel() == 0:
+            return tensor if self._outer is None else self._outer[0](tensor)
+        source = found[0].detach()
+        kept = source if self._outer is None else self._outer[0](source)
+        return _SavedInput(kept, source._version, tensor.size(), tensor.stride(), int(tensor.storage_offset()))

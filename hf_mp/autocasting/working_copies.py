@@ -1,0 +1,153 @@
+"""Working copies: the FP16/BF16 roundings of the master weights that lower-precision ops read."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_DATA: Any = Tensor.data  # the property itself, which the class below overrides
+
+
+class WatchedParameter(nn.Parameter):
+    """A parameter that notices writes through ``.data``.
+
+    In-place writes raise a tensor's version counter, but not those through ``parameter.data`` (EMA libraries, manual
+    surgery). Each read of ``.data`` hands out an alias; from then on, and for as long as the alias lives, the value may
+    change unseen.
+    """
+
+    _alias: weakref.ref[Tensor] | None = None
+
+    @property
+    def data(self) -> Tensor:
+        alias: Tensor = _DATA.__get__(self)
+        self._alias = weakref.ref(alias)
+        return alias
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _DATA.__set__(self, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            clone = self.detach().clone(memory_format=torch.preserve_format)
+            memo[id(self)] = nn.Parameter(clone, self.requires_grad)
+        return memo[id(self)]
+
+    def may_have_changed_unseen(self) -> bool:
+        """Whether ``.data`` was read since the last call, or an alias from before still lives."""
+        if self._alias is None:
+            return False
+        if self._alias() is None:
+            self._alias = None
+        return True
+
+
+def watch(parameter: nn.Parameter) -> None:
+    """Notice writes through ``parameter.data`` from now on. Subclasses of ``nn.Parameter`` are left as they are."""
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = WatchedParameter
+
+
+def unwatch(parameter: nn.Parameter) -> None:
+    """Make a watched parameter an ordinary ``nn.Parameter`` again."""
+    if type(parameter) is WatchedParameter:
+        parameter.__dict__.pop("_alias", None)
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+@dataclass
+class _Entry:
+    parameter: weakref.ref[nn.Parameter]
+    copy: Tensor
+    version: int
+    address: int
+
+
+class WorkingCopies:
+    """One working copy per parameter, made at its first use and refreshed when the parameter has changed.
+
+    Outside of ``optimizer.step()``, a copy that :meth:`get` returns equals its parameter rounded to nearest, whoever
+    wrote the parameter. Tied weights are one parameter and so have one copy. A copy is released with its parameter.
+
+    Args:
+        dtype: dtype of the copies, ``float16`` or ``bfloat16``.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._entries: dict[int, _Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that the copies take."""
+        return sum(entry.copy.nbytes for entry in self._entries.values())
+
+    def get(self, parameter: nn.Parameter) -> Tensor:
+        """The working copy of ``parameter``, a tensor of its shape without grad; do not write to it."""
+        entry = self._entries.get(id(parameter))
+        if entry is None or entry.copy.shape != parameter.shape or entry.copy.device != parameter.device:
+            return self._make(parameter).copy
+        if _is_stale(entry, parameter):
+            _refresh([entry])
+        return entry.copy
+
+    def refresh(self) -> None:
+        """Round every stale parameter into its copy, in one fused pass; called once after each update."""
+        _refresh([entry for entry, parameter in self._live() if _is_stale(entry, parameter)])
+
+    def refresh_all(self) -> None:
+        """Round every parameter into its copy: for an optimizer whose writes raise no version counter."""
+        _refresh([entry for entry, _ in self._live()])
+
+    def clear(self) -> None:
+        """Release all copies."""
+        self._entries.clear()
+
+    def _live(self) -> Iterator[tuple[_Entry, nn.Parameter]]:
+        for entry in list(self._entries.values()):
+            parameter = entry.parameter()
+            if parameter is not None and entry.copy.shape == parameter.shape:
+                yield entry, parameter
+
+    def _make(self, parameter: nn.Parameter) -> _Entry:
+        key = id(parameter)
+        entries = self._entries
+
+        def release(reference: weakref.ref[nn.Parameter]) -> None:
+            # The address may belong to another parameter by now.
+            if key in entries and entries[key].parameter is reference:
+                del entries[key]
+
+        # A new tensor even where nothing needs rounding: a copy never shares memory with its master.
+        copy = parameter.detach().to(self.dtype, copy=True)
+        entry = _Entry(weakref.ref(parameter, release), copy, parameter._version, parameter.data_ptr())
+        entries[key] = entry
+        return entry
+
+
+def _is_stale(entry: _Entry, parameter: nn.Parameter) -> bool:
+    return (
+        entry.version != parameter._version
+        or entry.address != parameter.data_ptr()
+        or (type(parameter) is WatchedParameter and parameter.may_have_changed_unseen())
+    )
+
+
+@torch.no_grad()
+def _refresh(entries: list[_Entry]) -> None:
+    pairs = [(entry, parameter) for entry in entries if (parameter := entry.parameter()) is not None]
+    if not pairs:
+        return
+    torch._foreach_copy_([entry.copy for entry, _ in pairs], [parameter.detach() for _, parameter in pairs])
+    for entry, parameter in pairs:
+        entry.version = parameter._version
+        entry.address = parameter.data_ptr()

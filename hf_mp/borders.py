@@ -1,0 +1,116 @@
+"""The borders of the scaled region: where gradients are multiplied by the loss scale, and where by its inverse.
+
+Forward is the identity (up to the dtype) everywhere. In backward a gradient that enters the model's graph through one
+of its outputs is multiplied by S, and one that leaves it, to a parameter or to an input, by 1/S. Outside, every
+gradient is FP32 and true; inside, every FP16 gradient is S times larger and so clear of underflow (Micikevicius et al.
+2017, section 3.2).
+
+Second derivatives: backward of the scaling and of the unscaling is the identity. What enters through the derivative of
+an unscaled gradient (a gradient penalty) then travels inside at S times its value, as everything inside does, and
+leaves through the parameter border once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from hf_mp.policy import LOWER_PRECISION_DTYPES
+
+
+class ScaleSource(Protocol):
+    """Where the borders read the loss scale, at the time of each backward."""
+
+    def scale_tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The scale and its inverse, FP32 of shape (1,)."""
+
+    def backward_begins(self) -> None:
+        """Called when a gradient enters the scaled region."""
+
+
+class _Multiply(Function):
+    """Multiply a gradient by a factor in FP32; its own backward is the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, factor: Tensor) -> Tensor:
+        ctx.dtype = gradient.dtype
+        return gradient * factor  # FP16 times FP32 of shape (1,) is computed in FP32 and is FP32: one kernel
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.dtype), None
+
+
+def _times(gradient: Tensor, factor: Tensor) -> Tensor:
+    if torch.is_grad_enabled():  # create_graph=True
+        return _Multiply.apply(gradient, factor).reshape(gradient.shape)
+    if gradient.is_sparse:
+        return gradient.to(torch.float32) * factor.squeeze()
+    return (gradient * factor).reshape(gradient.shape)
+
+
+class _OutputBorder(Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, source: ScaleSource) -> Tensor:
+        ctx.source, ctx.dtype = source, output.dtype
+        # Never a view: callers change a loss in place (the Trainer does).
+        return output.to(_outside_dtype(output.dtype), copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.source.backward_begins()
+        scale, _ = ctx.source.scale_tensors(gradient.device)
+        return _times(gradient, scale).to(ctx.dtype), None
+
+
+class _LeavingBorder(Function):
+    """The border to a parameter or an input: ``value`` goes on in place of ``outside``, whose gradient it earns."""
+
+    @staticmethod
+    def forward(ctx: Any, outside: Tensor, value: Tensor | None, source: ScaleSource) -> Tensor:
+        ctx.source, ctx.dtype = source, outside.dtype
+        return outside.view_as(outside) if value is None else value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return unscale(gradient, ctx.source).to(ctx.dtype), None, None
+
+
+def unscale(gradient: Tensor, source: ScaleSource) -> Tensor:
+    """``gradient`` in FP32, multiplied by the inverse loss scale; differentiable."""
+    return _times(gradient, source.scale_tensors(gradient.device)[1])
+
+
+def _outside_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in LOWER_PRECISION_DTYPES else dtype
+
+
+def output_border(output: Tensor, source: ScaleSource) -> Tensor:
+    """``output`` in FP32; its gradient is multiplied by the loss scale before it is cast to ``output``'s dtype.
+
+    FP64 outputs stay FP64, with their gradient scaled all the same; non-floating outputs pass.
+    """
+    if not output.is_floating_point():
+        return output
+    if output.requires_grad and torch.is_grad_enabled():
+        return _OutputBorder.apply(output, source)
+    return output.to(_outside_dtype(output.dtype))
+
+
+def input_border(value: Tensor, source: ScaleSource) -> Tensor:
+    """``value`` unchanged; a gradient that leaves the region through it is multiplied by the inverse loss scale."""
+    if value.requires_grad and torch.is_grad_enabled():
+        return _LeavingBorder.apply(value, None, source)
+    return value
+
+
+def parameter_border(parameter: Tensor, working_copy: Tensor | None, source: ScaleSource) -> Tensor:
+    """``working_copy`` (or the parameter itself) for use inside; ``parameter`` receives its gradient unscaled."""
+    if parameter.requires_grad and torch.is_grad_enabled():
+        return _LeavingBorder.apply(parameter, working_copy, source)
+    return parameter if working_copy is None else working_copy

@@ -1,0 +1,150 @@
+"""Which dtype is stored, computed in and updated: the :class:`PrecisionPolicy`, as a value and as a string."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+import torch
+
+LossScaleKind = Literal["headroom", "dynamic"]
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+LOWER_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def _parse_dtype(key: str, text: str) -> torch.dtype:
+    if text not in _DTYPES:
+        raise ValueError(f"{key}={text!r} is not a dtype of a precision policy: use one of {', '.join(_DTYPES)}")
+    return _DTYPES[text]
+
+
+def parse_loss_scale(value: str | float | None) -> LossScaleKind | float | None:
+    """Read a loss scale as a person writes it.
+
+    Args:
+        value: ``"headroom"``, ``"dynamic"``, ``"none"``, a positive number or its text, or None.
+
+    Raises:
+        ValueError: for any other text, and for zero, negative, infinite and NaN numbers.
+    """
+    if value is None or value == "none":
+        return None
+    if value in get_args(LossScaleKind):
+        return value  # type: ignore[return-value]
+    try:
+        scale = float(value)
+    except ValueError:
+        raise ValueError(
+            f"loss_scale={value!r} is not known: use 'headroom', 'dynamic', 'none' or a positive number"
+        ) from None
+    if not 0.0 < scale < float("inf"):
+        raise ValueError(f"loss_scale={value!r} must be a positive, finite number (a power of two keeps scaling exact)")
+    return scale
+
+
+@dataclass(frozen=True)
+class PrecisionPolicy:
+    """The dtypes of a training run.
+
+    The three-dtype form follows Micikevicius et al. 2017 (arXiv 1710.03740, section 3.1): weights are updated in
+    ``masters``, and ``compute`` is the dtype of the products.
+
+    Attributes:
+        params: dtype in which the model's own parameters are stored. ``float32`` (default layout) makes them the
+            master weights; ``float16``/``bfloat16`` (lean layouts) makes them the working copies.
+        compute: dtype of autocast's lower-precision ops. ``float32`` switches mixed precision off.
+        masters: dtype in which the optimizer updates weights; always ``float32``.
+        output: dtype in which floating outputs leave the model; always ``float32``.
+        loss_scale: ``"headroom"`` (default for FP16), ``"dynamic"`` (torch's algorithm), a positive number (static),
+            or None (default for BF16 and FP32: their exponent range needs no scaling).
+
+    Raises:
+        ValueError: for a combination of dtypes that cannot train; the message names the field to change.
+    """
+
+    params: torch.dtype = torch.float32
+    compute: torch.dtype = torch.float16
+    masters: torch.dtype = torch.float32
+    output: torch.dtype = torch.float32
+    loss_scale: LossScaleKind | float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("params", "compute", "masters", "output"):
+            if getattr(self, name) not in _DTYPE_NAMES:
+                raise ValueError(f"{name}={getattr(self, name)} is not allowed: use {', '.join(_DTYPES)}")
+        if self.masters is not torch.float32:
+            raise ValueError(f"masters={_DTYPE_NAMES[self.masters]} loses small updates: master weights are fp32")
+        if self.output is not torch.float32:
+            raise ValueError(f"output={_DTYPE_NAMES[self.output]} is not allowed: outputs leave the model in fp32")
+        if self.params not in (torch.float32, self.compute):
+            raise ValueError(
+                f"params={_DTYPE_NAMES[self.params]} with compute={_DTYPE_NAMES[self.compute]} is not allowed: store "
+                "parameters in fp32 (default layout) or in the compute dtype (lean layout)"
+            )
+        object.__setattr__(self, "loss_scale", parse_loss_scale(self.loss_scale))
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether anything runs in another dtype than FP32."""
+        return self.compute is not torch.float32
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether the model's parameters are the working copies (masters live with the optimizer)."""
+        return self.params is not torch.float32
+
+    @classmethod
+    def parse(cls, text: str | PrecisionPolicy) -> PrecisionPolicy:
+        """Make a policy from a preset (``"fp16"``, ``"bf16-lean"`` …) or from ``"params=fp32,compute=fp16,..."``.
+
+        Unnamed fields of the long form take the defaults of the ``fp16`` preset. A policy is returned as it is.
+
+        Raises:
+            ValueError: for an unknown preset, field or dtype.
+        """
+        if isinstance(text, cls):
+            return text
+        if not isinstance(text, str):
+            raise TypeError(f"precision must be a string or a PrecisionPolicy, not {type(text).__name__}")
+        if text in PRESETS:
+            return PRESETS[text]
+        if "=" not in text:
+            raise ValueError(
+                f"precision={text!r} is not known: use one of {', '.join(PRESETS)}, "
+                "or spell it out as 'params=fp32,compute=fp16,loss_scale=headroom'"
+            )
+        return cls._parse_fields(text)
+
+    @classmethod
+    def _parse_fields(cls, text: str) -> PrecisionPolicy:
+        values: dict[str, object] = {}
+        for part in text.split(","):
+            key, _, value = (piece.strip() for piece in part.partition("="))
+            if key not in {field.name for field in fields(cls)} or not value:
+                raise ValueError(f"{part!r} in precision={text!r}: write field=value with one of {_field_names(cls)}")
+            values[key] = parse_loss_scale(value) if key == "loss_scale" else _parse_dtype(key, value)
+        if "loss_scale" not in values and values.get("compute", torch.float16) is torch.float16:
+            values["loss_scale"] = "headroom"
+        return cls(**values)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        for name, preset in PRESETS.items():
+            if preset == self:
+                return name
+        dtypes = [f"{n}={_DTYPE_NAMES[getattr(self, n)]}" for n in ("params", "compute", "masters", "output")]
+        return ",".join([*dtypes, f"loss_scale={'none' if self.loss_scale is None else self.loss_scale}"])
+
+
+def _field_names(cls: type) -> str:
+    return ", ".join(field.name for field in fields(cls))
+
+
+PRESETS: dict[str, PrecisionPolicy] = {
+    "fp32": PrecisionPolicy(compute=torch.float32),
+    "fp16": PrecisionPolicy(loss_scale="headroom"),
+    "bf16": PrecisionPolicy(compute=torch.bfloat16),
+    "fp16-lean": PrecisionPolicy(params=torch.float16, loss_scale="headroom"),
+    "bf16-lean": PrecisionPolicy(params=torch.bfloat16, compute=torch.bfloat16),
+}

@@ -1,0 +1,463 @@
+"""``MixedPrecision``: attaches a precision policy to a model and an optimizer, and detaches it again."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hf_mp.autocasting.mode import autocast
+from hf_mp.autocasting.products import Factor
+from hf_mp.autocasting.working_copies import WorkingCopies, unwatch, watch
+from hf_mp.borders import input_border, output_border, parameter_border
+from hf_mp.kernels.gradient_scan import largest_magnitude
+from hf_mp.loss_scaling import LossScaler, StepReport, headroom_left, make_loss_scaler
+from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
+
+
+@dataclass(frozen=True)
+class PrecisionStats:
+    """What mixed precision did so far in this process.
+
+    Attributes:
+        steps: optimizer steps, skipped ones included.
+        skipped_steps: of those, the ones skipped for an overflow.
+        loss_scale: the loss scale in force; 1.0 where nothing is scaled.
+        loss_scale_first, loss_scale_min, loss_scale_max: over the steps of the run, as used.
+        headroom: doublings that the scale could still take at the last clean step; None where not measured.
+    """
+
+    steps: int = 0
+    skipped_steps: int = 0
+    loss_scale: float = 1.0
+    loss_scale_first: float = 1.0
+    loss_scale_min: float = 1.0
+    loss_scale_max: float = 1.0
+    headroom: float | None = None
+
+    def log_entries(self) -> dict[str, float]:
+        """The entries for a training log: ``loss_scale``, ``skipped_steps`` and, where measured, ``headroom``."""
+        entries = {"loss_scale": self.loss_scale, "skipped_steps": self.skipped_steps}
+        return entries if self.headroom is None else {**entries, "headroom": round(self.headroom, 2)}
+
+    @classmethod
+    def before_first_step(cls, scale: float) -> PrecisionStats:
+        """The stats of a run that starts at ``scale``."""
+        return cls(loss_scale=scale, loss_scale_first=scale, loss_scale_min=scale, loss_scale_max=scale)
+
+    def after_step(self, used_scale: float, next_scale: float, report: StepReport) -> PrecisionStats:
+        """The stats with one more step, which ran at ``used_scale``."""
+        largest = None if report.overflow else report.largest_gradient
+        return replace(
+            self,
+            steps=self.steps + 1,
+            skipped_steps=self.skipped_steps + report.overflow,
+            loss_scale=next_scale,
+            loss_scale_min=min(self.loss_scale_min, used_scale),
+            loss_scale_max=max(self.loss_scale_max, used_scale),
+            headroom=self.headroom if largest is None else headroom_left(next_scale, largest),
+        )
+
+
+class Region(autocast):
+    """Autocast inside an attached model: reads working copies and puts the parameter border around every use."""
+
+    def __init__(self, runtime: MixedPrecision, **settings: Any) -> None:
+        super().__init__(runtime.policy.compute, **settings)
+        self._runtime = weakref.ref(runtime)
+        self._copies = runtime.working_copies
+        self._local = threading.local()
+
+    @property
+    def entered(self) -> bool:
+        """Whether this thread is inside the region."""
+        return getattr(self._local, "depth", 0) > 0
+
+    def __enter__(self) -> Region:
+        super().__enter__()
+        self._local.depth = getattr(self._local, "depth", 0) + 1
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._local.depth -= 1
+        super().__exit__(*exc_info)
+
+    def cast_parameter(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        runtime = self._runtime()
+        assert runtime is not None, "a region outlived its runtime"
+        if dtype is self._copies.dtype and parameter.dtype is torch.float32:
+            return parameter_border(parameter, self._copies.get(parameter), runtime)
+        inside = parameter_border(parameter, None, runtime)
+        return inside if inside.dtype is dtype else inside.to(dtype)
+
+    def factor(self, tensor: Tensor) -> Factor:
+        if not (isinstance(tensor, nn.Parameter) and tensor.dtype is torch.float32):
+            return super().factor(tensor)
+        return Factor(tensor, self._copies.get(tensor), self._runtime())
+
+    def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if not torch.is_grad_enabled() or func in _KEEP_PARAMETERS:
+            return func(*args, **kwargs)
+        return func(*map(self._inside, args), **{key: self._inside(value) for key, value in kwargs.items()})
+
+    def _inside(self, value: Any) -> Any:
+        if type(value) is Tensor:
+            return value
+        if isinstance(value, nn.Parameter):
+            return self.cast_parameter(value, value.dtype) if value.requires_grad else value
+        if type(value) in (list, tuple):
+            return type(value)(self._inside(item) for item in value)
+        return value
+
+
+def _keep_parameters() -> frozenset[Callable[..., Any]]:
+    """Calls that need the parameter itself: properties that carry no gradient, writers, hooks."""
+    names = """
+        register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad backward set_ share_memory_
+        size dim ndimension stride numel nelement element_size data_ptr storage untyped_storage storage_offset
+        is_contiguous is_floating_point is_complex is_shared is_pinned get_device type __len__ __hash__ __repr__
+        __format__ __deepcopy__ __reduce_ex__ __setstate__ __dir__ detach
+    """
+    calls = {getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name)}
+    carries_gradient = {"T", "mT", "H", "mH", "real", "imag"}
+    for name in dir(Tensor):
+        descriptor = getattr(Tensor, name)
+        if hasattr(descriptor, "__set__") and not callable(descriptor):
+            calls.add(descriptor.__set__)
+            if name not in carries_gradient:
+                calls.add(descriptor.__get__)
+    calls |= {torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel}
+    return frozenset(calls)
+
+
+_KEEP_PARAMETERS = _keep_parameters()
+
+
+class AttachedForward:
+    """Takes the place of ``model.forward`` while attached: borders around the model's own forward, in its region."""
+
+    def __init__(self, runtime: MixedPrecision, module: nn.Module, original: Callable[..., Any]) -> None:
+        self.runtime = runtime
+        self.module = weakref.ref(module)
+        self.original = original
+        functools.update_wrapper(self, original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        runtime = self.runtime
+        if runtime.region.entered:
+            return self.original(*args, **kwargs)
+        if torch.is_grad_enabled():
+            args = recursively_apply(input_border, args, runtime)
+            kwargs = recursively_apply(input_border, kwargs, runtime)
+        with runtime.region:
+            outputs = self.original(*args, **kwargs)
+        return recursively_apply(output_border, outputs, runtime)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # Deep-copying a model copies its attributes, this one too: the copy must run the copied weights.
+        module = self.module()
+        copied = memo.get(id(module))
+        if copied is None:
+            raise TypeError("an attached forward is copied only together with its model: copy.deepcopy(model)")
+        return self.runtime.copy_for(memo).attached_forward(copied)
+
+    def __reduce__(self) -> Any:
+        # A pickled model is an ordinary FP32 model.
+        module: Any = self.module()
+        return _bound_forward, (module,)
+
+
+class MixedPrecision:
+    """Mixed precision for one model and its optimizers: autocast, FP32 masters, loss scaling.
+
+    Default layout of a policy: the model's parameters become (or are) the FP32 master weights; autocast reads FP16/BF16
+    working copies of them; when ``backward()`` returns, ``.grad`` is FP32 and unscaled; ``optimizer.step()`` is skipped
+    when a gradient is inf or NaN. Micikevicius et al. 2017 (arXiv 1710.03740), section 3.
+
+    Args:
+        policy: a :class:`PrecisionPolicy` or what :meth:`PrecisionPolicy.parse` takes; default ``"fp16"``.
+        loss_scaler: the scaler to use instead of the one that the policy names.
+
+    Raises:
+        ValueError: for an unknown policy.
+    """
+
+    def __init__(self, policy: PrecisionPolicy | str = "fp16", *, loss_scaler: LossScaler[Any] | None = None) -> None:
+        self.policy = PrecisionPolicy.parse(policy)
+        if self.policy.is_lean:
+            raise ValueError(
+                f"precision={str(self.policy)!r} keeps its masters in the optimizer, which this version cannot do: "
+                f"use {str(self.policy).removesuffix('-lean')!r}"
+            )
+        self.scaler = loss_scaler if loss_scaler is not None else make_loss_scaler(self.policy.loss_scale)
+        self.working_copies = WorkingCopies(self.policy.compute)
+        self.region = Region(self)
+        self.step_was_skipped = False
+        self.stats = PrecisionStats.before_first_step(self.scaler.get_scale())
+        self._model: weakref.ref[nn.Module] | None = None
+        self._guards: list[_StepGuard] = []
+        self._largest: Tensor | None = None  # of the unscaled gradients since the last step
+        self._graph_task: int | None = None
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The attached model."""
+        return None if self._model is None else self._model()
+
+    def attach(self, model: nn.Module) -> nn.Module:
+        """Run ``model`` under this policy from now on; returns the same model.
+
+        Trainable FP16/BF16 parameters are cast to FP32 in place (the Parameter objects stay, so an optimizer made
+        before keeps working); frozen ones stay as they are. Attach before the optimizer's first step.
+
+        Raises:
+            ValueError: if the model has no floating parameter, is attached already, or is wrapped for
+                ``DataParallel``.
+        """
+        if not self.policy.is_mixed:
+            return model
+        if self.model is not None:
+            raise ValueError("this MixedPrecision has a model already: detach() it, or make another one")
+        check_attachable(model)
+        self._model = weakref.ref(model)
+        _make_masters(model)
+        for parameter in model.parameters():
+            watch(parameter)
+        for module in _entry_points(model):
+            module.forward = self.attached_forward(module)
+        return model
+
+    def attached_forward(self, module: nn.Module) -> AttachedForward:
+        """The forward that ``module`` has while attached."""
+        original = module.__dict__.get("forward", None)
+        if original is None or isinstance(original, AttachedForward):
+            original = _bound_forward(module)
+        return AttachedForward(self, module, original)
+
+    def attach_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Guard ``optimizer.step()``: skip it when a gradient is inf or NaN; returns the same optimizer.
+
+        A guarded optimizer is not guarded twice.
+
+        Raises:
+            ValueError: if no model is attached.
+        """
+        if not self.policy.is_mixed:
+            return optimizer
+        if self._model is None:
+            raise ValueError("attach a model before its optimizer: MixedPrecision(...).attach(model)")
+        if not any(guard.optimizer is optimizer for guard in self._guards):
+            self._guards.append(_StepGuard(self, optimizer))
+        return optimizer
+
+    def detach(self) -> None:
+        """Leave the model as an ordinary FP32 model and its optimizers as they were: no hook, wrapper or copy stays."""
+        model = self.model
+        if model is not None:
+            for module in _entry_points(model):
+                forward = module.__dict__.get("forward")
+                if isinstance(forward, AttachedForward):
+                    _restore_forward(module, forward.original)
+            for parameter in model.parameters():
+                unwatch(parameter)
+        for guard in self._guards:
+            guard.remove()
+        self._guards.clear()
+        self.working_copies.clear()
+        self._model = None
+
+    def copy_for(self, memo: dict[int, Any]) -> MixedPrecision:
+        """The runtime of a deep copy of the model: same policy and scale, own working copies, no optimizer."""
+        if id(self) not in memo:
+            copied = MixedPrecision(self.policy, loss_scaler=copy.copy(self.scaler))
+            memo[id(self)] = copied
+            if (model := self.model) is not None and id(model) in memo:
+                copied._model = weakref.ref(memo[id(model)])
+        return memo[id(self)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs besides model and optimizer, as plain values for JSON."""
+        return {"version": 1, "precision": str(self.policy), "loss_scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state that :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: for another version, or the state of another kind of scaler.
+        """
+        if state_dict.get("version") != 1 or "loss_scaler" not in state_dict:
+            raise ValueError(
+                f"not a mixed precision state of version 1: version={state_dict.get('version')!r}, "
+                f"keys {sorted(state_dict)}"
+            )
+        self.scaler.load_state_dict(state_dict["loss_scaler"])
+        state = self.scaler.state
+        self.stats = replace(
+            PrecisionStats.before_first_step(state.scale), steps=state.steps, skipped_steps=state.skipped_steps
+        )
+
+    # What the borders ask for
+
+    def scale_tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The loss scale and its inverse: FP32 of shape (1,) on ``device``."""
+        return self.scaler.scale_tensors(device)
+
+    def backward_begins(self) -> None:
+        """Have the gradients measured when this backward is done, before anyone clips them."""
+        task = torch._C._current_graph_task_id()
+        if self.scaler.needs_largest_gradient and task != self._graph_task:
+            self._graph_task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._measure_gradients)
+
+    def _measure_gradients(self) -> None:
+        model = self.model
+        if model is None:
+            return
+        largest = largest_magnitude(_gradients(model.parameters()))
+        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
+
+    # What the guard does
+
+    def _report(self, optimizer: Optimizer) -> StepReport:
+        gradients = _gradients(parameter for group in optimizer.param_groups for parameter in group["params"])
+        overflow = not torch.isfinite(largest_magnitude(gradients)).item()
+        measured = None if self._largest is None or overflow else self._largest.item()
+        return StepReport(overflow, measured)
+
+    def _finish_step(self, report: StepReport) -> None:
+        self._largest = None
+        self.step_was_skipped = report.overflow
+        used_scale = self.scaler.get_scale()
+        try:
+            self.scaler.record_step(report)
+        finally:
+            self.stats = self.stats.after_step(used_scale, self.scaler.get_scale(), report)
+
+
+def check_attachable(model: nn.Module) -> None:
+    """Raise where mixed precision cannot be attached to ``model``.
+
+    Raises:
+        ValueError: if the model has no floating parameter, is attached already, or is wrapped in ``DataParallel``.
+    """
+    if isinstance(model, nn.DataParallel):
+        raise ValueError("DataParallel replicates a model behind our back: use DistributedDataParallel (torchrun)")
+    if not any(parameter.is_floating_point() for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} has no floating parameters, so there is nothing to train in mixed precision"
+        )
+    if any(isinstance(module.__dict__.get("forward"), AttachedForward) for module in model.modules()):
+        raise ValueError(f"this {type(model).__name__} is attached to a MixedPrecision already: detach() that first")
+
+
+class _StepGuard:
+    """Stands in front of one optimizer's ``step``."""
+
+    def __init__(self, runtime: MixedPrecision, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._previous = optimizer.__dict__.get("step")
+        unguarded = optimizer.step
+        self._active = True
+
+        # A plain function bound to the optimizer: torch's LR schedulers look at ``step.__func__``.
+        @functools.wraps(unguarded.__func__)  # type: ignore[attr-defined]
+        def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            if not self._active:
+                return unguarded(closure, **kwargs) if closure is not None else unguarded(**kwargs)
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            report = runtime._report(optimizer)
+            if not report.overflow:
+                result = unguarded(**kwargs)
+                loss = result if closure is None else loss
+                runtime.working_copies.refresh_all()
+            runtime._finish_step(report)
+            return loss
+
+        self._step = types.MethodType(step, optimizer)
+        optimizer.step = self._step  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Give the optimizer its own ``step`` back; under a wrapper put on later, become transparent."""
+        self._active = False
+        if self.optimizer.__dict__.get("step") is self._step:
+            if self._previous is None:
+                del self.optimizer.step
+            else:
+                self.optimizer.step = self._previous  # type: ignore[method-assign]
+
+
+def prepare(
+    model: nn.Module, optimizer: Optimizer, precision: PrecisionPolicy | str = "fp16"
+) -> tuple[nn.Module, Optimizer]:
+    """Mixed precision for a loop of one's own: attach a policy to a model and its optimizer.
+
+    The loop stays as it is for FP32: ``loss.backward()``, clip, ``optimizer.step()``, ``optimizer.zero_grad()``.
+
+    Args:
+        model: any ``nn.Module``; one loaded in FP16/BF16 is given FP32 masters.
+        optimizer: over parameters of ``model``, not stepped yet.
+        precision: ``"fp16"`` (default), ``"bf16"``, ``"fp32"`` (nothing is changed) or a :class:`PrecisionPolicy`.
+
+    Returns:
+        The same model and the same optimizer; ``optimizer.step`` now skips updates that overflowed.
+
+    Raises:
+        ValueError: for an unknown precision or a model that cannot be attached.
+    """
+    runtime = MixedPrecision(precision)
+    runtime.attach(model)
+    runtime.attach_optimizer(optimizer)
+    return model, optimizer
+
+
+def _bound_forward(module: nn.Module) -> Any:
+    return types.MethodType(type(module).forward, module)
+
+
+def _gradients(parameters: Any) -> Iterator[Tensor]:
+    return (parameter.grad for parameter in parameters if parameter.grad is not None)
+
+
+@torch.no_grad()
+def _make_masters(model: nn.Module) -> None:
+    converted = False
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in LOWER_PRECISION_DTYPES:
+            parameter.data = parameter.data.float()
+            converted = True
+    if converted:  # running statistics of a model loaded in FP16 would swamp their updates, as weights would
+        for buffer in model.buffers():
+            if buffer.dtype in LOWER_PRECISION_DTYPES:
+                buffer.data = buffer.data.float()
+
+
+def _entry_points(model: nn.Module) -> list[nn.Module]:
+    """The modules whose call enters the region: the model, and Transformers models inside it.
+
+    PEFT calls the model that it wraps directly in ``generate``, and people call ``model.base_model``.
+    """
+    transformers_models = sys.modules.get("transformers.modeling_utils")
+    if transformers_models is None:
+        return [model]
+    inner = [m for m in model.modules() if m is not model and isinstance(m, transformers_models.PreTrainedModel)]
+    return [model, *inner]
+
+
+def _restore_forward(module: nn.Module, original: Callable[..., Any]) -> None:
+    del module.forward
+    if getattr(original, "__func__", None) is not type(module).forward:
+        module.forward = original

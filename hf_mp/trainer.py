@@ -1,0 +1,223 @@
+"""``MixedPrecisionTrainer`` and ``MixedPrecisionArguments``: the Trainer subclass over the runtime."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.optim import Optimizer
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import logging
+
+from hf_mp.loss_scaling import make_loss_scaler
+from hf_mp.policy import PrecisionPolicy, parse_loss_scale
+from hf_mp.runtime import MixedPrecision, check_attachable
+
+logger = logging.get_logger(__name__)
+
+STATE_NAME = "mixed_precision.json"  # in each checkpoint directory
+
+
+@dataclass
+class MixedPrecisionArguments(TrainingArguments):
+    """``TrainingArguments`` plus precision; for ``HfArgumentParser``, from a command line or a YAML/JSON file.
+
+    Raises:
+        ValueError: for an unknown precision or loss scale, settings that the loss scaler does not have, and settings
+            that switch another mixed precision on (``fp16``, ``bf16``, ``ACCELERATE_MIXED_PRECISION``).
+    """
+
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [  # type: ignore[misc]
+        *TrainingArguments._VALID_DICT_FIELDS,
+        "loss_scale_kwargs",
+    ]
+
+    precision: str = field(
+        default="fp16",
+        metadata={"help": "fp16, bf16, fp32 (the stock Trainer), or 'params=fp32,compute=fp16,loss_scale=dynamic'."},
+    )
+    loss_scale: str | None = field(
+        default=None,
+        metadata={
+            "help": "headroom (fp16's default: follows the gradients), dynamic (torch's algorithm), none, or a number "
+            "(constant). Not given: what the precision says."
+        },
+    )
+    loss_scale_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": 'Settings of the loss scaler as JSON, e.g. \'{"init_scale": 4096, "headroom": 4}\'.'},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        policy = self.precision_policy
+        if policy.is_mixed:
+            make_loss_scaler(policy.loss_scale, **self.loss_scaler_settings)  # refuse wrong settings now
+        elif self.loss_scale is not None or self.loss_scale_kwargs:
+            logger.warning("loss_scale has no effect with precision='fp32': nothing is scaled")
+        refuse_other_precision(self, policy)
+
+    @property
+    def precision_policy(self) -> PrecisionPolicy:
+        """The policy that ``precision`` and ``loss_scale`` name."""
+        policy = PrecisionPolicy.parse(self.precision)
+        return policy if self.loss_scale is None else replace(policy, loss_scale=parse_loss_scale(self.loss_scale))
+
+    @property
+    def loss_scaler_settings(self) -> dict[str, Any]:
+        """Keyword arguments for the loss scaler."""
+        return dict(self.loss_scale_kwargs or {})  # type: ignore[arg-type]
+
+
+def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> None:
+    """Raise where ``args`` ask for another mixed precision than ours, or for what ours cannot live with.
+
+    Raises:
+        ValueError: naming the setting and the way out.
+    """
+    for name in ("fp16", "bf16"):
+        if getattr(args, name):
+            raise ValueError(
+                f"{name}=True switches accelerate's mixed precision on beside precision={str(policy)!r}: remove {name} "
+                f"and say precision={name!r}, or use the stock Trainer"
+            )
+    if getattr(args, "mixed_precision", "no") not in ("no", None):
+        raise ValueError(
+            f"ACCELERATE_MIXED_PRECISION={os.environ.get('ACCELERATE_MIXED_PRECISION')!r} in the environment switches "
+            f"accelerate's mixed precision on beside precision={str(policy)!r}: unset it, or start with "
+            "`accelerate launch --mixed_precision no`"
+        )
+    if not policy.is_mixed:
+        return
+    for name in ("fp16_full_eval", "bf16_full_eval"):
+        if getattr(args, name):
+            raise ValueError(f"{name}=True casts the FP32 masters away: remove it, evaluation uses {policy} already")
+    if args.deepspeed is not None:
+        raise ValueError(
+            "DeepSpeed brings its own FP16 optimizer: use the stock Trainer with DeepSpeed, or drop it here"
+        )
+    if args.torch_compile:
+        raise ValueError(
+            "torch_compile=True does not work with our autocast yet: leave it out, or use precision='fp32'"
+        )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} GPUs in one process make the Trainer use DataParallel, which replicates the model behind "
+            "our back: start with `torchrun --nproc_per_node N`, or show one GPU with CUDA_VISIBLE_DEVICES"
+        )
+
+
+class _TellAccelerate(TrainerCallback):
+    """Lets accelerate know of a skipped step, so that the LR scheduler stands still as it does under ``fp16=True``."""
+
+    def __init__(self, trainer: MixedPrecisionTrainer) -> None:
+        self._trainer = trainer
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        runtime, optimizer = self._trainer.mixed_precision, self._trainer.optimizer
+        if runtime is not None and isinstance(optimizer, AcceleratedOptimizer):
+            optimizer._is_overflow = runtime.step_was_skipped
+
+
+class MixedPrecisionTrainer(Trainer):
+    """A ``Trainer`` that trains in our mixed precision; with ``precision="fp32"`` it is the stock Trainer, bit for bit.
+
+    All arguments of ``Trainer``, and:
+
+    Args:
+        precision: a preset, a spelled-out policy or a :class:`PrecisionPolicy`; default: what ``args`` say
+            (:class:`MixedPrecisionArguments`), else ``"fp16"``.
+
+    Attributes:
+        mixed_precision: the :class:`MixedPrecision` runtime of the current model; None with ``precision="fp32"``.
+
+    Raises:
+        ValueError: before anything is written, for an unknown precision, for ``fp16=True``, ``bf16=True`` or
+            ``ACCELERATE_MIXED_PRECISION`` beside ours, or for a model without floating parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *positional: Any,
+        precision: str | PrecisionPolicy | None = None,
+        **named: Any,
+    ) -> None:
+        args = MixedPrecisionArguments() if args is None else args
+        self.precision_policy = _policy(args, precision)
+        self.mixed_precision: MixedPrecision | None = None
+        refuse_other_precision(args, self.precision_policy)
+        if self.precision_policy.is_mixed:
+            self.mixed_precision = _runtime(self.precision_policy, args)
+            if model is not None:
+                check_attachable(model)
+        super().__init__(model, args, *positional, **named)
+        if self.precision_policy.is_mixed:
+            self.add_callback(_TellAccelerate(self))
+            self._attach()
+
+    def _attach(self) -> MixedPrecision:
+        """The runtime of the current model, which ``model_init`` may have replaced."""
+        model = cast(nn.Module, self.model)
+        if self.mixed_precision is None or self.mixed_precision.model not in (None, model):
+            self.mixed_precision = _runtime(self.precision_policy, self.args)
+        if self.mixed_precision.model is None:
+            self.mixed_precision.attach(model)
+        return self.mixed_precision
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
+        """As the stock Trainer's, over FP32 masters and with a guarded ``step``."""
+        if not self.precision_policy.is_mixed:
+            return super().create_optimizer(*args, **kwargs)
+        runtime = self._attach()
+        optimizer = super().create_optimizer(*args, **kwargs)
+        # A second train() gets the optimizer of the first back, in accelerate's wrapper.
+        runtime.attach_optimizer(optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer)
+        return optimizer
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the stock Trainer's; training logs also carry ``loss_scale`` and ``skipped_steps``."""
+        if self.mixed_precision is not None and "loss" in logs:
+            logs = {**logs, **self.mixed_precision.stats.log_entries()}
+        super().log(logs, *args, **kwargs)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        super()._save_scaler(output_dir)
+        if self.mixed_precision is not None and self.args.should_save:
+            text = json.dumps(self.mixed_precision.state_dict(), indent=2)
+            Path(output_dir, STATE_NAME).write_text(text + "\n", encoding="utf-8")
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        super()._load_scaler(checkpoint)
+        if checkpoint is None or self.mixed_precision is None:
+            return
+        path = Path(checkpoint, STATE_NAME)
+        if not path.is_file():
+            logger.warning(f"{checkpoint} has no {STATE_NAME}: the loss scale starts anew")
+            return
+        try:
+            self.mixed_precision.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ValueError(f"cannot resume the loss scale from {path}: {error}") from error
+
+
+def _runtime(policy: PrecisionPolicy, args: TrainingArguments) -> MixedPrecision:
+    settings = args.loss_scaler_settings if isinstance(args, MixedPrecisionArguments) else {}
+    return MixedPrecision(policy, loss_scaler=make_loss_scaler(policy.loss_scale, **settings))
+
+
+def _policy(args: TrainingArguments, precision: str | PrecisionPolicy | None) -> PrecisionPolicy:
+    if not isinstance(args, MixedPrecisionArguments):
+        return PrecisionPolicy.parse("fp16" if precision is None else precision)
+    if precision is None:
+        return args.precision_policy
+    policy = PrecisionPolicy.parse(precision)
+    return policy if args.loss_scale is None else replace(policy, loss_scale=parse_loss_scale(args.loss_scale))

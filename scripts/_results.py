@@ -1,0 +1,112 @@
+"""What the benchmark scripts share: timing contenders side by side, and storing what came out."""
+
+import json
+import re
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_mp.environment import describe_hardware, package_versions
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "scripts" / "results"
+
+
+class Timing(NamedTuple):
+    """A median, and the distance between the quartiles as its spread; both in seconds."""
+
+    median_seconds: float
+    spread_seconds: float
+
+
+def median_and_spread(seconds: Sequence[float]) -> Timing:
+    """The middle of repeated timings. The spread of a single one is 0.
+
+    Raises ValueError where there is none.
+    """
+    if not seconds:
+        raise ValueError("no timings: a median needs at least one")
+    if len(seconds) == 1:
+        return Timing(seconds[0], 0.0)
+    lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
+    return Timing(median, upper - lower)
+
+
+def alternate(contenders: Mapping[str, Callable[[], None]], *, rounds: int, warmup: int = 1) -> dict[str, list[float]]:
+    """Seconds of every call of every contender, in turns, so that a machine that slows down slows all of them.
+
+    Each round calls each contender once, every second round in reverse order. The first ``warmup`` rounds are not
+    in the result. With CUDA, a call ends when the GPU has finished its work.
+    """
+    if not contenders or rounds < 1 or warmup < 0:
+        raise ValueError(f"nothing to time: {len(contenders)} contenders, rounds={rounds}, warmup={warmup}")
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for round_number in range(warmup + rounds):
+        turns = list(contenders)
+        for name in turns if round_number % 2 == 0 else reversed(turns):
+            elapsed = _time_one(contenders[name])
+            if round_number >= warmup:
+                seconds[name].append(elapsed)
+    return seconds
+
+
+def save_result(name: str, payload: Mapping[str, Any], *, directory: Path = RESULTS) -> Path:
+    """Write ``NAME.json``: the payload under ``result``, beside the date, the command, the device and the versions.
+
+    An older result of that name is replaced. Raises ValueError on a name that is not lower-case words joined by
+    ``_`` or ``-``, and on a number that JSON has no word for (inf, NaN).
+    """
+    if not re.fullmatch(r"[a-z0-9]+([_-][a-z0-9]+)*", name):
+        raise ValueError(f"result name {name!r}: use lower-case letters, digits, '_' and '-', as in 'step_time'")
+    record = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command_line(sys.argv),
+        "device": describe_hardware(),
+        "versions": package_versions(),
+        "result": payload,
+    }
+    text = json.dumps(record, indent=2, allow_nan=False)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}.json"
+    path.write_text(text + "\n", encoding="utf-8")
+    return path
+
+
+def command_line(argv: Sequence[str], root: Path = ROOT) -> str:
+    """The command of a stored result, with every path relative to the repository.
+
+    Of an absolute path elsewhere only the last component stays: where it lay means nothing on another machine.
+    """
+    return shlex.join(["python", *(_without_machine_path(argument, root) for argument in argv)])
+
+
+def _without_machine_path(argument: str, root: Path) -> str:
+    option, equals, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
+    path = Path(value)
+    if not path.is_absolute():
+        return argument
+    # a root that is a symbolic link is known by two names
+    for base in (root, root.resolve()):
+        if path.is_relative_to(base):
+            return f"{option}{equals}{path.relative_to(base)}"
+    return f"{option}{equals}{path.name}"
+
+
+def _time_one(call: Callable[[], None]) -> float:
+    _wait_for_gpu()
+    start = time.perf_counter()
+    call()
+    _wait_for_gpu()
+    return time.perf_counter() - start
+
+
+def _wait_for_gpu() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

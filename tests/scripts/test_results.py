@@ -1,0 +1,111 @@
+import json
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+import _results
+from _results import alternate, command_line, median_and_spread, save_result
+
+ROOT = Path(_results.__file__).parents[1]
+
+
+def test_median_and_spread_are_those_of_the_quartiles():
+    assert median_and_spread([5.0, 1.0, 3.0, 2.0, 4.0]) == (3.0, 2.0)
+
+
+def test_one_outlier_moves_neither_median_nor_spread():
+    assert median_and_spread([5000.0, 1.0, 3.0, 2.0, 4.0]) == (3.0, 2.0)
+
+
+def test_a_single_timing_has_no_spread():
+    assert median_and_spread([0.25]) == (0.25, 0.0)
+
+
+def test_no_timing_has_no_median():
+    with pytest.raises(ValueError, match="at least one"):
+        median_and_spread([])
+
+
+def test_contenders_alternate_and_swap_places_every_round():
+    calls = []
+    alternate({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=3, warmup=1)
+    assert "".join(calls) == "abbaabba"
+
+
+def test_warmup_rounds_are_left_out_and_the_others_belong_to_their_contender():
+    seconds = alternate({"slow": lambda: time.sleep(0.02), "fast": lambda: None}, rounds=3, warmup=2)
+    assert {name: len(times) for name, times in seconds.items()} == {"slow": 3, "fast": 3}
+    assert min(seconds["slow"]) >= 0.02
+    # a median: one call of the idle contender may be interrupted
+    assert median_and_spread(seconds["fast"]).median_seconds < 0.02
+
+
+def test_the_gpu_is_waited_for_before_and_after_each_call(monkeypatch):
+    events = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: events.append("wait"))
+    alternate({"a": lambda: events.append("call")}, rounds=2, warmup=0)
+    assert events == ["wait", "call", "wait"] * 2
+
+
+@pytest.mark.parametrize(
+    ("contenders", "rounds", "warmup"), [({}, 1, 0), ({"a": lambda: None}, 0, 0), ({"a": lambda: None}, 1, -1)]
+)
+def test_nothing_to_time_is_refused(contenders, rounds, warmup):
+    with pytest.raises(ValueError, match="nothing to time"):
+        alternate(contenders, rounds=rounds, warmup=warmup)
+
+
+def test_a_result_says_when_how_and_on_what_it_was_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts" / "step_time.py"), "--rounds", "5"])
+    payload = {"fp16": {"median_seconds": 0.5, "spread_seconds": 0.01}}
+
+    path = save_result("step_time", payload, directory=tmp_path / "results")
+
+    record = json.loads(path.read_text())
+    assert path == tmp_path / "results" / "step_time.json"
+    assert record["result"] == payload
+    assert record["command"] == "python scripts/step_time.py --rounds 5"
+    assert {"torch", "transformers", "hf_mp"} <= record["versions"].keys()
+    assert {"CPU", "CPU threads"} <= record["device"].keys()
+    date = datetime.fromisoformat(record["date"])
+    assert date.utcoffset() == timedelta(0)
+    assert abs(datetime.now(UTC) - date) < timedelta(minutes=5)
+
+
+def test_results_lie_beside_the_scripts():
+    assert ROOT / "scripts" / "results" == _results.RESULTS
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_result_that_json_cannot_hold_leaves_the_older_one(tmp_path, number):
+    path = save_result("loss", {"final": 2.5}, directory=tmp_path)
+    with pytest.raises(ValueError, match="JSON"):
+        save_result("loss", {"final": number}, directory=tmp_path)
+    assert json.loads(path.read_text())["result"] == {"final": 2.5}
+
+
+@pytest.mark.parametrize("name", ["", "../loss", "a/b", "Loss", "loss.json", "loss\n"])
+def test_a_name_that_is_no_plain_file_name_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="result name"):
+        save_result(name, {}, directory=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (["scripts/a.py"], "python scripts/a.py"),
+        (["/repo/scripts/a.py", "--out", "/repo/outputs/x"], "python scripts/a.py --out outputs/x"),
+        (["/repo/scripts/a.py", "--out=/repo/outputs/x"], "python scripts/a.py --out=outputs/x"),
+        (["scripts/a.py", "/home/somebody/models/gpt2"], "python scripts/a.py gpt2"),
+        (["scripts/a.py", "--model=/home/somebody/gpt2"], "python scripts/a.py --model=gpt2"),
+        (["scripts/a.py", "/repository/x"], "python scripts/a.py x"),
+        (["scripts/a.py", "two words"], "python scripts/a.py 'two words'"),
+    ],
+)
+def test_a_stored_command_names_no_path_of_the_machine(argv, command):
+    assert command_line(argv, Path("/repo")) == command

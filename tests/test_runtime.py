@@ -1,0 +1,527 @@
+"""The runtime: the invariants of attaching mixed precision to a model and an optimizer."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2LMHeadModel
+
+import hf_mp
+from hf_mp.autocasting import active_autocast
+from hf_mp.loss_scaling import StaticLossScaler
+from hf_mp.runtime import AttachedForward, MixedPrecision
+
+Batch = dict[str, Tensor]
+# FP16 has 11 significant bits: a chain of a few dozen roundings leaves gradients within about 10 half-ulps (2**-11).
+RELATIVE_GRADIENT_ERROR = {"fp16": 5e-3, "bf16": 4e-2}
+
+
+def runtime_of(model: nn.Module) -> MixedPrecision:
+    forward: Any = model.forward
+    return forward.runtime
+
+
+def snapshot(tensors: Any) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def assert_copies_are_rounded_masters(model: nn.Module) -> None:
+    copies = runtime_of(model).working_copies
+    assert len(copies) > 0
+    for parameter in model.parameters():
+        assert torch.equal(copies.get(parameter), parameter.detach().to(copies.dtype))
+
+
+# Invariant 1: when backward() returns, .grad is FP32 and unscaled.
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_gradients_are_fp32_and_true_after_backward(gpt2: GPT2LMHeadModel, batch: Batch, precision: str) -> None:
+    reference = copy.deepcopy(gpt2)
+    MixedPrecision(precision).attach(gpt2)
+    gpt2(**batch).loss.backward()
+    reference(**batch).loss.backward()
+    for (name, ours), theirs in zip(gpt2.named_parameters(), reference.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        assert ours.grad.dtype is torch.float32, name
+        error = (ours.grad - theirs.grad).norm() / theirs.grad.norm()
+        assert error < RELATIVE_GRADIENT_ERROR[precision], (name, error)
+
+
+def test_gradients_do_not_depend_on_the_scale_and_would_underflow_without_it(
+    gpt2: GPT2LMHeadModel, batch: Batch
+) -> None:
+    def gradients(scale: float) -> list[Tensor]:
+        model = copy.deepcopy(gpt2)
+        MixedPrecision("fp16", loss_scaler=StaticLossScaler(scale)).attach(model)
+        (model(**batch).loss * 2.0**-14).backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    unscaled, scaled, more = gradients(1.0), gradients(2.0**20), gradients(2.0**22)
+    zeros = [sum((g == 0).sum().item() for g in grads) for grads in (unscaled, scaled)]
+    assert zeros[0] > 2 * zeros[1] + 1000
+    for left, right in zip(scaled, more, strict=True):
+        assert (left - right).norm() < 2e-3 * right.norm()
+
+
+def test_accumulation_sums_true_gradients_in_fp32(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    MixedPrecision("fp16").attach(gpt2)
+    halves = [{key: value[rows] for key, value in batch.items()} for rows in (slice(0, 2), slice(2, 4))]
+    single = []
+    for half in halves:
+        gpt2(**half).loss.backward()
+        single.append([p.grad.clone() for p in gpt2.parameters() if p.grad is not None])
+        gpt2.zero_grad()
+    for half in halves:
+        gpt2(**half).loss.backward()
+    total = [p.grad for p in gpt2.parameters() if p.grad is not None]
+    assert same(total, [a + b for a, b in zip(*single, strict=True)])
+
+
+def test_a_loss_made_outside_of_logits_is_scaled_as_well(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    runtime = MixedPrecision("fp16")
+    runtime.attach(gpt2)
+    gpt2(**batch).loss.backward()
+    inside = snapshot(p.grad for p in gpt2.parameters())
+    gpt2.zero_grad()
+    logits = gpt2(input_ids=batch["input_ids"]).logits
+    assert logits.dtype is torch.float32
+    nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()).backward()
+    for left, right in zip(inside, snapshot(p.grad for p in gpt2.parameters()), strict=True):
+        torch.testing.assert_close(left, right, rtol=5e-3, atol=2e-6)
+
+
+def test_a_penalty_on_the_weights_outside_the_model_is_not_unscaled(gpt2: GPT2LMHeadModel) -> None:
+    MixedPrecision("fp16", loss_scaler=StaticLossScaler(1024.0)).attach(gpt2)
+    (gpt2.transformer.wte.weight**2).sum().backward()
+    assert gpt2.transformer.wte.weight.grad is not None
+    assert torch.equal(gpt2.transformer.wte.weight.grad, 2 * gpt2.transformer.wte.weight.detach())
+
+
+def test_a_gradient_penalty_is_that_of_fp32(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    def penalty_gradients(model: nn.Module) -> list[Tensor]:
+        model.set_attn_implementation("eager")  # torch's fused attention has no second derivative
+        loss = model(**batch).loss
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        (loss + sum(gradient.pow(2).sum() for gradient in gradients)).backward()
+        return snapshot(p.grad for p in model.parameters())
+
+    attached = copy.deepcopy(gpt2)
+    MixedPrecision("fp16").attach(attached)
+    for ours, theirs in zip(penalty_gradients(attached), penalty_gradients(gpt2), strict=True):
+        assert (ours - theirs).norm() < 1e-2 * theirs.norm()
+
+
+# Invariant 2: a skipped step changes nothing but the scaler.
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("scaler", ["headroom", "dynamic"])
+def test_a_skipped_step_changes_nothing_but_the_scaler(
+    gpt2: GPT2LMHeadModel, batch: Batch, value: float, scaler: str
+) -> None:
+    optimizer = torch.optim.AdamW(gpt2.parameters(), lr=1e-3, amsgrad=True)
+    hf_mp.prepare(gpt2, optimizer, f"compute=fp16,loss_scale={scaler}")
+    runtime = runtime_of(gpt2)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
+    gpt2(**batch).loss.backward()
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+
+    gpt2(**batch).loss.backward()
+    gpt2.transformer.h[0].mlp.c_fc.weight.grad[3, 5] = value
+    weights, state, scale = snapshot(gpt2.parameters()), copy.deepcopy(optimizer.state_dict()), runtime.scaler.state
+    copies = snapshot(runtime.working_copies.get(p) for p in gpt2.parameters())
+    assert optimizer.step() is None
+    assert runtime.step_was_skipped and runtime.stats.skipped_steps == 1
+    assert same(weights, snapshot(gpt2.parameters()))
+    assert same(copies, snapshot(runtime.working_copies.get(p) for p in gpt2.parameters()))
+    after = optimizer.state_dict()
+    assert after["param_groups"] == state["param_groups"]
+    for key, entry in state["state"].items():
+        assert all(torch.equal(entry[name], after["state"][key][name]) for name in entry)
+    assert runtime.scaler.get_scale() == scale.scale / 2
+
+    optimizer.zero_grad()
+    gpt2(**batch).loss.backward()
+    optimizer.step()
+    assert not runtime.step_was_skipped and runtime.stats.skipped_steps == 1
+    assert not same(weights, snapshot(gpt2.parameters()))
+
+
+def test_the_first_steps_are_not_wasted(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    optimizer = torch.optim.AdamW(gpt2.parameters(), lr=1e-3)
+    hf_mp.prepare(gpt2, optimizer)
+    for _ in range(10):
+        gpt2(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = runtime_of(gpt2).stats
+    assert stats.steps == 10 and stats.skipped_steps == 0
+    assert stats.headroom is not None and 5 < stats.headroom < 12
+
+
+def test_largest_gradient_is_that_before_clipping(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    optimizer = torch.optim.SGD(gpt2.parameters(), lr=1e-3)
+    hf_mp.prepare(gpt2, optimizer)
+    gpt2(**batch).loss.backward()
+    largest = max(p.grad.abs().max().item() for p in gpt2.parameters() if p.grad is not None)
+    nn.utils.clip_grad_norm_(gpt2.parameters(), 1e-6)
+    optimizer.step()
+    state: Any = runtime_of(gpt2).scaler.state
+    assert state.peak == largest
+
+
+# Invariant 3: outside step(), working copy == master rounded to nearest; outside writes are honoured.
+
+
+def write_in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+
+
+def write_through_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.add_(0.25)
+
+
+def write_one_element_through_data(model: nn.Module) -> None:
+    model.get_parameter("transformer.h.0.mlp.c_fc.weight").data[3, 5] = 17.0
+
+
+def replace_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = torch.randn_like(parameter)
+
+
+def load_state(model: nn.Module) -> None:
+    model.load_state_dict({key: value + 1 for key, value in model.state_dict().items()})
+
+
+WRITES = [write_in_place, write_through_data, write_one_element_through_data, replace_data, load_state]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_weight_written_from_outside_is_honoured(gpt2: GPT2LMHeadModel, batch: Batch, write: Any) -> None:
+    optimizer = torch.optim.AdamW(gpt2.parameters(), lr=1e-3)
+    hf_mp.prepare(gpt2, optimizer)
+    gpt2(**batch).loss.backward()
+    optimizer.step()
+    assert_copies_are_rounded_masters(gpt2)
+    before = gpt2(**batch).loss.item()
+    write(gpt2)
+    fresh = copy.deepcopy(gpt2)  # has made no working copies yet
+    written = gpt2(**batch).loss.item()
+    assert written == fresh(**batch).loss.item()
+    assert written != before
+    assert_copies_are_rounded_masters(gpt2)
+
+
+def test_training_goes_on_from_the_written_weight(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    optimizer = torch.optim.SGD(gpt2.parameters(), lr=1.0)
+    hf_mp.prepare(gpt2, optimizer)
+    for _ in range(2):
+        write_through_data(gpt2)
+        written = snapshot(gpt2.parameters())
+        gpt2(**batch).loss.backward()
+        expected = [w - p.grad for w, p in zip(written, gpt2.parameters(), strict=True)]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert same(expected, snapshot(gpt2.parameters()))
+        assert_copies_are_rounded_masters(gpt2)
+
+
+# Invariant 6: detach() leaves the model as an ordinary FP32 model.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_detach_leaves_an_ordinary_fp32_model(gpt2: GPT2LMHeadModel, batch: Batch, dtype: torch.dtype) -> None:
+    fresh = copy.deepcopy(gpt2)
+    gpt2.to(dtype)
+    optimizer = torch.optim.AdamW(gpt2.parameters(), lr=1e-3)
+    runtime = MixedPrecision("fp16")
+    runtime.attach(gpt2)
+    runtime.attach_optimizer(optimizer)
+    gpt2(**batch).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    runtime.detach()
+
+    assert "step" not in optimizer.__dict__
+    for ours, plain in zip(gpt2.modules(), fresh.modules(), strict=True):
+        assert set(ours.__dict__) == set(plain.__dict__)
+        assert not ours._forward_hooks and not ours._forward_pre_hooks
+    for parameter in gpt2.parameters():
+        assert type(parameter) is nn.Parameter and parameter.dtype is torch.float32
+        assert not vars(parameter) and not parameter._backward_hooks
+    fresh.load_state_dict(gpt2.state_dict())
+    assert torch.equal(gpt2(**batch).logits, fresh(**batch).logits)
+    reference = weakref.ref(runtime)
+    del runtime
+    gc.collect()
+    assert reference() is None
+
+
+def test_detach_under_an_lr_scheduler_made_later(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    optimizer = torch.optim.SGD(gpt2.parameters(), lr=1.0)
+    runtime = MixedPrecision("fp16")
+    runtime.attach(gpt2)
+    runtime.attach_optimizer(optimizer)
+    torch.optim.lr_scheduler.LinearLR(optimizer)
+    runtime.detach()
+    before = snapshot(gpt2.parameters())
+    gpt2(**batch).loss.backward()
+    optimizer.step()
+    assert runtime.stats.steps == 0 and not same(before, snapshot(gpt2.parameters()))
+
+
+def test_attach_again_after_detach(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    runtime = MixedPrecision("fp16")
+    runtime.attach(gpt2)
+    with pytest.raises(ValueError, match=r"has a model already: detach\(\) it"):
+        runtime.attach(gpt2)
+    with pytest.raises(ValueError, match=r"is attached to a MixedPrecision already: detach\(\) that first"):
+        MixedPrecision("bf16").attach(gpt2)
+    loss = gpt2(**batch).loss
+    runtime.detach()
+    runtime.attach(gpt2)
+    assert torch.equal(gpt2(**batch).loss, loss)
+
+
+# Invariant 7, as far as the runtime goes.
+
+
+def test_an_exception_in_forward_leaves_nothing_behind(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    MixedPrecision("fp16").attach(gpt2)
+    with pytest.raises(ValueError, match="cannot specify both input_ids and inputs_embeds|exactly one of input_ids"):
+        gpt2(input_ids=batch["input_ids"], inputs_embeds=torch.ones(4, 32, 64))
+    assert active_autocast() is None
+    assert torch.randn(2, 2).matmul(torch.randn(2, 2)).dtype is torch.float32
+    assert gpt2(**batch).loss.isfinite()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_gives_the_same_gradients(
+    gpt2: GPT2LMHeadModel, batch: Batch, use_reentrant: bool
+) -> None:
+    MixedPrecision("fp16").attach(gpt2)
+    gpt2(**batch).loss.backward()
+    plain = snapshot(p.grad for p in gpt2.parameters())
+    gpt2.zero_grad()
+    gpt2.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    gpt2(**batch).loss.backward()
+    assert same(plain, snapshot(p.grad for p in gpt2.parameters()))
+
+
+# Invariant 8: tied weights have one master and one working copy.
+
+
+def test_tied_weights_have_one_master_and_one_working_copy(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    gpt2.half()
+    runtime = MixedPrecision("fp16")
+    runtime.attach(gpt2)
+    assert gpt2.lm_head.weight is gpt2.transformer.wte.weight
+    assert gpt2.lm_head.weight.dtype is torch.float32
+    gpt2(**batch).loss.backward()
+    used = {id(p) for name, p in gpt2.named_parameters() if "ln_" not in name and "wpe" not in name}
+    assert len(runtime.working_copies) == len(used)
+    copies = runtime.working_copies
+    assert copies.get(gpt2.lm_head.weight) is copies.get(gpt2.transformer.wte.weight)
+
+
+# A model loaded in FP16/BF16, frozen parameters, other models and other people's code
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_in_fp16_is_given_masters_and_small_updates_are_not_lost(dtype: torch.dtype) -> None:
+    def weight_after(precision: str | None) -> float:
+        layer = nn.Linear(1, 1, bias=False).to(dtype)
+        nn.init.ones_(layer.weight)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1e-4)
+        if precision:
+            hf_mp.prepare(layer, optimizer, precision)
+        for _ in range(100):
+            x = torch.ones(1, 1, dtype=torch.float32 if precision else dtype)
+            layer(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return layer.weight.item()
+
+    assert weight_after(None) == 1.0
+    assert weight_after("fp16" if dtype is torch.float16 else "bf16") == pytest.approx(0.99, rel=1e-5)
+
+
+def test_frozen_parameters_stay_as_they_are(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    gpt2.half()
+    for parameter in gpt2.transformer.h[0].parameters():
+        parameter.requires_grad_(False)
+    MixedPrecision("fp16").attach(gpt2)
+    gpt2(**batch).loss.backward()
+    assert all(p.dtype is torch.float16 and p.grad is None for p in gpt2.transformer.h[0].parameters())
+    assert all(p.grad is not None and p.dtype is torch.float32 for p in gpt2.transformer.h[1].parameters())
+
+
+def test_inputs_that_want_gradients_get_true_ones(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    embeddings = gpt2.transformer.wte(batch["input_ids"]).detach().requires_grad_()
+    gpt2(inputs_embeds=embeddings, labels=batch["labels"]).loss.backward()
+    expected = embeddings.grad
+    embeddings.grad = None
+    MixedPrecision("fp16").attach(gpt2)
+    gpt2(inputs_embeds=embeddings, labels=batch["labels"]).loss.backward()
+    assert expected is not None and embeddings.grad is not None
+    assert (embeddings.grad - expected).norm() < RELATIVE_GRADIENT_ERROR["fp16"] * expected.norm()
+
+
+def test_a_deep_copy_is_attached_to_its_own_weights(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    MixedPrecision("fp16").attach(gpt2)
+    loss = gpt2(**batch).loss
+    copied = copy.deepcopy(gpt2)
+    assert torch.equal(copied(**batch).loss, loss)
+    write_in_place(copied)
+    assert torch.equal(gpt2(**batch).loss, loss)
+    assert not torch.equal(copied(**batch).loss, loss)
+    runtime_of(copied).detach()
+    assert isinstance(gpt2.forward, AttachedForward) and not isinstance(copied.forward, AttachedForward)
+
+
+def test_a_pickled_model_is_an_ordinary_model(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    MixedPrecision("fp16").attach(gpt2)
+    gpt2(**batch)
+    loaded = pickle.loads(pickle.dumps(gpt2))
+    assert all(type(p) is nn.Parameter for p in loaded.parameters())
+    assert not isinstance(loaded.forward, AttachedForward)
+    buffer = io.BytesIO()
+    torch.save(gpt2.state_dict(), buffer)
+    buffer.seek(0)
+    assert set(torch.load(buffer, weights_only=True)) == set(loaded.state_dict())
+    write_in_place(loaded)
+    assert not torch.equal(loaded(**batch).logits, gpt2(**batch).logits)
+
+
+def test_a_plain_module_and_nested_outputs() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            y = self.layer(x)
+            return {"pair": (y, [y * 2]), "count": 3, "ids": torch.tensor([1]), "none": None}
+
+    model = Nested()
+    MixedPrecision("fp16").attach(model)
+    out = model(torch.randn(2, 4))
+    assert out["pair"][0].dtype is out["pair"][1][0].dtype is torch.float32
+    assert out["count"] == 3 and out["ids"].dtype is torch.int64 and out["none"] is None
+    (out["pair"][0].sum() + out["pair"][1][0].sum()).backward()
+    assert model.layer.bias.grad is not None and model.layer.bias.grad.tolist() == [6.0, 6.0, 6.0]
+
+
+def test_a_transposed_or_indexed_parameter_is_unscaled(batch: Batch) -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, 3))
+            self.shift = nn.Parameter(torch.zeros(5, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (
+                (x @ self.weight.T).sum()
+                + (x + self.shift[1]).sum()
+                + torch.stack([self.shift[2], self.shift[3]]).sum()
+            )
+
+    model = Views()
+    MixedPrecision("fp16", loss_scaler=StaticLossScaler(256.0)).attach(model)
+    model(torch.ones(1, 3)).backward()
+    assert model.weight.grad is not None and model.weight.grad.tolist() == [[1.0] * 3] * 2
+    assert model.shift.grad is not None and model.shift.grad[:, 0].tolist() == [0.0, 1.0, 1.0, 1.0, 0.0]
+
+
+def test_generate_uses_working_copies(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    gpt2.eval()
+    runtime = MixedPrecision("fp16")
+    runtime.attach(gpt2)
+    tokens = gpt2.generate(batch["input_ids"][:1, :4], max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert tokens.shape[1] == 9 and len(runtime.working_copies) > 0
+
+
+def test_fp32_changes_nothing(gpt2: GPT2LMHeadModel) -> None:
+    before = set(gpt2.__dict__)
+    optimizer = torch.optim.SGD(gpt2.parameters())
+    assert hf_mp.prepare(gpt2, optimizer, "fp32") == (gpt2, optimizer)
+    assert set(gpt2.__dict__) == before and "step" not in optimizer.__dict__
+    assert all(type(p) is nn.Parameter for p in gpt2.parameters())
+
+
+def test_a_closure_runs_once_and_its_loss_comes_back(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    optimizer = torch.optim.SGD(gpt2.parameters(), lr=0.1)
+    hf_mp.prepare(gpt2, optimizer)
+    calls = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = gpt2(**batch).loss
+        loss.backward()
+        calls.append(loss)
+        return loss
+
+    before = snapshot(gpt2.parameters())
+    assert optimizer.step(closure) is calls[0] and len(calls) == 1
+    assert not same(before, snapshot(gpt2.parameters()))
+
+
+# State and bad input
+
+
+def test_state_round_trip_from_other_than_default_values(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    optimizer = torch.optim.SGD(gpt2.parameters(), lr=0.1)
+    hf_mp.prepare(gpt2, optimizer)
+    for poison in (False, True, False):
+        gpt2(**batch).loss.backward()
+        if poison:
+            gpt2.lm_head.weight.grad[0, 0] = float("inf")
+        optimizer.step()
+        optimizer.zero_grad()
+    state = runtime_of(gpt2).state_dict()
+    other = MixedPrecision("fp16")
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+    assert (other.stats.steps, other.stats.skipped_steps) == (3, 1)
+
+
+def test_bad_states_are_refused() -> None:
+    with pytest.raises(ValueError, match="not a mixed precision state of version 1: version=7"):
+        MixedPrecision("fp16").load_state_dict({"version": 7})
+    dynamic = MixedPrecision("compute=fp16,loss_scale=dynamic").state_dict()
+    with pytest.raises(ValueError, match="not one of a 'headroom' loss scaler: got kind='dynamic'"):
+        MixedPrecision("fp16").load_state_dict(dynamic)
+
+
+def test_bad_models_and_orders_are_refused() -> None:
+    integers = nn.Module()
+    integers.register_parameter("ids", nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False))
+    with pytest.raises(ValueError, match="has no floating parameters, so there is nothing to train"):
+        MixedPrecision("fp16").attach(integers)
+    with pytest.raises(ValueError, match="attach a model before its optimizer"):
+        MixedPrecision("fp16").attach_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    with pytest.raises(ValueError, match="use DistributedDataParallel"):
+        MixedPrecision("fp16").attach(nn.DataParallel(nn.Linear(1, 1)))
+    with pytest.raises(ValueError, match=r"'fp16-lean' keeps its masters in the optimizer.* use 'fp16'"):
+        MixedPrecision("fp16-lean")
+    with pytest.raises(ValueError, match="precision='fp8' is not known: use one of fp32, fp16"):
+        MixedPrecision("fp8")
