@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_mp.autocasting.checkpointing import reenter_in_recomputation
 from hf_mp.autocasting.products import Factor, Product, multiply, read_product
-from hf_mp.autocasting.tables import TABLES, CastRule, TableName, op_table
+from hf_mp.autocasting.tables import OPS, TABLES, CastRule, TableName
 from hf_mp.autocasting.through_fp32 import run_through_fp32, runs_natively
 
 P = ParamSpec("P")
@@ -67,7 +67,7 @@ class autocast(TorchFunctionMode):
         self.dtype = dtype
         self.enabled = enabled
         self.tables: TableName = tables
-        self._ops = op_table(tables) if enabled else {}
+        self._ops = OPS[tables] if enabled else {}
         self._casts = CastCache()
 
     def __enter__(self) -> autocast:

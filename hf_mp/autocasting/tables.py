@@ -9,7 +9,6 @@ what that page leaves out, the registrations in ``ATen/autocast_mode.h`` and ``a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -133,13 +132,10 @@ def spellings(name: str) -> list[Callable[..., Any]]:
     return list(found.values())
 
 
-@functools.cache
-def op_table(tables: TableName) -> dict[Callable[..., Any], tuple[CastRule, str]]:
-    """Map every callable of the chosen tables to its rule and op name.
+def op_table(tables: OpTables) -> dict[Callable[..., Any], tuple[CastRule, str]]:
+    """Map every callable of the tables' ops to its rule and op name."""
+    return {function: (rule, name) for rule, name in tables.entries() for function in spellings(name)}
 
-    Raises:
-        ValueError: for a table set that does not exist.
-    """
-    if tables not in TABLES:
-        raise ValueError(f"tables={tables!r} is not known: use one of {', '.join(map(repr, TABLES))}")
-    return {function: (rule, name) for rule, name in TABLES[tables].entries() for function in spellings(name)}
+
+# Made once, at import: torch.compile reads a constant dictionary, but not a cached function.
+OPS = {name: op_table(tables) for name, tables in TABLES.items()}

@@ -6,7 +6,6 @@ backward as in forward. torch's own FP16 products on a CPU without FP16 arithmet
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,20 @@ import torch
 from torch import Tensor
 
 
-@functools.cache
+def _cpu_products() -> dict[torch.dtype, bool]:
+    """In which dtypes oneDNN has products for this CPU."""
+    if not torch.backends.mkldnn.is_available():
+        return {torch.float32: True}
+    return {
+        torch.float32: True,
+        torch.float16: bool(torch.ops.mkldnn._is_mkldnn_fp16_supported()),
+        torch.bfloat16: bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+    }
+
+
+CPU_PRODUCTS = _cpu_products()
+
+
 def runs_natively(dtype: torch.dtype, device_type: str) -> bool:
     """Whether products in ``dtype`` are fast on this device; on a CPU, oneDNN is asked.
 
@@ -23,13 +35,7 @@ def runs_natively(dtype: torch.dtype, device_type: str) -> bool:
         dtype: autocast's dtype.
         device_type: as ``tensor.device.type``.
     """
-    if device_type != "cpu" or dtype is torch.float32:
-        return True
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype is torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return device_type != "cpu" or CPU_PRODUCTS.get(dtype, False)
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
