@@ -12,7 +12,8 @@ leaves through the parameter border once.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,16 +21,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES
-
-
-class ScaleSource(Protocol):
-    """Where the borders read the loss scale, at the time of each backward."""
-
-    def scale_tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The scale and its inverse, FP32 of shape (1,)."""
-
-    def backward_begins(self) -> None:
-        """Called when a gradient enters the scaled region."""
 
 
 class _Multiply(Function):
@@ -56,61 +47,66 @@ def _times(gradient: Tensor, factor: Tensor) -> Tensor:
 
 class _OutputBorder(Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, source: ScaleSource) -> Tensor:
-        ctx.source, ctx.dtype = source, output.dtype
+    def forward(ctx: Any, output: Tensor, scale: Tensor, on_backward: Callable[[], None] | None) -> Tensor:
+        ctx.scale, ctx.on_backward, ctx.dtype = scale, on_backward, output.dtype
         # Never a view: callers change a loss in place (the Trainer does).
         return output.to(_outside_dtype(output.dtype), copy=True)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.source.backward_begins()
-        scale, _ = ctx.source.scale_tensors(gradient.device)
-        return _times(gradient, scale).to(ctx.dtype), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.on_backward is not None:
+            ctx.on_backward()
+        return _times(gradient, ctx.scale).to(ctx.dtype), None, None
 
 
 class _LeavingBorder(Function):
     """The border to a parameter or an input: ``value`` goes on in place of ``outside``, whose gradient it earns."""
 
     @staticmethod
-    def forward(ctx: Any, outside: Tensor, value: Tensor | None, source: ScaleSource) -> Tensor:
-        ctx.source, ctx.dtype = source, outside.dtype
+    def forward(ctx: Any, outside: Tensor, value: Tensor | None, inverse: Tensor) -> Tensor:
+        ctx.inverse, ctx.dtype = inverse, outside.dtype
         return outside.view_as(outside) if value is None else value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return unscale(gradient, ctx.source).to(ctx.dtype), None, None
+        return unscale(gradient, ctx.inverse).to(ctx.dtype), None, None
 
 
-def unscale(gradient: Tensor, source: ScaleSource) -> Tensor:
+def unscale(gradient: Tensor, inverse: Tensor) -> Tensor:
     """``gradient`` in FP32, multiplied by the inverse loss scale; differentiable."""
-    return _times(gradient, source.scale_tensors(gradient.device)[1])
+    return _times(gradient, inverse)
 
 
 def _outside_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in LOWER_PRECISION_DTYPES else dtype
 
 
-def output_border(output: Tensor, source: ScaleSource) -> Tensor:
+def output_border(output: Tensor, scale: Tensor, on_backward: Callable[[], None] | None = None) -> Tensor:
     """``output`` in FP32; its gradient is multiplied by the loss scale before it is cast to ``output``'s dtype.
 
     FP64 outputs stay FP64, with their gradient scaled all the same; non-floating outputs pass.
+
+    Args:
+        output: any tensor.
+        scale: FP32, of shape (1,), on ``output``'s device; its value at the time of the backward counts.
+        on_backward: called when a gradient enters through this output.
     """
     if not output.is_floating_point():
         return output
     if output.requires_grad and torch.is_grad_enabled():
-        return _OutputBorder.apply(output, source)
+        return _OutputBorder.apply(output, scale, on_backward)
     return output.to(_outside_dtype(output.dtype))
 
 
-def input_border(value: Tensor, source: ScaleSource) -> Tensor:
+def input_border(value: Tensor, inverse: Tensor) -> Tensor:
     """``value`` unchanged; a gradient that leaves the region through it is multiplied by the inverse loss scale."""
     if value.requires_grad and torch.is_grad_enabled():
-        return _LeavingBorder.apply(value, None, source)
+        return _LeavingBorder.apply(value, None, inverse)
     return value
 
 
-def parameter_border(parameter: Tensor, working_copy: Tensor | None, source: ScaleSource) -> Tensor:
+def parameter_border(parameter: Tensor, working_copy: Tensor | None, inverse: Tensor) -> Tensor:
     """``working_copy`` (or the parameter itself) for use inside; ``parameter`` receives its gradient unscaled."""
     if parameter.requires_grad and torch.is_grad_enabled():
-        return _LeavingBorder.apply(parameter, working_copy, source)
+        return _LeavingBorder.apply(parameter, working_copy, inverse)
     return parameter if working_copy is None else working_copy

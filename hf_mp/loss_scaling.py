@@ -7,10 +7,11 @@ of frozen values and need no model, Trainer or GPU.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -187,6 +188,13 @@ def headroom_left(scale: float, magnitude: float) -> float:
     return math.log2(FP16_MAX / (scale * magnitude)) if magnitude > 0.0 else math.inf
 
 
+class ScaleTensors(NamedTuple):
+    """The loss scale and its inverse: FP32, of shape (1,), so that their products with FP16 are FP32."""
+
+    scale: Tensor
+    inverse: Tensor
+
+
 class LossScaler(Generic[State]):
     """What all scalers share: the scale as a number and as tensors, the step record, the saved state."""
 
@@ -196,10 +204,22 @@ class LossScaler(Generic[State]):
     def __init__(self, state: State, *, max_consecutive_skips: int, min_scale: float) -> None:
         if max_consecutive_skips < 1:
             raise ValueError(f"max_consecutive_skips={max_consecutive_skips} must be at least 1 step")
-        self.state: State = state
+        self._state = state
         self._max_consecutive_skips = max_consecutive_skips
         self._min_scale = min_scale
-        self._tensors: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
+        self._tensors: dict[torch.device, ScaleTensors] = {}
+
+    @property
+    def state(self) -> State:
+        """What the scaler remembers; a frozen value."""
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state = state
+        for tensors in self._tensors.values():
+            tensors.scale.fill_(state.scale)
+            tensors.inverse.fill_(1.0 / state.scale)
 
     def adjust(self, report: StepReport) -> State:
         """The state after a step; the scaler itself is unchanged."""
@@ -209,14 +229,18 @@ class LossScaler(Generic[State]):
         """The loss scale in force."""
         return self.state.scale
 
-    def scale_tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The scale and its inverse on ``device``: FP32, of shape (1,), so that products with FP16 are FP32."""
-        key = (device, self.state.scale)
-        if key not in self._tensors:
-            self._tensors = {kept: pair for kept, pair in self._tensors.items() if kept[1] == self.state.scale}
-            scale = torch.tensor([self.state.scale], dtype=torch.float32)
-            self._tensors[key] = (scale.to(device), (1.0 / scale).to(device))
-        return self._tensors[key]
+    def scale_tensors(self, device: torch.device) -> ScaleTensors:
+        """The scale and its inverse on ``device``, which follow the scale from now on without being asked for again."""
+        if device not in self._tensors:
+            scale = torch.tensor([self.state.scale], dtype=torch.float32, device=device)
+            self._tensors[device] = ScaleTensors(scale, 1.0 / scale)
+        return self._tensors[device]
+
+    def copy(self) -> Self:
+        """A scaler of the same settings and state that goes its own way."""
+        copied = copy.copy(self)
+        copied._tensors = {}
+        return copied
 
     def record_step(self, report: StepReport) -> None:
         """Take in what an optimizer step saw and set the next scale.
@@ -443,6 +467,7 @@ __all__ = [
     "HeadroomState",
     "LossScaleError",
     "LossScaler",
+    "ScaleTensors",
     "ScalerState",
     "StaticLossScaler",
     "StepReport",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 import threading
@@ -73,10 +72,12 @@ class PrecisionStats:
 class Region(autocast):
     """Autocast inside an attached model: reads working copies and puts the parameter border around every use."""
 
-    def __init__(self, runtime: MixedPrecision, **settings: Any) -> None:
-        super().__init__(runtime.policy.compute, **settings)
-        self._runtime = weakref.ref(runtime)
-        self._copies = runtime.working_copies
+    def __init__(
+        self, policy: PrecisionPolicy, scaler: LossScaler[Any], working_copies: WorkingCopies, **settings: Any
+    ) -> None:
+        super().__init__(policy.compute, **settings)
+        self._scaler = scaler
+        self._copies = working_copies
         self._local = threading.local()
 
     @property
@@ -94,17 +95,16 @@ class Region(autocast):
         super().__exit__(*exc_info)
 
     def cast_parameter(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        runtime = self._runtime()
-        assert runtime is not None, "a region outlived its runtime"
-        if dtype is self._copies.dtype and parameter.dtype is torch.float32:
-            return parameter_border(parameter, self._copies.get(parameter), runtime)
-        inside = parameter_border(parameter, None, runtime)
+        inverse = self._scaler.scale_tensors(parameter.device).inverse
+        if dtype is self._copies.dtype and parameter.dtype is torch.float32 and not torch.compiler.is_compiling():
+            return parameter_border(parameter, self._copies.get(parameter), inverse)
+        inside = parameter_border(parameter, None, inverse)
         return inside if inside.dtype is dtype else inside.to(dtype)
 
     def factor(self, tensor: Tensor) -> Factor:
-        if not (isinstance(tensor, nn.Parameter) and tensor.dtype is torch.float32):
+        if not isinstance(tensor, nn.Parameter) or tensor.dtype is not torch.float32 or torch.compiler.is_compiling():
             return super().factor(tensor)
-        return Factor(tensor, self._copies.get(tensor), self._runtime())
+        return Factor(tensor, self._copies.get(tensor), self._scaler.scale_tensors(tensor.device).inverse)
 
     def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if not torch.is_grad_enabled() or func in _KEEP_PARAMETERS:
@@ -158,11 +158,11 @@ class AttachedForward:
         if runtime.region.entered:
             return self.original(*args, **kwargs)
         if torch.is_grad_enabled():
-            args = recursively_apply(input_border, args, runtime)
-            kwargs = recursively_apply(input_border, kwargs, runtime)
+            args = recursively_apply(runtime.input_border, args)
+            kwargs = recursively_apply(runtime.input_border, kwargs)
         with runtime.region:
             outputs = self.original(*args, **kwargs)
-        return recursively_apply(output_border, outputs, runtime)
+        return recursively_apply(runtime.output_border, outputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Deep-copying a model copies its attributes, this one too: the copy must run the copied weights.
@@ -202,7 +202,7 @@ class MixedPrecision:
             )
         self.scaler = loss_scaler if loss_scaler is not None else make_loss_scaler(self.policy.loss_scale)
         self.working_copies = WorkingCopies(self.policy.compute)
-        self.region = Region(self)
+        self.region = Region(self.policy, self.scaler, self.working_copies)
         self.step_was_skipped = False
         self.stats = PrecisionStats.before_first_step(self.scaler.get_scale())
         self._model: weakref.ref[nn.Module] | None = None
@@ -280,7 +280,7 @@ class MixedPrecision:
     def copy_for(self, memo: dict[int, Any]) -> MixedPrecision:
         """The runtime of a deep copy of the model: same policy and scale, own working copies, no optimizer."""
         if id(self) not in memo:
-            copied = MixedPrecision(self.policy, loss_scaler=copy.copy(self.scaler))
+            copied = MixedPrecision(self.policy, loss_scaler=self.scaler.copy())
             memo[id(self)] = copied
             if (model := self.model) is not None and id(model) in memo:
                 copied._model = weakref.ref(memo[id(model)])
@@ -309,9 +309,13 @@ class MixedPrecision:
 
     # What the borders ask for
 
-    def scale_tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The loss scale and its inverse: FP32 of shape (1,) on ``device``."""
-        return self.scaler.scale_tensors(device)
+    def output_border(self, output: Tensor) -> Tensor:
+        """The border that a tensor crosses on its way out of the model."""
+        return output_border(output, self.scaler.scale_tensors(output.device).scale, self.backward_begins)
+
+    def input_border(self, value: Tensor) -> Tensor:
+        """The border that a tensor crosses on its way into the model."""
+        return input_border(value, self.scaler.scale_tensors(value.device).inverse)
 
     def backward_begins(self) -> None:
         """Have the gradients measured when this backward is done, before anyone clips them."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,24 +11,18 @@ from hf_mp.borders import input_border, output_border, parameter_border
 SCALE = 2.0**20
 
 
-@dataclass
-class Source:
-    """A constant loss scale."""
+def scale(value: float = SCALE) -> Tensor:
+    return torch.tensor([value])
 
-    scale: float = SCALE
-    backwards: list[str] = field(default_factory=list)
 
-    def scale_tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        return torch.tensor([self.scale], device=device), torch.tensor([1.0 / self.scale], device=device)
-
-    def backward_begins(self) -> None:
-        self.backwards.append("begun")
+def inverse(value: float = SCALE) -> Tensor:
+    return torch.tensor([1.0 / value])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_an_output_leaves_in_fp32_and_its_gradient_enters_scaled_in_its_own_dtype(dtype: torch.dtype) -> None:
     x = torch.tensor([1.0, -2.0], dtype=dtype, requires_grad=True)
-    y = output_border(x, Source(4.0))
+    y = output_border(x, scale(4.0))
     y.backward(torch.tensor([3.0, 5.0]))
     assert y.dtype is torch.float32 and y.tolist() == [1.0, -2.0]
     assert x.grad is not None and x.grad.dtype is dtype and x.grad.tolist() == [12.0, 20.0]
@@ -39,14 +31,14 @@ def test_an_output_leaves_in_fp32_and_its_gradient_enters_scaled_in_its_own_dtyp
 def test_the_gradient_is_scaled_before_it_is_rounded_to_fp16() -> None:
     tiny = 2.0**-30  # zero in FP16
     x = torch.ones(1, dtype=torch.float16, requires_grad=True)
-    output_border(x, Source()).backward(torch.tensor([tiny]))
+    output_border(x, scale()).backward(torch.tensor([tiny]))
     assert x.grad is not None and x.grad.item() == tiny * SCALE
 
 
 def test_a_parameter_gets_its_gradient_in_fp32_unscaled() -> None:
     parameter = nn.Parameter(torch.tensor([1.0 + 2.0**-20]))
     copy = parameter.detach().half()
-    inside = parameter_border(parameter, copy, Source())
+    inside = parameter_border(parameter, copy, inverse())
     assert inside.dtype is torch.float16 and inside.data_ptr() == copy.data_ptr()
     inside.backward(torch.tensor([3.0], dtype=torch.float16))
     assert parameter.grad is not None and parameter.grad.dtype is torch.float32
@@ -55,26 +47,23 @@ def test_a_parameter_gets_its_gradient_in_fp32_unscaled() -> None:
 
 def test_a_parameter_used_in_fp32_is_unscaled_once_per_use() -> None:
     parameter = nn.Parameter(torch.tensor([2.0]))
-    source = Source(4.0)
-    loss = parameter_border(parameter, None, source) * 3 + parameter_border(parameter, None, source) * 5
-    output_border(loss, source).sum().backward()
+    loss = parameter_border(parameter, None, inverse(4.0)) * 3 + parameter_border(parameter, None, inverse(4.0)) * 5
+    output_border(loss, scale(4.0)).sum().backward()
     assert parameter.grad is not None and parameter.grad.item() == 8.0
 
 
 def test_an_input_that_wants_a_gradient_gets_the_true_one() -> None:
     x = torch.tensor([3.0], requires_grad=True)
-    source = Source()
-    output_border(input_border(x, source) ** 2, source).backward()
+    output_border(input_border(x, inverse()) ** 2, scale()).backward()
     assert x.grad is not None and x.grad.item() == 6.0
 
 
 def test_an_output_may_be_changed_in_place_and_used_inside_too() -> None:
     x = torch.tensor([3.0], requires_grad=True)
-    source = Source(8.0)
-    inside = input_border(x, source)
+    inside = input_border(x, inverse(8.0))
     logits = inside * 2
     loss = (logits**2).sum()
-    out_logits, out_loss = output_border(logits, source), output_border(loss, source)
+    out_logits, out_loss = output_border(logits, scale(8.0)), output_border(loss, scale(8.0))
     out_loss *= 10  # as the Trainer does
     (out_loss + out_logits.sum()).backward()
     assert x.grad is not None and x.grad.item() == 10 * 8 * 3 + 2
@@ -82,9 +71,9 @@ def test_an_output_may_be_changed_in_place_and_used_inside_too() -> None:
 
 
 def test_integers_and_fp64_keep_their_dtype_and_fp64_gradients_are_scaled() -> None:
-    assert output_border(torch.tensor([1]), Source()).dtype is torch.int64
+    assert output_border(torch.tensor([1]), scale()).dtype is torch.int64
     x = torch.tensor([1.0], dtype=torch.float64, requires_grad=True)
-    y = output_border(x, Source(4.0))
+    y = output_border(x, scale(4.0))
     y.backward(torch.ones(1, dtype=torch.float64))
     assert y.dtype is torch.float64 and x.grad is not None and x.grad.item() == 4.0
 
@@ -92,35 +81,43 @@ def test_integers_and_fp64_keep_their_dtype_and_fp64_gradients_are_scaled() -> N
 def test_nothing_is_recorded_without_grad() -> None:
     parameter = nn.Parameter(torch.ones(1))
     with torch.no_grad():
-        assert parameter_border(parameter, None, Source()) is parameter
-        assert not output_border(parameter.half(), Source()).requires_grad
+        assert parameter_border(parameter, None, inverse()) is parameter
+        assert not output_border(parameter.half(), scale()).requires_grad
 
 
 def test_backward_announces_itself() -> None:
-    source = Source()
+    calls: list[str] = []
     x = torch.ones(1, requires_grad=True)
-    output_border(input_border(x, source), source).backward()
-    assert source.backwards == ["begun"]
+    output_border(x, scale(), lambda: calls.append("begun")).backward()
+    assert calls == ["begun"]
+
+
+def test_the_scale_at_the_time_of_backward_counts() -> None:
+    x, factor = torch.ones(1, requires_grad=True), scale(2.0)
+    y = output_border(x, factor)
+    factor.fill_(8.0)
+    y.backward()
+    assert x.grad is not None and x.grad.item() == 8.0
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_inf_and_nan_come_through_unscaling(value: float) -> None:
     parameter = nn.Parameter(torch.ones(1))
-    parameter_border(parameter, None, Source()).backward(torch.tensor([value]))
+    parameter_border(parameter, None, inverse()).backward(torch.tensor([value]))
     assert parameter.grad is not None and not parameter.grad.isfinite().any()
 
 
 def test_second_derivatives_are_unscaled_once() -> None:
-    def penalised(parameter: nn.Parameter, source: Source | None) -> Tensor:
+    def penalised(parameter: nn.Parameter, scaled: bool) -> Tensor:
         x = torch.tensor([0.5, -1.5, 2.0])
-        inside = parameter if source is None else parameter_border(parameter, None, source)
+        inside = parameter_border(parameter, None, inverse()) if scaled else parameter
         loss = ((inside * x) ** 3).sum()
-        outside = loss if source is None else output_border(loss, source)
+        outside = output_border(loss, scale()) if scaled else loss
         (gradient,) = torch.autograd.grad(outside, parameter, create_graph=True)
         return outside + gradient.pow(2).sum()
 
     plain, scaled = nn.Parameter(torch.tensor([0.3, 0.7, -0.2])), nn.Parameter(torch.tensor([0.3, 0.7, -0.2]))
-    penalised(plain, None).backward()
-    penalised(scaled, Source()).backward()
+    penalised(plain, False).backward()
+    penalised(scaled, True).backward()
     assert plain.grad is not None and scaled.grad is not None
     assert torch.equal(plain.grad, scaled.grad)

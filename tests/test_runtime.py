@@ -307,7 +307,7 @@ def test_attach_again_after_detach(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
 
 def test_an_exception_in_forward_leaves_nothing_behind(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
     MixedPrecision("fp16").attach(gpt2)
-    with pytest.raises(ValueError, match="cannot specify both input_ids and inputs_embeds|exactly one of input_ids"):
+    with pytest.raises(ValueError, match=r"cannot specify both input_ids and inputs_embeds|exactly one of input_ids"):
         gpt2(input_ids=batch["input_ids"], inputs_embeds=torch.ones(4, 32, 64))
     assert active_autocast() is None
     assert torch.randn(2, 2).matmul(torch.randn(2, 2)).dtype is torch.float32

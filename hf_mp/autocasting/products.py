@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hf_mp.autocasting.through_fp32 import run_through_fp32
-from hf_mp.borders import ScaleSource, parameter_border, unscale
+from hf_mp.borders import parameter_border, unscale
 
 BLOCK_ELEMENTS = 2**20  # 4 MiB in FP32: large enough for full matmul speed, small enough for caches and malloc
 
@@ -90,12 +90,12 @@ class Factor:
     Attributes:
         outside: the tensor that receives the gradient, in its own dtype.
         rounded: its value in 16 bits.
-        source: the loss scale to unscale the gradient by, where ``outside`` is a parameter; else None.
+        inverse: the inverse loss scale, FP32 of shape (1,), where ``outside`` is a parameter; else None.
     """
 
     outside: Tensor
     rounded: Tensor
-    source: ScaleSource | None = None
+    inverse: Tensor | None = None
 
 
 def multiply(x: Tensor, weight: Factor, bias: Factor | None, *, transposed: bool) -> Tensor:
@@ -112,13 +112,13 @@ def multiply(x: Tensor, weight: Factor, bias: Factor | None, *, transposed: bool
     if torch.compiler.is_compiling():
         return _plain_multiply(x, _inside(weight), None if bias is None else _inside(bias), transposed)
     outside, rounded = (None, None) if bias is None else (bias.outside, bias.rounded)
-    return _Product.apply(x, weight.outside, outside, weight.rounded, rounded, transposed, weight.source)
+    return _Product.apply(x, weight.outside, outside, weight.rounded, rounded, transposed, weight.inverse)
 
 
 def _inside(factor: Factor) -> Tensor:
-    if factor.source is None:
+    if factor.inverse is None:
         return factor.outside
-    return parameter_border(factor.outside, factor.rounded, factor.source)
+    return parameter_border(factor.outside, factor.rounded, factor.inverse)
 
 
 def _plain_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -135,11 +135,11 @@ class _Product(Function):
         weight16: Tensor,
         bias16: Tensor | None,
         transposed: bool,
-        source: ScaleSource | None,
+        inverse: Tensor | None,
     ) -> Tensor:
         # The parameters are saved besides their roundings for second derivatives only; they take no memory.
         ctx.save_for_backward(x, weight16, weight, bias, bias16)
-        ctx.transposed, ctx.source = transposed, source
+        ctx.transposed, ctx.inverse = transposed, inverse
         rows = x.reshape(-1, x.shape[-1])
         return _forward_blocks(rows, weight16.t() if transposed else weight16, bias16).view(*x.shape[:-1], -1)
 
@@ -147,11 +147,10 @@ class _Product(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight16, weight, bias, bias16 = ctx.saved_tensors
         if torch.is_grad_enabled():
-            bias_factor = None if bias is None or bias16 is None else Factor(bias, bias16, ctx.source)
-            grads = _differentiable_backward(ctx, gradient, x, Factor(weight, weight16, ctx.source), bias_factor)
+            bias_factor = None if bias is None or bias16 is None else Factor(bias, bias16, ctx.inverse)
+            grads = _differentiable_backward(ctx, gradient, x, Factor(weight, weight16, ctx.inverse), bias_factor)
             return *grads, None, None, None, None
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        inverse = None if ctx.source is None else ctx.source.scale_tensors(gradient.device)[1]
         grad_x = torch.empty(x.shape, dtype=x.dtype) if needs_x else None
         grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
@@ -159,7 +158,7 @@ class _Product(Function):
             gradient.reshape(-1, gradient.shape[-1]),
             x.reshape(-1, x.shape[-1]),
             weight16.t() if ctx.transposed else weight16,
-            inverse,
+            ctx.inverse,
             None if grad_x is None else grad_x.view(-1, x.shape[-1]),
             grad_weight.t() if grad_weight is not None and ctx.transposed else grad_weight,
             grad_bias,
@@ -248,7 +247,7 @@ def _differentiable_backward(
     rows, gradients = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
 
     def leave(factor: Factor, found: Tensor) -> Tensor:
-        return found if factor.source is None else unscale(found, factor.source)
+        return found if factor.inverse is None else unscale(found, factor.inverse)
 
     def product(left: Tensor, right: Tensor) -> Tensor:
         return run_through_fp32(torch.matmul, (left, right), {}, x.dtype)
