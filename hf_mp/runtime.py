@@ -107,9 +107,11 @@ class Region(autocast):
         return Factor(tensor, self._copies.get(tensor), self._scaler.scale_tensors(tensor.device).inverse)
 
     def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if not torch.is_grad_enabled() or func in _KEEP_PARAMETERS:
+        # A graph drops a border that nothing differentiates through; torch.compile cannot look into the set.
+        if not torch.is_grad_enabled() or (not torch.compiler.is_compiling() and func in _KEEP_PARAMETERS):
             return func(*args, **kwargs)
-        return func(*map(self._inside, args), **{key: self._inside(value) for key, value in kwargs.items()})
+        args = tuple([self._inside(arg) for arg in args])
+        return func(*args, **{key: self._inside(value) for key, value in kwargs.items()})
 
     def _inside(self, value: Any) -> Any:
         if type(value) is Tensor:
@@ -153,6 +155,8 @@ class AttachedForward:
         self.original = original
         functools.update_wrapper(self, original)
 
+    # torch.compile leaves this frame alone and compiles the model's own forward, in the region, as one graph.
+    @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         runtime = self.runtime
         if runtime.region.entered:
@@ -309,10 +313,12 @@ class MixedPrecision:
 
     # What the borders ask for
 
+    @torch.compiler.disable
     def output_border(self, output: Tensor) -> Tensor:
         """The border that a tensor crosses on its way out of the model."""
         return output_border(output, self.scaler.scale_tensors(output.device).scale, self.backward_begins)
 
+    @torch.compiler.disable
     def input_border(self, value: Tensor) -> Tensor:
         """The border that a tensor crosses on its way into the model."""
         return input_border(value, self.scaler.scale_tensors(value.device).inverse)

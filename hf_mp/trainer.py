@@ -101,10 +101,6 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
         raise ValueError(
             "DeepSpeed brings its own FP16 optimizer: use the stock Trainer with DeepSpeed, or drop it here"
         )
-    if args.torch_compile:
-        raise ValueError(
-            "torch_compile=True does not work with our autocast yet: leave it out, or use precision='fp32'"
-        )
     if args.n_gpu > 1:
         raise ValueError(
             f"{args.n_gpu} GPUs in one process make the Trainer use DataParallel, which replicates the model behind "

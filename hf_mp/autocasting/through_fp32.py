@@ -68,21 +68,33 @@ def run_through_fp32(
     Raises:
         RuntimeError: in backward, if a saved tensor was modified in place meanwhile (as torch itself would).
     """
-    saved = _SavedInputs()
 
     def upcast(tensor: Tensor) -> Tensor:
-        return saved.remember(tensor, tensor.float()) if tensor.dtype is dtype else tensor
+        return tensor.float() if tensor.dtype is dtype else tensor
 
     def round_to_dtype(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
 
-    fp32_args = [map_tensors(upcast, arg) for arg in args]
-    fp32_kwargs = {name: map_tensors(upcast, arg) for name, arg in kwargs.items()}
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return map_tensors(round_to_dtype, function(*fp32_args, **fp32_kwargs))
-    with saved.hooks():
-        result = function(*fp32_args, **fp32_kwargs)
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a compiler decides itself what it saves
+        result = _run_and_save_inputs(function, args, kwargs, upcast)
+    else:
+        upcast_kwargs = {name: map_tensors(upcast, arg) for name, arg in kwargs.items()}
+        result = function(*[map_tensors(upcast, arg) for arg in args], **upcast_kwargs)
     return map_tensors(round_to_dtype, result)
+
+
+def _run_and_save_inputs(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], upcast: Callable[[Tensor], Tensor]
+) -> Any:
+    saved = _SavedInputs()
+
+    def remember(tensor: Tensor) -> Tensor:
+        return saved.remember(tensor, upcast(tensor))
+
+    upcast_args = [map_tensors(remember, arg) for arg in args]
+    upcast_kwargs = {name: map_tensors(remember, arg) for name, arg in kwargs.items()}
+    with saved.hooks():
+        return function(*upcast_args, **upcast_kwargs)
 
 
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -108,6 +120,8 @@ class _SavedInputs:
         self._outer: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def remember(self, source: Tensor, upcast: Tensor) -> Tensor:
+        if upcast is source:
+            return source
         # The upcast is held as well: while it lives, no other tensor can have its storage's address.
         self._sources[upcast.untyped_storage().data_ptr()] = (source, upcast)
         return upcast
