@@ -16,6 +16,7 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hf_mp.autocasting.composites import call
 from hf_mp.autocasting.mode import autocast
 from hf_mp.autocasting.products import Factor
 from hf_mp.autocasting.working_copies import WorkingCopies, unwatch, watch
@@ -109,9 +110,9 @@ class Region(autocast):
     def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         # A graph drops a border that nothing differentiates through; torch.compile cannot look into the set.
         if not torch.is_grad_enabled() or (not torch.compiler.is_compiling() and func in _KEEP_PARAMETERS):
-            return func(*args, **kwargs)
+            return call(func, args, kwargs)
         args = tuple([self._inside(arg) for arg in args])
-        return func(*args, **{key: self._inside(value) for key, value in kwargs.items()})
+        return call(func, args, {key: self._inside(value) for key, value in kwargs.items()})
 
     def _inside(self, value: Any) -> Any:
         if type(value) is Tensor:

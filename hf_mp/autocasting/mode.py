@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hf_mp.autocasting.checkpointing import reenter_in_recomputation
+from hf_mp.autocasting.composites import COMPOSITES, call
 from hf_mp.autocasting.products import Factor, Product, multiply, read_product
 from hf_mp.autocasting.tables import OPS, TABLES, CastRule, TableName
 from hf_mp.autocasting.through_fp32 import run_through_fp32, runs_natively
@@ -99,15 +100,19 @@ class autocast(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        entry = self._ops.get(func)
+        opened = COMPOSITES.get(func) if entry is None else None
+        if opened is not None:
+            with self:
+                return opened(*args, **kwargs)
         # An autocast inside this one has decided already; what reaches here is the call that it makes.
-        entry = self._ops.get(func) if _state.active[-1:] == [self] else None
-        if entry is None:
+        if entry is None or _state.active[-1] is not self:
             return self.call_unlisted(func, args, kwargs)
         return _APPLY[entry[0]](self, entry[1], func, args, kwargs)
 
     def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Make a call that no table speaks of."""
-        return func(*args, **kwargs)
+        return call(func, args, kwargs)
 
     def cast_parameter(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """The parameter in ``dtype``; cast once while this autocast lasts, as torch does."""

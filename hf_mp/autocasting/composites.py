@@ -1,0 +1,60 @@
+"""Python functions of torch that are made of other ops, opened up so that autocast sees the ops inside.
+
+``torch.nn.functional.multi_head_attention_forward`` and its kind ask first whether a torch function mode wants to take
+the whole call. Ours does not: it wants the products inside. An opened function is the same code whose question is
+always answered with no, so that it runs on, with the mode active.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.functional
+import torch.nn.functional
+
+_QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+def _no(*args: Any) -> bool:
+    return False
+
+
+def _opened(function: types.FunctionType) -> Callable[..., Any]:
+    opened = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **dict.fromkeys(_QUESTIONS, _no)},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    opened.__kwdefaults__ = function.__kwdefaults__
+    return opened
+
+
+def _find() -> dict[Callable[..., Any], Callable[..., Any]]:
+    found = {}
+    for module in (torch.nn.functional, torch.functional):
+        for function in vars(module).values():
+            # `fn` is what torch calls the functions that pick one of two others (max_pool1d, ...); those ask then.
+            if isinstance(function, types.FunctionType) and any(q in function.__code__.co_names for q in _QUESTIONS):
+                found[function] = _opened(function)
+    return found
+
+
+# Names of Tensor's methods that are written in Python; torch.compile can call those as methods only.
+_PYTHON_METHODS = frozenset(
+    name for name, function in vars(torch.Tensor).items() if isinstance(function, types.FunctionType)
+)
+
+
+def call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``function(*args, **kwargs)``, in the way that torch.compile understands."""
+    if torch.compiler.is_compiling() and function.__name__ in _PYTHON_METHODS and isinstance(args[0], torch.Tensor):
+        return getattr(args[0], function.__name__)(*args[1:], **kwargs)
+    return function(*args, **kwargs)
+
+
+# Composite function -> the same, opened. A constant, so that torch.compile can read it.
+COMPOSITES = _find()
