@@ -34,7 +34,7 @@ def _opened(function: types.FunctionType) -> Callable[..., Any]:
 
 
 def _find() -> dict[Callable[..., Any], Callable[..., Any]]:
-    found = {}
+    found: dict[Callable[..., Any], Callable[..., Any]] = {}
     for module in (torch.nn.functional, torch.functional):
         for function in vars(module).values():
             # `fn` is what torch calls the functions that pick one of two others (max_pool1d, ...); those ask then.

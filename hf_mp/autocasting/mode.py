@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hf_mp.autocasting import torch_state
 from hf_mp.autocasting.checkpointing import reenter_in_recomputation
 from hf_mp.autocasting.composites import COMPOSITES, call
 from hf_mp.autocasting.products import Factor, Product, multiply, read_product
 from hf_mp.autocasting.tables import OPS, TABLES, CastRule, TableName
 from hf_mp.autocasting.through_fp32 import run_through_fp32, runs_natively
+from hf_mp.autocasting.torch_state import is_torch_autocast_enabled
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -72,7 +75,7 @@ class autocast(TorchFunctionMode):
         self._casts = CastCache()
 
     def __enter__(self) -> autocast:
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        if is_torch_autocast_enabled("cpu") or is_torch_autocast_enabled("cuda"):
             raise RuntimeError(
                 "torch.autocast is active: use either torch.autocast or hf_mp.autocast, not one inside the other"
             )
@@ -85,6 +88,10 @@ class autocast(TorchFunctionMode):
         _state.active.pop()
         if self not in _state.active:
             self._casts.clear()
+
+    def island(self) -> autocast:
+        """An autocast to enter inside this one, switched off."""
+        return autocast(self.dtype, enabled=False, tables=self.tables)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate ``function`` so that it runs under this autocast."""
@@ -204,11 +211,20 @@ def _fp32_output(mode: autocast, name: str, func: Callable[..., Any], args: Any,
     return mode.call_unlisted(func, args, {**kwargs, "dtype": torch.float32})
 
 
+def _has_fp32(values: Iterable[Any]) -> bool:
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.dtype is torch.float32:
+                return True
+        elif isinstance(value, (list, tuple)) and _has_fp32(value):
+            return True
+    return False
+
+
 def _widest(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if kwargs.get("out") is not None:
         return mode.call_unlisted(func, args, kwargs)
-    eligible = [value for value in (*args, *kwargs.values()) if _is_eligible(value)]
-    widest = torch.float32 if any(value.dtype is torch.float32 for value in eligible) else mode.dtype
+    widest = torch.float32 if _has_fp32((*args, *kwargs.values())) else mode.dtype
     args = [mode.cast(arg, widest) for arg in args]
     return func(*args, **{key: mode.cast(arg, widest) for key, arg in kwargs.items()})
 
@@ -226,4 +242,15 @@ _APPLY: dict[CastRule, Callable[..., Any]] = {
     CastRule.BANNED: _banned,
 }
 
+
+@contextlib.contextmanager
+def _hidden() -> Iterator[None]:
+    active, _state.active = _state.active, []
+    try:
+        yield
+    finally:
+        _state.active = active
+
+
 reenter_in_recomputation(active_autocast)
+torch_state.install(active_autocast, _hidden)
