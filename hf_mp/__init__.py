@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hf_mp._version import __version__
 
 if TYPE_CHECKING:
+    from hf_mp.autocasting.functions import custom_bwd, custom_fwd
     from hf_mp.autocasting.mode import autocast
     from hf_mp.loss_scaling import (
         DynamicLossScaler,
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _HOME = {
     "autocast": "hf_mp.autocasting.mode",
+    "custom_bwd": "hf_mp.autocasting.functions",
+    "custom_fwd": "hf_mp.autocasting.functions",
     "DynamicLossScaler": "hf_mp.loss_scaling",
     "HeadroomLossScaler": "hf_mp.loss_scaling",
     "LossScaleError": "hf_mp.loss_scaling",
@@ -47,6 +50,8 @@ __all__ = [
     "StaticLossScaler",
     "__version__",
     "autocast",
+    "custom_bwd",
+    "custom_fwd",
     "prepare",
 ]
 

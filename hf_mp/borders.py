@@ -12,6 +12,7 @@ leaves through the parameter border once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,11 @@ from torch.autograd.function import once_differentiable
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 
-class _Multiply(Function):
+class BorderFunction(Function):
+    """An autograd function that takes parameters as they are."""
+
+
+class _Multiply(BorderFunction):
     """Multiply a gradient by a factor in FP32; its own backward is the identity."""
 
     @staticmethod
@@ -45,7 +50,7 @@ def _times(gradient: Tensor, factor: Tensor) -> Tensor:
     return (gradient * factor).reshape(gradient.shape)
 
 
-class _OutputBorder(Function):
+class _OutputBorder(BorderFunction):
     @staticmethod
     def forward(ctx: Any, output: Tensor, scale: Tensor, on_backward: Callable[[], None] | None) -> Tensor:
         ctx.scale, ctx.on_backward, ctx.dtype = scale, on_backward, output.dtype
@@ -59,7 +64,7 @@ class _OutputBorder(Function):
         return _times(gradient, ctx.scale).to(ctx.dtype), None, None
 
 
-class _LeavingBorder(Function):
+class _LeavingBorder(BorderFunction):
     """The border to a parameter or an input: ``value`` goes on in place of ``outside``, whose gradient it earns."""
 
     @staticmethod
@@ -110,3 +115,25 @@ def parameter_border(parameter: Tensor, working_copy: Tensor | None, inverse: Te
     if parameter.requires_grad and torch.is_grad_enabled():
         return _LeavingBorder.apply(parameter, working_copy, inverse)
     return parameter if working_copy is None else working_copy
+
+
+def watch_autograd_functions(border_arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
+    """Put the parameter border around the arguments of every autograd function (``MyFunction.apply(x, weight)``).
+
+    A torch function mode does not see such a call, and a parameter that went into it bare would be given a gradient
+    that is still scaled. Installed once, for all functions but those of the borders themselves.
+
+    Args:
+        border_arguments: gives the arguments to use instead; called at every ``apply``, inside a region or not.
+    """
+    original = Function.apply.__func__  # type: ignore[attr-defined]
+
+    @torch.compiler.disable
+    @functools.wraps(original)
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        # torch's own functions carry whole graphs and their parameters (a compiled model), with borders inside.
+        if not issubclass(cls, BorderFunction) and not cls.__module__.startswith("torch."):
+            args = border_arguments(args)
+        return original(cls, *args, **kwargs)
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment]

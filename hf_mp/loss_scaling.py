@@ -16,9 +16,12 @@ from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
-from hf_mp.policy import LossScaleKind
+from hf_mp.policy import LossScaleKind, parse_loss_scale
 
 FP16_MAX = torch.finfo(torch.float16).max  # 65504
+_FP32_MAX = torch.finfo(torch.float32).max
+_SMALLEST_SCALE = 2.0**-126  # its inverse is finite in FP32
+_LARGEST_SCALE = 2.0**127
 
 
 class LossScaleError(RuntimeError):
@@ -104,8 +107,9 @@ def adjust_dynamic(state: DynamicState, settings: DynamicSettings, report: StepR
     if report.overflow:
         if state.hysteresis_left > 1:
             return replace(state, growth_tracker=0, hysteresis_left=state.hysteresis_left - 1)
-        lowered = max(state.scale * settings.backoff_factor, min(settings.min_scale, state.scale))
-        return replace(state, scale=lowered, growth_tracker=0)
+        return replace(
+            state, scale=_lowered(state.scale, settings.backoff_factor, settings.min_scale), growth_tracker=0
+        )
     tracker = state.growth_tracker + 1
     if tracker < settings.growth_interval:
         return replace(state, growth_tracker=tracker)
@@ -115,6 +119,11 @@ def adjust_dynamic(state: DynamicState, settings: DynamicSettings, report: StepR
     if settings.max_scale is not None:
         grown = min(grown, max(settings.max_scale, state.scale))
     return replace(state, scale=grown, growth_tracker=0, hysteresis_left=settings.hysteresis)
+
+
+def _lowered(scale: float, factor: float, min_scale: float) -> float:
+    """``scale`` times ``factor``, but not below the smallest scale; a scale that is below it already stays."""
+    return max(scale * factor, min(max(min_scale, _SMALLEST_SCALE), scale))
 
 
 @dataclass(frozen=True)
@@ -162,8 +171,9 @@ def adjust_headroom(state: HeadroomState, settings: HeadroomSettings, report: St
     state = count_step(state, report)
     if report.overflow:
         factor = settings.calibration_backoff_factor if state.peak is None else settings.backoff_factor
-        lowered = max(state.scale * factor, min(settings.min_scale, state.scale))
-        return replace(state, scale=lowered, ceiling=lowered, clean_steps=0)
+        lowered = _lowered(state.scale, factor, settings.min_scale)
+        ceiling = None if state.peak is None else lowered  # before anything was measured, nothing is learned of it
+        return replace(state, scale=lowered, ceiling=ceiling, clean_steps=0)
     peak, ceiling, clean_steps = state.peak, state.ceiling, state.clean_steps + 1
     largest = report.largest_gradient
     if largest is not None and 0.0 < largest < math.inf:
@@ -172,15 +182,23 @@ def adjust_headroom(state: HeadroomState, settings: HeadroomSettings, report: St
     if ceiling is not None and clean_steps >= settings.ceiling_interval:
         ceiling, clean_steps = ceiling * 2.0, 0
     scale = state.scale if peak is None else scale_with_headroom(peak, settings.headroom)
-    bounds = [bound for bound in (ceiling, settings.max_scale) if bound is not None]
-    scale = max(min([scale, *bounds]), settings.min_scale)
+    upper = min(_LARGEST_SCALE, settings.max_scale or _LARGEST_SCALE)
+    if ceiling is not None and ceiling >= upper:
+        ceiling = None  # it no longer bounds anything
+    scale = min(scale, power_of_two_below(upper if ceiling is None else ceiling))
+    scale = max(scale, -power_of_two_below(-max(settings.min_scale, _SMALLEST_SCALE)))
     return replace(state, scale=scale, peak=peak, ceiling=ceiling, clean_steps=clean_steps)
 
 
 def scale_with_headroom(magnitude: float, headroom: float) -> float:
     """The largest power of two S for which ``S * magnitude * 2**headroom`` is still finite in FP16."""
-    mantissa, exponent = math.frexp(FP16_MAX / magnitude * 2.0**-headroom)
-    return math.ldexp(0.5, exponent) if mantissa >= 0.5 else 0.0
+    return power_of_two_below(FP16_MAX / magnitude * 2.0**-headroom)
+
+
+def power_of_two_below(value: float) -> float:
+    """The largest power of two that is at most ``value``; for a negative value, of the negative ones."""
+    mantissa, exponent = math.frexp(value)
+    return math.ldexp(0.5, exponent) if value > 0.0 else -math.ldexp(0.5, exponent + (mantissa != -0.5))
 
 
 def headroom_left(scale: float, magnitude: float) -> float:
@@ -232,8 +250,12 @@ class LossScaler(Generic[State]):
     def scale_tensors(self, device: torch.device) -> ScaleTensors:
         """The scale and its inverse on ``device``, which follow the scale from now on without being asked for again."""
         if device not in self._tensors:
-            scale = torch.tensor([self.state.scale], dtype=torch.float32, device=device)
-            self._tensors[device] = ScaleTensors(scale, 1.0 / scale)
+            with torch.inference_mode(False):  # generate() may be the first to ask
+                scale = torch.tensor([self.state.scale], dtype=torch.float32, device=device)
+                tensors = ScaleTensors(scale, 1.0 / scale)
+            if type(scale) is not Tensor:  # a fake one, of memory estimation
+                return tensors
+            self._tensors[device] = tensors
         return self._tensors[device]
 
     def copy(self) -> Self:
@@ -248,9 +270,10 @@ class LossScaler(Generic[State]):
         Raises:
             LossScaleError: after ``max_consecutive_skips`` skipped steps in a row at the smallest scale.
         """
+        used_scale = self.state.scale
         self.state = self.adjust(report)
         skips = self.state.consecutive_skips
-        if skips >= self._max_consecutive_skips and self.state.scale <= self._min_scale:
+        if skips >= self._max_consecutive_skips and used_scale <= self._min_scale:
             raise LossScaleError(
                 f"{skips} optimizer steps in a row were skipped (since step {self.state.steps - skips + 1}): gradients "
                 f"are inf or NaN even at loss scale {self.state.scale:g}, the smallest allowed. The model or its data "
@@ -275,6 +298,9 @@ class LossScaler(Generic[State]):
                 f"{sorted(given)}, expected {sorted(known)}"
             )
         _check_scale(given["scale"])
+        for key, value in given.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
+                raise ValueError(f"{key}={value!r} in the state of a {self.kind!r} loss scaler is not a number")
         self.state = type(self.state)(**given)
 
 
@@ -420,30 +446,30 @@ def make_loss_scaler(loss_scale: LossScaleKind | float | None, **settings: Any) 
     Raises:
         ValueError: for a setting that this scaler does not have; the message lists those it has.
     """
-    if not isinstance(loss_scale, str):
-        return _make(StaticLossScaler, {"scale": 1.0 if loss_scale is None else loss_scale, **settings})
-    return _make(SCALERS[loss_scale], settings)
+    kind = parse_loss_scale(loss_scale)
+    if isinstance(kind, str):
+        return _make(SCALERS[kind], {}, settings)
+    return _make(StaticLossScaler, {"scale": 1.0 if kind is None else kind}, settings)
 
 
 SCALERS: dict[str, type[LossScaler[Any]]] = {"headroom": HeadroomLossScaler, "dynamic": DynamicLossScaler}
 
 
-def _make(scaler: type[LossScaler[Any]], settings: dict[str, Any]) -> LossScaler[Any]:
-    allowed = sorted(inspect.signature(scaler).parameters)
+def _make(scaler: type[LossScaler[Any]], fixed: dict[str, Any], settings: dict[str, Any]) -> LossScaler[Any]:
+    allowed = sorted(set(inspect.signature(scaler).parameters) - set(fixed))
     unknown = sorted(set(settings) - set(allowed))
     if unknown:
         raise ValueError(
             f"the {scaler.kind!r} loss scaler has no setting {', '.join(unknown)}: it has {', '.join(allowed)}"
         )
-    return scaler(**settings)
-
-
-_FP32_MAX = torch.finfo(torch.float32).max
+    return scaler(**fixed, **settings)
 
 
 def _check_scale(scale: float) -> None:
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0.0 < scale < math.inf:
         raise ValueError(f"a loss scale must be a positive, finite number, not {scale!r}")
+    if not _SMALLEST_SCALE <= scale <= _FP32_MAX:
+        raise ValueError(f"a loss scale must lie between 2**-126 and {_FP32_MAX:.4g}, FP32's range, not {scale!r}")
 
 
 def _check_above(**limits: tuple[float, float]) -> None:
@@ -453,7 +479,8 @@ def _check_above(**limits: tuple[float, float]) -> None:
 
 
 def _check_bounds(min_scale: float, max_scale: float | None) -> None:
-    _check_scale(min_scale)
+    if not 0.0 < min_scale < math.inf:
+        raise ValueError(f"min_scale={min_scale} must be a positive, finite number: a scale never becomes 0")
     if max_scale is not None and not max_scale >= min_scale:
         raise ValueError(f"max_scale={max_scale} must be at least min_scale={min_scale}")
 

@@ -31,11 +31,13 @@ def parse_loss_scale(value: str | float | None) -> LossScaleKind | float | None:
     """
     if value is None or value == "none":
         return None
-    if value in get_args(LossScaleKind):
+    if isinstance(value, str) and value in get_args(LossScaleKind):
         return value  # type: ignore[return-value]
     try:
+        if isinstance(value, bool):
+            raise TypeError
         scale = float(value)
-    except ValueError:
+    except (ValueError, TypeError, OverflowError):
         raise ValueError(
             f"loss_scale={value!r} is not known: use 'headroom', 'dynamic', 'none' or a positive number"
         ) from None
@@ -61,6 +63,7 @@ class PrecisionPolicy:
             or None (default for BF16 and FP32: their exponent range needs no scaling).
 
     Raises:
+        TypeError: for a dtype that is none.
         ValueError: for a combination of dtypes that cannot train; the message names the field to change.
     """
 
@@ -72,6 +75,10 @@ class PrecisionPolicy:
 
     def __post_init__(self) -> None:
         for name in ("params", "compute", "masters", "output"):
+            if not isinstance(getattr(self, name), torch.dtype):
+                raise TypeError(
+                    f"{name}={getattr(self, name)!r} must be a torch.dtype; text is read by PrecisionPolicy.parse"
+                )
             if getattr(self, name) not in _DTYPE_NAMES:
                 raise ValueError(f"{name}={getattr(self, name)} is not allowed: use {', '.join(_DTYPES)}")
         if self.masters is not torch.float32:
@@ -124,6 +131,8 @@ class PrecisionPolicy:
             key, _, value = (piece.strip() for piece in part.partition("="))
             if key not in {field.name for field in fields(cls)} or not value:
                 raise ValueError(f"{part!r} in precision={text!r}: write field=value with one of {_field_names(cls)}")
+            if key in values:
+                raise ValueError(f"{key} is given twice in precision={text!r}")
             values[key] = parse_loss_scale(value) if key == "loss_scale" else _parse_dtype(key, value)
         if "loss_scale" not in values and values.get("compute", torch.float16) is torch.float16:
             values["loss_scale"] = "headroom"

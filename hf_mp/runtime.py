@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from hf_mp.autocasting.composites import call
 from hf_mp.autocasting.mode import autocast
 from hf_mp.autocasting.products import Factor
-from hf_mp.autocasting.working_copies import WorkingCopies, unwatch, watch
+from hf_mp.autocasting.working_copies import WorkingCopies
 from hf_mp.borders import input_border, output_border, parameter_border
 from hf_mp.kernels.gradient_scan import largest_magnitude
 from hf_mp.loss_scaling import LossScaler, StepReport, headroom_left, make_loss_scaler
@@ -114,6 +114,9 @@ class Region(autocast):
         args = tuple([self._inside(arg) for arg in args])
         return call(func, args, {key: self._inside(value) for key, value in kwargs.items()})
 
+    def border_arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple([self._inside(arg) for arg in args]) if torch.is_grad_enabled() else args
+
     def _inside(self, value: Any) -> Any:
         if type(value) is Tensor:
             return value
@@ -162,6 +165,7 @@ class AttachedForward:
         runtime = self.runtime
         if runtime.region.entered:
             return self.original(*args, **kwargs)
+        runtime.make_scale_tensors()
         if torch.is_grad_enabled():
             args = recursively_apply(runtime.input_border, args)
             kwargs = recursively_apply(runtime.input_border, kwargs)
@@ -237,8 +241,6 @@ class MixedPrecision:
         check_attachable(model)
         self._model = weakref.ref(model)
         _make_masters(model)
-        for parameter in model.parameters():
-            watch(parameter)
         for module in _entry_points(model):
             module.forward = self.attached_forward(module)
         return model
@@ -274,8 +276,6 @@ class MixedPrecision:
                 forward = module.__dict__.get("forward")
                 if isinstance(forward, AttachedForward):
                     _restore_forward(module, forward.original)
-            for parameter in model.parameters():
-                unwatch(parameter)
         for guard in self._guards:
             guard.remove()
         self._guards.clear()
@@ -313,6 +313,11 @@ class MixedPrecision:
         )
 
     # What the borders ask for
+
+    def make_scale_tensors(self) -> None:
+        """Have the scale as a tensor where the model is, before a compiler looks for it."""
+        if (model := self.model) is not None and (parameter := next(model.parameters(), None)) is not None:
+            self.scaler.scale_tensors(parameter.device)
 
     @torch.compiler.disable
     def output_border(self, output: Tensor) -> Tensor:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
+from hf_mp import borders
 from hf_mp.autocasting import torch_state
 from hf_mp.autocasting.checkpointing import reenter_in_recomputation
 from hf_mp.autocasting.composites import COMPOSITES, call
+from hf_mp.autocasting.explain import Explanation, Recorder
 from hf_mp.autocasting.products import Factor, Product, multiply, read_product
+from hf_mp.autocasting.rules import ParsedRules, Rules, match_modules, parse_rules
 from hf_mp.autocasting.tables import OPS, TABLES, CastRule, TableName
 from hf_mp.autocasting.through_fp32 import run_through_fp32, runs_natively
 from hf_mp.autocasting.torch_state import is_torch_autocast_enabled
+from hf_mp.autocasting.working_copies import version_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,15 +57,27 @@ class autocast(TorchFunctionMode):
     Args:
         dtype: ``torch.float16`` (default), ``torch.bfloat16`` or ``torch.float32`` (nothing is lowered).
         enabled: False switches autocast off inside an outer one.
-        tables: whose documented op lists apply: ``"cuda"`` (default, on every device).
+        tables: whose documented op lists apply: ``"cuda"`` (default, on every device) or ``"cpu"``.
+        rules: a person's own rules, by op and by module name (:func:`hf_mp.autocasting.rules.parse_rules`), for
+            example ``{torch.softmax: "unlisted", "lm_head": "fp32"}``.
+        model: where the module names in ``rules`` are looked up.
 
     Raises:
-        TypeError: if ``dtype`` is not a ``torch.dtype``.
-        ValueError: for another dtype, or a table set that does not exist.
+        TypeError: if ``dtype`` is not a ``torch.dtype``, or a rule is for something that is not a torch function.
+        ValueError: for another dtype, a table set that does not exist, a rule that is not known, or one that matches
+            no module.
         RuntimeError: on entering, if ``torch.autocast`` is active: the two would cast each other's results.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.float16, *, enabled: bool = True, tables: TableName = "cuda") -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float16,
+        *,
+        enabled: bool = True,
+        tables: TableName = "cuda",
+        rules: Rules | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"autocast's dtype must be a torch.dtype, not {type(dtype).__name__} ({dtype!r})")
@@ -68,17 +85,35 @@ class autocast(TorchFunctionMode):
             raise ValueError(f"autocast cannot use {dtype}: use torch.float16, torch.bfloat16 or torch.float32")
         if tables not in TABLES:
             raise ValueError(f"tables={tables!r} is not known: use one of {', '.join(map(repr, TABLES))}")
+        if not torch.compiler.is_compiling():
+            torch_state.install_in_transformers(active_autocast)
         self.dtype = dtype
         self.enabled = enabled
         self.tables: TableName = tables
         self._ops = OPS[tables] if enabled else {}
+        self._fp32_modules: list[nn.Module] = []
+        if rules and enabled:
+            self._take_rules(parse_rules(rules, TABLES[tables]), model)
         self._casts = CastCache()
+        self._island_hooks: list[RemovableHandle] = []
+        self.observer: Callable[..., Any] | None = None  # makes every call in place of apply(); see explain
+
+    def _take_rules(self, rules: ParsedRules, model: nn.Module | None) -> None:
+        ops = {**self._ops, **rules.ops}
+        self._ops = {function: entry for function, entry in ops.items() if entry is not None}
+        if rules.modules:
+            if model is None:
+                names = ", ".join(map(repr, rules.modules))
+                raise ValueError(f"rules by module name ({names}) need the model to look them up in: model=...")
+            self._fp32_modules = match_modules(rules.modules, model)
 
     def __enter__(self) -> autocast:
         if is_torch_autocast_enabled("cpu") or is_torch_autocast_enabled("cuda"):
             raise RuntimeError(
                 "torch.autocast is active: use either torch.autocast or hf_mp.autocast, not one inside the other"
             )
+        if self._fp32_modules and not self._island_hooks:
+            self._island_hooks = [handle for m in self._fp32_modules for handle in _make_island(m, self)]
         _state.active.append(self)
         super().__enter__()
         return self
@@ -88,6 +123,9 @@ class autocast(TorchFunctionMode):
         _state.active.pop()
         if self not in _state.active:
             self._casts.clear()
+            for handle in self._island_hooks:
+                handle.remove()
+            self._island_hooks = []
 
     def island(self) -> autocast:
         """An autocast to enter inside this one, switched off."""
@@ -113,9 +151,60 @@ class autocast(TorchFunctionMode):
             with self:
                 return opened(*args, **kwargs)
         # An autocast inside this one has decided already; what reaches here is the call that it makes.
-        if entry is None or _state.active[-1] is not self:
+        if _state.active[-1] is not self:
+            entry = None
+        return (self.apply if self.observer is None else self.observer)(entry, func, args, kwargs)
+
+    def apply(
+        self,
+        entry: tuple[CastRule, str] | None,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Make a call by the table entry that was found for it."""
+        if entry is None:
             return self.call_unlisted(func, args, kwargs)
         return _APPLY[entry[0]](self, entry[1], func, args, kwargs)
+
+    @staticmethod
+    def explain(
+        function: Callable[..., Any],
+        *inputs: Any,
+        dtype: torch.dtype = torch.float16,
+        tables: TableName = "cuda",
+        rules: Rules | None = None,
+        **kwargs: Any,
+    ) -> Explanation:
+        """Call ``function`` once under autocast and tell what ran in which dtype.
+
+        Args:
+            function: a model or any function; a model that mixed precision is attached to is explained as it runs.
+            inputs, kwargs: what to call it with.
+            dtype, tables, rules: as for :class:`autocast`; of no effect for an attached model.
+
+        Returns:
+            An :class:`Explanation`: a table when printed, its rows as data in ``.ops``.
+        """
+        model = function if isinstance(function, nn.Module) else None
+        attached = getattr(getattr(function, "forward", None), "runtime", None)
+        mode = autocast(dtype, tables=tables, rules=rules, model=model) if attached is None else attached.region
+        recorder = Recorder()
+        mode.observer = functools.partial(recorder.observe, mode)
+        try:
+            with contextlib.ExitStack() as contexts:
+                if model is not None:
+                    contexts.enter_context(recorder.following(model))
+                if attached is None:  # an attached model enters its region itself
+                    contexts.enter_context(mode)
+                function(*inputs, **kwargs)
+        finally:
+            mode.observer = None
+        return recorder.explanation()
+
+    def border_arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments for an autograd function, which torch functions modes do not see."""
+        return args
 
     def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Make a call that no table speaks of."""
@@ -146,6 +235,35 @@ class autocast(TorchFunctionMode):
         return value
 
 
+class _Island(autocast):
+    """Autocast switched off inside one module."""
+
+    def __init__(self, outer: autocast, module: nn.Module) -> None:
+        super().__init__(outer.dtype, enabled=False, tables=outer.tables)
+        self.module = module
+
+
+def _make_island(module: nn.Module, outer: autocast) -> tuple[RemovableHandle, RemovableHandle]:
+    """Run ``module`` in FP32 inside ``outer``: floating inputs are cast up, autocast is off."""
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if outer not in _state.active:
+            return None
+        _Island(outer, module).__enter__()
+        return outer.cast(args, torch.float32), {key: outer.cast(arg, torch.float32) for key, arg in kwargs.items()}
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        island = active_autocast()
+        if isinstance(island, _Island) and island.module is module:
+            island.__exit__(None, None, None)
+
+    # Also after an exception: an island must not outlive its module.
+    return (
+        module.register_forward_pre_hook(enter, with_kwargs=True),
+        module.register_forward_hook(leave, always_call=True),
+    )
+
+
 class CastCache:
     """Casts of parameters, kept while an autocast is active (torch keeps the same cache)."""
 
@@ -156,10 +274,11 @@ class CastCache:
         # A cast made without grad must not serve a forward with grad, nor one of an older value serve a newer.
         key = (id(parameter), dtype, torch.is_grad_enabled())
         kept = self._casts.get(key)
-        if kept is not None and kept[1] == parameter._version:
+        version = version_of(parameter)
+        if kept is not None and kept[1] == version != -1:
             return kept[2]
         made = parameter.to(dtype)
-        self._casts[key] = (parameter, parameter._version, made)
+        self._casts[key] = (parameter, version, made)
         return made
 
     def clear(self) -> None:
@@ -204,6 +323,8 @@ def _is_eligible(value: Any) -> bool:
 
 
 def _fp32_output(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    while args and args[-1] is None:  # `softmax(x, -1, None)`: a dtype of None, by position
+        args = args[:-1]
     names_dtype = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
     first = args[0] if args else kwargs.get("input")
     if names_dtype or kwargs.get("out") is not None or not _is_eligible(first):
@@ -243,14 +364,14 @@ _APPLY: dict[CastRule, Callable[..., Any]] = {
 }
 
 
-@contextlib.contextmanager
-def _hidden() -> Iterator[None]:
-    active, _state.active = _state.active, []
-    try:
-        yield
-    finally:
-        _state.active = active
-
-
 reenter_in_recomputation(active_autocast)
-torch_state.install(active_autocast, _hidden)
+torch_state.install(active_autocast)
+
+
+def _border_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    for mode in _state.active:
+        args = mode.border_arguments(args)
+    return args
+
+
+borders.watch_autograd_functions(_border_arguments)

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
-from hf_mp.autocasting.through_fp32 import run_through_fp32
-from hf_mp.borders import parameter_border, unscale
+from hf_mp.autocasting.through_fp32 import must_be_plain, run_through_fp32
+from hf_mp.borders import BorderFunction, parameter_border, unscale
 
 BLOCK_ELEMENTS = 2**20  # 4 MiB in FP32: large enough for full matmul speed, small enough for caches and malloc
 
@@ -47,14 +46,20 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Produc
 
 
 def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Product | None:
-    return Product(mat1, mat2, input, transposed=True) if beta == alpha == 1 and input.dim() == 1 else None
+    if beta != 1 or alpha != 1 or input.dim() != 1 or mat1.dim() != 2:
+        return None
+    return Product(mat1, mat2, input, transposed=True)
+
+
+def _mm(input: Tensor, mat2: Tensor) -> Product | None:
+    return Product(input, mat2, transposed=True) if input.dim() == 2 else None
 
 
 def _matmul(input: Tensor, other: Tensor) -> Product:
     return Product(input, other, transposed=True)
 
 
-_READ: dict[str, Callable[..., Product | None]] = {"linear": _linear, "addmm": _addmm, "mm": _matmul, "matmul": _matmul}
+_READ: dict[str, Callable[..., Product | None]] = {"linear": _linear, "addmm": _addmm, "mm": _mm, "matmul": _matmul}
 
 
 def read_product(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Product | None:
@@ -63,10 +68,9 @@ def read_product(name: str, func: Callable[..., Any], args: Sequence[Any], kwarg
         return None
     if getattr(func, "__name__", "") == "__rmatmul__":
         args = args[::-1]
-    names = {"mat2": "other"} if name == "mm" else {"tensor2": "other", "mat2": "other"} if name == "matmul" else {}
     try:
-        product = _READ[name](*args, **{names.get(key, key): value for key, value in kwargs.items()})
-    except TypeError:
+        product = _READ[name](*args, **kwargs)
+    except (TypeError, AttributeError):
         return None  # not a valid call: torch's own error is the better one
     return product if product is not None and _is_plain(product) else None
 
@@ -109,7 +113,7 @@ def multiply(x: Tensor, weight: Factor, bias: Factor | None, *, transposed: bool
     Returns:
         (..., N) in ``x``'s dtype.
     """
-    if torch.compiler.is_compiling():
+    if must_be_plain():
         return _plain_multiply(x, _inside(weight), None if bias is None else _inside(bias), transposed)
     outside, rounded = (None, None) if bias is None else (bias.outside, bias.rounded)
     return _Product.apply(x, weight.outside, outside, weight.rounded, rounded, transposed, weight.inverse)
@@ -125,7 +129,7 @@ def _plain_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: 
     return run_through_fp32(F.linear, (x, weight.t() if transposed else weight, bias), {}, x.dtype)
 
 
-class _Product(Function):
+class _Product(BorderFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -137,29 +141,33 @@ class _Product(Function):
         transposed: bool,
         inverse: Tensor | None,
     ) -> Tensor:
-        # The parameters are saved besides their roundings for second derivatives only; they take no memory.
-        ctx.save_for_backward(x, weight16, weight, bias, bias16)
+        # The weight is saved besides its rounding for second derivatives only; a parameter takes no memory.
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        weights = (weight16, weight) if needs_x else (None, None)
+        ctx.save_for_backward(x if needs_weight else None, *weights)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.x_shape, ctx.x_dtype, ctx.weight_shape, ctx.weight_dtype = x.shape, x.dtype, weight.shape, weight.dtype
         ctx.transposed, ctx.inverse = transposed, inverse
         rows = x.reshape(-1, x.shape[-1])
         return _forward_blocks(rows, weight16.t() if transposed else weight16, bias16).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight16, weight, bias, bias16 = ctx.saved_tensors
+        x, weight16, weight = ctx.saved_tensors
         if torch.is_grad_enabled():
-            bias_factor = None if bias is None or bias16 is None else Factor(bias, bias16, ctx.inverse)
-            grads = _differentiable_backward(ctx, gradient, x, Factor(weight, weight16, ctx.inverse), bias_factor)
+            weight_factor = None if weight16 is None else Factor(weight, weight16, ctx.inverse)
+            grads = _differentiable_backward(ctx, gradient, x, weight_factor)
             return *grads, None, None, None, None
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad_x = torch.empty(x.shape, dtype=x.dtype) if needs_x else None
-        grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
-        grad_bias = torch.empty_like(bias) if needs_bias else None
+        grad_x = gradient.new_empty(ctx.x_shape) if needs_x else None
+        grad_weight = gradient.new_empty(ctx.weight_shape, dtype=ctx.weight_dtype) if needs_weight else None
+        grad_bias = gradient.new_empty(gradient.shape[-1], dtype=ctx.bias_dtype) if needs_bias else None
         _backward_blocks(
             gradient.reshape(-1, gradient.shape[-1]),
-            x.reshape(-1, x.shape[-1]),
-            weight16.t() if ctx.transposed else weight16,
+            None if x is None else x.reshape(-1, x.shape[-1]),
+            weight16.t() if weight16 is not None and ctx.transposed else weight16,
             ctx.inverse,
-            None if grad_x is None else grad_x.view(-1, x.shape[-1]),
+            None if grad_x is None else grad_x.view(-1, ctx.x_shape[-1]),
             grad_weight.t() if grad_weight is not None and ctx.transposed else grad_weight,
             grad_bias,
         )
@@ -175,7 +183,7 @@ def _blocks(total: int, width: int) -> Iterator[slice]:
 
 def _forward_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     (rows, inner), outer = x.shape, weight.shape[0]
-    result = torch.empty(rows, outer, dtype=x.dtype)
+    result = x.new_empty(rows, outer)
     for row in _blocks(rows, inner):
         x32 = x[row].float()
         for column in _blocks(outer, max(inner, row.stop - row.start)):
@@ -190,31 +198,32 @@ def _forward_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _backward_blocks(
     gradient: Tensor,
-    x: Tensor,
-    weight: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
     inverse: Tensor | None,
     grad_x: Tensor | None,
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
 ) -> None:
-    """Write the gradients that are not None; all are 2-D but ``grad_bias``."""
-    inner, outer, dtype = x.shape[1], weight.shape[0], x.dtype
-    row_blocks = list(_blocks(x.shape[0], inner))
+    """Write the gradients that are not None, of which ``x`` and ``weight`` are what they need; all 2-D but the bias."""
+    (rows, outer), dtype = gradient.shape, gradient.dtype
+    inner = next((found.shape[1] for found in (grad_x, grad_weight) if found is not None), 1)
+    row_blocks = list(_blocks(rows, inner))
     # Over one block of rows a weight's gradient is complete at once; over several it is summed up in FP32 first.
     sum_weight = None if grad_weight is None or len(row_blocks) == 1 else _zeros_fp32(grad_weight)
-    sum_bias = torch.zeros(outer, dtype=torch.float32)
+    sum_bias = gradient.new_zeros(outer, dtype=torch.float32)
     for row in row_blocks:
-        x32 = x[row].float()
-        sum_x = torch.zeros(x32.shape, dtype=torch.float32)
+        x32 = None if x is None else x[row].float()
+        sum_x = gradient.new_zeros(row.stop - row.start, inner, dtype=torch.float32)
         for column in _blocks(outer, max(inner, row.stop - row.start)):
             gradient32 = gradient[row, column].float()
-            if grad_x is not None:
+            if grad_x is not None and weight is not None:
                 sum_x.addmm_(gradient32, weight[column].float())
             if grad_bias is not None:
                 sum_bias[column] += gradient32.sum(0)
-            if sum_weight is not None:
+            if sum_weight is not None and x32 is not None:
                 sum_weight[column].addmm_(gradient32.t(), x32)
-            elif grad_weight is not None:
+            elif grad_weight is not None and x32 is not None:
                 _leave(torch.mm(gradient32.t(), x32), dtype, inverse, grad_weight[column])
         if grad_x is not None:
             grad_x[row].copy_(sum_x)
@@ -240,24 +249,24 @@ def _leave(gradient: Tensor, dtype: torch.dtype, inverse: Tensor | None, target:
 
 
 def _differentiable_backward(
-    ctx: Any, gradient: Tensor, x: Tensor, weight: Factor, bias: Factor | None
+    ctx: Any, gradient: Tensor, x: Tensor | None, weight: Factor | None
 ) -> tuple[Tensor | None, ...]:
     """Backward made of differentiable ops, for ``create_graph=True``."""
-    inside = _inside(weight)
-    rows, gradients = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+    gradients = gradient.reshape(-1, gradient.shape[-1])
 
-    def leave(factor: Factor, found: Tensor) -> Tensor:
-        return found if factor.inverse is None else unscale(found, factor.inverse)
+    def leave(found: Tensor) -> Tensor:
+        return found if ctx.inverse is None else unscale(found, ctx.inverse)
 
     def product(left: Tensor, right: Tensor) -> Tensor:
-        return run_through_fp32(torch.matmul, (left, right), {}, x.dtype)
+        return run_through_fp32(torch.matmul, (left, right), {}, ctx.x_dtype)
 
-    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    grad_x = product(gradients, inside.t() if ctx.transposed else inside).view_as(x) if needs_x else None
-    grad_weight = grad_bias = None
-    if needs_weight:
-        sides = (rows.t(), gradients) if ctx.transposed else (gradients.t(), rows)
-        grad_weight = leave(weight, product(*sides))
-    if needs_bias and bias is not None:
-        grad_bias = leave(bias, run_through_fp32(torch.sum, (gradients, 0), {}, x.dtype))
+    grad_x = grad_weight = grad_bias = None
+    if weight is not None:
+        inside = _inside(weight)
+        grad_x = product(gradients, inside.t() if ctx.transposed else inside).view(ctx.x_shape)
+    if x is not None:
+        rows = x.reshape(-1, x.shape[-1])
+        grad_weight = leave(product(*((rows.t(), gradients) if ctx.transposed else (gradients.t(), rows))))
+    if ctx.needs_input_grad[2]:
+        grad_bias = leave(run_through_fp32(torch.sum, (gradients, 0), {}, ctx.x_dtype))
     return grad_x, grad_weight, grad_bias

@@ -38,6 +38,12 @@ def runs_natively(dtype: torch.dtype, device_type: str) -> bool:
     return device_type != "cpu" or CPU_PRODUCTS.get(dtype, False)
 
 
+def must_be_plain() -> bool:
+    """Whether only differentiable torch ops may be used: torch.compile decides itself what it saves for backward, and
+    torch.func's transforms take neither saved-tensor hooks nor autograd functions of the ordinary form."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Apply ``function`` to the tensors in an op's argument or result: a tensor, or lists and tuples of them."""
     if isinstance(value, Tensor):
@@ -75,8 +81,8 @@ def run_through_fp32(
     def round_to_dtype(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
 
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a compiler decides itself what it saves
-        result = _run_and_save_inputs(function, args, kwargs, upcast)
+    if torch.is_grad_enabled() and not must_be_plain():
+        result = _run_and_save_inputs(function, args, kwargs, dtype, upcast)
     else:
         upcast_kwargs = {name: map_tensors(upcast, arg) for name, arg in kwargs.items()}
         result = function(*[map_tensors(upcast, arg) for arg in args], **upcast_kwargs)
@@ -84,9 +90,13 @@ def run_through_fp32(
 
 
 def _run_and_save_inputs(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], upcast: Callable[[Tensor], Tensor]
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dtype: torch.dtype,
+    upcast: Callable[[Tensor], Tensor],
 ) -> Any:
-    saved = _SavedInputs()
+    saved = _SavedInputs(dtype)
 
     def remember(tensor: Tensor) -> Tensor:
         return saved.remember(tensor, upcast(tensor))
@@ -94,7 +104,9 @@ def _run_and_save_inputs(
     upcast_args = [map_tensors(remember, arg) for arg in args]
     upcast_kwargs = {name: map_tensors(remember, arg) for name, arg in kwargs.items()}
     with saved.hooks():
-        return function(*upcast_args, **upcast_kwargs)
+        result = function(*upcast_args, **upcast_kwargs)
+    saved.forget_upcasts()  # the graph holds on to the hooks
+    return result
 
 
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -106,6 +118,7 @@ class _SavedInput:
 
     source: Any  # the 16-bit tensor, or what an outer saved-tensor hook made of it
     version: int
+    source_stride: tuple[int, ...]
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -114,7 +127,8 @@ class _SavedInput:
 class _SavedInputs:
     """Saved-tensor hooks that keep an op's upcast inputs in 16 bits; all other saved tensors go on unchanged."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._sources: dict[int, tuple[Tensor, Tensor]] = {}
         # Only the innermost hooks run. Those outside (gradient checkpointing, offloading) are called from here.
         self._outer: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -125,6 +139,10 @@ class _SavedInputs:
         # The upcast is held as well: while it lives, no other tensor can have its storage's address.
         self._sources[upcast.untyped_storage().data_ptr()] = (source, upcast)
         return upcast
+
+    def forget_upcasts(self) -> None:
+        """Let go of the FP32 tensors."""
+        self._sources.clear()
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         outer = self._outer
@@ -139,14 +157,26 @@ class _SavedInputs:
                     f"a {source.dtype} tensor of shape {tuple(source.shape)} that backward needs was modified by an "
                     f"in-place operation: it is at version {source._version}, version {saved.version} was expected"
                 )
-            return source.float().as_strided(saved.size, saved.stride, saved.offset)
+            upcast = source.float()
+            if upcast.stride() != saved.source_stride:  # an outer hook need not keep the layout
+                upcast = source.new_empty_strided(source.shape, saved.source_stride, dtype=torch.float32).copy_(source)
+            return upcast.as_strided(saved.size, saved.stride, saved.offset)
 
         return torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
 
     def _pack(self, tensor: Tensor) -> Any:
-        found = self._sources.get(tensor.untyped_storage().data_ptr()) if tensor.dtype is torch.float32 else None
-        if found is None or tensor.numel() == 0:
-            return tensor if self._outer is None else self._outer[0](tensor)
-        source = found[0].detach()
-        kept = source if self._outer is None else self._outer[0](source)
-        return _SavedInput(kept, source._version, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        if tensor.dtype is not torch.float32 or tensor.numel() == 0:
+            return self._keep(tensor)
+        found = self._sources.get(tensor.untyped_storage().data_ptr())
+        if found is not None:
+            source, upcast = found[0].detach(), found[1]
+            place = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            return _SavedInput(self._keep(source), source._version, upcast.stride(), *place)
+        # Some ops copy an operand inside (matmul that broadcasts, einsum): of such a copy, 16 bits hold everything.
+        source = tensor.detach().to(self._dtype).contiguous()
+        if not torch.equal(source.float(), tensor):
+            return self._keep(tensor)
+        return _SavedInput(self._keep(source), source._version, source.stride(), source.size(), source.stride(), 0)
+
+    def _keep(self, tensor: Tensor) -> Any:
+        return tensor if self._outer is None else self._outer[0](tensor)

@@ -9,12 +9,14 @@ traces code that enters autocast and cannot trace the patching of a module.
 from __future__ import annotations
 
 import functools
+import sys
+import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-import torch.utils.checkpoint as torch_checkpoint
+import torch._dynamo  # first: the compiler must know the functions that are replaced here as torch has them
 
 
 class ActiveAutocast(Protocol):
@@ -29,13 +31,15 @@ class ActiveAutocast(Protocol):
 
 is_torch_autocast_enabled = torch.is_autocast_enabled  # torch's own answer, whatever is patched below
 
+# Of torch's own code only these ask on behalf of a model; the compiler and checkpointing keep torch's own state.
+_ASK_FOR_MODELS = ("torch.amp.autocast_mode", "torch.nn.modules.")
 
-def install(active: Callable[[], ActiveAutocast | None], hidden: Callable[[], AbstractContextManager[None]]) -> None:
+
+def install(active: Callable[[], ActiveAutocast | None]) -> None:
     """Let torch's questions about autocast be answered for ours.
 
     Args:
         active: the innermost autocast of the calling thread, or None.
-        hidden: a context in which ``active`` returns None.
     """
     torch_dtype = torch.get_autocast_dtype
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
@@ -43,41 +47,86 @@ def install(active: Callable[[], ActiveAutocast | None], hidden: Callable[[], Ab
     @functools.wraps(is_torch_autocast_enabled)
     def is_autocast_enabled(*args: Any, **kwargs: Any) -> bool:
         ours = active()
-        return is_torch_autocast_enabled(*args, **kwargs) if ours is None else ours.enabled
+        if ours is None or not (torch.compiler.is_dynamo_compiling() or _is_asked_for_a_model()):
+            return is_torch_autocast_enabled(*args, **kwargs)
+        return ours.enabled
 
     @functools.wraps(torch_dtype)
     def get_autocast_dtype(*args: Any, **kwargs: Any) -> torch.dtype:
         ours = active()
-        return torch_dtype(*args, **kwargs) if ours is None else ours.dtype
+        if ours is None or not (torch.compiler.is_dynamo_compiling() or _is_asked_for_a_model()):
+            return torch_dtype(*args, **kwargs)
+        return ours.dtype
 
+    @functools.wraps(enter)
     def enter_autocast(self: Any) -> Any:
         ours = active()
         if ours is None:
             return enter(self)
         if self._enabled:
-            raise RuntimeError(
-                "torch.autocast was entered inside hf_mp.autocast, and the two would cast each other's results: use "
-                "hf_mp.autocast for both, or torch.autocast(..., enabled=False) for an FP32 island"
-            )
+            raise RuntimeError(_BOTH)
         island = ours.island()
         self.__dict__.setdefault("_hf_mp_islands", []).append(island)
         return island.__enter__()
 
+    @functools.wraps(leave)
     def leave_autocast(self: Any, *exc_info: Any) -> Any:
         islands = self.__dict__.get("_hf_mp_islands")
         return islands.pop().__exit__(*exc_info) if islands else leave(self, *exc_info)
 
+    # nn.LSTM and its kin ask this before they complain of mixed dtypes.
+    is_any_enabled = torch._C._is_any_autocast_enabled
+
+    @functools.wraps(is_any_enabled)
+    def is_any_autocast_enabled() -> bool:
+        ours = active()
+        asked = ours is not None and (torch.compiler.is_dynamo_compiling() or _is_asked_for_a_model())
+        return ours.enabled if ours is not None and asked else is_any_enabled()
+
+    torch._C._is_any_autocast_enabled = is_any_autocast_enabled
     torch.is_autocast_enabled = is_autocast_enabled
     torch.get_autocast_dtype = get_autocast_dtype
-    torch.autocast.__enter__ = functools.wraps(enter)(enter_autocast)  # type: ignore[method-assign]
-    torch.autocast.__exit__ = functools.wraps(leave)(leave_autocast)  # type: ignore[method-assign]
+    torch.autocast.__enter__ = enter_autocast  # type: ignore[method-assign]
+    torch.autocast.__exit__ = leave_autocast  # type: ignore[method-assign]
 
-    # Checkpointing keeps torch.autocast's own state for the recomputation; ours is entered there by our own means.
-    autocast_kwargs = torch_checkpoint._get_autocast_kwargs
 
-    @functools.wraps(autocast_kwargs)
-    def get_autocast_kwargs(*args: Any, **kwargs: Any) -> Any:
-        with hidden():
-            return autocast_kwargs(*args, **kwargs)
+_BOTH = (
+    "torch.autocast was entered inside hf_mp.autocast, and the two would cast each other's results: use hf_mp.autocast "
+    "for both, or torch.autocast(..., enabled=False) for an FP32 island"
+)
 
-    torch_checkpoint._get_autocast_kwargs = get_autocast_kwargs
+
+def _is_asked_for_a_model() -> bool:
+    asking: str = sys._getframe(2).f_globals.get("__name__", "")
+    return not asking.startswith("torch.") or asking.startswith(_ASK_FOR_MODELS)
+
+
+def install_in_transformers(active: Callable[[], ActiveAutocast | None]) -> None:
+    """Let Transformers' ``maybe_autocast`` make islands in ours, also in compiled code.
+
+    torch.compile replaces ``torch.autocast`` by a variable of its own, which never runs ``__enter__``. Model files hold
+    ``maybe_autocast`` by name, so its code is replaced, not its name. Does nothing where Transformers is not imported
+    yet, or done already.
+    """
+    generic = sys.modules.get("transformers.utils.generic")
+    if generic is None or hasattr(generic, "_hf_mp_maybe_autocast") or not hasattr(generic, "maybe_autocast"):
+        return
+    function = generic.maybe_autocast
+    original = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+
+    def maybe_island(device_type: str, dtype: Any, enabled: bool, cache_enabled: Any) -> Any:
+        ours = active()
+        if ours is None or device_type == "meta":
+            return original(device_type, dtype, enabled, cache_enabled)
+        if enabled:
+            raise RuntimeError(_BOTH)
+        return ours.island()
+
+    generic._hf_mp_maybe_autocast = maybe_island  # type: ignore[attr-defined]
+    function.__code__ = _call_maybe_island.__code__
+
+
+def _call_maybe_island(device_type, dtype=None, enabled=True, cache_enabled=None):  # type: ignore[no-untyped-def]
+    return _hf_mp_maybe_autocast(device_type, dtype, enabled, cache_enabled)  # type: ignore[name-defined] # noqa: F821

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _foreach_supported_types
 
 _DATA: Any = Tensor.data  # the property itself, which the class below overrides
 
@@ -17,20 +18,20 @@ class WatchedParameter(nn.Parameter):
     """A parameter that notices writes through ``.data``.
 
     In-place writes raise a tensor's version counter, but not those through ``parameter.data`` (EMA libraries, manual
-    surgery). Each read of ``.data`` hands out an alias; from then on, and for as long as the alias lives, the value may
-    change unseen.
+    surgery). Each read of ``.data`` hands out an alias; from then on, and for as long as anything shares the memory
+    (the alias, a view or a NumPy array made of it), the value may change unseen.
     """
 
-    _alias: weakref.ref[Tensor] | None = None
+    _data_was_out: bool = False
 
     @property
     def data(self) -> Tensor:
-        alias: Tensor = _DATA.__get__(self)
-        self._alias = weakref.ref(alias)
-        return alias
+        self._data_was_out = True
+        return _DATA.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        self._data_was_out = True  # memory that is freed may come back at the address of the old value
         _DATA.__set__(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -39,13 +40,30 @@ class WatchedParameter(nn.Parameter):
             memo[id(self)] = nn.Parameter(clone, self.requires_grad)
         return memo[id(self)]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = nn.Parameter(self.detach(), self.requires_grad)
+        plain.__dict__.update({key: value for key, value in self.__dict__.items() if key != "_data_was_out"})
+        return plain.__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(nn.Parameter(self.detach(), self.requires_grad))
+
     def may_have_changed_unseen(self) -> bool:
-        """Whether ``.data`` was read since the last call, or an alias from before still lives."""
-        if self._alias is None:
-            return False
-        if self._alias() is None:
-            self._alias = None
-        return True
+        """Whether ``.data`` was read or set since the last call, or what was made of it still lives."""
+        changed = self._data_was_out
+        if changed:
+            self._data_was_out = _is_shared(self)
+        return changed
+
+
+# Optimizers choose their fast implementations by these types.
+_foreach_supported_types.append(WatchedParameter)
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Whether anything but ``tensor`` refers to its memory."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor, and `storage` here
 
 
 def watch(parameter: nn.Parameter) -> None:
@@ -57,8 +75,13 @@ def watch(parameter: nn.Parameter) -> None:
 def unwatch(parameter: nn.Parameter) -> None:
     """Make a watched parameter an ordinary ``nn.Parameter`` again."""
     if type(parameter) is WatchedParameter:
-        parameter.__dict__.pop("_alias", None)
+        parameter.__dict__.pop("_data_was_out", None)
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def version_of(tensor: Tensor) -> int:
+    """The tensor's version counter; -1 for tensors made in inference mode, which have none."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 @dataclass
@@ -98,18 +121,21 @@ class WorkingCopies:
             return self._make(parameter).copy
         if _is_stale(entry, parameter):
             _refresh([entry])
+        elif _may_have_changed_unseen(parameter):
+            _refresh_if_changed(entry, parameter)
         return entry.copy
 
-    def refresh(self) -> None:
-        """Round every stale parameter into its copy, in one fused pass; called once after each update."""
-        _refresh([entry for entry, parameter in self._live() if _is_stale(entry, parameter)])
-
     def refresh_all(self) -> None:
-        """Round every parameter into its copy: for an optimizer whose writes raise no version counter."""
+        """Round every parameter into its copy, in one fused pass; called once after each update.
+
+        Stale or not: optimizers that write through ``.data`` or in a kernel of their own raise no version counter.
+        """
         _refresh([entry for entry, _ in self._live()])
 
     def clear(self) -> None:
-        """Release all copies."""
+        """Release all copies, and leave the parameters as ordinary ones."""
+        for _, parameter in self._live():
+            unwatch(parameter)
         self._entries.clear()
 
     def _live(self) -> Iterator[tuple[_Entry, nn.Parameter]]:
@@ -119,6 +145,7 @@ class WorkingCopies:
                 yield entry, parameter
 
     def _make(self, parameter: nn.Parameter) -> _Entry:
+        watch(parameter)
         key = id(parameter)
         entries = self._entries
 
@@ -127,19 +154,30 @@ class WorkingCopies:
             if key in entries and entries[key].parameter is reference:
                 del entries[key]
 
-        # A new tensor even where nothing needs rounding: a copy never shares memory with its master.
-        copy = parameter.detach().to(self.dtype, copy=True)
-        entry = _Entry(weakref.ref(parameter, release), copy, parameter._version, parameter.data_ptr())
+        # A new tensor even where nothing needs rounding: a copy never shares memory with its master. And one that can
+        # be written and differentiated later, also if generate() is the first to ask.
+        with torch.inference_mode(False):
+            copy = parameter.detach().to(self.dtype, copy=True)
+        entry = _Entry(weakref.ref(parameter, release), copy, version_of(parameter), parameter.data_ptr())
         entries[key] = entry
         return entry
 
 
 def _is_stale(entry: _Entry, parameter: nn.Parameter) -> bool:
-    return (
-        entry.version != parameter._version
-        or entry.address != parameter.data_ptr()
-        or (type(parameter) is WatchedParameter and parameter.may_have_changed_unseen())
-    )
+    return entry.version == -1 or entry.version != version_of(parameter) or entry.address != parameter.data_ptr()
+
+
+def _may_have_changed_unseen(parameter: nn.Parameter) -> bool:
+    return type(parameter) is WatchedParameter and parameter.may_have_changed_unseen()
+
+
+@torch.no_grad()
+def _refresh_if_changed(entry: _Entry, parameter: nn.Parameter) -> None:
+    # A graph may have saved the copy: writing the same value again would only spoil its backward. Bits are compared,
+    # because NaN does not equal itself.
+    rounded = parameter.detach().to(entry.copy.dtype)
+    if not torch.equal(rounded.view(torch.int16), entry.copy.view(torch.int16)):
+        entry.copy.copy_(rounded)
 
 
 @torch.no_grad()
@@ -149,5 +187,5 @@ def _refresh(entries: list[_Entry]) -> None:
         return
     torch._foreach_copy_([entry.copy for entry, _ in pairs], [parameter.detach() for _, parameter in pairs])
     for entry, parameter in pairs:
-        entry.version = parameter._version
+        entry.version = version_of(parameter)
         entry.address = parameter.data_ptr()

@@ -14,7 +14,7 @@ def largest_magnitude_reference(tensors: Iterable[Tensor]) -> Tensor:
     for tensor in tensors:
         values = _values(tensor)
         if values.numel():
-            largest = torch.maximum(largest, values.detach().abs().max().to("cpu", torch.float32))
+            largest = torch.maximum(largest, _to_fp32(values.detach().abs().max()).to("cpu"))
     return largest
 
 
@@ -27,7 +27,8 @@ def largest_magnitude(tensors: Iterable[Tensor]) -> Tensor:
 
     Returns:
         A FP32 scalar tensor on the device of the first tensor: 0 for no elements, ``inf`` or ``nan`` if there is one
-        (``nan`` wins). Reading its value is the one synchronisation with a GPU.
+        (``nan`` wins), FP32's largest number for finite FP64 values beyond it. Reading its value is the one
+        synchronisation with a GPU.
     """
     values = [values for tensor in tensors if (values := _values(tensor)).numel()]
     if not values:
@@ -38,7 +39,14 @@ def largest_magnitude(tensors: Iterable[Tensor]) -> Tensor:
     else:
         extremes = list(torch._foreach_norm(values, float("inf")))
     device = values[0].device
-    return torch.stack([extreme.to(device, torch.float32) for extreme in extremes]).abs().max()
+    return torch.stack([_to_fp32(extreme.abs()).to(device) for extreme in extremes]).max()
+
+
+def _to_fp32(magnitude: Tensor) -> Tensor:
+    if magnitude.dtype is not torch.float64:
+        return magnitude.to(torch.float32)
+    largest = torch.finfo(torch.float32).max
+    return torch.where(magnitude.isfinite(), magnitude.clamp(max=largest), magnitude).to(torch.float32)
 
 
 def _values(tensor: Tensor) -> Tensor:

@@ -1,0 +1,141 @@
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_mp.kernels.gradient_scan import largest_magnitude, largest_magnitude_reference
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+NUMBERS = [0.0, -0.0, 1.0, -3.5, 2.0**-24, -(2.0**-133), 2.0**-149, 65504.0, -65504.0]
+SPECIAL = [math.inf, -math.inf, math.nan]
+
+
+def check(tensors: list[Tensor]) -> Tensor:
+    """The fast pass over ``tensors``, which must be exactly the reference."""
+    found = largest_magnitude(tensors)
+    torch.testing.assert_close(found, largest_magnitude_reference(tensors), rtol=0, atol=0, equal_nan=True)
+    assert found.shape == () and found.dtype is torch.float32
+    assert found.isnan() or math.copysign(1.0, found.item()) == 1.0
+    return found
+
+
+def sparse(indices: list[int], values: list[float], dtype: torch.dtype = torch.float32, size: int = 4) -> Tensor:
+    return torch.sparse_coo_tensor(
+        torch.tensor([indices]), torch.tensor(values, dtype=dtype), (size,), check_invariants=True
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_reference_is_torchs_infinity_norm(dtype: torch.dtype) -> None:
+    tensors = [torch.randn(5, 7, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(3)]
+    joined = torch.cat([tensor.flatten() for tensor in tensors])
+    assert largest_magnitude_reference(tensors) == torch.linalg.vector_norm(joined, math.inf).float()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("number", NUMBERS)
+def test_one_number(number: float, dtype: torch.dtype) -> None:
+    tensor = torch.tensor([number], dtype=dtype)
+    assert check([tensor]) == tensor.abs().float()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_an_infinity_anywhere_is_infinity(dtype: torch.dtype, sign: float) -> None:
+    for position in range(6):
+        values = torch.ones(2, 3, dtype=dtype)
+        values.view(-1)[position] = sign * math.inf
+        assert check([torch.ones(4), values, torch.ones(4)]).item() == math.inf
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("other", [0.0, -1.0, math.inf, -math.inf])
+def test_nan_wins_over_everything(dtype: torch.dtype, other: float) -> None:
+    for values in ([math.nan, other], [other, math.nan]):
+        assert check([torch.tensor(values, dtype=dtype)]).isnan()
+        assert check([torch.tensor([value], dtype=dtype) for value in values]).isnan()
+
+
+def test_magnitude_not_value_counts() -> None:
+    assert check([torch.tensor([1.0, -7.0]), torch.tensor([5.0])]) == 7.0
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [[], [torch.empty(0)], [torch.empty(0, 3), torch.empty(2, 0, dtype=torch.float16)], [sparse([], [])]],
+    ids=["no tensors", "one empty", "two empty", "sparse without values"],
+)
+def test_nothing_to_read_is_zero(tensors: list[Tensor]) -> None:
+    assert check(tensors) == 0.0
+
+
+def test_empty_tensors_count_not_at_all() -> None:
+    assert check([torch.empty(0), torch.tensor([-2.0]), torch.empty(3, 0)]) == 2.0
+
+
+def test_scalars_and_mixed_dtypes_and_shapes() -> None:
+    tensors = [torch.tensor(-3.0), torch.full((2, 2), 2.5, dtype=torch.float16), torch.ones(1, 1, 1).bfloat16()]
+    assert check(tensors) == 3.0
+    assert check([*tensors, torch.tensor([[-4.25]], dtype=torch.float64)]) == 4.25
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda t: t.t(), lambda t: t[:, 1::2], lambda t: t[1:3], lambda t: t[:, :1].expand(6, 5), lambda t: t[3]],
+    ids=["transposed", "every other column", "rows", "expanded", "row"],
+)
+def test_only_the_elements_of_a_view_are_read(view: Callable[[Tensor], Tensor]) -> None:
+    whole = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    part = view(whole)
+    assert check([part]) == max(abs(value) for value in part.flatten().tolist())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_duplicate_coordinates_of_a_sparse_gradient_add_up(dtype: torch.dtype) -> None:
+    assert check([sparse([1, 1, 2], [3.0, 4.0, -5.0], dtype)]) == 7.0
+    assert check([sparse([1, 1], [3.0, -3.0], dtype)]) == 0.0
+
+
+def test_duplicate_coordinates_may_overflow_together() -> None:
+    assert check([sparse([0, 0], [40000.0, 40000.0], torch.float16)]).item() == math.inf
+    assert check([sparse([0, 1], [40000.0, 40000.0], torch.float16)]) == 40000.0
+
+
+def test_sparse_and_dense_together() -> None:
+    assert check([torch.tensor([6.0]), sparse([3], [-8.0])]) == 8.0
+    assert check([sparse([3], [math.nan]), torch.tensor([math.inf])]).isnan()
+
+
+def test_any_iterable_is_read_once() -> None:
+    assert largest_magnitude(tensor for tensor in [torch.tensor([1.0]), torch.tensor([-9.0])]) == 9.0
+
+
+def test_gradients_that_require_grad_are_read_without_a_graph() -> None:
+    found = check([torch.tensor([1.0, -2.0], requires_grad=True)])
+    assert found == 2.0 and not found.requires_grad
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(DTYPES[:3]),
+            st.lists(st.one_of(st.floats(width=16), st.sampled_from(NUMBERS + SPECIAL)), max_size=6),
+        ),
+        max_size=4,
+    )
+)
+def test_finite_if_and_only_if_every_element_is(parts: list[tuple[torch.dtype, list[float]]]) -> None:
+    tensors = [torch.tensor(values, dtype=dtype) for dtype, values in parts]
+    assert check(tensors).isfinite() == all(tensor.isfinite().all() for tensor in tensors)
+
+
+def test_a_finite_fp64_value_beyond_fp32s_range_is_fp32s_largest() -> None:
+    largest = torch.finfo(torch.float32).max
+    assert check([torch.tensor([-1e300], dtype=torch.float64)]) == largest
+    assert check([torch.tensor([1e300, -math.inf], dtype=torch.float64)]).item() == math.inf
+    assert check([torch.tensor([1e300, math.nan], dtype=torch.float64)]).isnan()
