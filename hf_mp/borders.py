@@ -42,7 +42,9 @@ class _Multiply(BorderFunction):
         return gradient.to(ctx.dtype), None
 
 
-def _times(gradient: Tensor, factor: Tensor) -> Tensor:
+def _times(gradient: Tensor, factor: Tensor | None) -> Tensor:
+    if factor is None:  # nothing is scaled
+        return gradient
     if torch.is_grad_enabled():  # create_graph=True
         return _Multiply.apply(gradient, factor).reshape(gradient.shape)
     if gradient.is_sparse:
@@ -52,7 +54,7 @@ def _times(gradient: Tensor, factor: Tensor) -> Tensor:
 
 class _OutputBorder(BorderFunction):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, scale: Tensor, on_backward: Callable[[], None] | None) -> Tensor:
+    def forward(ctx: Any, output: Tensor, scale: Tensor | None, on_backward: Callable[[], None] | None) -> Tensor:
         ctx.scale, ctx.on_backward, ctx.dtype = scale, on_backward, output.dtype
         # Never a view: callers change a loss in place (the Trainer does).
         return output.to(_outside_dtype(output.dtype), copy=True)
@@ -68,7 +70,7 @@ class _LeavingBorder(BorderFunction):
     """The border to a parameter or an input: ``value`` goes on in place of ``outside``, whose gradient it earns."""
 
     @staticmethod
-    def forward(ctx: Any, outside: Tensor, value: Tensor | None, inverse: Tensor) -> Tensor:
+    def forward(ctx: Any, outside: Tensor, value: Tensor | None, inverse: Tensor | None) -> Tensor:
         ctx.inverse, ctx.dtype = inverse, outside.dtype
         return outside.view_as(outside) if value is None else value.view_as(value)
 
@@ -77,8 +79,8 @@ class _LeavingBorder(BorderFunction):
         return unscale(gradient, ctx.inverse).to(ctx.dtype), None, None
 
 
-def unscale(gradient: Tensor, inverse: Tensor) -> Tensor:
-    """``gradient`` in FP32, multiplied by the inverse loss scale; differentiable."""
+def unscale(gradient: Tensor, inverse: Tensor | None) -> Tensor:
+    """``gradient`` multiplied by the inverse loss scale in FP32; differentiable."""
     return _times(gradient, inverse)
 
 
@@ -86,14 +88,15 @@ def _outside_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in LOWER_PRECISION_DTYPES else dtype
 
 
-def output_border(output: Tensor, scale: Tensor, on_backward: Callable[[], None] | None = None) -> Tensor:
+def output_border(output: Tensor, scale: Tensor | None, on_backward: Callable[[], None] | None = None) -> Tensor:
     """``output`` in FP32; its gradient is multiplied by the loss scale before it is cast to ``output``'s dtype.
 
     FP64 outputs stay FP64, with their gradient scaled all the same; non-floating outputs pass.
 
     Args:
         output: any tensor.
-        scale: FP32, of shape (1,), on ``output``'s device; its value at the time of the backward counts.
+        scale: FP32, of shape (1,), on ``output``'s device; its value at the time of the backward counts. None where
+            nothing is scaled.
         on_backward: called when a gradient enters through this output.
     """
     if not output.is_floating_point():
@@ -103,14 +106,14 @@ def output_border(output: Tensor, scale: Tensor, on_backward: Callable[[], None]
     return output.to(_outside_dtype(output.dtype))
 
 
-def input_border(value: Tensor, inverse: Tensor) -> Tensor:
+def input_border(value: Tensor, inverse: Tensor | None) -> Tensor:
     """``value`` unchanged; a gradient that leaves the region through it is multiplied by the inverse loss scale."""
     if value.requires_grad and torch.is_grad_enabled():
         return _LeavingBorder.apply(value, None, inverse)
     return value
 
 
-def parameter_border(parameter: Tensor, working_copy: Tensor | None, inverse: Tensor) -> Tensor:
+def parameter_border(parameter: Tensor, working_copy: Tensor | None, inverse: Tensor | None) -> Tensor:
     """``working_copy`` (or the parameter itself) for use inside; ``parameter`` receives its gradient unscaled."""
     if parameter.requires_grad and torch.is_grad_enabled():
         return _LeavingBorder.apply(parameter, working_copy, inverse)

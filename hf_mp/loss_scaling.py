@@ -213,6 +213,13 @@ class ScaleTensors(NamedTuple):
     inverse: Tensor
 
 
+class NoScaleTensors(NamedTuple):
+    """In the place of :class:`ScaleTensors` where nothing is scaled."""
+
+    scale: None = None
+    inverse: None = None
+
+
 class LossScaler(Generic[State]):
     """What all scalers share: the scale as a number and as tensors, the step record, the saved state."""
 
@@ -257,6 +264,10 @@ class LossScaler(Generic[State]):
                 return tensors
             self._tensors[device] = tensors
         return self._tensors[device]
+
+    def factors(self, device: torch.device) -> ScaleTensors | NoScaleTensors:
+        """As :meth:`scale_tensors`, for whoever would multiply by them: none of them for a constant scale of 1."""
+        return self.scale_tensors(device)
 
     def copy(self) -> Self:
         """A scaler of the same settings and state that goes its own way."""
@@ -320,6 +331,9 @@ class StaticLossScaler(LossScaler[ScalerState]):
     def __init__(self, scale: float, *, max_consecutive_skips: int = 50) -> None:
         _check_scale(scale)
         super().__init__(ScalerState(float(scale)), max_consecutive_skips=max_consecutive_skips, min_scale=scale)
+
+    def factors(self, device: torch.device) -> ScaleTensors | NoScaleTensors:
+        return NoScaleTensors() if self.state.scale == 1.0 else self.scale_tensors(device)
 
     def adjust(self, report: StepReport) -> ScalerState:
         return count_step(self.state, report)

@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 from hf_mp.autocasting.composites import call
 from hf_mp.autocasting.mode import autocast
 from hf_mp.autocasting.products import Factor
+from hf_mp.autocasting.rules import Rules
+from hf_mp.autocasting.tables import TableName
 from hf_mp.autocasting.working_copies import WorkingCopies
 from hf_mp.borders import input_border, output_border, parameter_border
 from hf_mp.kernels.gradient_scan import largest_magnitude
@@ -73,6 +75,8 @@ class PrecisionStats:
 class Region(autocast):
     """Autocast inside an attached model: reads working copies and puts the parameter border around every use."""
 
+    takes_products = True
+
     def __init__(
         self, policy: PrecisionPolicy, scaler: LossScaler[Any], working_copies: WorkingCopies, **settings: Any
     ) -> None:
@@ -96,7 +100,7 @@ class Region(autocast):
         super().__exit__(*exc_info)
 
     def cast_parameter(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        inverse = self._scaler.scale_tensors(parameter.device).inverse
+        inverse = self._scaler.factors(parameter.device).inverse
         if dtype is self._copies.dtype and parameter.dtype is torch.float32 and not torch.compiler.is_compiling():
             return parameter_border(parameter, self._copies.get(parameter), inverse)
         inside = parameter_border(parameter, None, inverse)
@@ -105,7 +109,7 @@ class Region(autocast):
     def factor(self, tensor: Tensor) -> Factor:
         if not isinstance(tensor, nn.Parameter) or tensor.dtype is not torch.float32 or torch.compiler.is_compiling():
             return super().factor(tensor)
-        return Factor(tensor, self._copies.get(tensor), self._scaler.scale_tensors(tensor.device).inverse)
+        return Factor(tensor, self._copies.get(tensor), self._scaler.factors(tensor.device).inverse)
 
     def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         # A graph drops a border that nothing differentiates through; torch.compile cannot look into the set.
@@ -197,12 +201,20 @@ class MixedPrecision:
     Args:
         policy: a :class:`PrecisionPolicy` or what :meth:`PrecisionPolicy.parse` takes; default ``"fp16"``.
         loss_scaler: the scaler to use instead of the one that the policy names.
+        tables, rules: as for :class:`hf_mp.autocast`; module names in ``rules`` are those of the attached model.
 
     Raises:
         ValueError: for an unknown policy.
     """
 
-    def __init__(self, policy: PrecisionPolicy | str = "fp16", *, loss_scaler: LossScaler[Any] | None = None) -> None:
+    def __init__(
+        self,
+        policy: PrecisionPolicy | str = "fp16",
+        *,
+        loss_scaler: LossScaler[Any] | None = None,
+        tables: TableName = "cuda",
+        rules: Rules | None = None,
+    ) -> None:
         self.policy = PrecisionPolicy.parse(policy)
         if self.policy.is_lean:
             raise ValueError(
@@ -211,13 +223,20 @@ class MixedPrecision:
             )
         self.scaler = loss_scaler if loss_scaler is not None else make_loss_scaler(self.policy.loss_scale)
         self.working_copies = WorkingCopies(self.policy.compute)
-        self.region = Region(self.policy, self.scaler, self.working_copies)
+        self._tables: TableName = tables
+        self._rules = rules
+        self.region = self._make_region(None)
         self.step_was_skipped = False
         self.stats = PrecisionStats.before_first_step(self.scaler.get_scale())
         self._model: weakref.ref[nn.Module] | None = None
         self._guards: list[_StepGuard] = []
         self._largest: Tensor | None = None  # of the unscaled gradients since the last step
         self._graph_task: int | None = None
+
+    def _make_region(self, model: nn.Module | None) -> Region:
+        by_module = any(isinstance(key, str) for key in self._rules or {})
+        rules = None if model is None and by_module else self._rules
+        return Region(self.policy, self.scaler, self.working_copies, tables=self._tables, rules=rules, model=model)
 
     @property
     def model(self) -> nn.Module | None:
@@ -239,6 +258,7 @@ class MixedPrecision:
         if self.model is not None:
             raise ValueError("this MixedPrecision has a model already: detach() it, or make another one")
         check_attachable(model)
+        self.region = self._make_region(model)
         self._model = weakref.ref(model)
         _make_masters(model)
         for module in _entry_points(model):
@@ -285,10 +305,11 @@ class MixedPrecision:
     def copy_for(self, memo: dict[int, Any]) -> MixedPrecision:
         """The runtime of a deep copy of the model: same policy and scale, own working copies, no optimizer."""
         if id(self) not in memo:
-            copied = MixedPrecision(self.policy, loss_scaler=self.scaler.copy())
+            copied = MixedPrecision(self.policy, loss_scaler=self.scaler.copy(), tables=self._tables, rules=self._rules)
             memo[id(self)] = copied
             if (model := self.model) is not None and id(model) in memo:
                 copied._model = weakref.ref(memo[id(model)])
+                copied.region = copied._make_region(memo[id(model)])
         return memo[id(self)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -322,12 +343,12 @@ class MixedPrecision:
     @torch.compiler.disable
     def output_border(self, output: Tensor) -> Tensor:
         """The border that a tensor crosses on its way out of the model."""
-        return output_border(output, self.scaler.scale_tensors(output.device).scale, self.backward_begins)
+        return output_border(output, self.scaler.factors(output.device).scale, self.backward_begins)
 
     @torch.compiler.disable
     def input_border(self, value: Tensor) -> Tensor:
         """The border that a tensor crosses on its way into the model."""
-        return input_border(value, self.scaler.scale_tensors(value.device).inverse)
+        return input_border(value, self.scaler.factors(value.device).inverse)
 
     def backward_begins(self) -> None:
         """Have the gradients measured when this backward is done, before anyone clips them."""

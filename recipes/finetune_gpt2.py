@@ -79,12 +79,12 @@ DEFAULTS: dict[str, Any] = {
 }
 # Further ones for the small model, which trains when there is no --model_name_or_path.
 SMALL_MODEL_DEFAULTS: dict[str, Any] = {
-    "max_steps": 600,
+    "max_steps": 500,
     "per_device_train_batch_size": 4,
     "per_device_eval_batch_size": 16,
     "learning_rate": 1.5e-3,
     "lr_scheduler_type": "cosine",
-    "warmup_steps": 100,
+    "warmup_steps": 80,
     "weight_decay": 0.1,
     "adam_beta2": 0.95,
     "save_strategy": "no",
@@ -215,9 +215,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Recipe, MixedPrecisionArg
         allow_abbrev=False,
     )
     settings, flags = split_settings_file(arguments)
-    spellings = ("--model_name_or_path", "--model-name-or-path")
-    small_model = "model_name_or_path" not in settings and not any(flag.split("=")[0] in spellings for flag in flags)
-    parser.set_defaults(**{**DEFAULTS, **(SMALL_MODEL_DEFAULTS if small_model else {}), **settings})
+    parser.set_defaults(**{**defaults(settings, flags), **settings})
     recipe, args = parser.parse_args_into_dataclasses(flags, look_for_args_file=False)
     if recipe.dtype in ("float16", "bfloat16") and not args.precision_policy.is_mixed:
         raise ValueError(
@@ -225,6 +223,17 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Recipe, MixedPrecisionArg
             "--precision fp16, or --dtype float32"
         )
     return recipe, args
+
+
+def defaults(settings: dict[str, Any], flags: Sequence[str]) -> dict[str, Any]:
+    """This recipe's own defaults, as far as what a person gives leaves room for them."""
+    given = {name for name, value in settings.items() if value is not None}
+    given |= {flag.split("=")[0].lstrip("-").replace("-", "_") for flag in flags if flag.startswith("--")}
+    if "model_name_or_path" in given:
+        return DEFAULTS
+    # max_steps would overrule the epochs.
+    small = {name: value for name, value in SMALL_MODEL_DEFAULTS.items() if name != "max_steps"}
+    return {**DEFAULTS, **(small if "num_train_epochs" in given else SMALL_MODEL_DEFAULTS)}
 
 
 def split_settings_file(arguments: Sequence[str]) -> tuple[dict[str, Any], Sequence[str]]:

@@ -216,6 +216,9 @@ class autocast(TorchFunctionMode):
             return parameter
         return self._casts.get(parameter, dtype) if parameter.requires_grad else parameter.to(dtype)
 
+    # Whether products go through multiply() also where the CPU has them: see its `native`.
+    takes_products = False
+
     def factor(self, tensor: Tensor) -> Factor:
         """A weight or bias for a product that runs block by block."""
         inside = self.cast(tensor, self.dtype)
@@ -298,17 +301,17 @@ def _lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: 
     if kwargs.get("out") is not None:
         return mode.call_unlisted(func, args, kwargs)
     native = runs_natively(mode.dtype, _device_type(args, kwargs))
-    if not native and (product := read_product(name, func, args, kwargs)) is not None:
-        return _multiply(mode, product)
+    if (not native or mode.takes_products) and (product := read_product(name, func, args, kwargs)) is not None:
+        return _multiply(mode, product, native)
     args = [mode.cast(arg, mode.dtype) for arg in args]
     kwargs = {key: mode.cast(arg, mode.dtype) for key, arg in kwargs.items()}
     return func(*args, **kwargs) if native else run_through_fp32(func, args, kwargs, mode.dtype)
 
 
-def _multiply(mode: autocast, product: Product) -> Tensor:
+def _multiply(mode: autocast, product: Product, native: bool) -> Tensor:
     x = mode.cast(product.x, mode.dtype)
     bias = None if product.bias is None else mode.factor(product.bias)
-    return multiply(x, mode.factor(product.weight), bias, transposed=product.transposed)
+    return multiply(x, mode.factor(product.weight), bias, transposed=product.transposed, native=native)
 
 
 def _fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

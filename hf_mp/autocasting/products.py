@@ -94,7 +94,7 @@ class Factor:
     Attributes:
         outside: the tensor that receives the gradient, in its own dtype.
         rounded: its value in 16 bits.
-        inverse: the inverse loss scale, FP32 of shape (1,), where ``outside`` is a parameter; else None.
+        inverse: the inverse loss scale to unscale the gradient by, FP32 of shape (1,); None where nothing is scaled.
     """
 
     outside: Tensor
@@ -102,25 +102,31 @@ class Factor:
     inverse: Tensor | None = None
 
 
-def multiply(x: Tensor, weight: Factor, bias: Factor | None, *, transposed: bool) -> Tensor:
+def multiply(x: Tensor, weight: Factor, bias: Factor | None, *, transposed: bool, native: bool = False) -> Tensor:
     """``x @ weight.T + bias`` of 16-bit tensors, accumulated in FP32 and rounded once to ``x``'s dtype.
 
     Args:
         x: (..., K), float16 or bfloat16, on a CPU.
         weight: (N, K), or (K, N) where ``transposed``.
         bias: (N,), or None.
+        transposed: which of the two.
+        native: whether the CPU multiplies ``x``'s dtype itself. Then only the way of a weight's gradient to its FP32
+            parameter goes block by block.
 
     Returns:
         (..., N) in ``x``'s dtype.
     """
     if must_be_plain():
-        return _plain_multiply(x, _inside(weight), None if bias is None else _inside(bias), transposed)
+        inside = None if bias is None else _inside(bias)
+        if native:
+            return F.linear(x, _inside(weight).t() if transposed else _inside(weight), inside)
+        return _plain_multiply(x, _inside(weight), inside, transposed)
     outside, rounded = (None, None) if bias is None else (bias.outside, bias.rounded)
-    return _Product.apply(x, weight.outside, outside, weight.rounded, rounded, transposed, weight.inverse)
+    return _Product.apply(x, weight.outside, outside, weight.rounded, rounded, transposed, weight.inverse, native)
 
 
 def _inside(factor: Factor) -> Tensor:
-    if factor.inverse is None:
+    if factor.outside is factor.rounded:
         return factor.outside
     return parameter_border(factor.outside, factor.rounded, factor.inverse)
 
@@ -140,6 +146,7 @@ class _Product(BorderFunction):
         bias16: Tensor | None,
         transposed: bool,
         inverse: Tensor | None,
+        native: bool,
     ) -> Tensor:
         # The weight is saved besides its rounding for second derivatives only; a parameter takes no memory.
         needs_x, needs_weight, *_ = ctx.needs_input_grad
@@ -147,9 +154,11 @@ class _Product(BorderFunction):
         ctx.save_for_backward(x if needs_weight else None, *weights)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.x_shape, ctx.x_dtype, ctx.weight_shape, ctx.weight_dtype = x.shape, x.dtype, weight.shape, weight.dtype
-        ctx.transposed, ctx.inverse = transposed, inverse
-        rows = x.reshape(-1, x.shape[-1])
-        return _forward_blocks(rows, weight16.t() if transposed else weight16, bias16).view(*x.shape[:-1], -1)
+        ctx.transposed, ctx.inverse, ctx.native = transposed, inverse, native
+        matrix = weight16.t() if transposed else weight16
+        if native:
+            return F.linear(x, matrix, bias16)
+        return _forward_blocks(x.reshape(-1, x.shape[-1]), matrix, bias16).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -157,12 +166,13 @@ class _Product(BorderFunction):
         if torch.is_grad_enabled():
             weight_factor = None if weight16 is None else Factor(weight, weight16, ctx.inverse)
             grads = _differentiable_backward(ctx, gradient, x, weight_factor)
-            return *grads, None, None, None, None
+            return *grads, None, None, None, None, None
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_x = gradient.new_empty(ctx.x_shape) if needs_x else None
         grad_weight = gradient.new_empty(ctx.weight_shape, dtype=ctx.weight_dtype) if needs_weight else None
         grad_bias = gradient.new_empty(gradient.shape[-1], dtype=ctx.bias_dtype) if needs_bias else None
-        _backward_blocks(
+        write = _backward_native if ctx.native else _backward_blocks
+        write(
             gradient.reshape(-1, gradient.shape[-1]),
             None if x is None else x.reshape(-1, x.shape[-1]),
             weight16.t() if weight16 is not None and ctx.transposed else weight16,
@@ -171,7 +181,7 @@ class _Product(BorderFunction):
             grad_weight.t() if grad_weight is not None and ctx.transposed else grad_weight,
             grad_bias,
         )
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _blocks(total: int, width: int) -> Iterator[slice]:
@@ -234,6 +244,25 @@ def _backward_blocks(
         _leave(sum_bias, dtype, inverse, grad_bias)
 
 
+def _backward_native(
+    gradient: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    inverse: Tensor | None,
+    grad_x: Tensor | None,
+    grad_weight: Tensor | None,
+    grad_bias: Tensor | None,
+) -> None:
+    """As :func:`_backward_blocks`, with the CPU's own products."""
+    if grad_x is not None and weight is not None:
+        torch.mm(gradient, weight, out=grad_x)
+    if grad_weight is not None and x is not None:
+        for column in _blocks(grad_weight.shape[0], grad_weight.shape[1]):
+            _leave(torch.mm(gradient[:, column].t(), x), gradient.dtype, inverse, grad_weight[column])
+    if grad_bias is not None:
+        _leave(gradient.sum(0), gradient.dtype, inverse, grad_bias)
+
+
 def _zeros_fp32(grad_weight: Tensor) -> Tensor:
     """FP32 zeros to sum a weight's gradient up in: its own memory where it is FP32."""
     if grad_weight.dtype is torch.float32:
@@ -242,7 +271,7 @@ def _zeros_fp32(grad_weight: Tensor) -> Tensor:
 
 
 def _leave(gradient: Tensor, dtype: torch.dtype, inverse: Tensor | None, target: Tensor) -> None:
-    """Round an FP32 gradient to ``dtype``, then write it to ``target``, unscaled in FP32 where ``inverse`` is given."""
+    """Round a gradient to ``dtype``, then write it to ``target``, unscaled in FP32 where ``inverse`` is given."""
     target.copy_(gradient.to(dtype))
     if inverse is not None:
         target.mul_(inverse)
@@ -255,7 +284,7 @@ def _differentiable_backward(
     gradients = gradient.reshape(-1, gradient.shape[-1])
 
     def leave(found: Tensor) -> Tensor:
-        return found if ctx.inverse is None else unscale(found, ctx.inverse)
+        return unscale(found, ctx.inverse).to(ctx.weight_dtype)
 
     def product(left: Tensor, right: Tensor) -> Tensor:
         return run_through_fp32(torch.matmul, (left, right), {}, ctx.x_dtype)

@@ -1,0 +1,117 @@
+"""The recipe trained three times, same seed and data order: FP32, ours in FP16, torch.autocast in bfloat16.
+
+    python scripts/compare_precisions.py [--steps 600] [any other flag of the recipe]
+
+Stores ``scripts/results/compare_precisions.json`` and draws the loss curves into ``compare_precisions.png`` beside it.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import matplotlib
+import torch
+from transformers import ProgressCallback, Trainer, TrainingArguments
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
+
+import finetune_gpt2 as recipe_module
+from _results import RESULTS, save_result
+
+COLOURS = {"fp32": "#4c566a", "hf_mp fp16": "#d08770", "torch.autocast bf16": "#5e81ac"}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One run of the recipe."""
+
+    steps: list[float]
+    losses: list[float]
+    eval_loss: float
+    train_seconds: float
+    skipped_steps: float | None
+
+
+def main(flags: list[str]) -> None:
+    """Train the three runs, store the numbers, draw the curves."""
+    curves = {name: run(name, flags) for name in COLOURS}
+    reference = curves["fp32"].eval_loss
+    for name, curve in curves.items():
+        off = 100 * (curve.eval_loss / reference - 1)
+        print(f"{name:20} evaluation loss {curve.eval_loss:.4f} ({off:+.3f}%), training {curve.train_seconds:.1f} s")
+    path = save_result("compare_precisions", {name: asdict(curve) for name, curve in curves.items()})
+    draw(curves, path.with_suffix(".png"))
+    print(f"stored in {path.relative_to(RESULTS.parent.parent)} and {path.with_suffix('.png').name}")
+
+
+def run(name: str, flags: list[str]) -> Curve:
+    """One run; the seed of the recipe gives all of them the same weights and the same order of the data."""
+    with tempfile.TemporaryDirectory() as directory:
+        precision = "fp16" if name == "hf_mp fp16" else "fp32"
+        recipe, args = recipe_module.parse_arguments(
+            ["--output_dir", str(Path(directory, "run")), "--precision", precision, *flags]
+        )
+        recipe_module.quiet_libraries()
+        text = recipe_module.load_text(recipe, args.seed)
+        tokenizer = recipe_module.load_tokenizer(recipe, text["train"])
+        model = recipe_module.load_model(recipe, args, len(tokenizer))
+        blocks = recipe_module.make_blocks(text, tokenizer, recipe_module.choose_block_size(recipe, model))
+        trainer: Trainer = recipe_module.make_trainer(model, args, tokenizer, blocks)
+        if name == "torch.autocast bf16":
+            trainer = stock_trainer(trainer, args)
+        trainer.remove_callback(ProgressCallback)
+        print(f"training: {name}", flush=True)
+        seconds = trainer.train().metrics["train_runtime"]
+        eval_loss = trainer.evaluate()["eval_loss"]
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    skipped = logs[-1].get("skipped_steps")
+    return Curve([e["step"] for e in logs], [e["loss"] for e in logs], eval_loss, seconds, skipped)
+
+
+def stock_trainer(trainer: Trainer, args: TrainingArguments) -> Trainer:
+    """The stock Trainer with ``bf16=True``, over the model and data of ``trainer``."""
+    settings = {
+        key: getattr(args, key)
+        for key in (
+            *("output_dir", "max_steps", "per_device_train_batch_size", "per_device_eval_batch_size"),
+            *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta2", "seed"),
+            *("logging_steps", "disable_tqdm", "save_strategy", "optim", "report_to"),
+        )
+    }
+    return Trainer(
+        model=trainer.model,
+        args=TrainingArguments(**settings, bf16=True, use_cpu=not torch.cuda.is_available()),
+        train_dataset=trainer.train_dataset,
+        eval_dataset=trainer.eval_dataset,
+        data_collator=trainer.data_collator,
+    )
+
+
+def draw(curves: dict[str, Curve], path: Path) -> None:
+    """The training losses over the steps, as a PNG."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (top, bottom) = pyplot.subplots(
+        2, 1, figsize=(8, 6.5), sharex=True, height_ratios=(3, 1), layout="constrained"
+    )
+    reference = curves["fp32"].losses
+    for name, curve in curves.items():
+        top.plot(curve.steps, curve.losses, label=f"{name}: {curve.eval_loss:.4f} held out", color=COLOURS[name])
+        difference = [100 * (ours / theirs - 1) for ours, theirs in zip(curve.losses, reference, strict=True)]
+        bottom.plot(curve.steps, difference, color=COLOURS[name])
+    top.set_ylabel("training loss")
+    top.legend(frameon=False)
+    bottom.set_ylabel("off FP32, %")
+    bottom.set_xlabel("step")
+    for axes in (top, bottom):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
