@@ -112,11 +112,13 @@ class Region(autocast):
         return Factor(tensor, self._copies.get(tensor), self._scaler.factors(tensor.device).inverse)
 
     def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        # A graph drops a border that nothing differentiates through; torch.compile cannot look into the set.
-        if not torch.is_grad_enabled() or (not torch.compiler.is_compiling() and func in _KEEP_PARAMETERS):
-            return call(func, args, kwargs)
-        args = tuple([self._inside(arg) for arg in args])
-        return call(func, args, {key: self._inside(value) for key, value in kwargs.items()})
+        if torch.compiler.is_compiling():
+            # It cannot look into the set below; a border that nothing differentiates through, a graph drops.
+            args = tuple([self._inside(arg) for arg in args])
+            return call(func, args, {key: self._inside(value) for key, value in kwargs.items()})
+        if not torch.is_grad_enabled() or func in _KEEP_PARAMETERS:
+            return func(*args, **kwargs)
+        return func(*[self._inside(arg) for arg in args], **{key: self._inside(arg) for key, arg in kwargs.items()})
 
     def border_arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple([self._inside(arg) for arg in args]) if torch.is_grad_enabled() else args

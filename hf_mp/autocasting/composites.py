@@ -33,12 +33,20 @@ def _opened(function: types.FunctionType) -> Callable[..., Any]:
     return opened
 
 
+# Without an op of any table inside: not worth opening.
+_LEAVES = """
+    dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout embedding relu relu6 silu mish elu selu
+    celu leaky_relu hardtanh hardswish hardsigmoid glu rrelu softsign split broadcast_tensors
+"""
+
+
 def _find() -> dict[Callable[..., Any], Callable[..., Any]]:
     found: dict[Callable[..., Any], Callable[..., Any]] = {}
     for module in (torch.nn.functional, torch.functional):
         for function in vars(module).values():
-            # `fn` is what torch calls the functions that pick one of two others (max_pool1d, ...); those ask then.
-            if isinstance(function, types.FunctionType) and any(q in function.__code__.co_names for q in _QUESTIONS):
+            if not isinstance(function, types.FunctionType) or function.__name__ in _LEAVES.split():
+                continue
+            if any(question in function.__code__.co_names for question in _QUESTIONS):
                 found[function] = _opened(function)
     return found
 
@@ -51,7 +59,7 @@ _PYTHON_METHODS = frozenset(
 
 def call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``function(*args, **kwargs)``, in the way that torch.compile understands."""
-    if torch.compiler.is_compiling() and function.__name__ in _PYTHON_METHODS and isinstance(args[0], torch.Tensor):
+    if function.__name__ in _PYTHON_METHODS and isinstance(args[0], torch.Tensor):
         return getattr(args[0], function.__name__)(*args[1:], **kwargs)
     return function(*args, **kwargs)
 

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
 from hf_mp import borders
@@ -144,16 +144,29 @@ class autocast(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        # The order below is for speed: most calls of a model are unlisted, and every one of them comes here.
         kwargs = kwargs or {}
         entry = self._ops.get(func)
-        opened = COMPOSITES.get(func) if entry is None else None
-        if opened is not None:
-            with self:
-                return opened(*args, **kwargs)
+        if entry is None:
+            if func in COMPOSITES:
+                return self._open(COMPOSITES[func], args, kwargs)
+            if self.observer is None:
+                return self.call_unlisted(func, args, kwargs)
         # An autocast inside this one has decided already; what reaches here is the call that it makes.
-        if _state.active[-1] is not self:
+        elif _state.active[-1] is not self:
             entry = None
         return (self.apply if self.observer is None else self.observer)(entry, func, args, kwargs)
+
+    def _open(self, opened: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a composite function with this mode active, which torch has taken off its stack for the call."""
+        if torch.compiler.is_compiling():
+            with self:
+                return opened(*args, **kwargs)
+        _push_mode(self)
+        try:
+            return opened(*args, **kwargs)
+        finally:
+            _pop_mode()
 
     def apply(
         self,
@@ -208,7 +221,7 @@ class autocast(TorchFunctionMode):
 
     def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Make a call that no table speaks of."""
-        return call(func, args, kwargs)
+        return call(func, args, kwargs) if torch.compiler.is_compiling() else func(*args, **kwargs)
 
     def cast_parameter(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """The parameter in ``dtype``; cast once while this autocast lasts, as torch does."""
@@ -301,8 +314,11 @@ def _lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: 
     if kwargs.get("out") is not None:
         return mode.call_unlisted(func, args, kwargs)
     native = runs_natively(mode.dtype, _device_type(args, kwargs))
-    if (not native or mode.takes_products) and (product := read_product(name, func, args, kwargs)) is not None:
-        return _multiply(mode, product, native)
+    # Where the CPU has the product itself, only the gradients' way to the parameters is worth a function of our own.
+    if not native or (mode.takes_products and torch.is_grad_enabled()):
+        product = read_product(name, func, args, kwargs)
+        if product is not None:
+            return _multiply(mode, product, native)
     args = [mode.cast(arg, mode.dtype) for arg in args]
     kwargs = {key: mode.cast(arg, mode.dtype) for key, arg in kwargs.items()}
     return func(*args, **kwargs) if native else run_through_fp32(func, args, kwargs, mode.dtype)
