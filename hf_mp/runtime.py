@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 import types
@@ -280,12 +281,17 @@ class MixedPrecision:
         A guarded optimizer is not guarded twice.
 
         Raises:
-            ValueError: if no model is attached.
+            ValueError: if no model is attached, or for an optimizer that cannot step without a closure (LBFGS).
         """
         if not self.policy.is_mixed:
             return optimizer
         if self._model is None:
             raise ValueError("attach a model before its optimizer: MixedPrecision(...).attach(model)")
+        if _needs_closure(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} calls its closure several times in a step, and what overflowed in one of "
+                "them cannot be skipped: use an optimizer whose step() works without a closure, or precision='fp32'"
+            )
         if not any(guard.optimizer is optimizer for guard in self._guards):
             self._guards.append(_StepGuard(self, optimizer))
         return optimizer
@@ -461,6 +467,11 @@ def prepare(
     runtime.attach(model)
     runtime.attach_optimizer(optimizer)
     return model, optimizer
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _bound_forward(module: nn.Module) -> Any:

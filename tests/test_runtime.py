@@ -519,6 +519,9 @@ def test_bad_models_and_orders_are_refused() -> None:
         MixedPrecision("fp16").attach(integers)
     with pytest.raises(ValueError, match="attach a model before its optimizer"):
         MixedPrecision("fp16").attach_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    layer = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="LBFGS calls its closure several times in a step"):
+        hf_mp.prepare(layer, torch.optim.LBFGS(layer.parameters()))
     with pytest.raises(ValueError, match="use DistributedDataParallel"):
         MixedPrecision("fp16").attach(nn.DataParallel(nn.Linear(1, 1)))
     with pytest.raises(ValueError, match=r"'fp16-lean' keeps its masters in the optimizer.* use 'fp16'"):
