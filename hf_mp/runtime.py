@@ -343,6 +343,7 @@ class MixedPrecision:
 
     # What the borders ask for
 
+    @torch.compiler.disable
     def make_scale_tensors(self) -> None:
         """Have the scale as a tensor where the model is, before a compiler looks for it."""
         if (model := self.model) is not None and (parameter := next(model.parameters(), None)) is not None:

@@ -135,7 +135,7 @@ def summary_rows(s: Summary) -> list[tuple[str, str]]:
     return [
         ("evaluation loss", f"{s.eval_loss_before:.3f} before, {s.eval_loss_after:.3f} after"),
         ("perplexity on held-out text", f"{s.perplexity_before:,.1f} before, {s.perplexity_after:,.1f} after"),
-        ("  of the unigram distribution", f"{s.unigram_perplexity:,.1f} (how often each token comes, nothing else)"),
+        ("  of the unigram distribution", f"{s.unigram_perplexity:,.1f} (from token counts alone)"),
         ("tokens per second", speed),
         ("precision", s.precision),
         ("loss scale", "none" if s.loss_scale is None else str(s.loss_scale)),

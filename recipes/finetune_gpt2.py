@@ -79,12 +79,12 @@ DEFAULTS: dict[str, Any] = {
 }
 # Further ones for the small model, which trains when there is no --model_name_or_path.
 SMALL_MODEL_DEFAULTS: dict[str, Any] = {
-    "max_steps": 500,
+    "max_steps": 400,
     "per_device_train_batch_size": 4,
     "per_device_eval_batch_size": 16,
-    "learning_rate": 1.5e-3,
+    "learning_rate": 2e-3,
     "lr_scheduler_type": "cosine",
-    "warmup_steps": 80,
+    "warmup_steps": 60,
     "weight_decay": 0.1,
     "adam_beta2": 0.95,
     "save_strategy": "no",

@@ -528,3 +528,35 @@ def test_bad_models_and_orders_are_refused() -> None:
         MixedPrecision("fp16-lean")
     with pytest.raises(ValueError, match="precision='fp8' is not known: use one of fp32, fp16"):
         MixedPrecision("fp8")
+
+
+def test_resized_embeddings_get_working_copies_of_their_own(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    runtime = MixedPrecision("fp16")
+    runtime.attach(gpt2)
+    gpt2(**batch).loss.backward()
+    gpt2.zero_grad()
+    old = len(runtime.working_copies)
+    gpt2.resize_token_embeddings(211, mean_resizing=False)
+    logits = gpt2(**batch).logits
+    assert logits.shape[-1] == 211 and len(runtime.working_copies) == old
+    assert runtime.working_copies.get(gpt2.lm_head.weight).shape == (211, 64)
+    write_through_data(gpt2)
+    assert not torch.equal(gpt2(**batch).logits, logits)
+
+
+def test_rules_keep_a_module_in_fp32(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    seen: list[torch.dtype] = []
+    gpt2.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    reference = copy.deepcopy(gpt2)
+    MixedPrecision("fp16", rules={"lm_head": "fp32"}).attach(gpt2)
+    gpt2(**batch).loss.backward()
+    assert seen == [torch.float32]
+    reference(**batch).loss.backward()
+    ours, theirs = gpt2.lm_head.weight.grad, reference.lm_head.weight.grad
+    assert ours is not None and theirs is not None
+    assert (ours - theirs).norm() < RELATIVE_GRADIENT_ERROR["fp16"] * theirs.norm()
+
+
+def test_a_rule_that_matches_no_module_is_refused(gpt2: GPT2LMHeadModel) -> None:
+    with pytest.raises(ValueError, match="rule 'head' matches no module of GPT2LMHeadModel: it has transformer"):
+        MixedPrecision("fp16", rules={"head": "fp32"}).attach(gpt2)

@@ -46,7 +46,7 @@ def _find() -> dict[Callable[..., Any], Callable[..., Any]]:
         for function in vars(module).values():
             if not isinstance(function, types.FunctionType) or function.__name__ in _LEAVES.split():
                 continue
-            if any(question in function.__code__.co_names for question in _QUESTIONS):
+            if any(q in function.__code__.co_names and q in function.__globals__ for q in _QUESTIONS):
                 found[function] = _opened(function)
     return found
 

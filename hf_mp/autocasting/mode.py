@@ -28,6 +28,10 @@ from hf_mp.autocasting.working_copies import version_of
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_CASTABLE = frozenset(
+    dtype for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype is not torch.float64
+)  # fmt: skip
 ALLOWED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -239,6 +243,9 @@ class autocast(TorchFunctionMode):
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         """Cast the eligible tensors (floating, not FP64) in one argument of an op."""
+        if type(value) is Tensor:
+            found = value.dtype
+            return value.to(dtype) if found is not dtype and found in _CASTABLE else value
         if isinstance(value, Tensor):
             if not value.is_floating_point() or value.dtype is torch.float64:
                 return value
@@ -287,6 +294,8 @@ class CastCache:
         self._casts: dict[tuple[int, torch.dtype, bool], tuple[Tensor, int, Tensor]] = {}
 
     def get(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        if torch.compiler.is_compiling():  # one graph casts a parameter once by itself
+            return parameter.to(dtype)
         # A cast made without grad must not serve a forward with grad, nor one of an older value serve a newer.
         key = (id(parameter), dtype, torch.is_grad_enabled())
         kept = self._casts.get(key)
@@ -313,15 +322,18 @@ def _device_type(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 def _lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if kwargs.get("out") is not None:
         return mode.call_unlisted(func, args, kwargs)
-    native = runs_natively(mode.dtype, _device_type(args, kwargs))
+    dtype = mode.dtype
+    native = runs_natively(dtype, "cpu") or runs_natively(dtype, _device_type(args, kwargs))
     # Where the CPU has the product itself, only the gradients' way to the parameters is worth a function of our own.
     if not native or (mode.takes_products and torch.is_grad_enabled()):
         product = read_product(name, func, args, kwargs)
         if product is not None:
             return _multiply(mode, product, native)
-    args = [mode.cast(arg, mode.dtype) for arg in args]
-    kwargs = {key: mode.cast(arg, mode.dtype) for key, arg in kwargs.items()}
-    return func(*args, **kwargs) if native else run_through_fp32(func, args, kwargs, mode.dtype)
+    cast = mode.cast
+    args = [cast(arg, dtype) for arg in args]
+    if kwargs:
+        kwargs = {key: cast(arg, dtype) for key, arg in kwargs.items()}
+    return func(*args, **kwargs) if native else run_through_fp32(func, args, kwargs, dtype)
 
 
 def _multiply(mode: autocast, product: Product, native: bool) -> Tensor:

@@ -80,10 +80,12 @@ CUDA_TABLES = OpTables(
         conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
         cudnn_convolution cudnn_convolution_transpose
         prelu addmm addmv addr matmul mm mv linear bmm addbmm baddbmm chain_matmul einsum
-        linalg.multi_dot linalg.vecdot {_RNN} lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+        linalg.matmul linalg.matrix_power linalg.multi_dot linalg.vecdot
+        {_RNN} lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
         scaled_dot_product_attention
     """),
     fp32=_names("""
+        square trapezoid trapz cumulative_trapezoid sum_to_size
         acos arccos asin arcsin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow
         softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm cosine_similarity
         poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d nll_loss_nd hinge_embedding_loss kl_div l1_loss
@@ -109,7 +111,7 @@ CPU_TABLES = OpTables(
         conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d _convolution
         prelu addmm _addmm_activation matmul mm linear bmm addbmm baddbmm linalg.vecdot {_RNN}
         scaled_dot_product_attention _native_multi_head_attention
-        mv einsum chain_matmul linalg.multi_dot tensordot
+        linalg.matmul linalg.matrix_power einsum chain_matmul linalg.multi_dot tensordot inner
     """),
     fp32=_names("""
         avg_pool3d adaptive_avg_pool3d max_pool3d max_unpool2d max_unpool3d adaptive_max_pool3d

@@ -65,6 +65,11 @@ def install(active: Callable[[], ActiveAutocast | None]) -> None:
             return enter(self)
         if self._enabled:
             raise RuntimeError(_BOTH)
+        if type(self) is not torch.autocast:  # what a compiler makes of it, entered while it traces
+            raise RuntimeError(
+                "torch.autocast(..., enabled=False) in compiled code does not reach hf_mp.autocast: use "
+                "hf_mp.autocast(enabled=False) there, or leave this function out of the graph"
+            )
         island = ours.island()
         self.__dict__.setdefault("_hf_mp_islands", []).append(island)
         return island.__enter__()

@@ -230,6 +230,11 @@ def test_a_model_by_name_has_the_stock_defaults(flags):
     assert args.output_dir == finetune_gpt2.DEFAULTS["output_dir"]
 
 
+def test_epochs_are_not_overruled_by_the_default_of_max_steps():
+    _, args = parse_arguments(["--num_train_epochs", "2", "--use_cpu"])
+    assert (args.num_train_epochs, args.max_steps) == (2.0, -1)
+
+
 # Bad input
 
 

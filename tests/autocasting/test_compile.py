@@ -1,0 +1,370 @@
+"""torch.compile and torch.func under our autocast: the same numbers as without them."""
+
+import copy
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.func import functional_call, grad, jvp, vmap
+from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from hf_mp.autocasting.mode import autocast
+from hf_mp.loss_scaling import StaticLossScaler
+from hf_mp.runtime import MixedPrecision
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+LOWER = pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+# Of compiled code autograd saves other values and aot_eager adds gradients up in another order: a few roundings.
+GRADIENT_TOLERANCE = {FP16: 2.0**-9, BF16: 2.0**-6}
+
+Function = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads(x, x, x, need_weights=False)[0]
+
+
+class RawAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x)[:, None].chunk(3, dim=-1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(self.out(self.norm(x)), -1) * x
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Sequential(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 4)),
+    "attention": RawAttention,
+    "multi-head attention": Attention,
+    "norm": Norm,
+}
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm() / expected.norm())
+
+
+def result_and_gradients(function: Function, module: nn.Module) -> tuple[Tensor, list[Tensor]]:
+    x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(2))
+    result = function(x)
+    gradients = torch.autograd.grad(result.float().square().sum(), list(module.parameters()))
+    return result.detach(), list(gradients)
+
+
+@LOWER
+@BACKENDS
+@pytest.mark.parametrize("entered", ["inside", "outside"])
+@pytest.mark.parametrize("name", MODULES)
+def test_compiled_is_as_eager(name: str, entered: str, backend: str, dtype: torch.dtype) -> None:
+    module = MODULES[name]()
+
+    def enters(x: Tensor) -> Tensor:
+        with autocast(dtype):
+            return module(x)
+
+    expected, expected_gradients = result_and_gradients(enters, module)
+    if entered == "inside":
+        found, gradients = result_and_gradients(torch.compile(enters, fullgraph=True, backend=backend), module)
+    else:
+        compiled = torch.compile(lambda x: module(x), fullgraph=True, backend=backend)
+        found, gradients = result_and_gradients(autocast(dtype)(compiled), module)
+    assert found.dtype is expected.dtype
+    assert torch.equal(found, expected)
+    assert max(map(relative, gradients, expected_gradients)) <= GRADIENT_TOLERANCE[dtype]
+
+
+@BACKENDS
+def test_leaving_and_entering_again_inside_of_one_graph(backend: str) -> None:
+    w = torch.randn(8, 8)
+
+    def function(x: Tensor) -> list[Tensor]:
+        with autocast(BF16):
+            first = x @ w
+            with autocast(BF16, enabled=False):
+                second = first.float() @ w
+            with autocast(FP16):
+                third = second @ w
+            fourth = third.float() @ w
+        return [first, second, third, fourth, fourth.float() @ w]
+
+    x = torch.randn(4, 8)
+    found = torch.compile(function, fullgraph=True, backend=backend)(x)
+    assert [t.dtype for t in found] == [BF16, FP32, FP16, BF16, FP32]
+    assert all(torch.equal(a, b) for a, b in zip(found, function(x), strict=True))
+
+
+@BACKENDS
+def test_compiled_code_is_not_used_again_under_another_autocast(backend: str) -> None:
+    w = torch.randn(8, 8)
+    compiled = torch.compile(lambda x: x @ w, fullgraph=True, backend=backend)
+    x = torch.randn(4, 8)
+    assert compiled(x).dtype is FP32
+    with autocast(BF16):
+        assert compiled(x).dtype is BF16
+    with autocast(FP16):
+        assert compiled(x).dtype is FP16
+    with autocast(FP16, enabled=False):
+        assert compiled(x).dtype is FP32
+    assert compiled(x).dtype is FP32
+
+
+def test_an_island_of_torchs_around_a_compiled_function() -> None:
+    w = torch.randn(8, 8)
+    compiled = torch.compile(lambda x: x @ w, fullgraph=True, backend="eager")
+    x = torch.randn(4, 8)
+    with autocast(BF16):
+        assert compiled(x).dtype is BF16
+        with torch.autocast("cpu", enabled=False):
+            assert torch.equal(compiled(x), x @ w) and compiled(x).dtype is FP32
+        assert compiled(x).dtype is BF16
+
+
+@pytest.mark.xfail(strict=True, reason="torch.compile has a torch.autocast of its own, which knows nothing of ours")
+@BACKENDS
+def test_an_island_of_torchs_inside_of_a_compiled_function(backend: str) -> None:
+    w = torch.randn(8, 8)
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", enabled=False):
+            inside = x @ w
+        return inside, x @ w
+
+    def run() -> tuple[Tensor, Tensor]:
+        with autocast(BF16):
+            return torch.compile(function, backend=backend)(torch.randn(4, 8))
+
+    with ThreadPoolExecutor(1) as other:  # what a failure leaves active ends with its thread
+        found = other.submit(run).result()
+    assert [t.dtype for t in found] == [FP32, BF16]
+
+
+@BACKENDS
+def test_torchs_autocast_compiles_outside_of_ours(backend: str) -> None:
+    w = torch.randn(8, 8)
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def function(x: Tensor) -> list[Tensor]:
+        with torch.autocast("cpu", BF16):
+            first = x @ w
+            with torch.autocast("cpu", enabled=False):
+                second = x @ w
+        return [first, second, x @ w]
+
+    assert [t.dtype for t in function(torch.randn(4, 8))] == [BF16, FP32, FP32]
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=50, num_key_value_heads=2)).eval()
+
+
+@LOWER
+@BACKENDS
+def test_transformers_islands_inside_of_a_graph(backend: str, dtype: torch.dtype) -> None:
+    model = tiny_llama()
+    ids = torch.arange(10)[None]
+    with autocast(dtype):
+        expected = model(ids, use_cache=False).logits
+        found = torch.compile(model, backend=backend)(ids, use_cache=False).logits
+    assert counters["graph_break"] == {}
+    assert torch.equal(found, expected)
+
+
+@LOWER
+@BACKENDS
+def test_an_attached_model_has_the_gradients_of_eager(
+    gpt2: GPT2LMHeadModel, batch: dict[str, Tensor], backend: str, dtype: torch.dtype
+) -> None:
+    precision = "fp16" if dtype is FP16 else "bf16"
+    MixedPrecision(precision).attach(gpt2)
+    expected = gpt2(**batch)
+    expected.loss.backward()
+    expected_gradients = [p.grad.clone() for p in gpt2.parameters()]
+    gpt2.zero_grad()
+    found = torch.compile(gpt2, backend=backend)(**batch)
+    found.loss.backward()
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+    gradients = [p.grad for p in gpt2.parameters()]
+    assert all(g.dtype is FP32 for g in gradients)
+    assert max(map(relative, gradients, expected_gradients)) <= GRADIENT_TOLERANCE[dtype]
+
+
+def test_another_loss_scale_needs_no_compiling_and_changes_no_gradient(
+    gpt2: GPT2LMHeadModel, batch: dict[str, Tensor]
+) -> None:
+    runtime = MixedPrecision("fp16")
+    runtime.attach(gpt2)
+    optimizer = runtime.attach_optimizer(torch.optim.SGD(gpt2.parameters(), lr=0.1))
+    compiled = torch.compile(gpt2, backend="aot_eager")
+    for _ in range(2):  # the first call makes what the later ones find
+        gpt2.zero_grad()
+        compiled(**batch).loss.backward()
+    expected = [p.grad.clone() for p in gpt2.parameters()]
+    before = runtime.scaler.get_scale()
+    gpt2.transformer.wte.weight.grad[0, 0] = torch.inf
+    optimizer.step()
+    assert runtime.step_was_skipped and runtime.scaler.get_scale() < before
+    gpt2.zero_grad()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled(**batch).loss.backward()
+    gradients = [p.grad for p in gpt2.parameters()]
+    assert max(map(relative, gradients, expected)) <= 2.0**-10
+
+
+def test_training_compiled_follows_training_eager(gpt2: GPT2LMHeadModel, batch: dict[str, Tensor]) -> None:
+    def losses(model: nn.Module, run: Callable[..., Any]) -> list[float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        runtime = MixedPrecision("fp16", loss_scaler=StaticLossScaler(1024.0))
+        runtime.attach(model)
+        runtime.attach_optimizer(optimizer)
+        called = run(model)
+        found = []
+        for _ in range(4):
+            loss = called(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    eager = losses(copy.deepcopy(gpt2), lambda model: model)
+    compiled = losses(gpt2, lambda model: torch.compile(model, backend="aot_eager"))
+    assert eager[-1] < eager[0]
+    assert compiled == pytest.approx(eager, rel=1e-4)
+
+
+def test_torchs_own_answers_outside_are_unaffected() -> None:
+    w = torch.randn(4, 4)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def function(x: Tensor) -> Tensor:
+        with autocast(BF16):
+            return x @ w
+
+    function(torch.randn(2, 4))
+    assert not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda")
+    with torch.autocast("cpu", BF16):
+        assert torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is BF16
+        assert torch.compile(lambda x: x @ w, fullgraph=True, backend="eager")(torch.randn(2, 4)).dtype is BF16
+    assert not torch.is_autocast_enabled("cpu")
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+class WithOwnFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.linear = nn.Parameter(torch.randn(4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Scale.apply(self.linear(x), self.weight).sum()
+
+
+@pytest.mark.xfail(
+    strict=True, reason="known: in compiled code no border is put around a bare parameter of an autograd function"
+)
+def test_an_autograd_function_of_a_bare_parameter_in_a_compiled_model() -> None:
+    model, x = WithOwnFunction(), torch.randn(2, 4)
+    MixedPrecision("fp16", loss_scaler=StaticLossScaler(1024.0)).attach(model)
+    model(x).backward()
+    expected = model.weight.grad.clone()
+    model.zero_grad()
+    torch.compile(model, backend="aot_eager")(x).backward()
+    assert relative(model.weight.grad, expected) < 0.01
+
+
+class TestTransforms:
+    @pytest.fixture
+    def layer(self) -> nn.Linear:
+        return nn.Linear(8, 4)
+
+    @LOWER
+    def test_grad(self, layer: nn.Linear, dtype: torch.dtype) -> None:
+        x = torch.randn(3, 8)
+
+        def loss(parameters: dict[str, Tensor]) -> Tensor:
+            with autocast(dtype):
+                return functional_call(layer, parameters, (x,)).float().square().sum()
+
+        found = grad(loss)(dict(layer.named_parameters()))
+        with autocast(dtype):
+            layer(x).float().square().sum().backward()
+        for name, parameter in layer.named_parameters():
+            assert relative(found[name], parameter.grad) <= GRADIENT_TOLERANCE[dtype]
+
+    @LOWER
+    def test_vmap(self, layer: nn.Linear, dtype: torch.dtype) -> None:
+        x = torch.randn(5, 3, 8)
+        with autocast(dtype):
+            found = vmap(layer)(x)
+            expected = torch.stack([layer(part) for part in x])
+        assert found.dtype is dtype
+        assert relative(found, expected) <= torch.finfo(dtype).eps
+
+    def test_gradients_of_each_sample(self, layer: nn.Linear) -> None:
+        x = torch.randn(5, 8)
+
+        def loss(parameters: dict[str, Tensor], one: Tensor) -> Tensor:
+            return functional_call(layer, parameters, (one,)).float().square().sum()
+
+        parameters = dict(layer.named_parameters())
+        with autocast(FP16):
+            found = vmap(grad(loss), (None, 0))(parameters, x)
+            expected = [grad(loss)(parameters, one)["weight"] for one in x]
+        assert relative(found["weight"], torch.stack(expected)) <= GRADIENT_TOLERANCE[FP16]
+
+    @LOWER
+    def test_jvp(self, layer: nn.Linear, dtype: torch.dtype) -> None:
+        x, tangent = torch.randn(3, 8), torch.randn(3, 8)
+        with autocast(dtype), torch.no_grad():
+            value, found = jvp(layer, (x,), (tangent,))
+            expected = tangent.to(dtype).float() @ layer.weight.to(dtype).float().t()
+        assert value.dtype is found.dtype is dtype
+        assert relative(found, expected) <= torch.finfo(dtype).eps
+
+    def test_functional_call_with_other_weights(self, layer: nn.Linear) -> None:
+        doubled = {name: 2 * p.detach() for name, p in layer.named_parameters()}
+        x = torch.randn(3, 8)
+        with autocast(FP16):
+            assert torch.equal(functional_call(layer, doubled, (x,)), 2 * layer(x))
