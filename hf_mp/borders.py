@@ -91,7 +91,7 @@ def _outside_dtype(dtype: torch.dtype) -> torch.dtype:
 def output_border(output: Tensor, scale: Tensor | None, on_backward: Callable[[], None] | None = None) -> Tensor:
     """``output`` in FP32; its gradient is multiplied by the loss scale before it is cast to ``output``'s dtype.
 
-    FP64 outputs stay FP64, with their gradient scaled all the same; non-floating outputs pass.
+    FP64 and complex outputs keep their dtype, with their gradient scaled all the same; all others pass.
 
     Args:
         output: any tensor.
@@ -99,7 +99,7 @@ def output_border(output: Tensor, scale: Tensor | None, on_backward: Callable[[]
             nothing is scaled.
         on_backward: called when a gradient enters through this output.
     """
-    if not output.is_floating_point():
+    if not (output.is_floating_point() or output.is_complex()):
         return output
     if output.requires_grad and torch.is_grad_enabled():
         return _OutputBorder.apply(output, scale, on_backward)

@@ -202,7 +202,7 @@ def power_of_two_below(value: float) -> float:
 
 
 def headroom_left(scale: float, magnitude: float) -> float:
-    """How many doublings ``scale`` could still take before ``magnitude`` overflows FP16: log2(65504 / (S * m))."""
+    """How many doublings ``scale`` could still take before a finite ``magnitude`` overflows: log2(65504 / (S * m))."""
     return math.log2(FP16_MAX / (scale * magnitude)) if magnitude > 0.0 else math.inf
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import math
 import sys
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +28,7 @@ from hf_mp.autocasting.tables import TableName
 from hf_mp.autocasting.working_copies import WorkingCopies
 from hf_mp.borders import input_border, output_border, parameter_border
 from hf_mp.kernels.gradient_scan import largest_magnitude
-from hf_mp.loss_scaling import LossScaler, StepReport, headroom_left, make_loss_scaler
+from hf_mp.loss_scaling import LossScaler, ScaleTensors, StepReport, headroom_left, make_loss_scaler
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 
 
@@ -172,13 +175,13 @@ class AttachedForward:
         runtime = self.runtime
         if runtime.region.entered:
             return self.original(*args, **kwargs)
-        runtime.make_scale_tensors()
+        runtime.before_forward()
         if torch.is_grad_enabled():
-            args = recursively_apply(runtime.input_border, args)
-            kwargs = recursively_apply(runtime.input_border, kwargs)
+            args = apply_to_tensors(runtime.input_border, args)
+            kwargs = apply_to_tensors(runtime.input_border, kwargs)
         with runtime.region:
             outputs = self.original(*args, **kwargs)
-        return recursively_apply(runtime.output_border, outputs)
+        return apply_to_tensors(runtime.output_border, outputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Deep-copying a model copies its attributes, this one too: the copy must run the copied weights.
@@ -232,6 +235,7 @@ class MixedPrecision:
         self.step_was_skipped = False
         self.stats = PrecisionStats.before_first_step(self.scaler.get_scale())
         self._model: weakref.ref[nn.Module] | None = None
+        self._wrapped: list[weakref.ref[nn.Module]] = []
         self._guards: list[_StepGuard] = []
         self._largest: Tensor | None = None  # of the unscaled gradients since the last step
         self._graph_task: int | None = None
@@ -240,6 +244,11 @@ class MixedPrecision:
         by_module = any(isinstance(key, str) for key in self._rules or {})
         rules = None if model is None and by_module else self._rules
         return Region(self.policy, self.scaler, self.working_copies, tables=self._tables, rules=rules, model=model)
+
+    @property
+    def was_attached(self) -> bool:
+        """Whether a model is attached, also one that is gone by now."""
+        return self._model is not None
 
     @property
     def model(self) -> nn.Module | None:
@@ -264,15 +273,22 @@ class MixedPrecision:
         self.region = self._make_region(model)
         self._model = weakref.ref(model)
         _make_masters(model)
-        for module in _entry_points(model):
-            module.forward = self.attached_forward(module)
+        self.wrap_forwards()
         return model
+
+    def wrap_forwards(self) -> None:
+        """Put the attached forward (again) wherever it is missing: a library may have set one of its own."""
+        model = self.model
+        for module in [] if model is None else _entry_points(model):
+            if not isinstance(module.__dict__.get("forward"), AttachedForward):
+                module.forward = self.attached_forward(module)
 
     def attached_forward(self, module: nn.Module) -> AttachedForward:
         """The forward that ``module`` has while attached."""
         original = module.__dict__.get("forward", None)
         if original is None or isinstance(original, AttachedForward):
             original = _bound_forward(module)
+        self._wrapped.append(weakref.ref(module))
         return AttachedForward(self, module, original)
 
     def attach_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -298,12 +314,12 @@ class MixedPrecision:
 
     def detach(self) -> None:
         """Leave the model as an ordinary FP32 model and its optimizers as they were: no hook, wrapper or copy stays."""
-        model = self.model
-        if model is not None:
-            for module in _entry_points(model):
-                forward = module.__dict__.get("forward")
-                if isinstance(forward, AttachedForward):
-                    _restore_forward(module, forward.original)
+        for reference in self._wrapped:
+            module = reference()
+            forward = None if module is None else module.__dict__.get("forward")
+            if module is not None and isinstance(forward, AttachedForward):
+                _restore_forward(module, forward.original)
+        self._wrapped.clear()
         for guard in self._guards:
             guard.remove()
         self._guards.clear()
@@ -325,7 +341,7 @@ class MixedPrecision:
         return {"version": 1, "precision": str(self.policy), "loss_scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` gave.
+        """Take over a state that :meth:`state_dict` gave; one of another loss scaling only warns and is left.
 
         Raises:
             ValueError: for another version, or the state of another kind of scaler.
@@ -335,6 +351,14 @@ class MixedPrecision:
                 f"not a mixed precision state of version 1: version={state_dict.get('version')!r}, "
                 f"keys {sorted(state_dict)}"
             )
+        saved = PrecisionPolicy.parse(str(state_dict.get("precision", self.policy)))
+        if saved.loss_scale != self.policy.loss_scale:
+            warnings.warn(
+                f"the saved run scaled its loss by {saved.loss_scale}, this one by {self.policy.loss_scale}: the loss "
+                "scale starts anew",
+                stacklevel=2,
+            )
+            return
         self.scaler.load_state_dict(state_dict["loss_scaler"])
         state = self.scaler.state
         self.stats = replace(
@@ -344,10 +368,15 @@ class MixedPrecision:
     # What the borders ask for
 
     @torch.compiler.disable
-    def make_scale_tensors(self) -> None:
-        """Have the scale as a tensor where the model is, before a compiler looks for it."""
-        if (model := self.model) is not None and (parameter := next(model.parameters(), None)) is not None:
+    def before_forward(self) -> None:
+        """Have the scale as a tensor where the model is, and masters for what was unfrozen meanwhile."""
+        model = self.model
+        if model is None:
+            return
+        if (parameter := next(model.parameters(), None)) is not None:
             self.scaler.scale_tensors(parameter.device)
+        if torch.is_grad_enabled():
+            _make_masters(model)
 
     @torch.compiler.disable
     def output_border(self, output: Tensor) -> Tensor:
@@ -362,8 +391,11 @@ class MixedPrecision:
     def backward_begins(self) -> None:
         """Have the gradients measured when this backward is done, before anyone clips them."""
         task = torch._C._current_graph_task_id()
-        if self.scaler.needs_largest_gradient and task != self._graph_task:
+        if task != self._graph_task and isinstance(self.scaler.factors(torch.device("cpu")), ScaleTensors):
             self._graph_task = task
+            model = self.model
+            if model is not None and next(_gradients(model.parameters()), None) is None:
+                self._largest = None  # what was measured before was thrown away without a step
             torch.autograd.Variable._execution_engine.queue_callback(self._measure_gradients)
 
     def _measure_gradients(self) -> None:
@@ -378,8 +410,10 @@ class MixedPrecision:
     def _report(self, optimizer: Optimizer) -> StepReport:
         gradients = _gradients(parameter for group in optimizer.param_groups for parameter in group["params"])
         overflow = not torch.isfinite(largest_magnitude(gradients)).item()
-        measured = None if self._largest is None or overflow else self._largest.item()
-        return StepReport(overflow, measured)
+        # Clipping by value, or a repair by hand, may have hidden what the backward gave.
+        measured = None if self._largest is None else self._largest.item()
+        overflow = overflow or (measured is not None and not math.isfinite(measured))
+        return StepReport(overflow, None if overflow else measured)
 
     def _finish_step(self, report: StepReport) -> None:
         self._largest = None
@@ -389,6 +423,16 @@ class MixedPrecision:
             self.scaler.record_step(report)
         finally:
             self.stats = self.stats.after_step(used_scale, self.scaler.get_scale(), report)
+
+
+def apply_to_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """``value`` with ``function`` applied to its tensors, in lists, tuples, mappings, dataclasses and namespaces."""
+    if (is_dataclass(value) and not isinstance(value, (type, Mapping))) or isinstance(value, types.SimpleNamespace):
+        copied = copy.copy(value)
+        for name, found in vars(value).items():
+            object.__setattr__(copied, name, apply_to_tensors(function, found))
+        return copied
+    return recursively_apply(function, value)
 
 
 def check_attachable(model: nn.Module) -> None:
@@ -403,6 +447,8 @@ def check_attachable(model: nn.Module) -> None:
         raise ValueError(
             f"{type(model).__name__} has no floating parameters, so there is nothing to train in mixed precision"
         )
+    if any(hasattr(parameter, "_local_tensor") for parameter in model.parameters()):
+        raise ValueError("sharded parameters (FSDP, tensor parallelism) are not supported yet: use DDP (torchrun)")
     if any(isinstance(module.__dict__.get("forward"), AttachedForward) for module in model.modules()):
         raise ValueError(f"this {type(model).__name__} is attached to a MixedPrecision already: detach() that first")
 

@@ -97,6 +97,12 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
     for name in ("fp16_full_eval", "bf16_full_eval"):
         if getattr(args, name):
             raise ValueError(f"{name}=True casts the FP32 masters away: remove it, evaluation uses {policy} already")
+    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        raise ValueError("FSDP shards the FP32 masters behind our back and is not supported yet: use DDP (torchrun)")
+    if (optim := str(getattr(args.optim, "value", args.optim))).endswith("layerwise") or "lomo" in optim:
+        raise ValueError(
+            f"optim={optim!r} updates inside of backward, where an overflow cannot be skipped: use another"
+        )
     if args.deepspeed is not None:
         raise ValueError(
             "DeepSpeed brings its own FP16 optimizer: use the stock Trainer with DeepSpeed, or drop it here"
@@ -163,11 +169,15 @@ class MixedPrecisionTrainer(Trainer):
     def _attach(self) -> MixedPrecision:
         """The runtime of the current model, which ``model_init`` may have replaced."""
         model = cast(nn.Module, self.model)
-        if self.mixed_precision is None or self.mixed_precision.model not in (None, model):
-            self.mixed_precision = _runtime(self.precision_policy, self.args)
-        if self.mixed_precision.model is None:
-            self.mixed_precision.attach(model)
-        return self.mixed_precision
+        runtime = self.mixed_precision
+        if runtime is None or (runtime.was_attached and runtime.model is not model):
+            if runtime is not None:
+                runtime.detach()
+            runtime = self.mixed_precision = _runtime(self.precision_policy, self.args)
+        if runtime.model is None:
+            runtime.attach(model)
+        runtime.wrap_forwards()  # Liger's kernels set a forward of their own after the Trainer is made
+        return runtime
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
         """As the stock Trainer's, over FP32 masters and with a guarded ``step``."""

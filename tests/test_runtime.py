@@ -7,6 +7,8 @@ import gc
 import io
 import pickle
 import weakref
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from transformers import GPT2LMHeadModel
 
 import hf_mp
 from hf_mp.autocasting import active_autocast
-from hf_mp.loss_scaling import StaticLossScaler
+from hf_mp.loss_scaling import DynamicLossScaler, StaticLossScaler
 from hf_mp.runtime import AttachedForward, MixedPrecision
 
 Batch = dict[str, Tensor]
@@ -507,7 +509,7 @@ def test_state_round_trip_from_other_than_default_values(gpt2: GPT2LMHeadModel, 
 def test_bad_states_are_refused() -> None:
     with pytest.raises(ValueError, match="not a mixed precision state of version 1: version=7"):
         MixedPrecision("fp16").load_state_dict({"version": 7})
-    dynamic = MixedPrecision("compute=fp16,loss_scale=dynamic").state_dict()
+    dynamic = MixedPrecision("fp16", loss_scaler=DynamicLossScaler()).state_dict()
     with pytest.raises(ValueError, match="not one of a 'headroom' loss scaler: got kind='dynamic'"):
         MixedPrecision("fp16").load_state_dict(dynamic)
 
@@ -560,3 +562,104 @@ def test_rules_keep_a_module_in_fp32(gpt2: GPT2LMHeadModel, batch: Batch) -> Non
 def test_a_rule_that_matches_no_module_is_refused(gpt2: GPT2LMHeadModel) -> None:
     with pytest.raises(ValueError, match="rule 'head' matches no module of GPT2LMHeadModel: it has transformer"):
         MixedPrecision("fp16", rules={"head": "fp32"}).attach(gpt2)
+
+
+def test_a_state_of_another_loss_scaling_warns_and_starts_anew() -> None:
+    fp16 = MixedPrecision("fp16")
+    before = fp16.scaler.state
+    with pytest.warns(UserWarning, match="the saved run scaled its loss by None, this one by headroom.*starts anew"):
+        fp16.load_state_dict(MixedPrecision("bf16").state_dict())
+    assert fp16.scaler.state == before
+
+
+@pytest.mark.parametrize("scaler", ["headroom", "dynamic", "1024"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_an_overflow_that_clipping_by_value_hides_is_seen(
+    gpt2: GPT2LMHeadModel, batch: Batch, scaler: str, value: float
+) -> None:
+    optimizer = torch.optim.SGD(gpt2.parameters(), lr=0.1)
+    hf_mp.prepare(gpt2, optimizer, f"compute=fp16,loss_scale={scaler}")
+    before = snapshot(gpt2.parameters())
+    (gpt2(**batch).loss * value).backward()
+    for parameter in gpt2.parameters():
+        parameter.grad = torch.nan_to_num(parameter.grad, posinf=1.0, neginf=-1.0)
+    optimizer.step()
+    assert runtime_of(gpt2).stats.skipped_steps == 1 and same(before, snapshot(gpt2.parameters()))
+
+
+def test_a_bad_backward_that_was_thrown_away_does_not_count(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    optimizer = torch.optim.SGD(gpt2.parameters(), lr=0.1)
+    hf_mp.prepare(gpt2, optimizer)
+    (gpt2(**batch).loss * float("inf")).backward()
+    optimizer.zero_grad()
+    gpt2(**batch).loss.backward()
+    optimizer.step()
+    assert runtime_of(gpt2).stats.steps == 1 and runtime_of(gpt2).stats.skipped_steps == 0
+
+
+def test_outputs_in_dataclasses_and_namespaces_cross_the_border() -> None:
+    @dataclass
+    class Output:
+        loss: Tensor
+        extra: Any
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+
+        def forward(self, x: Tensor) -> Output:
+            return Output(self.layer(x).sum(), SimpleNamespace(twice=2 * self.layer(x).sum()))
+
+    model = Model()
+    MixedPrecision("fp16", loss_scaler=StaticLossScaler(1024.0)).attach(model)
+    output = model(torch.ones(2, 3))
+    (output.loss + output.extra.twice).backward()
+    assert model.layer.bias.grad is not None and model.layer.bias.grad.item() == 6.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_parameters_that_autocast_leaves_alone_get_true_gradients(dtype: torch.dtype) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, 2, dtype=dtype))
+            self.other = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.matmul(x, self.weight)
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    hf_mp.prepare(model, optimizer, "compute=fp16,loss_scale=1024")
+    y = model(torch.ones(1, 2, dtype=dtype))
+    assert y.dtype is dtype
+    y.real.sum().backward()
+    assert model.weight.grad is not None and torch.equal(model.weight.grad, torch.ones(2, 2, dtype=dtype))
+    optimizer.step()
+    assert runtime_of(model).stats.skipped_steps == 0
+
+
+def test_parameters_unfrozen_later_are_given_masters(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    gpt2.half()
+    frozen = list(gpt2.transformer.h[0].parameters())
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    MixedPrecision("fp16").attach(gpt2)
+    gpt2(**batch).loss.backward()
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    gpt2(**batch).loss.backward()
+    assert all(p.dtype is torch.float32 and p.grad is not None for p in frozen)
+
+
+def test_detach_reaches_what_was_attached_when_the_outer_model_is_gone(gpt2: GPT2LMHeadModel) -> None:
+    outer = nn.Sequential(gpt2)
+    runtime = MixedPrecision("fp16")
+    runtime.attach(outer)
+    del outer
+    gc.collect()
+    assert runtime.model is None and isinstance(gpt2.forward, AttachedForward)
+    runtime.detach()
+    assert not isinstance(gpt2.forward, AttachedForward)
+    MixedPrecision("fp16").attach(gpt2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -317,6 +318,8 @@ def test_arguments_from_the_command_line_and_from_a_file(tmp_path: Path) -> None
         ({"loss_scale": "-1"}, r"loss_scale='-1' must be a positive, finite number"),
         ({"loss_scale_kwargs": {"speed": 1}}, r"has no setting speed: it has .*headroom"),
         ({"fp16_full_eval": True}, r"casts the FP32 masters away"),
+        ({"optim": "lomo"}, r"optim='lomo' updates inside of backward"),
+        ({"optim": "galore_adamw_layerwise"}, r"updates inside of backward, where an overflow cannot be skipped"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_written(
@@ -355,3 +358,27 @@ def test_plain_training_arguments_and_the_precision_keyword(
     for precision, expected in ((None, "fp16"), ("bf16", "bf16"), (PrecisionPolicy.parse("bf16"), "bf16")):
         trainer = MixedPrecisionTrainer(model_of(gpt2_config), args, precision=precision, train_dataset=rows)
         assert str(trainer.precision_policy) == expected
+
+
+def test_fsdp_is_refused(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments(tmp_path, TrainingArguments)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"FSDP shards the FP32 masters.*use DDP"):
+        MixedPrecisionTrainer(model_of(gpt2_config), args, train_dataset=rows)
+
+
+def test_a_forward_that_a_library_set_later_runs_in_the_region(
+    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows
+) -> None:
+    trainer = MixedPrecisionTrainer(model_of(gpt2_config), arguments(tmp_path, max_steps=2), train_dataset=rows)
+    calls: list[torch.dtype] = []
+    own = type(trainer.model).forward
+
+    @functools.wraps(own)  # the Trainer reads the names of the arguments
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls.append(torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype)
+        return own(self, *args, **kwargs)
+
+    trainer.model.forward = forward.__get__(trainer.model)  # as Liger's kernels do
+    trainer.train()
+    assert calls == [torch.float16] * 2

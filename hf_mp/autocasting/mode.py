@@ -247,10 +247,11 @@ class autocast(TorchFunctionMode):
             found = value.dtype
             return value.to(dtype) if found is not dtype and found in _CASTABLE else value
         if isinstance(value, Tensor):
-            if not value.is_floating_point() or value.dtype is torch.float64:
-                return value
+            eligible = value.is_floating_point() and value.dtype is not torch.float64
             if isinstance(value, nn.Parameter):
-                return self.cast_parameter(value, dtype)
+                return self.cast_parameter(value, dtype if eligible else value.dtype)
+            if not eligible:
+                return value
             return value if value.dtype is dtype else value.to(dtype)
         if isinstance(value, (list, tuple)):
             items = [self.cast(item, dtype) for item in value]

@@ -51,4 +51,5 @@ def _to_fp32(magnitude: Tensor) -> Tensor:
 
 def _values(tensor: Tensor) -> Tensor:
     # Duplicate coordinates of a sparse gradient add up when they are coalesced, and only then may overflow.
-    return tensor.coalesce().values() if tensor.is_sparse else tensor
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
