@@ -211,7 +211,9 @@ class TestWhatIsLeftAlone:
             assert torch.tensor([True, True]).sum().item() == 2
 
     @pytest.mark.parametrize(
-        "op", [torch.mm, torch.matmul, lambda a, b, out: torch.linalg.multi_dot([a, b], out=out)], ids=str
+        "op",
+        [torch.mm, torch.matmul, lambda a, b, out: torch.linalg.multi_dot([a, b], out=out)],
+        ids=["mm", "matmul", "multi_dot"],
     )
     def test_products_that_write_to_out(self, op: Callable[..., Tensor]) -> None:
         x, w, out = random(3, 3), random(3, 3), torch.empty(3, 3)
