@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         write_summary(summary, output_dir / "summary.json")
         console.print(summary_table(summary))
-        console.print(f"The model is in {output_dir}. It writes:\n")
+        console.print(f"The model is in {output_dir}. It writes:\n", soft_wrap=True)
         console.print(Text(write_text(output_dir, recipe.prompt, args.seed)))
 
 
