@@ -16,8 +16,10 @@ help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 	@echo '  Options: ARGS="..." is passed on, PYTHON=python3.12 makes the environment with that Python.'
 
+# CPU threads that wait for each other look GOMP_SPINCOUNT times before they sleep. With the default of hundreds of
+# thousands, a step takes up to ten times as long as soon as another program wants a core.
 finetune: $(INSTALLED) ## fine-tune a small GPT-2 in FP16 (ARGS="--help" lists every option)
-	@$(BIN)/python recipes/finetune_gpt2.py $(ARGS)
+	@GOMP_SPINCOUNT=$${GOMP_SPINCOUNT:-3000} $(BIN)/python recipes/finetune_gpt2.py $(ARGS)
 
 # One thread a worker: with more, tiny models spend their time waiting for threads.
 test: $(INSTALLED) ## run the tests (ARGS="tests/test_cli.py" runs those of one file)
