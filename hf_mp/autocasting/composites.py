@@ -42,9 +42,10 @@ _LEAVES = """
 
 def _find() -> dict[Callable[..., Any], Callable[..., Any]]:
     found: dict[Callable[..., Any], Callable[..., Any]] = {}
+    leaves = _LEAVES.split()
     for module in (torch.nn.functional, torch.functional):
         for function in vars(module).values():
-            if not isinstance(function, types.FunctionType) or function.__name__ in _LEAVES.split():
+            if not isinstance(function, types.FunctionType) or function.__name__ in leaves:
                 continue
             if any(q in function.__code__.co_names and q in function.__globals__ for q in _QUESTIONS):
                 found[function] = _opened(function)

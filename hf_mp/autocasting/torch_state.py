@@ -46,17 +46,13 @@ def install(active: Callable[[], ActiveAutocast | None]) -> None:
 
     @functools.wraps(is_torch_autocast_enabled)
     def is_autocast_enabled(*args: Any, **kwargs: Any) -> bool:
-        ours = active()
-        if ours is None or not (torch.compiler.is_dynamo_compiling() or _is_asked_for_a_model()):
-            return is_torch_autocast_enabled(*args, **kwargs)
-        return ours.enabled
+        ours = _answering(active)
+        return is_torch_autocast_enabled(*args, **kwargs) if ours is None else ours.enabled
 
     @functools.wraps(torch_dtype)
     def get_autocast_dtype(*args: Any, **kwargs: Any) -> torch.dtype:
-        ours = active()
-        if ours is None or not (torch.compiler.is_dynamo_compiling() or _is_asked_for_a_model()):
-            return torch_dtype(*args, **kwargs)
-        return ours.dtype
+        ours = _answering(active)
+        return torch_dtype(*args, **kwargs) if ours is None else ours.dtype
 
     @functools.wraps(enter)
     def enter_autocast(self: Any) -> Any:
@@ -84,9 +80,8 @@ def install(active: Callable[[], ActiveAutocast | None]) -> None:
 
     @functools.wraps(is_any_enabled)
     def is_any_autocast_enabled() -> bool:
-        ours = active()
-        asked = ours is not None and (torch.compiler.is_dynamo_compiling() or _is_asked_for_a_model())
-        return ours.enabled if ours is not None and asked else is_any_enabled()
+        ours = _answering(active)
+        return is_any_enabled() if ours is None else ours.enabled
 
     torch._C._is_any_autocast_enabled = is_any_autocast_enabled
     torch.is_autocast_enabled = is_autocast_enabled
@@ -101,9 +96,14 @@ _BOTH = (
 )
 
 
-def _is_asked_for_a_model() -> bool:
+def _answering(active: Callable[[], ActiveAutocast | None]) -> ActiveAutocast | None:
+    """The autocast that answers a question, for the function that it was put to; None where torch itself answers."""
+    ours = active()
+    if ours is None or torch.compiler.is_dynamo_compiling():  # a compiler traces models only
+        return ours
     asking: str = sys._getframe(2).f_globals.get("__name__", "")
-    return not asking.startswith("torch.") or asking.startswith(_ASK_FOR_MODELS)
+    for_a_model = not asking.startswith("torch.") or asking.startswith(_ASK_FOR_MODELS)
+    return ours if for_a_model else None
 
 
 def install_in_transformers(active: Callable[[], ActiveAutocast | None]) -> None:
