@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.utils import import_utils
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 _aten = torch.ops.aten
 _COPIES = frozenset({_aten.clone.default, _aten.contiguous.default, _aten._to_copy.default})
+
+
+@contextlib.contextmanager
+def unseen_by_transformers() -> Iterator[None]:
+    """Have Transformers treat fake tensors as ordinary ones: for what it takes for tracing it makes masks that training
+    does not."""
+    with mock.patch.object(import_utils, "is_fake_tensor", lambda value: False):
+        yield
 
 
 class AnswerAsIfAllWentWell(TorchDispatchMode):
@@ -69,7 +81,7 @@ def _without_outliers(func: Any, args: Any) -> tuple[Tensor, ...] | None:
         codes, scales, _ = func(args[0])
         return codes, scales, args[0].new_empty(0, dtype=torch.int64)
     if func is torch.ops.bitsandbytes.int8_mixed_scaled_mm.default:
-        x, codes, weight, scales, weight_scales, _, bias = args
+        x, codes, weight, scales, weight_scales, _, bias = (*args, None)[:7]
         product = torch.ops.bitsandbytes.int8_scaled_mm.default
         return product(codes, weight, scales, weight_scales, bias=bias, dtype=x.dtype), x.new_empty(0)
     return None

@@ -13,15 +13,13 @@ the same shapes and dtypes there, but for four things, which are put right here:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
-from torch.overrides import TorchFunctionMode
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES
@@ -31,18 +29,17 @@ STAND_IN = torch.device("meta")
 _FLASH_HEAD_DIM = 256  # the largest that the flash kernel takes
 
 
-class KernelsOfAGpu(TorchFunctionMode):
-    """Runs attention and dropout as a CUDA GPU would."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return _attention(*args, **kwargs)
-        if func is F.dropout:
-            return _dropout(*args, **kwargs)
-        return func(*args, **kwargs)
+@contextlib.contextmanager
+def kernels_of_a_gpu() -> Iterator[None]:
+    """Have attention and dropout on the meta device run as on a CUDA GPU, wherever they are called from."""
+    # In torch's dispatcher: backward, which recomputes checkpointed blocks, runs outside of torch function modes.
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
+    library.impl("dropout", _dropout, "AutogradMeta")
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
 def _attention(
@@ -52,16 +49,22 @@ def _attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    in_16_bits = query.dtype in LOWER_PRECISION_DTYPES
-    if in_16_bits and attn_mask is None and query.shape[-1] <= _FLASH_HEAD_DIM:
+    width = query.shape[-1]
+    if query.dtype in LOWER_PRECISION_DTYPES and attn_mask is None and width <= _FLASH_HEAD_DIM:
+        scale = width**-0.5 if scale is None else scale
+        padded = [F.pad(tensor, (0, -width % 8)) if width % 8 else tensor for tensor in (query, key, value)]
         flash = torch.ops.aten._scaled_dot_product_flash_attention.default
-        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-    if enable_gqa:  # only the flash kernel shares heads by itself
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+        output = flash(*padded, dropout_p, is_causal, False, scale=scale)[0]
+        return output[..., :width] if width % 8 else output
+    if enable_gqa and query.shape[-3] != key.shape[-3]:  # only the flash kernel shares heads
+        mathematics = torch.ops.aten._scaled_dot_product_attention_math.default
+        return mathematics(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True
+        )[0]
     if attn_mask is not None:
         if attn_mask.dtype is torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(attn_mask.logical_not(), -torch.inf)
@@ -71,10 +74,8 @@ def _attention(
     return efficient(query, key, value, attn_mask, needs_gradient, dropout_p, is_causal, scale=scale)[0]
 
 
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    if not training or p == 0.0:
-        return input
-    return torch.native_dropout(input, p, True)[0]
+def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    return torch.native_dropout(input, p, True)[0] if train and p > 0.0 else input
 
 
 @contextlib.contextmanager

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_mp.memory.answers import AnswerAsIfAllWentWell
-from hf_mp.memory.gpu_stand_in import STAND_IN, KernelsOfAGpu, fused_optimizers
+from hf_mp.memory.answers import AnswerAsIfAllWentWell, unseen_by_transformers
+from hf_mp.memory.gpu_stand_in import STAND_IN, fused_optimizers, kernels_of_a_gpu
 from hf_mp.memory.ledger import Category, Moment, Phase, StepProfile, profile_step
 from hf_mp.memory.models import ModelLike, find_config, replace_tensors, skeleton
 from hf_mp.memory.presets import TrainingPreset, parse_preset
@@ -164,8 +164,9 @@ def _fake_tensors(device: torch.device) -> Iterator[None]:
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         contexts.enter_context(AnswerAsIfAllWentWell())
+        contexts.enter_context(unseen_by_transformers())
         if device == STAND_IN:
-            contexts.enter_context(KernelsOfAGpu())
+            contexts.enter_context(kernels_of_a_gpu())
             contexts.enter_context(fused_optimizers())
         yield
 
