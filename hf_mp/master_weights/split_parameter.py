@@ -122,6 +122,9 @@ class SplitParameter(nn.Parameter):
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
 
+# What a parameter becomes, by its class. The estimation of memory adds one for fake tensors.
+SPLIT_CLASSES: dict[type[Tensor], type[SplitParameter]] = {nn.Parameter: SplitParameter}
+
 # Optimizers choose their fast implementations by these types.
 _foreach_supported_types.append(SplitParameter)
 
@@ -165,7 +168,7 @@ def make_split(parameter: nn.Parameter, dtype: torch.dtype, inverse_scale: Inver
     if isinstance(parameter, SplitParameter):
         parameter.inverse_scale = inverse_scale
         return
-    if type(parameter) is not nn.Parameter:
+    if type(parameter) not in SPLIT_CLASSES:
         raise TypeError(f"a {type(parameter).__name__} cannot be split: only nn.Parameter itself")
     halves = split(parameter.detach().float(), dtype)
     parameter.data = halves.working
@@ -173,7 +176,7 @@ def make_split(parameter: nn.Parameter, dtype: torch.dtype, inverse_scale: Inver
 
 
 def _become_split(parameter: nn.Parameter, remainder: Tensor, inverse_scale: InverseScale | None) -> SplitParameter:
-    parameter.__class__ = SplitParameter
+    parameter.__class__ = SPLIT_CLASSES[type(parameter)]
     assert isinstance(parameter, SplitParameter)
     parameter.remainder_bits = remainder
     parameter.inverse_scale = inverse_scale

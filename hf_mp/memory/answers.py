@@ -13,7 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.utils import import_utils
 
+from hf_mp.master_weights.split_parameter import SPLIT_CLASSES, SplitParameter
 from hf_mp.policy import LOWER_PRECISION_DTYPES
+
+
+
+class FakeSplitParameter(SplitParameter, FakeTensor):
+    """A split parameter without memory."""
+
+
+SPLIT_CLASSES[FakeTensor] = FakeSplitParameter
 
 _aten = torch.ops.aten
 _COPIES = frozenset({_aten.clone.default, _aten.contiguous.default, _aten._to_copy.default})
@@ -54,14 +63,14 @@ class AnswerAsIfAllWentWell(TorchDispatchMode):
     def _follow(self, result: Tensor, func: Any, args: Any) -> None:
         key = result.untyped_storage()._cdata
         source = args[0] if args and isinstance(args[0], Tensor) else None
-        if source is None or source.untyped_storage()._cdata == key:
-            return
-        copies = func in _COPIES
-        known = source.dtype in LOWER_PRECISION_DTYPES or source.untyped_storage()._cdata in self._exact_in_16_bits
-        if copies and known:
-            self._exact_in_16_bits.add(key)
-        else:  # the address of one that is gone
-            self._exact_in_16_bits.discard(key)
+        source_key = None if source is None else source.untyped_storage()._cdata
+        if source is None or (source_key != key and func not in _COPIES):
+            self._exact_in_16_bits.discard(key)  # it may lie where one did that is gone
+        elif source_key != key:
+            if source.dtype in LOWER_PRECISION_DTYPES or source_key in self._exact_in_16_bits:
+                self._exact_in_16_bits.add(key)
+            else:
+                self._exact_in_16_bits.discard(key)
 
 
 def _scalar(tensor: FakeTensor) -> bool | float:

@@ -10,16 +10,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_mp.master_weights.split_parameter import SplitParameter, raw_gradient
+
 
 class Kind(StrEnum):
     """What a tensor is to its model.
 
-    ``QUANTIZATION_STATE`` is what a quantized weight needs besides its codes (bitsandbytes' ``SCB``, ``absmax`` and
+    ``MASTER_WEIGHTS`` is what a split parameter of a lean layout lacks of its FP32 value, ``QUANTIZATION_STATE`` what a quantized weight needs besides its codes (bitsandbytes' ``SCB``, ``absmax`` and
     ``code``), ``ATTRIBUTE`` a tensor that a module holds without registering it.
     """
 
     PARAMETER = "parameters"
     BUFFER = "buffers"
+    MASTER_WEIGHTS = "master weights"
     QUANTIZATION_STATE = "quantization state"
     GRADIENT = "gradients"
     ATTRIBUTE = "plain attributes"
@@ -237,10 +240,11 @@ def tensors_of(model: nn.Module) -> Iterator[FoundTensor]:
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if parameter.grad is not None:
-                yield FoundTensor(_join(path, name, "grad"), path, Kind.GRADIENT, parameter.grad)
+            if (gradient := raw_gradient(parameter)) is not None:
+                yield FoundTensor(_join(path, name, "grad"), path, Kind.GRADIENT, gradient)
+            kind = Kind.MASTER_WEIGHTS if isinstance(parameter, SplitParameter) else Kind.QUANTIZATION_STATE
             for suffix, tensor in _inside(vars(parameter)):
-                yield FoundTensor(_join(path, name, suffix), path, Kind.QUANTIZATION_STATE, tensor)
+                yield FoundTensor(_join(path, name, suffix), path, kind, tensor)
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules"):
                 continue

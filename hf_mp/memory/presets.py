@@ -35,10 +35,15 @@ TRAINING_PRESETS: dict[str, TrainingPreset] = {
     "fp32": TrainingPreset("FP32"),
     "fp16": TrainingPreset("hf_mp fp16", policy="fp16"),
     "bf16": TrainingPreset("hf_mp bf16", policy="bf16"),
+    "fp16-lean": TrainingPreset("hf_mp fp16-lean", policy="fp16-lean"),
+    "bf16-lean": TrainingPreset("hf_mp bf16-lean", policy="bf16-lean"),
     "trainer-fp16": TrainingPreset("Trainer, fp16=True", autocast=torch.float16),
     "trainer-bf16": TrainingPreset("Trainer, bf16=True", autocast=torch.bfloat16),
     "pure-bf16": TrainingPreset("pure BF16", loaded="bf16"),
     "fp16-adamw8bit": TrainingPreset("hf_mp fp16, 8-bit AdamW", policy="fp16", optimizer="adamw_bnb_8bit"),
+    "fp16-lean-adamw8bit": TrainingPreset(
+        "hf_mp fp16-lean, 8-bit AdamW", policy="fp16-lean", optimizer="adamw_bnb_8bit"
+    ),
     "int8-lora": TrainingPreset("INT8 + LoRA, hf_mp fp16", loaded="int8", policy="fp16", lora=True),
 }
 

@@ -5,16 +5,23 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_mp.master_weights.split_parameter import raw_gradient
 from hf_mp.memory.footprint import Kind, tensors_of
 from hf_mp.memory.ledger import Category, Ledger, Phase
 from hf_mp.policy import LOWER_PRECISION_DTYPES
+
+_CATEGORIES = {
+    Kind.MASTER_WEIGHTS: Category.MASTER_WEIGHTS,
+    Kind.GRADIENT: Category.GRADIENTS,
+    Kind.QUANTIZATION_STATE: Category.FROZEN_WEIGHTS,
+}
 
 _CUDA_BLOCK_BYTES = 512  # CUDA's caching allocator rounds every request up to it
 
@@ -130,8 +137,8 @@ class MemoryRecorder(TorchDispatchMode):
             if isinstance(found.tensor, nn.Parameter):
                 self._parameters.add(found.tensor.untyped_storage()._cdata)
                 self.take([found.tensor], _weight_category(found.tensor))
-            elif found.kind is Kind.QUANTIZATION_STATE:
-                self.take([found.tensor], Category.FROZEN_WEIGHTS)
+            elif found.kind in _CATEGORIES:
+                self.take([found.tensor], _CATEGORIES[found.kind])
             else:
                 self.take([found.tensor], Category.INPUTS_AND_BUFFERS)
 
@@ -141,8 +148,9 @@ class MemoryRecorder(TorchDispatchMode):
             self.take((value for value in state.values() if isinstance(value, Tensor)), Category.OPTIMIZER_STATE)
 
     def _take_gradient(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self.take([parameter.grad], Category.GRADIENTS)
+        gradient = raw_gradient(cast(nn.Parameter, parameter))
+        if gradient is not None:
+            self.take([gradient], Category.GRADIENTS)
 
     def _enter_head(self, head: nn.Module, args: Any) -> None:
         self._in_head = True

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_mp.master_weights.optimizer import MasterWeightOptimizer
 from hf_mp.memory.answers import AnswerAsIfAllWentWell, unseen_by_transformers
 from hf_mp.memory.gpu_stand_in import STAND_IN, fused_optimizers, kernels_of_a_gpu
 from hf_mp.memory.ledger import Category, Moment, Phase, StepProfile, profile_step
@@ -362,6 +363,8 @@ def train_one_step(trainee: Trainee, start_phase: Callable[[Phase], None] = lamb
         loss.backward()
         del loss
     start_phase(Phase.UPDATE)
-    trained = [parameter for parameter in trainee.model.parameters() if parameter.requires_grad]
-    torch.nn.utils.clip_grad_norm_(trained, 1.0)
+    if isinstance(trainee.optimizer, MasterWeightOptimizer):
+        trainee.optimizer.clip_grad_norm_(1.0)
+    else:
+        torch.nn.utils.clip_grad_norm_([p for p in trainee.model.parameters() if p.requires_grad], 1.0)
     trainee.optimizer.step()
