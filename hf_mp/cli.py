@@ -69,11 +69,17 @@ def memory(
     precision: Annotated[
         list[str] | None, typer.Option(help="Way of training, may be given several times. Default: all.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda; with --measure, what is here.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="Memory of a GPU, as 24GiB: what fits, and the largest batch.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cuda or cpu. Default: cuda; with --measure, what is here.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Memory of a GPU, as 24GiB: what fits, and the largest batch.")
+    ] = None,
     config_only: Annotated[bool, typer.Option("--config-only", help="Count without loading any weights.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Write one HTML page with pictures, which needs no network.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write one HTML page with pictures, which needs no network.")
+    ] = None,
 ) -> None:
     """Show what MODEL takes in memory: loaded in six precisions and, with --train, while it is fine-tuned."""
     from hf_mp.memory.command import run

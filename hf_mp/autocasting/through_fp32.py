@@ -136,8 +136,8 @@ class _SavedInputs:
     def remember(self, source: Tensor, upcast: Tensor) -> Tensor:
         if upcast is source:
             return source
-        # The upcast is held as well: while it lives, no other storage can be at its place. The address of its data would
-        # not do: fake tensors have none.
+        # The upcast is held as well: while it lives, no other storage can be at its place. The address of its data
+        # would not do: fake tensors have none.
         self._sources[upcast.untyped_storage()._cdata] = (source, upcast)
         return upcast
 

@@ -1,1 +1,1 @@
-"""What a model takes in memory: loaded (``footprint``), planned for training (``training``), measured (``measuring``)."""
+"""What a model takes in memory: when loaded (``footprint``), trained (``training``), measured (``measuring``)."""

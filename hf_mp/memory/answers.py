@@ -17,7 +17,6 @@ from hf_mp.master_weights.split_parameter import SPLIT_CLASSES, SplitParameter
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 
-
 class FakeSplitParameter(SplitParameter, FakeTensor):
     """A split parameter without memory."""
 

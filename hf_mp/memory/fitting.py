@@ -30,9 +30,7 @@ class LargestBatch:
     memory_bytes: int
 
 
-def largest_batch_size(
-    model: ModelLike, memory: str | int, precision: str = "fp16", **settings: Any
-) -> LargestBatch:
+def largest_batch_size(model: ModelLike, memory: str | int, precision: str = "fp16", **settings: Any) -> LargestBatch:
     """The largest batch whose training step fits in so much memory; both it and the next one are estimated.
 
     Args:
@@ -62,8 +60,8 @@ def largest_batch_size(
 def search_largest(peak: Callable[[int], int], memory_bytes: int) -> int:
     """The largest n >= 1 with ``peak(n) <= memory_bytes``, or 0; ``peak`` must not fall as n grows.
 
-    Memory is what stays plus so much for each sequence, so that the line through the last two points nearly always leads
-    to the answer at once; where it does not (another part of the step took over as the peak), the interval is halved.
+    Memory is what stays plus so much for each sequence, so that the line through the last two points nearly always
+    leads to the answer at once; where another part of the step takes over as the peak, it is drawn again.
 
     Raises:
         ValueError: where even ``LARGEST_TRIED`` fits.
@@ -75,7 +73,9 @@ def search_largest(peak: Callable[[int], int], memory_bytes: int) -> int:
     while exceeds is None or exceeds - fits > 1:
         if peak(near) <= memory_bytes:
             if near >= LARGEST_TRIED:
-                raise ValueError(f"a batch of {near} still fits in {memory_bytes} bytes: there is nothing to search for")
+                raise ValueError(
+                    f"a batch of {near} still fits in {memory_bytes} bytes: there is nothing to search for"
+                )
             fits = near
         else:
             exceeds = near

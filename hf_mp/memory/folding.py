@@ -36,7 +36,7 @@ class _Run:
 
 
 def fold_parameters(rows: Iterable[TensorRow], kind: Kind = Kind.PARAMETER) -> tuple[FoldedRow, ...]:
-    """Fold the tensors of one kind: layers that follow each other and are equal in dtype, device and shape are one line.
+    """Fold the tensors of one kind: layers that follow each other, equal in dtype, device and shape, are one line.
 
     Only the first number in a name counts as the layer's. What shares its memory with a tensor above has no line.
     """

@@ -16,8 +16,9 @@ from hf_mp.master_weights.split_parameter import SplitParameter, raw_gradient
 class Kind(StrEnum):
     """What a tensor is to its model.
 
-    ``MASTER_WEIGHTS`` is what a split parameter of a lean layout lacks of its FP32 value, ``QUANTIZATION_STATE`` what a quantized weight needs besides its codes (bitsandbytes' ``SCB``, ``absmax`` and
-    ``code``), ``ATTRIBUTE`` a tensor that a module holds without registering it.
+    ``MASTER_WEIGHTS`` is what a split parameter of a lean layout lacks of its FP32 value, ``QUANTIZATION_STATE`` what a
+    quantized weight needs besides its codes (bitsandbytes' ``SCB``, ``absmax`` and ``code``), ``ATTRIBUTE`` a tensor
+    that a module holds without registering it.
     """
 
     PARAMETER = "parameters"
@@ -172,9 +173,9 @@ class FoundTensor:
 def memory_footprint(model: nn.Module, *, as_if_loaded: bool = False) -> MemoryFootprint:
     """Count the memory that a model holds, byte for byte.
 
-    Counted are parameters, buffers, gradients, the quantization state of bitsandbytes' weights and tensors kept as plain
-    attributes, each storage once. Working copies of an attached :class:`hf_mp.MixedPrecision` and optimizer state are
-    training's: see :func:`hf_mp.measure_training_memory`.
+    Counted are parameters, buffers, gradients, the quantization state of bitsandbytes' weights and tensors kept as
+    plain attributes, each storage once. Working copies of an attached :class:`hf_mp.MixedPrecision` and optimizer
+    state are training's: see :func:`hf_mp.measure_training_memory`.
 
     Args:
         model: any ``nn.Module``, on any device; offloaded and ``meta`` tensors are listed without being in the total.

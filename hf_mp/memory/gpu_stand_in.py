@@ -1,7 +1,7 @@
 """What a GPU would do, on a machine without one: the four choices in which CUDA's memory use differs from a CPU's.
 
-Autograd over fake CUDA tensors needs a torch that was built for CUDA. The meta device needs nothing, and torch's ops have
-the same shapes and dtypes there, but for four things, which are put right here:
+Autograd over fake CUDA tensors needs a torch that was built for CUDA. The meta device needs nothing, and torch's ops
+have the same shapes and dtypes there, but for four things, which are put right here:
 
 - attention runs in the flash or the memory-efficient kernel (torch.nn.functional.scaled_dot_product_attention), which
   keep no matrix of scores, where the meta device would take the plain mathematics;
@@ -62,9 +62,7 @@ def _attention(
         return output[..., :width] if width % 8 else output
     if enable_gqa and query.shape[-3] != key.shape[-3]:  # only the flash kernel shares heads
         mathematics = torch.ops.aten._scaled_dot_product_attention_math.default
-        return mathematics(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True
-        )[0]
+        return mathematics(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)[0]
     if attn_mask is not None:
         if attn_mask.dtype is torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(attn_mask.logical_not(), -torch.inf)
@@ -82,5 +80,7 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
 def fused_optimizers() -> Iterator[None]:
     """Have torch's fused optimizers take parameters on the meta device."""
     supported = _get_fused_kernels_supported_devices()
-    with mock.patch.object(torch_optimizer, "_get_fused_kernels_supported_devices", lambda: [*supported, STAND_IN.type]):
+    with mock.patch.object(
+        torch_optimizer, "_get_fused_kernels_supported_devices", lambda: [*supported, STAND_IN.type]
+    ):
         yield

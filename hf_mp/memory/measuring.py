@@ -126,7 +126,7 @@ def _cuda_peak(trainee: Trainee) -> int:
 
 
 def _cpu_peak(trainee: Trainee, recorder: MemoryRecorder) -> int:
-    """The peak of one more step from what torch's CPU allocator reports to the profiler, on top of what lives before."""
+    """The peak of one more step as torch's CPU allocator reports it to the profiler, on top of what lives before."""
     from torch.profiler import ProfilerActivity, profile
 
     gc.collect()
@@ -163,4 +163,3 @@ def process_peak_bytes() -> int | None:
         return None
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-

@@ -18,8 +18,8 @@ from hf_mp.memory.precisions import parse_precision, quantizer_for
 
 ModelLike = str | Path | PreTrainedConfig | PreTrainedModel
 
-# What a configuration without "architectures" (or with a bare encoder) is trained as; encoders come before their decoder
-# variants.
+# What a configuration without "architectures" (or with a bare encoder) is trained as; encoders come before their
+# decoder variants.
 _TASKS = (
     modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -107,10 +107,10 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     bare = {str(getattr(modeling_auto, "MODEL_MAPPING_NAMES", {}).get(config.model_type))}
     for name in getattr(config, "architectures", None) or []:
         if name not in bare and hasattr(transformers, name):
-            return getattr(transformers, name)  # type: ignore[no-any-return]
+            return getattr(transformers, name)
     for task in _TASKS:
         if config.model_type in task:
-            return getattr(transformers, task[config.model_type])  # type: ignore[no-any-return]
+            return getattr(transformers, task[config.model_type])
     raise ValueError(
         f"no language model for model_type {config.model_type!r}: name a class of Transformers in the "
         'configuration, as "architectures": ["BertForMaskedLM"]'
@@ -151,7 +151,7 @@ def skeleton(config: PreTrainedConfig, precision: str, *, double_quant: bool = F
 
 
 def replace_tensors(model: nn.Module, device: torch.device) -> nn.Module:
-    """Give a model new tensors of the same shapes on ``device``, tied where they were; fake ones in a FakeTensorMode."""
+    """Give a model new tensors of the same shapes on ``device``, tied where they were; fake in a FakeTensorMode."""
     memo: dict[int, Tensor] = {}
 
     def renew(tensor: Tensor) -> Tensor:

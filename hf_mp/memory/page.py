@@ -16,7 +16,7 @@ from hf_mp.memory.precisions import PRECISIONS
 from hf_mp.memory.presets import TRAINING_PRESETS
 from hf_mp.memory.report import MemoryReport
 from hf_mp.memory.sizes import readable
-from hf_mp.memory.tables import difference_rows, fit_rows, measured_rows, parameter_rows
+from hf_mp.memory.tables import FIT_HEADER, MEASURED_HEADER, difference_rows, fit_rows, measured_rows, parameter_rows
 from hf_mp.memory.training import TrainingMemory
 
 WIDTH, HEIGHT = 1000, 320  # of a timeline, in the units of its viewBox
@@ -100,6 +100,8 @@ def render_page(report: MemoryReport) -> str:
         timelines=[timeline(name, estimate) for name, estimate in estimates.items()],
         settings=None if first is None else first.settings,
         on_gpu=first is not None and first.device == "cuda",
+        fit_header=FIT_HEADER,
+        measured_header=MEASURED_HEADER,
         fits=fit_rows(report),
         measured=measured_rows(report.training),
         differences=difference_rows(report.footprints),

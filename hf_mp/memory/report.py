@@ -112,7 +112,11 @@ def gather_report(
             unavailable[precision] = str(error)
     planned = skeleton(config, "fp32")
     return MemoryReport(
-        model=model if isinstance(model, str) else Path(model).name if isinstance(model, Path) else type(planned).__name__,
+        model=model
+        if isinstance(model, str)
+        else Path(model).name
+        if isinstance(model, Path)
+        else type(planned).__name__,
         architecture=model_class(config).__name__,
         parameters=planned.num_parameters(),
         counted_from="configuration" if config_only else "loaded weights",

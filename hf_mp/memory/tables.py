@@ -18,7 +18,10 @@ from hf_mp.memory.report import MemoryReport, TrainingRow
 from hf_mp.memory.sizes import in_mib, readable
 
 LOADED_HEADER = ("loaded in", "total", "parameters", "buffers", "quantization state", "get_memory_footprint()")
-TRAINING_HEADER = ("trained in", "peak", "in", *(category.value for category in Category if category.value))
+TRAINING_HEADER = ("trained in", "peak", "in", *(category.value for category in Category))
+
+MEASURED_HEADER = ("trained in", "predicted", "measured", "difference", "allocator or process")
+FIT_HEADER = ("trained in", "this batch", "largest batch", "its peak")
 
 
 def loaded_rows(footprints: Mapping[str, MemoryFootprint]) -> list[tuple[str, ...]]:
@@ -36,7 +39,7 @@ def loaded_rows(footprints: Mapping[str, MemoryFootprint]) -> list[tuple[str, ..
     ]
 
 
-def difference_rows(footprints: Mapping[str, MemoryFootprint]) -> list[tuple[str, str, str]]:
+def difference_rows(footprints: Mapping[str, MemoryFootprint]) -> list[tuple[str, ...]]:
     """Precision, reason and size of every difference to ``get_memory_footprint()``."""
     return [
         (PRECISIONS[precision].label, one.reason, f"{one.size_bytes:+,} B")
@@ -70,8 +73,8 @@ def training_rows(training: Mapping[str, TrainingRow]) -> list[tuple[str, ...]]:
 
 
 def measured_rows(training: Mapping[str, TrainingRow]) -> list[tuple[str, ...]]:
-    """Predicted beside measured: label, predicted peak, measured peak, by how much they differ, process or allocator."""
-    rows = []
+    """Predicted beside measured: label, predicted peak, measured peak, their difference, allocator or process."""
+    rows: list[tuple[str, ...]] = []
     for preset, row in training.items():
         if row.measurement is None:
             continue
@@ -85,7 +88,7 @@ def measured_rows(training: Mapping[str, TrainingRow]) -> list[tuple[str, ...]]:
 
 def fit_rows(report: MemoryReport) -> list[tuple[str, ...]]:
     """For the report's GPU: label, whether the step fits, the largest batch and its peak."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for preset, row in report.training.items():
         if row.largest_batch is None or report.gpu_bytes is None:
             continue
@@ -102,10 +105,14 @@ def render(report: MemoryReport) -> RenderableType:
 
 
 def _parts(report: MemoryReport) -> Iterator[RenderableType]:
-    yield Text(f"{report.model}: {report.architecture}, {report.parameters:,} parameters, from its {report.counted_from}")
+    yield Text(
+        f"{report.model}: {report.architecture}, {report.parameters:,} parameters, from its {report.counted_from}"
+    )
     yield _table("Loaded", LOADED_HEADER, loaded_rows(report.footprints))
     if rows := difference_rows(report.footprints):
-        yield _table("Bytes that get_memory_footprint() counts differently", ("loaded in", "reason", "difference"), rows)
+        yield _table(
+            "Bytes that get_memory_footprint() counts differently", ("loaded in", "reason", "difference"), rows
+        )
     header = ("parameter", "shape", "device", *(PRECISIONS[precision].label for precision in report.footprints))
     yield _table("Dtype of each parameter", header, parameter_rows(report.footprints), numbers=False)
     if report.training:
@@ -117,24 +124,23 @@ def _parts(report: MemoryReport) -> Iterator[RenderableType]:
 def _training_parts(report: MemoryReport) -> Iterator[RenderableType]:
     first = next(iter(report.training.values())).estimate
     s = first.settings
-    title = f"One training step on {'a GPU' if first.device == 'cuda' else 'a CPU'}: {s.batch_size} x {s.seq_len} tokens"
+    title = (
+        f"One training step on {'a GPU' if first.device == 'cuda' else 'a CPU'}: {s.batch_size} x {s.seq_len} tokens"
+    )
     if s.accumulation_steps > 1:
         title += f", {s.accumulation_steps} micro-batches"
     if s.gradient_checkpointing:
         title += ", gradient checkpointing"
     # Terminals are narrow: ways of training are columns, categories are rows.
     header = ("at the peak", *(TRAINING_PRESETS[preset].label for preset in report.training))
-    columns = [("", *TRAINING_HEADER[1:]), *((row[0], *row[1:]) for row in training_rows(report.training))]
-    rows = list(zip(*columns, strict=True))[1:]
+    rows = list(zip(TRAINING_HEADER, *training_rows(report.training), strict=True))[1:]
     yield _table(title, header, rows)
     if first.device == "cuda":
         yield Text("Predicted for a GPU; not measured on a GPU yet. CUDA's context and fragmentation come on top.")
     if rows := measured_rows(report.training):
-        names = ("trained in", "predicted", "measured", "difference", "allocator or process")
-        yield _table("Predicted beside measured", names, rows)
+        yield _table("Predicted beside measured", MEASURED_HEADER, rows)
     if report.gpu_bytes is not None and (rows := fit_rows(report)):
-        names = ("trained in", "this batch", "largest batch", "its peak")
-        yield _table(f"In {readable(report.gpu_bytes)}", names, rows)
+        yield _table(f"In {readable(report.gpu_bytes)}", FIT_HEADER, rows)
 
 
 def _table(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]], numbers: bool = True) -> RenderableType:

@@ -66,7 +66,8 @@ class TrainingMemory:
         timeline: the step in moments; the peak is one of them.
         allocator_peak_bytes: the same peak as the allocator saw it, with what kernels take inside of an op; None where
             it was not asked.
-        process_peak_bytes: the highest resident memory of the whole process while it was measured; None for an estimate.
+        process_peak_bytes: the highest resident memory of the whole process while it was measured; None for an
+            estimate.
     """
 
     model: str
@@ -131,8 +132,8 @@ def estimate_training_memory(
         allocator's fragmentation, workspaces of kernels.
 
     Raises:
-        ValueError: for an unknown model, precision, optimizer or device, or a batch, sequence or number of micro-batches
-            that is not possible.
+        ValueError: for an unknown model, precision, optimizer or device, or a batch, sequence or number of
+            micro-batches that is not possible.
     """
     config = find_config(model)
     settings = make_settings(
@@ -285,7 +286,9 @@ def _with_adapters(model: PreTrainedModel, gradient_checkpointing: bool) -> nn.M
         from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
     except ImportError as error:
         raise ImportError("INT8 + LoRA needs peft: pip install peft, or choose another precision") from error
-    prepared = prepare_model_for_kbit_training(model, use_gradient_checkpointing=gradient_checkpointing)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of Transformers, about a name that peft reads
+        prepared = prepare_model_for_kbit_training(model, use_gradient_checkpointing=gradient_checkpointing)
     try:
         return get_peft_model(prepared, LoraConfig())
     except ValueError:  # peft knows no usual layers for this architecture
@@ -327,7 +330,9 @@ def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimiz
         raise ValueError(f"optimizer={name!r} cannot be made: {error}") from error
     settings = {**settings, "lr": 0.0}  # a person's weights stay as they are
     if kind.__module__.startswith("torch.optim.") and not settings.get("fused"):
-        settings.setdefault("foreach", device.type != "cpu")  # torch's default, which it does not choose for fake tensors
+        settings.setdefault(
+            "foreach", device.type != "cpu"
+        )  # torch's default, which it does not choose for fake tensors
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in trained if parameter.dim() >= 2], "weight_decay": 0.01},
