@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -141,13 +143,27 @@ def skeleton(config: PreTrainedConfig, precision: str, *, double_quant: bool = F
     if quantizer is None:
         return model
     quantizer.preprocess_model(model=model, device_map={"": "cpu"}, dtype=dtype)
-    for name, parameter in list(model.named_parameters()):
-        if quantizer.param_needs_quantization(model, name):
-            parameter.data = parameter.data.to(dtype)
-            cast(Any, parameter)._quantize(torch.device("meta"))
-        elif parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
+    with _own_tables_of_bitsandbytes():
+        for name, parameter in list(model.named_parameters()):
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+            if quantizer.param_needs_quantization(model, name):
+                cast(Any, parameter)._quantize(torch.device("meta"))
     return cast(PreTrainedModel, quantizer.postprocess_model(model) or model)
+
+
+@contextlib.contextmanager
+def _own_tables_of_bitsandbytes() -> Iterator[None]:
+    """Keep tables on the meta device out of what bitsandbytes remembers for the next real model."""
+    from bitsandbytes.functional import name2qmap
+
+    before = dict(name2qmap)
+    name2qmap.clear()
+    try:
+        yield
+    finally:
+        name2qmap.clear()
+        name2qmap.update(before)
 
 
 def replace_tensors(model: nn.Module, device: torch.device) -> nn.Module:

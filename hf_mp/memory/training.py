@@ -24,7 +24,8 @@ from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.runtime import MixedPrecision
 
 DEFAULT_OPTIMIZER = "adamw_torch_fused"  # TrainingArguments'
-_RECORDED_STEPS = 2  # the first makes the optimizer's state, the second is like all that follow
+_RECORDED_UPDATES = 2  # the first makes the optimizer's state, the second is like all that follow
+_MOST_STEPS = 40  # at the beginning of a real run, steps are skipped until the loss scale has come down
 _RECORDED_MICRO_BATCHES = 2  # the second is like all that follow: it meets the gradients of the first
 
 
@@ -97,6 +98,7 @@ class Trainee:
     optimizer: Optimizer
     batch: dict[str, Tensor]
     accumulation_steps: int
+    runtime: MixedPrecision | None = None
 
 
 def estimate_training_memory(
@@ -259,7 +261,7 @@ def make_trainee(
     if runtime is not None:
         optimizer = runtime.attach_optimizer(optimizer)
     batch = make_batch(kind, settings, device)
-    return Trainee(model, _forward(model, preset, device), optimizer, batch, settings.accumulation_steps)
+    return Trainee(model, _forward(model, preset, device), optimizer, batch, settings.accumulation_steps, runtime)
 
 
 def _forward(model: nn.Module, preset: TrainingPreset, device: torch.device) -> Callable[..., Any]:
@@ -344,14 +346,15 @@ def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimiz
 def record_steps(trainee: Trainee, recorder: MemoryRecorder) -> StepProfile:
     """Train for as many steps as are needed to see the highest one, and return its profile."""
     recorder.take(trainee.batch.values(), Category.INPUTS_AND_BUFFERS)
-    profiles = []
+    profiles, updates = [], 0
     with recorder.following(trainee.model), recorder:
-        for _ in range(_RECORDED_STEPS):
+        while updates < _RECORDED_UPDATES and len(profiles) < _MOST_STEPS:
             recorder.ledger.start_step()
             train_one_step(trainee, recorder.start_phase)
             recorder.take_optimizer_state(trainee.optimizer)
             trainee.optimizer.zero_grad()
             profiles.append(profile_step(recorder.ledger.events))
+            updates += trainee.runtime is None or not trainee.runtime.step_was_skipped
     # What every step reaches counts more than what only the first one does, where they are equal.
     return max(reversed(profiles), key=lambda profile: profile.peak.total_bytes)
 

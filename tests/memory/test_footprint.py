@@ -27,7 +27,7 @@ def storages_of(model):
             waiting.extend(thing.values())
         elif isinstance(thing, (list, tuple, set)):
             waiting.extend(thing)
-        elif hasattr(thing, "__dict__") and not callable(thing) or isinstance(thing, nn.Module):
+        elif (hasattr(thing, "__dict__") and not callable(thing)) or isinstance(thing, nn.Module):
             waiting.append(vars(thing))
     return sum(found.values())
 

@@ -64,7 +64,7 @@ def test_the_timeline_is_short_and_keeps_the_peak(moments):
     assert max(moment.total_bytes for moment in profile.timeline) == profile.peak.total_bytes
     assert profile.peak.total_bytes == sum(1 + key % 7 for key in range(500))
     positions = [moment.position for moment in profile.timeline]
-    assert positions == sorted(positions) and 0 <= positions[0] and positions[-1] < 1
+    assert positions == sorted(positions) and positions[0] >= 0 and positions[-1] < 1
 
 
 def test_no_events():

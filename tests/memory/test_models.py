@@ -72,12 +72,14 @@ def test_loading_without_weights_tells_the_way_out(no_network, monkeypatch):
 
 
 def test_a_directory_without_a_model(tmp_path):
-    with pytest.raises(ValueError, match="holds no config.json: give a directory that save_pretrained wrote"):
+    with pytest.raises(ValueError, match=r"holds no config\.json: give a directory that save_pretrained wrote"):
         find_config(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[1]", "{}", json.dumps({"model_type": "no-such"})], ids=["empty", "cut", "list", "bare", "type"]
+    "content",
+    ["", "{", "[1]", "{}", json.dumps({"model_type": "no-such"})],
+    ids=["empty", "cut", "list", "bare", "type"],
 )
 def test_a_file_that_is_no_configuration(tmp_path, content):
     (tmp_path / "config.json").write_text(content)

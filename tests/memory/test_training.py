@@ -17,7 +17,10 @@ def estimate(model="gpt2-4", precision="fp32", **settings):
     return estimate_training_memory(CONFIGS[model](), precision, **{**STEP, **settings})
 
 
-@pytest.mark.parametrize("model", list(CONFIGS))
+MODELS = [pytest.param(name, marks=[pytest.mark.slow] if name == "gpt2-12" else []) for name in CONFIGS]
+
+
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("precision", list(TRAINING_PRESETS))
 def test_predicted_peaks_are_the_measured_ones(model, precision):
     predicted = estimate(model, precision, device="cpu")
@@ -164,7 +167,9 @@ def test_the_timeline_tells_the_parts_in_order():
 
 def test_a_gpu_keeps_no_matrix_of_attention_scores():
     def activations(seq_len, device):
-        config = GPT2Config(n_layer=1, n_embd=32, n_head=4, vocab_size=64, n_positions=512, bos_token_id=0, eos_token_id=0)
+        config = GPT2Config(
+            n_layer=1, n_embd=32, n_head=4, vocab_size=64, n_positions=512, bos_token_id=0, eos_token_id=0
+        )
         found = estimate_training_memory(config, "fp16", batch_size=1, seq_len=seq_len, device=device)
         return max(m.bytes_by_category[Category.ACTIVATIONS] for m in found.timeline)
 
@@ -190,6 +195,7 @@ def test_nothing_is_left_behind():
         torch.optim.AdamW([parameter], fused=True).step()
 
 
+@pytest.mark.slow
 def test_a_model_of_70_billion_parameters_needs_no_memory():
     import resource
     import sys
@@ -222,7 +228,10 @@ def test_a_model_of_70_billion_parameters_needs_no_memory():
         ({"seq_len": 65}, r"seq_len=65 is longer than the 64 positions.*at most 64"),
         ({"accumulation_steps": 0}, r"accumulation_steps=0 is not possible"),
         ({"optimizer": "adamm"}, r"optimizer='adamm' cannot be made"),
-        ({"precision": "fp16-adamw8bit", "optimizer": "sgd"}, r"is about optimizer='adamw_bnb_8bit': leave optimizer out"),
+        (
+            {"precision": "fp16-adamw8bit", "optimizer": "sgd"},
+            r"is about optimizer='adamw_bnb_8bit': leave optimizer out",
+        ),
         ({"device": "tpu"}, r"device='tpu' cannot be estimated for: use 'cuda' or 'cpu'"),
     ],
 )
