@@ -27,6 +27,7 @@ from hf_mp.autocasting.rules import Rules
 from hf_mp.autocasting.tables import TableName
 from hf_mp.autocasting.working_copies import WorkingCopies
 from hf_mp.borders import input_border, output_border, parameter_border
+from hf_mp.causal_lm_loss import install_causal_lm_loss, remove_causal_lm_loss
 from hf_mp.kernels.gradient_scan import largest_magnitude
 from hf_mp.loss_scaling import LossScaler, ScaleTensors, StepReport, headroom_left, make_loss_scaler
 from hf_mp.master_weights.lean import restore_parameters, split_trainable_parameters
@@ -278,6 +279,7 @@ class MixedPrecision:
         self._model = weakref.ref(model)
         self._make_masters(model)
         self.wrap_forwards()
+        install_causal_lm_loss(model)
         return model
 
     def _make_masters(self, model: nn.Module) -> None:
@@ -341,6 +343,7 @@ class MixedPrecision:
         self.working_copies.clear()
         if (model := self.model) is not None:
             restore_parameters(model)
+            remove_causal_lm_loss(model)
         self._model = None
 
     def copy_for(self, memo: dict[int, Any]) -> MixedPrecision:
