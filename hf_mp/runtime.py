@@ -35,6 +35,8 @@ from hf_mp.master_weights.optimizer import MasterWeightOptimizer
 from hf_mp.master_weights.split_parameter import gradient_and_factor, raw_gradient
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 
+DEFERRED_ELEMENTS = 2**20  # outputs from this size on are cast to FP32 only when they are read
+
 
 @dataclass(frozen=True)
 class PrecisionStats:
@@ -185,7 +187,9 @@ class AttachedForward:
             kwargs = apply_to_tensors(runtime.input_border, kwargs)
         with runtime.region:
             outputs = self.original(*args, **kwargs)
-        return apply_to_tensors(runtime.output_border, outputs)
+        return apply_to_tensors(
+            runtime.output_border if not _has_loss(outputs) else runtime.border_beside_loss, outputs
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Deep-copying a model copies its attributes, this one too: the copy must run the copied weights.
@@ -408,6 +412,12 @@ class MixedPrecision:
         return output_border(output, self.scaler.factors(output.device).scale, self.backward_begins)
 
     @torch.compiler.disable
+    def border_beside_loss(self, output: Tensor) -> Tensor:
+        """As :meth:`output_border`, for a model that gives its loss as well: large outputs may stay unread."""
+        deferred = output.numel() >= DEFERRED_ELEMENTS
+        return output_border(output, self.scaler.factors(output.device).scale, self.backward_begins, deferred=deferred)
+
+    @torch.compiler.disable
     def input_border(self, value: Tensor) -> Tensor:
         """The border that a tensor crosses on its way into the model."""
         return input_border(value, self.scaler.factors(value.device).inverse)
@@ -452,6 +462,11 @@ class MixedPrecision:
         model = self.model
         named = [] if model is None else model.named_parameters()
         return [name for name, p in named if not torch.isfinite(_largest_true_magnitude([p])).item()]
+
+
+def _has_loss(outputs: Any) -> bool:
+    first = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0] if isinstance(outputs, tuple) else None
+    return isinstance(first, Tensor) and first.dim() == 0 and first.requires_grad
 
 
 def apply_to_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
