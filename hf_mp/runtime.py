@@ -479,12 +479,14 @@ class _StepGuard:
             runtime._finish_step(report)
             return loss
 
+        step.guarded_by_hf_mp = True  # type: ignore[attr-defined]  # an explicit loss scaler refuses it
         self._step = types.MethodType(step, optimizer)
         optimizer.step = self._step  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Give the optimizer its own ``step`` back; under a wrapper put on later, become transparent."""
         self._active = False
+        self._step.__func__.guarded_by_hf_mp = False  # type: ignore[attr-defined]
         if self.optimizer.__dict__.get("step") is self._step:
             if self._previous is None:
                 del self.optimizer.step
