@@ -194,12 +194,17 @@ class ExplicitScaling:
 
 
 def _multiply(gradients: Iterable[Tensor], factor: float) -> None:
-    """Multiply in place, in one multi-tensor call for each device and dtype."""
+    """Multiply in place: on an accelerator in one multi-tensor call for each device and dtype."""
     groups: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         groups[gradient.device, gradient.dtype].append(gradient._values() if gradient.is_sparse else gradient)
-    for group in groups.values():
-        torch._foreach_mul_(group, factor)
+    for (device, _), group in groups.items():
+        if device.type == "cpu":
+            # There torch's multi-tensor call is a loop too, but rounds the factor to BF16 for BF16 gradients.
+            for values in group:
+                values.mul_(factor)
+        else:
+            torch._foreach_mul_(group, factor)
 
 
 def _nonfinite_parameters(optimizer: Optimizer) -> list[str]:
