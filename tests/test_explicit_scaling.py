@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from hf_mp import MixedPrecision
+from hf_mp import MasterWeightOptimizer, MixedPrecision
 from hf_mp.explicit_scaling import _multiply
 from hf_mp.loss_scaling import (
     DynamicLossScaler,
@@ -652,6 +652,7 @@ class TestSavedState:
                 train_step(one, optimizer, weight, gradient)
         assert scaler.state.steps == 6 and scaler.state.skipped_steps == 2
         assert all(one.state == scaler.state for one in copies)
+        assert b"_rebuild_tensor" not in pickle.dumps(scaler)  # so that it loads where this device is not
         held = {id(one.scale_tensors(torch.device("cpu")).scale) for one in (scaler, *copies)}
         assert len(held) == 4
 
@@ -709,22 +710,25 @@ class TestOtherScalers:
         backward(scaler, weight)
         assert weight.grad.item() == 64.0
 
-    def test_masters_get_fp32_gradients_of_an_fp16_model(self) -> None:
-        """With an optimizer that says it keeps masters; what it does with them is its own matter."""
-
-        class KeepsMasters(SGD):
-            keeps_masters = True
-
-            def step(self, closure: Any = None) -> None:
-                return None
-
-        half = one_weight(dtype=torch.float16)
-        scaler = DynamicLossScaler(2.0**15)
-        scaler.scale((half * 2.0**-20).float().sum()).backward()  # unscaled, FP16 would lose bits of it
-        half.grad.mul_(1.0009765625)
-        scaled = half.grad.double().item()
-        scaler.step(KeepsMasters([half]))
-        assert half.grad.dtype is torch.float32 and half.grad.item() == scaled / 2.0**15
+    @pytest.mark.parametrize("layout", ["whole", "split"])
+    def test_masters_of_an_fp16_model_step_on_fp32_gradients(self, layout: Any) -> None:
+        """Gradients of which FP16 would lose bits, or all, once they are unscaled; beside a loop in FP32."""
+        half, master = one_weight(dtype=torch.float16), torch.ones(1)
+        scaler, optimizer = DynamicLossScaler(2.0**15), MasterWeightOptimizer(SGD([half], lr=2.0**8), layout=layout)
+        for step in range(6):
+            optimizer.zero_grad()
+            scaler.scale(half.float().sum()).backward()
+            assert layout == "split" or half.grad.dtype is torch.float16
+            half.grad.mul_(2.0**-10 * (1 + step / 1024) if step != 3 else INF)
+            scaled = half.grad.float().clone()
+            scaler.unscale_(optimizer)
+            assert half.grad.dtype is torch.float32 and torch.equal(half.grad, scaled / scaler.get_scale())
+            scaler.step(optimizer)
+            scaler.update()
+            if step != 3:
+                master -= 2.0**8 * (scaled / scaler.get_scale() if step < 3 else scaled / 2.0**14)
+            assert torch.equal(optimizer.master(half), master)
+        assert scaler.state.skipped_steps == 1 and master.item() != 1.0
 
 
 class TestGivingUp:

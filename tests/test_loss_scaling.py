@@ -105,6 +105,11 @@ class TestGivingUp:
         with pytest.raises(LossScaleError, match=r"since step 1\): gradients are inf or NaN even at loss scale 0\.1,"):
             record(scaler, [OVERFLOW] * 5)
 
+    def test_a_floor_that_is_no_power_of_two_is_rounded_up_and_reached(self) -> None:
+        scaler = HeadroomLossScaler(min_scale=3.0, max_consecutive_skips=5)
+        with pytest.raises(LossScaleError, match=r"at loss scale 4, the smallest allowed"):
+            record(scaler, [OVERFLOW] * 5)
+
     def test_an_applied_step_ends_the_row(self) -> None:
         record(DynamicLossScaler(1.0, max_consecutive_skips=2), [OVERFLOW, CLEAN] * 20)
 
