@@ -123,10 +123,7 @@ class LossScaler(ExplicitScaling, Generic[State]):
 
     def copy(self) -> Self:
         """A scaler of the same settings and state that goes its own way."""
-        copied = copy.copy(self)
-        copied._tensors = {}
-        copied._begin_iteration()
-        return copied
+        return copy.deepcopy(self)
 
     def record_step(self, report: StepReport, nonfinite: Callable[[], Sequence[str]] = tuple) -> None:
         """Take in what an optimizer step saw and set the next scale.
