@@ -530,7 +530,6 @@ class _StepGuard:
     def remove(self) -> None:
         """Give the optimizer its own ``step`` back; under a wrapper put on later, become transparent."""
         self._active = False
-        self._step.__func__.guarded_by_hf_mp = False  # type: ignore[attr-defined]
         if self.optimizer.__dict__.get("step") is self._step:
             if self._previous is None:
                 del self.optimizer.step
