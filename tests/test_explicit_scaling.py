@@ -795,3 +795,18 @@ def test_an_optimizer_like_object_needs_param_groups_and_step_alone() -> None:
     scaler.step(wrapper)
     scaler.update()
     assert stepped == [1.0]
+
+
+def test_an_optimizer_is_free_again_after_detach_also_under_a_scheduler() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    runtime = MixedPrecision("fp16")
+    runtime.attach(model)
+    runtime.attach_optimizer(optimizer)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # wraps step, attributes and all
+    scaler = DynamicLossScaler()
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    with pytest.raises(RuntimeError, match="attached"):
+        scaler.step(optimizer)
+    runtime.detach()
+    scaler.step(optimizer)
