@@ -120,23 +120,32 @@ def parameter_border(parameter: Tensor, working_copy: Tensor | None, inverse: Te
     return parameter if working_copy is None else working_copy
 
 
-def watch_autograd_functions(border_arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
+def needs_borders(function: type[Function]) -> bool:
+    """Whether borders are put around the arguments of this autograd function: it is neither ours nor torch's.
+
+    torch's own carry whole graphs and their parameters (a compiled model), with borders inside.
+    """
+    return not issubclass(function, BorderFunction) and not function.__module__.startswith("torch.")
+
+
+def watch_autograd_functions(border_argument: Callable[[Any], Any]) -> None:
     """Put the parameter border around the arguments of every autograd function (``MyFunction.apply(x, weight)``).
 
     A torch function mode does not see such a call, and a parameter that went into it bare would be given a gradient
-    that is still scaled. Installed once, for all functions but those of the borders themselves.
+    that is still scaled. Installed once, for all functions but those of the borders themselves. In compiled code
+    ``apply`` is the compiler's own: see :mod:`hf_mp.autocasting.compiling`.
 
     Args:
-        border_arguments: gives the arguments to use instead; called at every ``apply``, inside a region or not.
+        border_argument: gives the argument to use instead; called at every ``apply``, inside a region or not.
     """
     original = Function.apply.__func__  # type: ignore[attr-defined]
 
     @torch.compiler.disable
     @functools.wraps(original)
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        # torch's own functions carry whole graphs and their parameters (a compiled model), with borders inside.
-        if not issubclass(cls, BorderFunction) and not cls.__module__.startswith("torch."):
-            args = border_arguments(args)
+        if needs_borders(cls):
+            args = tuple([border_argument(arg) for arg in args])
+            kwargs = {key: border_argument(arg) for key, arg in kwargs.items()}
         return original(cls, *args, **kwargs)
 
     Function.apply = classmethod(apply)  # type: ignore[assignment]

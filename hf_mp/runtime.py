@@ -124,8 +124,8 @@ class Region(autocast):
             return func(*args, **kwargs)
         return func(*[self._inside(arg) for arg in args], **{key: self._inside(arg) for key, arg in kwargs.items()})
 
-    def border_arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple([self._inside(arg) for arg in args]) if torch.is_grad_enabled() else args
+    def border_argument(self, value: Any) -> Any:
+        return self._inside(value) if torch.is_grad_enabled() else value
 
     def _inside(self, value: Any) -> Any:
         if type(value) is Tensor:

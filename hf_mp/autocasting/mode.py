@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -14,7 +13,8 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
 from hf_mp import borders
-from hf_mp.autocasting import torch_state
+from hf_mp.autocasting import compiling, torch_state
+from hf_mp.autocasting.active import active_autocast, border_argument, enter_island, leave_island, state
 from hf_mp.autocasting.checkpointing import reenter_in_recomputation
 from hf_mp.autocasting.composites import COMPOSITES, call
 from hf_mp.autocasting.explain import Explanation, Recorder
@@ -33,21 +33,6 @@ _CASTABLE = frozenset(
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype is not torch.float64
 )  # fmt: skip
 ALLOWED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-class _ThreadState(threading.local):
-    """The autocast modes that are active in one thread, innermost last."""
-
-    def __init__(self) -> None:
-        self.active: list[autocast] = []
-
-
-_state = _ThreadState()
-
-
-def active_autocast() -> autocast | None:
-    """The innermost autocast of this thread, also a disabled one; None outside of any."""
-    return _state.active[-1] if _state.active else None
 
 
 class autocast(TorchFunctionMode):
@@ -118,14 +103,14 @@ class autocast(TorchFunctionMode):
             )
         if self._fp32_modules and not self._island_hooks:
             self._island_hooks = [handle for m in self._fp32_modules for handle in _make_island(m, self)]
-        _state.active.append(self)
+        state.active.append(self)
         super().__enter__()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)
-        _state.active.pop()
-        if self not in _state.active:
+        state.active.pop()
+        if self not in state.active:
             self._casts.clear()
             for handle in self._island_hooks:
                 handle.remove()
@@ -157,7 +142,7 @@ class autocast(TorchFunctionMode):
             if self.observer is None:
                 return self.call_unlisted(func, args, kwargs)
         # An autocast inside this one has decided already; what reaches here is the call that it makes.
-        elif _state.active[-1] is not self:
+        elif state.active[-1] is not self:
             entry = None
         return (self.apply if self.observer is None else self.observer)(entry, func, args, kwargs)
 
@@ -219,9 +204,9 @@ class autocast(TorchFunctionMode):
             mode.observer = None
         return recorder.explanation()
 
-    def border_arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Arguments for an autograd function, which torch functions modes do not see."""
-        return args
+    def border_argument(self, value: Any) -> Any:
+        """An argument for an autograd function, which torch function modes do not see."""
+        return value
 
     def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Make a call that no table speaks of."""
@@ -271,7 +256,7 @@ def _make_island(module: nn.Module, outer: autocast) -> tuple[RemovableHandle, R
     """Run ``module`` in FP32 inside ``outer``: floating inputs are cast up, autocast is off."""
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if outer not in _state.active:
+        if outer not in state.active:
             return None
         _Island(outer, module).__enter__()
         return outer.cast(args, torch.float32), {key: outer.cast(arg, torch.float32) for key, arg in kwargs.items()}
@@ -398,12 +383,8 @@ _APPLY: dict[CastRule, Callable[..., Any]] = {
 
 reenter_in_recomputation(active_autocast)
 torch_state.install(active_autocast)
-
-
-def _border_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    for mode in _state.active:
-        args = mode.border_arguments(args)
-    return args
-
-
-borders.watch_autograd_functions(_border_arguments)
+borders.watch_autograd_functions(border_argument)
+compiling.check_compiler()
+compiling.trace_borders(borders.needs_borders, border_argument)
+compiling.trace_islands(enter_island, leave_island)
+compiling.run_graphs_without_modes(active_autocast)
