@@ -24,6 +24,7 @@ from hf_mp.autocasting.tables import OPS, TABLES, CastRule, TableName
 from hf_mp.autocasting.through_fp32 import run_through_fp32, runs_natively
 from hf_mp.autocasting.torch_state import is_torch_autocast_enabled
 from hf_mp.autocasting.working_copies import version_of
+from hf_mp.autocasting.written_out import WRITTEN_OUT
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -144,6 +145,11 @@ class autocast(TorchFunctionMode):
         # An autocast inside this one has decided already; what reaches here is the call that it makes.
         elif state.active[-1] is not self:
             entry = None
+        elif entry[0] is CastRule.WRITTEN_OUT:
+            result = self._open(WRITTEN_OUT[entry[1]], args, kwargs)
+            if result is not NotImplemented:
+                return result
+            entry = (CastRule.LOWER_PRECISION, entry[1])
         return (self.apply if self.observer is None else self.observer)(entry, func, args, kwargs)
 
     def _open(self, opened: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -19,6 +19,7 @@ import torch
 import torch._dynamo  # first: the compiler must know the functions that are replaced here as torch has them
 
 from hf_mp.autocasting.active import BOTH_ACTIVE
+from hf_mp.autocasting.tables import TableName
 
 
 class ActiveAutocast(Protocol):
@@ -26,6 +27,7 @@ class ActiveAutocast(Protocol):
 
     dtype: torch.dtype
     enabled: bool
+    tables: TableName
 
     def island(self) -> AbstractContextManager[Any]:
         """An autocast inside this one that is switched off."""
@@ -49,7 +51,24 @@ def install(active: Callable[[], ActiveAutocast | None]) -> None:
     @functools.wraps(is_torch_autocast_enabled)
     def is_autocast_enabled(*args: Any, **kwargs: Any) -> bool:
         ours = _answering(active)
-        return is_torch_autocast_enabled(*args, **kwargs) if ours is None else ours.enabled
+        if ours is None:
+            return is_torch_autocast_enabled(*args, **kwargs)
+        # torch's attention and encoder layers leave their fast path where CUDA's autocast is enabled, not the CPU's.
+        asks_for_cuda = not args and not kwargs and _asker(1).startswith("torch.nn.modules.")
+        return ours.enabled and not (asks_for_cuda and ours.tables == "cpu")
+
+    # A mode alone is no tensor argument with a torch function, which is what they ask for.
+    has_torch_function = torch.overrides.has_torch_function
+
+    @functools.wraps(has_torch_function)
+    def has_other_torch_function(args: Any) -> bool:
+        if torch.compiler.is_dynamo_compiling() or not _asker(1).startswith("torch.nn.modules."):
+            return has_torch_function(args)
+        ours = active()
+        if ours is None or ours.tables != "cpu":
+            return has_torch_function(args)
+        with torch.overrides._pop_mode_temporarily():
+            return has_torch_function(args)
 
     @functools.wraps(torch_dtype)
     def get_autocast_dtype(*args: Any, **kwargs: Any) -> torch.dtype:
@@ -93,6 +112,7 @@ def install(active: Callable[[], ActiveAutocast | None]) -> None:
     ):  # torch.jit.script compiles torch.autocast, and looks its questions up in a table by identity
         if (op := torch.jit._builtins._find_builtin(asked)) is not None:
             torch.jit._builtins._register_builtin(answered, op)
+    torch.overrides.has_torch_function = has_other_torch_function
     torch._C._is_any_autocast_enabled = is_any_autocast_enabled
     torch.is_autocast_enabled = is_autocast_enabled
     torch.get_autocast_dtype = get_autocast_dtype
@@ -101,12 +121,17 @@ def install(active: Callable[[], ActiveAutocast | None]) -> None:
     torch.autocast.__exit__ = leave_autocast  # type: ignore[method-assign]
 
 
+def _asker(depth: int) -> str:
+    """The module of the function so many calls above the caller of this one."""
+    return str(sys._getframe(depth + 1).f_globals.get("__name__", ""))
+
+
 def _answering(active: Callable[[], ActiveAutocast | None]) -> ActiveAutocast | None:
     """The autocast that answers a question, for the function that it was put to; None where torch itself answers."""
     ours = active()
     if ours is None or torch.compiler.is_dynamo_compiling():  # a compiler traces models only
         return ours
-    asking: str = sys._getframe(2).f_globals.get("__name__", "")
+    asking = _asker(2)
     for_a_model = not asking.startswith("torch.") or asking.startswith(_ASK_FOR_MODELS)
     return ours if for_a_model else None
 
