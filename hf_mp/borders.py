@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
@@ -149,3 +149,37 @@ def watch_autograd_functions(border_argument: Callable[[Any], Any]) -> None:
         return original(cls, *args, **kwargs)
 
     Function.apply = classmethod(apply)  # type: ignore[assignment]
+
+
+def watch_script_functions(border_argument: Callable[[Any], Any]) -> None:
+    """Put the parameter border around the arguments of every function that ``torch.jit.script`` compiled.
+
+    No torch function mode sees what runs in TorchScript either. Parameters that a scripted *module* holds are out of
+    reach: see :func:`check_reachable`.
+
+    Args:
+        border_argument: as for :func:`watch_autograd_functions`.
+    """
+    original: Any = torch.jit.ScriptFunction.__call__
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        args = tuple([border_argument(arg) for arg in args])
+        return original(self, *args, **{key: border_argument(arg) for key, arg in kwargs.items()})
+
+    torch.jit.ScriptFunction.__call__ = call  # type: ignore[method-assign]
+
+
+def check_reachable(model: nn.Module) -> None:
+    """Refuse a model with parameters that no border can be put around, where a loss is scaled.
+
+    Raises:
+        ValueError: if a part of ``model`` was compiled by TorchScript and has trainable parameters.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(p.requires_grad for p in module.parameters()):
+            raise ValueError(
+                f"{name or type(model).__name__} is a TorchScript module, and gradients would reach its parameters "
+                "multiplied by the loss scale: leave it as a Python module (torch.compile is supported), freeze its "
+                "parameters, or use a precision that scales nothing (bf16)"
+            )

@@ -26,7 +26,7 @@ from hf_mp.autocasting.products import Factor
 from hf_mp.autocasting.rules import Rules
 from hf_mp.autocasting.tables import TableName
 from hf_mp.autocasting.working_copies import WorkingCopies
-from hf_mp.borders import input_border, output_border, parameter_border
+from hf_mp.borders import check_reachable, input_border, output_border, parameter_border
 from hf_mp.kernels.gradient_scan import largest_magnitude
 from hf_mp.loss_scaling import LossScaler, ScaleTensors, StepReport, headroom_left, make_loss_scaler
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
@@ -262,14 +262,16 @@ class MixedPrecision:
         before keeps working); frozen ones stay as they are. Attach before the optimizer's first step.
 
         Raises:
-            ValueError: if the model has no floating parameter, is attached already, or is wrapped for
-                ``DataParallel``.
+            ValueError: if the model has no floating parameter, is attached already, is wrapped for ``DataParallel``,
+                or has trainable parameters in TorchScript where the loss is scaled.
         """
         if not self.policy.is_mixed:
             return model
         if self.model is not None:
             raise ValueError("this MixedPrecision has a model already: detach() it, or make another one")
         check_attachable(model)
+        if isinstance(self.scaler.factors(torch.device("cpu")), ScaleTensors):
+            check_reachable(model)
         self.region = self._make_region(model)
         self._model = weakref.ref(model)
         _make_masters(model)

@@ -390,6 +390,7 @@ _APPLY: dict[CastRule, Callable[..., Any]] = {
 reenter_in_recomputation(active_autocast)
 torch_state.install(active_autocast)
 borders.watch_autograd_functions(border_argument)
+borders.watch_script_functions(border_argument)
 compiling.check_compiler()
 compiling.trace_borders(borders.needs_borders, border_argument)
 compiling.trace_islands(enter_island, leave_island)

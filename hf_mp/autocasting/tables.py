@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+import torch.overrides
+from torch._ops import OpOverload, OpOverloadPacket
 
 from hf_mp.autocasting.composites import COMPOSITES
 
@@ -169,6 +171,18 @@ def spellings(name: str) -> list[Callable[..., Any]]:
         names = (short, f"{prefix}_{short}")
     found = {id(f): f for ns in namespaces for n in names if callable(f := getattr(ns, n, None))}
     return list(found.values())
+
+
+_NAMESPACE_PREFIXES = ("torch.Tensor.", "torch.nn.functional.", "torch.functional.", "torch._C._nn.", "torch.")
+
+
+def op_name(function: Any) -> str:
+    """What an op is called where no table names it: ``tanh``, ``linalg.inv``, ``my_library.my_op``."""
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        return str(function)
+    name = torch.overrides.resolve_name(function) or getattr(function, "__name__", repr(function))
+    name = next((name.removeprefix(prefix) for prefix in _NAMESPACE_PREFIXES if name.startswith(prefix)), name)
+    return name.removesuffix(".__get__")
 
 
 def op_table(tables: OpTables) -> dict[Callable[..., Any], tuple[CastRule, str]]:

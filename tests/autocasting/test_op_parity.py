@@ -402,7 +402,18 @@ def on_fake_cuda(call: Call) -> Call:
 
 
 # torch cannot fake these on CUDA without a GPU
-NOT_FAKED = {*ONLY_CUDNN, "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "grid_sampler", "cov", "corrcoef"}
+NOT_FAKED = {
+    *ONLY_CUDNN,
+    "lstm",
+    "gru",
+    "rnn_tanh",
+    "rnn_relu",
+    "lstm_cell",
+    "gru_cell",
+    "grid_sampler",
+    "cov",
+    "corrcoef",
+}
 # torch registers `cross` alone, and its linalg.cross refuses two dtypes; ours takes the widest for both
 FAKED_IN_ONE_DTYPE = {"linalg.cross"}
 
