@@ -104,8 +104,13 @@ class Region(autocast):
         super().__exit__(*exc_info)
 
     def cast_parameter(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        has_copy = (
+            dtype is self._copies.dtype and parameter.dtype is torch.float32 and not torch.compiler.is_compiling()
+        )
+        if has_copy and not torch.is_grad_enabled():
+            return self._copies.get(parameter)
         inverse = self._scaler.factors(parameter.device).inverse
-        if dtype is self._copies.dtype and parameter.dtype is torch.float32 and not torch.compiler.is_compiling():
+        if has_copy:
             return parameter_border(parameter, self._copies.get(parameter), inverse)
         inside = parameter_border(parameter, None, inverse)
         return inside if inside.dtype is dtype else inside.to(dtype)
@@ -116,7 +121,7 @@ class Region(autocast):
         return Factor(tensor, self._copies.get(tensor), self._scaler.factors(tensor.device).inverse)
 
     def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             # It cannot look into the set below; a border that nothing differentiates through, a graph drops.
             args = tuple([self._inside(arg) for arg in args])
             return call(func, args, {key: self._inside(value) for key, value in kwargs.items()})

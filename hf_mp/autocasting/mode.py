@@ -23,7 +23,7 @@ from hf_mp.autocasting.rules import ParsedRules, Rules, match_modules, parse_rul
 from hf_mp.autocasting.tables import OPS, TABLES, CastRule, TableName
 from hf_mp.autocasting.through_fp32 import run_through_fp32, runs_natively
 from hf_mp.autocasting.torch_state import is_torch_autocast_enabled
-from hf_mp.autocasting.working_copies import version_of
+from hf_mp.autocasting.working_copies import WatchedParameter, version_of
 from hf_mp.autocasting.written_out import WRITTEN_OUT
 
 P = ParamSpec("P")
@@ -154,7 +154,7 @@ class autocast(TorchFunctionMode):
 
     def _open(self, opened: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a composite function with this mode active, which torch has taken off its stack for the call."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             with self:
                 return opened(*args, **kwargs)
         _push_mode(self)
@@ -173,7 +173,10 @@ class autocast(TorchFunctionMode):
         """Make a call by the table entry that was found for it."""
         if entry is None:
             return self.call_unlisted(func, args, kwargs)
-        return _APPLY[entry[0]](self, entry[1], func, args, kwargs)
+        rule, name = entry
+        if rule is CastRule.LOWER_PRECISION:  # most calls; to look an enum member up costs as much as a small op
+            return _lower_precision(self, name, func, args, kwargs)
+        return _APPLY[rule](self, name, func, args, kwargs)
 
     @staticmethod
     def explain(
@@ -216,7 +219,7 @@ class autocast(TorchFunctionMode):
 
     def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Make a call that no table speaks of."""
-        return call(func, args, kwargs) if torch.compiler.is_compiling() else func(*args, **kwargs)
+        return call(func, args, kwargs) if torch.compiler.is_dynamo_compiling() else func(*args, **kwargs)
 
     def cast_parameter(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """The parameter in ``dtype``; cast once while this autocast lasts, as torch does."""
@@ -237,6 +240,8 @@ class autocast(TorchFunctionMode):
         if type(value) is Tensor:
             found = value.dtype
             return value.to(dtype) if found is not dtype and found in _CASTABLE else value
+        if type(value) is WatchedParameter and value.dtype is torch.float32:  # a parameter with a working copy
+            return self.cast_parameter(value, dtype)
         if isinstance(value, Tensor):
             eligible = value.is_floating_point() and value.dtype is not torch.float64
             if isinstance(value, nn.Parameter):
