@@ -24,7 +24,7 @@ from hf_mp.autocasting.tables import OPS, TABLES, CastRule, TableName
 from hf_mp.autocasting.through_fp32 import run_through_fp32, runs_natively
 from hf_mp.autocasting.torch_state import is_torch_autocast_enabled
 from hf_mp.autocasting.working_copies import WatchedParameter, version_of
-from hf_mp.autocasting.written_out import WRITTEN_OUT
+from hf_mp.autocasting.written_out import NOT_TRACED, WRITTEN_OUT
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -138,18 +138,17 @@ class autocast(TorchFunctionMode):
         kwargs = kwargs or {}
         entry = self._ops.get(func)
         if entry is None:
-            if func in COMPOSITES:
+            if func in COMPOSITES and not (torch.compiler.is_dynamo_compiling() and func in NOT_TRACED):
                 return self._open(COMPOSITES[func], args, kwargs)
+            if torch.compiler.is_dynamo_compiling() and self._writes_out(func):
+                return self._write_out(NOT_TRACED[func], func, args, kwargs)
             if self.observer is None:
                 return self.call_unlisted(func, args, kwargs)
         # An autocast inside this one has decided already; what reaches here is the call that it makes.
         elif state.active[-1] is not self:
             entry = None
         elif entry[0] is CastRule.WRITTEN_OUT:
-            result = self._open(WRITTEN_OUT[entry[1]], args, kwargs)
-            if result is not NotImplemented:
-                return result
-            entry = (CastRule.LOWER_PRECISION, entry[1])
+            return self._write_out(entry[1], func, args, kwargs)
         return (self.apply if self.observer is None else self.observer)(entry, func, args, kwargs)
 
     def _open(self, opened: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -162,6 +161,17 @@ class autocast(TorchFunctionMode):
             return opened(*args, **kwargs)
         finally:
             _pop_mode()
+
+    def _writes_out(self, func: Callable[..., Any]) -> bool:
+        innermost = self.enabled and state.active[-1] is self
+        return innermost and func in NOT_TRACED and NOT_TRACED[func] in TABLES[self.tables].written_out
+
+    def _write_out(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Make the calls that an op makes inside; where there are none, lower the op as a whole."""
+        result = self._open(WRITTEN_OUT[name], args, kwargs)
+        if result is not NotImplemented:
+            return result
+        return (self.observer or self.apply)((CastRule.LOWER_PRECISION, name), func, args, kwargs)
 
     def apply(
         self,

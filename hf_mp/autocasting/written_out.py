@@ -30,7 +30,10 @@ def _pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float
     return getattr(_NN, f"{kind}_pad{dims}d")(input, pad)
 
 
-def _einsum(equation: str, operands: Sequence[Tensor], *, path: Sequence[int] | None = None) -> Any:
+def _einsum(equation: Any, *operands: Any, path: Sequence[int] | None = None) -> Any:
+    if not isinstance(equation, str):  # operands and lists of numbers in turns
+        return NotImplemented
+    operands = tuple(operands[0]) if isinstance(operands[0], (tuple, list)) else operands
     inputs, arrow, output = equation.replace(" ", "").replace("...", ".").partition("->")  # the ellipsis as a letter
     terms = inputs.split(",")
     if len(terms) > 2 and "." not in inputs and arrow:
@@ -47,16 +50,16 @@ def _einsum(equation: str, operands: Sequence[Tensor], *, path: Sequence[int] | 
 
 
 def _einsum_in_pairs(terms: list[str], output: str, operands: list[Tensor], path: list[int]) -> Tensor:
-    einsum: Callable[..., Tensor] = torch._C._VariableFunctions.einsum  # type: ignore[attr-defined]
     while len(operands) > 1:
         first, second = sorted(path[:2]) or (0, 1)
         path = path[2:]
-        right, left = terms.pop(second), terms.pop(first)
-        pair = [operands.pop(second), operands.pop(first)][::-1]
+        left, right, pair = terms[first], terms[second], (operands[first], operands[second])
+        rest = [number for number in range(len(operands)) if number not in (first, second)]
+        terms, operands = [terms[number] for number in rest], [operands[number] for number in rest]
         later = set(output).union(*terms)
         terms.append("".join(letter for letter in dict.fromkeys(left + right) if letter in later))
-        operands.append(einsum(f"{left},{right}->{terms[-1]}", pair))
-    return einsum(f"{terms[0]}->{output}", operands)
+        operands.append(torch.einsum(f"{left},{right}->{terms[-1]}", *pair))
+    return torch.einsum(f"{terms[0]}->{output}", *operands)
 
 
 def _inner(input: Tensor, other: Tensor) -> Any:
@@ -64,7 +67,15 @@ def _inner(input: Tensor, other: Tensor) -> Any:
     return NotImplemented if is_matrix else _ATEN.inner(input, other)
 
 
-def _tensordot(input: Tensor, other: Tensor, dims_self: Sequence[int], dims_other: Sequence[int]) -> Any:
+def _tensordot(input: Tensor, other: Tensor, dims_self: Any = 2, dims_other: Sequence[int] | None = None) -> Any:
+    if dims_other is None:  # as torch.tensordot takes them
+        if isinstance(dims_self, Tensor):
+            return NotImplemented
+        number = dims_self
+        dims_self, dims_other = (
+            (range(input.dim() - number, input.dim()), range(number)) if isinstance(number, int) else number
+        )
+    dims_self, dims_other = list(dims_self), list(dims_other)
     to_a_number = len(dims_self) == input.dim() and len(dims_other) == other.dim()
     return _ATEN.tensordot(input, other, dims_self, dims_other) if to_a_number else NotImplemented
 
@@ -223,3 +234,6 @@ WRITTEN_OUT: dict[str, Callable[..., Any]] = {
     "lstm": recurrent.lstm,
     "_transformer_encoder_layer_fwd": _transformer_encoder_layer,
 }
+
+# torch.compile traces no code of torch/functional.py: there, these are written out as a person calls them.
+NOT_TRACED = {torch.functional.einsum: "einsum", torch.functional.tensordot: "tensordot"}
