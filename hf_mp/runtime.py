@@ -173,7 +173,8 @@ class AttachedForward:
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         runtime = self.runtime
-        if runtime.region.entered:
+        # Detached: a library that put its own forward over this one still calls it.
+        if runtime.region.entered or runtime.detached:
             return self.original(*args, **kwargs)
         runtime.before_forward()
         if torch.is_grad_enabled():
@@ -233,6 +234,7 @@ class MixedPrecision:
         self._rules = rules
         self.region = self._make_region(None)
         self.step_was_skipped = False
+        self.detached = False
         self.stats = PrecisionStats.before_first_step(self.scaler.get_scale())
         self._model: weakref.ref[nn.Module] | None = None
         self._wrapped: list[weakref.ref[nn.Module]] = []
@@ -272,6 +274,7 @@ class MixedPrecision:
         check_attachable(model)
         self.region = self._make_region(model)
         self._model = weakref.ref(model)
+        self.detached = False
         _make_masters(model)
         self.wrap_forwards()
         return model
@@ -325,6 +328,7 @@ class MixedPrecision:
         self._guards.clear()
         self.working_copies.clear()
         self._model = None
+        self.detached = True
 
     def copy_for(self, memo: dict[int, Any]) -> MixedPrecision:
         """The runtime of a deep copy of the model: same policy and scale, own working copies, no optimizer."""

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from torch import nn
 from torch.optim import Optimizer
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
+from hf_mp.callback import MixedPrecisionCallback
 from hf_mp.loss_scaling import make_loss_scaler
 from hf_mp.policy import PrecisionPolicy, parse_loss_scale
 from hf_mp.runtime import MixedPrecision, check_attachable
 from hf_mp.trainer_support import (
     STATE_NAME,
-    TellAccelerate,
     make_runtime,
     policy_of,
     refuse_other_precision,
+    tell_accelerate,
     unwrap_optimizer,
 )
 
@@ -78,6 +80,16 @@ class MixedPrecisionArguments(TrainingArguments):
         return dict(self.loss_scale_kwargs or {})  # type: ignore[arg-type]
 
 
+class _TellAccelerate(TrainerCallback):
+    def __init__(self, trainer: MixedPrecisionTrainer) -> None:
+        self._trainer = trainer
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        tell_accelerate(self._trainer.optimizer, self._trainer.mixed_precision)
+
+
 class MixedPrecisionTrainer(Trainer):
     """A ``Trainer`` that trains in our mixed precision; with ``precision="fp32"`` it is the stock Trainer, bit for bit.
 
@@ -107,13 +119,15 @@ class MixedPrecisionTrainer(Trainer):
         self.precision_policy = policy_of(args, precision)
         self.mixed_precision: MixedPrecision | None = None
         refuse_other_precision(args, self.precision_policy)
+        for given in (*positional, *named.values()):
+            _refuse_callbacks(given if isinstance(given, (list, tuple)) else ())
         if self.precision_policy.is_mixed:
             self.mixed_precision = make_runtime(self.precision_policy, args)
             if model is not None:
                 check_attachable(model)
         super().__init__(model, args, *positional, **named)
         if self.precision_policy.is_mixed:
-            self.add_callback(TellAccelerate(lambda: self.mixed_precision))
+            self.add_callback(_TellAccelerate(self))
             self._attach()
 
     def _attach(self) -> MixedPrecision:
@@ -139,6 +153,11 @@ class MixedPrecisionTrainer(Trainer):
         runtime.attach_optimizer(unwrap_optimizer(optimizer))
         return optimizer
 
+    def add_callback(self, callback: Any) -> None:
+        """As the stock Trainer's; refuses a :class:`MixedPrecisionCallback`."""
+        _refuse_callbacks([callback])
+        super().add_callback(callback)
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the stock Trainer's; training logs also carry ``loss_scale`` and ``skipped_steps``."""
         if self.mixed_precision is not None and "loss" in logs:
@@ -163,3 +182,13 @@ class MixedPrecisionTrainer(Trainer):
             self.mixed_precision.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
         except ValueError as error:
             raise ValueError(f"cannot resume the loss scale from {path}: {error}") from error
+
+
+def _refuse_callbacks(callbacks: Iterable[Any]) -> None:
+    if any(
+        isinstance(callback, MixedPrecisionCallback) or callback is MixedPrecisionCallback for callback in callbacks
+    ):
+        raise ValueError(
+            "MixedPrecisionCallback is for other Trainers: MixedPrecisionTrainer is in mixed precision already, remove "
+            "the callback"
+        )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainingArguments
 
 from hf_mp.loss_scaling import make_loss_scaler
 from hf_mp.policy import PrecisionPolicy, parse_loss_scale
@@ -28,7 +27,7 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
         if getattr(args, name):
             raise ValueError(
                 f"{name}=True switches accelerate's mixed precision on beside precision={str(policy)!r}: remove {name} "
-                f"and say precision={name!r}, or use the stock Trainer"
+                f"and say precision={name!r}, or leave hf_mp out (TRL sets bf16 unasked: there, say bf16=False)"
             )
     if getattr(args, "mixed_precision", "no") not in ("no", None):
         raise ValueError(
@@ -81,24 +80,7 @@ def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
-class TellAccelerate(TrainerCallback):
-    """Lets accelerate know of a skipped step, so that the LR scheduler stands still as it does under ``fp16=True``.
-
-    Args:
-        runtime: gives the runtime of the current model, or None.
-    """
-
-    def __init__(self, runtime: Callable[[], MixedPrecision | None]) -> None:
-        self._runtime = runtime
-
-    def on_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: Optimizer | None = None,
-        **kwargs: Any,
-    ) -> None:
-        runtime = self._runtime()
-        if runtime is not None and isinstance(optimizer, AcceleratedOptimizer):
-            optimizer._is_overflow = runtime.step_was_skipped
+def tell_accelerate(optimizer: Optimizer | None, runtime: MixedPrecision | None) -> None:
+    """Let accelerate know of a skipped step, so that the LR scheduler stands still as it does under ``fp16=True``."""
+    if runtime is not None and isinstance(optimizer, AcceleratedOptimizer):
+        optimizer._is_overflow = runtime.step_was_skipped
