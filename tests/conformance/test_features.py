@@ -17,20 +17,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    DataCollatorWithPadding,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    PreTrainedTokenizerFast,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
-
 from trainer_runs import (
     CLOCK,
     OURS,
@@ -46,6 +32,17 @@ from trainer_runs import (
     token_rows,
     uneven_rows,
     weights,
+)
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
 )
 
 FP16_TOLERANCE = 0.02  # of the way that the weights go; a factor of 2 on the gradients gives about 1
@@ -149,7 +146,9 @@ def with_evaluation() -> dict[str, Any]:
 
 FEATURES = {
     "plain": Feature(),
-    "adamw": Feature({"optim": "adamw_torch", "learning_rate": 1e-2}, tolerance=0.1),  # it divides small gradients by small ones
+    "adamw": Feature(
+        {"optim": "adamw_torch", "learning_rate": 1e-2}, tolerance=0.1
+    ),  # it divides small gradients by small ones
     "accumulation": Feature({"gradient_accumulation_steps": 3, "num_train_epochs": 1, "max_steps": -1}),
     "clipping": Feature({"max_grad_norm": 0.05, "learning_rate": 2.0}),
     "no clipping": Feature({"max_grad_norm": 0.0, "learning_rate": 0.1}),
