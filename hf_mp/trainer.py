@@ -125,7 +125,9 @@ class MixedPrecisionTrainer(Trainer):
             self.mixed_precision = make_runtime(self.precision_policy, args)
             if model is not None:
                 check_attachable(model)
-        super().__init__(model, args, *positional, **named)
+        # By name where that can be: in DPOTrainer, the arguments are not the second parameter.
+        first = {} if positional else {"model": model, "args": args}
+        super().__init__(*((model, args, *positional) if positional else ()), **first, **named)
         if self.precision_policy.is_mixed:
             self.add_callback(_TellAccelerate(self))
             self._attach()

@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-# trainer_runs.py, which several test files share, is imported by its bare name
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+# what several test files share is imported by its bare name
+sys.path.insert(0, str(Path(__file__).resolve().parent / "shared"))
 
 # Before torch is loaded: tiny models are ten times faster on one thread than on two loaded cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

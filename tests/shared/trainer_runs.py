@@ -62,12 +62,12 @@ def make_trainer(
     """``base`` as it is (``stock``), with our subclass before it (``subclass``) or with our callback (``callback``)."""
     if contender == "callback":
         callbacks = [*named.pop("callbacks", []), MixedPrecisionCallback(precision)]
-        trainer = base(model, args, callbacks=callbacks, **named)
+        trainer = base(model=model, args=args, callbacks=callbacks, **named)
     elif contender == "subclass":
         ours = MixedPrecisionTrainer if base is Trainer else type("Ours", (MixedPrecisionTrainer, base), {})
-        trainer = ours(model, args, precision=precision, **named)
+        trainer = ours(model=model, args=args, precision=precision, **named)
     else:
-        trainer = base(model, args, **named)
+        trainer = base(model=model, args=args, **named)
     trainer.remove_callback(PrinterCallback)
     return trainer
 
