@@ -126,8 +126,8 @@ class MixedPrecisionTrainer(Trainer):
             if model is not None:
                 check_attachable(model)
         # By name where that can be: in DPOTrainer, the arguments are not the second parameter.
-        first = {} if positional else {"model": model, "args": args}
-        super().__init__(*((model, args, *positional) if positional else ()), **first, **named)
+        first: dict[str, Any] = {} if positional else {"model": model, "args": args}
+        super().__init__(*((model, args, *positional) if positional else ()), **{**first, **named})
         if self.precision_policy.is_mixed:
             self.add_callback(_TellAccelerate(self))
             self._attach()
