@@ -23,7 +23,14 @@ from hf_mp.autocasting.tables import TableName
 from hf_mp.loss_scaling import make_loss_scaler
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 from hf_mp.runtime import MixedPrecision
-from hf_mp.trainer_support import STATE_NAME, policy_of, refuse_other_precision, tell_accelerate, unwrap_optimizer
+from hf_mp.trainer_support import (
+    STATE_NAME,
+    load_runtime_state,
+    policy_of,
+    refuse_other_precision,
+    tell_accelerate,
+    unwrap_optimizer,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -205,20 +212,22 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
 
     def _resume(self, runtime: MixedPrecision, args: TrainingArguments, state: TrainerState) -> None:
         entry = _callback_states(state).get(type(self).__name__, {})
-        saved, place = entry.get("attributes", {}).get("saved_state"), "trainer_state.json"
-        try:
-            if saved is None and (path := _state_file(args, state)) is not None:
-                place = str(path)
-                saved = json.loads(path.read_text(encoding="utf-8"))
-            if saved is None:
-                logger.warning(
-                    f"the checkpoint of step {state.global_step} has no state of a MixedPrecisionCallback, and no "
-                    f"{STATE_NAME} was found in {args.output_dir}: the loss scale starts anew"
-                )
-                return
-            runtime.load_state_dict(saved)
-        except ValueError as error:
-            raise ValueError(f"cannot resume the loss scale from {place}: {error}") from error
+        saved = entry.get("attributes", {}).get("saved_state")
+        if saved is not None:
+            try:
+                runtime.load_state_dict(saved)
+            except ValueError as error:
+                raise ValueError(f"cannot resume the loss scale from trainer_state.json: {error}") from error
+            return
+        # Not a callback's checkpoint: one of MixedPrecisionTrainer has a file of its own.
+        for directory in (args.resume_from_checkpoint, None):
+            if (checkpoint := _checkpoint_of(args, state, directory)) is not None:
+                return load_runtime_state(runtime, checkpoint)
+        logger.warning(
+            f"the checkpoint of step {state.global_step} has no state of a MixedPrecisionCallback, and it is not in "
+            f"{args.output_dir}, where that of a MixedPrecisionTrainer would be: the loss scale starts anew. To have it "
+            "found, name it in TrainingArguments(resume_from_checkpoint=...) too"
+        )
 
     # Attaching
 
@@ -304,15 +313,6 @@ def _checkpoint_of(args: TrainingArguments, state: TrainerState, directory: str 
 def _run_so_far(state: Mapping[str, Any]) -> str:
     # As text, where NaN equals itself.
     return json.dumps([state.get("global_step"), state.get("log_history")], sort_keys=True)
-
-
-def _state_file(args: TrainingArguments, state: TrainerState) -> Path | None:
-    """The file that :class:`MixedPrecisionTrainer` left in the checkpoint being resumed, as far as it can be found."""
-    for directory in (args.resume_from_checkpoint, None):
-        checkpoint = _checkpoint_of(args, state, directory)
-        if checkpoint is not None and (path := checkpoint / STATE_NAME).is_file():
-            return path
-    return None
 
 
 # Refusals

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -15,15 +17,16 @@ from transformers.utils import logging
 
 from hf_mp.callback import MixedPrecisionCallback
 from hf_mp.loss_scaling import make_loss_scaler
+from hf_mp.master_weights.optimizer import MasterWeightOptimizer
 from hf_mp.policy import PrecisionPolicy, parse_loss_scale
 from hf_mp.runtime import MixedPrecision, check_attachable
 from hf_mp.trainer_support import (
     STATE_NAME,
+    load_runtime_state,
     make_runtime,
     policy_of,
     refuse_other_precision,
     tell_accelerate,
-    unwrap_optimizer,
 )
 
 logger = logging.get_logger(__name__)
@@ -151,9 +154,28 @@ class MixedPrecisionTrainer(Trainer):
             return super().create_optimizer(*args, **kwargs)
         runtime = self._attach()
         optimizer = super().create_optimizer(*args, **kwargs)
-        # A second train() gets the optimizer of the first back, in accelerate's wrapper.
-        runtime.attach_optimizer(unwrap_optimizer(optimizer))
-        return optimizer
+        if isinstance(optimizer, AcceleratedOptimizer):  # a second train() gets that of the first back
+            runtime.attach_optimizer(optimizer.optimizer)
+            return optimizer
+        self.optimizer = runtime.attach_optimizer(optimizer)
+        return self.optimizer
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        wrapper = self._master_weight_optimizer()
+        return super()._clip_grad_norm(model) if wrapper is None else wrapper.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        wrapper = self._master_weight_optimizer()
+        if wrapper is not None and grad_norm is None:
+            grad_norm = wrapper.clip_grad_norm_(math.inf)
+        return super()._get_grad_norm(model, grad_norm)
+
+    def _master_weight_optimizer(self) -> MasterWeightOptimizer | None:
+        """The optimizer's wrapper in a lean layout, which knows gradients that no one has unscaled yet."""
+        optimizer = self.optimizer
+        if isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        return optimizer if isinstance(optimizer, MasterWeightOptimizer) else None
 
     def add_callback(self, callback: Any) -> None:
         """As the stock Trainer's; refuses a :class:`MixedPrecisionCallback`."""
@@ -173,17 +195,10 @@ class MixedPrecisionTrainer(Trainer):
             Path(output_dir, STATE_NAME).write_text(text + "\n", encoding="utf-8")
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        super()._load_scaler(checkpoint)
-        if checkpoint is None or self.mixed_precision is None:
-            return
-        path = Path(checkpoint, STATE_NAME)
-        if not path.is_file():
-            logger.warning(f"{checkpoint} has no {STATE_NAME}: the loss scale starts anew")
-            return
-        try:
-            self.mixed_precision.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
-        except ValueError as error:
-            raise ValueError(f"cannot resume the loss scale from {path}: {error}") from error
+        if self.mixed_precision is None:
+            super()._load_scaler(checkpoint)
+        elif checkpoint is not None:
+            load_runtime_state(self.mixed_precision, Path(checkpoint))
 
 
 def _refuse_callbacks(callbacks: Iterable[Any]) -> None:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 from transformers import TrainingArguments
+from transformers.trainer import SCALER_NAME
+from transformers.utils import logging
 
 from hf_mp.loss_scaling import make_loss_scaler
 from hf_mp.policy import PrecisionPolicy, parse_loss_scale
 from hf_mp.runtime import MixedPrecision
+
+logger = logging.get_logger(__name__)
 
 STATE_NAME = "mixed_precision.json"  # in each checkpoint directory
 
@@ -45,6 +53,11 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
     if (optim := str(getattr(args.optim, "value", args.optim))).endswith("layerwise") or "lomo" in optim:
         raise ValueError(
             f"optim={optim!r} updates inside of backward, where an overflow cannot be skipped: use another"
+        )
+    if policy.is_lean and args.world_size > 1:
+        raise ValueError(
+            f"precision={str(policy)!r} leaves FP16 gradients, which DistributedDataParallel would sum in FP16: use "
+            f"{str(policy).removesuffix('-lean')!r} on several processes"
         )
     if args.deepspeed is not None:
         raise ValueError(
@@ -84,3 +97,23 @@ def tell_accelerate(optimizer: Optimizer | None, runtime: MixedPrecision | None)
     """Let accelerate know of a skipped step, so that the LR scheduler stands still as it does under ``fp16=True``."""
     if runtime is not None and isinstance(optimizer, AcceleratedOptimizer):
         optimizer._is_overflow = runtime.step_was_skipped
+
+
+def load_runtime_state(runtime: MixedPrecision, checkpoint: Path) -> None:
+    """Take over the loss scale from a checkpoint of ours, or from one of a Trainer with ``fp16=True``.
+
+    Raises:
+        ValueError: for a file that does not hold such a state; the message names it.
+    """
+    path, torch_path = checkpoint / STATE_NAME, checkpoint / SCALER_NAME
+    try:
+        if path.is_file():
+            runtime.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+        elif torch_path.is_file():
+            path = torch_path
+            runtime.scaler.load_state_dict(torch.load(torch_path, weights_only=True))
+            runtime.reset_stats()
+        else:
+            logger.warning(f"{checkpoint} has no {STATE_NAME}: the loss scale starts anew")
+    except (ValueError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"cannot resume the loss scale from {path}: {error}") from error

@@ -526,8 +526,6 @@ def test_bad_models_and_orders_are_refused() -> None:
         hf_mp.prepare(layer, torch.optim.LBFGS(layer.parameters()))
     with pytest.raises(ValueError, match="use DistributedDataParallel"):
         MixedPrecision("fp16").attach(nn.DataParallel(nn.Linear(1, 1)))
-    with pytest.raises(ValueError, match=r"'fp16-lean' keeps its masters in the optimizer.* use 'fp16'"):
-        MixedPrecision("fp16-lean")
     with pytest.raises(ValueError, match="precision='fp8' is not known: use one of fp32, fp16"):
         MixedPrecision("fp8")
 
