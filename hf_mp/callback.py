@@ -225,8 +225,8 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
                 return load_runtime_state(runtime, checkpoint)
         logger.warning(
             f"the checkpoint of step {state.global_step} has no state of a MixedPrecisionCallback, and it is not in "
-            f"{args.output_dir}, where that of a MixedPrecisionTrainer would be: the loss scale starts anew. To have it "
-            "found, name it in TrainingArguments(resume_from_checkpoint=...) too"
+            f"{args.output_dir}, where one of MixedPrecisionTrainer would be found: the loss scale starts anew. Name "
+            "the checkpoint in TrainingArguments(resume_from_checkpoint=...) too, to have it found"
         )
 
     # Attaching
