@@ -68,6 +68,7 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
             optimizer to us) and settings that the loss scaler does not have. When the Trainer is made, for another
             mixed precision beside ours (``fp16=True``, a second callback, :class:`MixedPrecisionTrainer`) and for
             models that hide their forward or have nothing to train.
+        TypeError: for settings that JSON cannot hold.
     """
 
     # What the Trainer sets on a callback that it restores; on_train_begin reads the same from the Trainer's state.
@@ -83,13 +84,14 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
         keep_attached: bool = False,
     ) -> None:
         self.precision = precision
-        self.loss_scaler_settings = loss_scaler_settings
+        self.loss_scaler_settings = None if loss_scaler_settings is None else dict(loss_scaler_settings)
         self.tables: TableName = tables
         self.rules = rules
         self.keep_attached = keep_attached
         self.mixed_precision: MixedPrecision | None = None
         self._model: weakref.ref[nn.Module] | None = None  # that mixed_precision was made for
         self._warned_of_order = False
+        json.dumps(self.loss_scaler_settings)  # the Trainer writes them into its checkpoints
         if precision is not None:  # refuse wrong settings now
             self._make_runtime(PrecisionPolicy.parse(precision), loss_scaler_settings or {})
 
@@ -133,8 +135,13 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
         """Guard the optimizer, attach a model that ``model_init`` made, and take over the state of a checkpoint."""
         self._come_first()
         policy = policy_of(args, self.precision)
-        if model is None or optimizer is None or not policy.is_mixed:
+        if not policy.is_mixed:
             return
+        if model is None or optimizer is None:
+            raise ValueError(
+                "this Trainer does not hand its model and its optimizer to on_train_begin, so a step that overflows "
+                "could not be skipped: use hf_mp.prepare(model, optimizer) where it makes them"
+            )
         self._adopt_restored(model)
         if self.mixed_precision is None or self.mixed_precision.model is not model:
             refuse_other_precision(args, policy)
@@ -203,7 +210,7 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
         return {
             "args": {
                 "precision": None if self.precision is None else str(self.precision),
-                "loss_scaler_settings": None if self.loss_scaler_settings is None else dict(self.loss_scaler_settings),
+                "loss_scaler_settings": self.loss_scaler_settings,
                 "tables": self.tables,
                 "keep_attached": self.keep_attached,
             },
@@ -350,6 +357,6 @@ def _refuse_late_masters(model: nn.Module, args: TrainingArguments, *, resumed: 
         reason = "loading the checkpoint rounded its FP32 weights" if resumed else "DDP has laid out its buckets"
         raise ValueError(
             f"the model came to be in {', '.join(map(str, dtypes))} after the Trainer was made, and {reason} before it "
-            "could be given FP32 masters: have model_init return it in FP32 (dtype=torch.float32), and the callback "
-            "given to the Trainer when it is made"
+            "could be given FP32 masters: have model_init return it in FP32 (dtype=torch.float32), and give the "
+            "callback to the Trainer when it is made"
         )

@@ -194,6 +194,11 @@ class MixedPrecisionTrainer(Trainer):
             text = json.dumps(self.mixed_precision.state_dict(), indent=2)
             Path(output_dir, STATE_NAME).write_text(text + "\n", encoding="utf-8")
 
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        if self.precision_policy.is_mixed:
+            self._attach()  # a model that model_init made in FP16 would round the weights
+        super()._load_from_checkpoint(*args, **kwargs)
+
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self.mixed_precision is None:
             super()._load_scaler(checkpoint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +323,14 @@ def test_an_instance_or_the_class(tmp_path: Path) -> None:
     assert "loss_scale" in trainer.state.log_history[0]
 
 
+def test_the_settings_in_the_documentation() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "migrate.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(MixedPrecisionCallback.*?)```", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 2
+    for block in blocks:
+        assert isinstance(eval(block), MixedPrecisionCallback)
+
+
 # Refusals
 
 
@@ -341,6 +350,11 @@ def test_an_instance_or_the_class(tmp_path: Path) -> None:
 def test_what_is_refused_when_the_callback_is_made(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MixedPrecisionCallback(**settings)
+
+
+def test_settings_that_a_checkpoint_cannot_hold() -> None:
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        MixedPrecisionCallback("fp16", loss_scaler_settings={"headroom": torch.tensor(4.0)})
 
 
 @pytest.mark.parametrize(
@@ -400,6 +414,30 @@ def test_a_model_that_is_attached_by_hand_is_refused(tmp_path: Path) -> None:
     prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"attached to a MixedPrecision already: detach\(\) that first"):
         trainer_with(MixedPrecisionCallback("fp16"), tmp_path, model)
+
+
+def test_a_trainer_that_hands_no_optimizer_to_its_callbacks(tmp_path: Path) -> None:
+    trainer = Trainer(tiny_gpt2(), arguments(tmp_path), train_dataset=token_rows())
+    for precision in ("fp32", "fp16"):
+        callback = MixedPrecisionCallback(precision)
+        if precision == "fp32":
+            callback.on_train_begin(trainer.args, trainer.state, trainer.control)
+            continue
+        with pytest.raises(ValueError, match=r"does not hand its model and its optimizer.*use hf_mp.prepare"):
+            callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+
+
+def test_a_model_that_was_compiled_in_place(tmp_path: Path) -> None:
+    """Its forward is still called, so that nothing is hidden."""
+    runs = []
+    for compiled in (False, True):
+        model = tiny_gpt2()
+        if compiled:
+            model.compile(backend="aot_eager")
+        runs.append(trainer_with(MixedPrecisionCallback("fp16"), tmp_path, model))
+        runs[-1].train()
+    assert logged(runs[1], "headroom") == logged(runs[0], "headroom")
+    assert logged(runs[1], "loss") == pytest.approx(logged(runs[0], "loss"), rel=1e-3)
 
 
 class Quantized(GPT2LMHeadModel):

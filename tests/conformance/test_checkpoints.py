@@ -227,6 +227,15 @@ def test_resuming_into_an_fp16_model_of_model_init_is_refused(tmp_path: Path) ->
     fine.train(resume_from_checkpoint=str(checkpoint(begun, 2)))
 
 
+def test_the_subclass_resumes_into_an_fp16_model_of_model_init(tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps"}
+    straight = make_with_model_init("subclass", tmp_path / "a", torch.float16, **settings)
+    straight.train()
+    resumed = make_with_model_init("subclass", tmp_path / "b", torch.float16, **settings)
+    resumed.train(resume_from_checkpoint=str(checkpoint(straight, 4)))
+    assert same(weights(straight.model), weights(resumed.model))
+
+
 def test_a_second_train_goes_on_with_the_same_scale(tmp_path: Path) -> None:
     ends = []
     for contender in OURS:
