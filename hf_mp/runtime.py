@@ -27,12 +27,15 @@ from hf_mp.autocasting.rules import Rules
 from hf_mp.autocasting.tables import TableName
 from hf_mp.autocasting.working_copies import WorkingCopies
 from hf_mp.borders import input_border, output_border, parameter_border
+from hf_mp.causal_lm_loss import install_causal_lm_loss, remove_causal_lm_loss
 from hf_mp.kernels.gradient_scan import largest_magnitude
 from hf_mp.loss_scaling import LossScaler, ScaleTensors, StepReport, headroom_left, make_loss_scaler
 from hf_mp.master_weights.lean import restore_parameters, split_trainable_parameters
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer
 from hf_mp.master_weights.split_parameter import gradient_and_factor, raw_gradient
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
+
+DEFERRED_ELEMENTS = 2**20  # outputs from this size on are cast to FP32 only when they are read
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,9 @@ class AttachedForward:
             kwargs = apply_to_tensors(runtime.input_border, kwargs)
         with runtime.region:
             outputs = self.original(*args, **kwargs)
-        return apply_to_tensors(runtime.output_border, outputs)
+        return apply_to_tensors(
+            runtime.output_border if not _has_loss(outputs) else runtime.border_beside_loss, outputs
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Deep-copying a model copies its attributes, this one too: the copy must run the copied weights.
@@ -281,6 +286,7 @@ class MixedPrecision:
         self.detached = False
         self._make_masters(model)
         self.wrap_forwards()
+        install_causal_lm_loss(model)
         return model
 
     def _make_masters(self, model: nn.Module) -> None:
@@ -344,6 +350,7 @@ class MixedPrecision:
         self.working_copies.clear()
         if (model := self.model) is not None:
             restore_parameters(model)
+            remove_causal_lm_loss(model)
         self._model = None
         self.detached = True
 
@@ -409,6 +416,12 @@ class MixedPrecision:
         return output_border(output, self.scaler.factors(output.device).scale, self.backward_begins)
 
     @torch.compiler.disable
+    def border_beside_loss(self, output: Tensor) -> Tensor:
+        """As :meth:`output_border`, for a model that gives its loss as well: large outputs may stay unread."""
+        deferred = output.numel() >= DEFERRED_ELEMENTS
+        return output_border(output, self.scaler.factors(output.device).scale, self.backward_begins, deferred=deferred)
+
+    @torch.compiler.disable
     def input_border(self, value: Tensor) -> Tensor:
         """The border that a tensor crosses on its way into the model."""
         return input_border(value, self.scaler.factors(value.device).inverse)
@@ -453,6 +466,11 @@ class MixedPrecision:
         model = self.model
         named = [] if model is None else model.named_parameters()
         return [name for name, p in named if not torch.isfinite(_largest_true_magnitude([p])).item()]
+
+
+def _has_loss(outputs: Any) -> bool:
+    first = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0] if isinstance(outputs, tuple) else None
+    return isinstance(first, Tensor) and first.dim() == 0 and first.requires_grad
 
 
 def apply_to_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
