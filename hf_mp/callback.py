@@ -47,6 +47,8 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
     checkpoint's ``trainer_state.json``. Training logs carry ``loss_scale``, ``skipped_steps`` and ``headroom``. When
     training ends, the model is an ordinary FP32 model.
 
+    To take it off a Trainer, :meth:`detach` it before ``trainer.remove_callback``.
+
     A second model of the Trainer (the reference model of DPO) is not attached: it runs in the dtype it was loaded in.
 
     Args:
@@ -135,6 +137,8 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
         """Guard the optimizer, attach a model that ``model_init`` made, and take over the state of a checkpoint."""
         self._come_first()
         policy = policy_of(args, self.precision)
+        # The Trainer expects an entry here for each callback, also in the state of a checkpoint that has none.
+        entry = _callback_states(state).setdefault(type(self).__name__, {})
         if not policy.is_mixed:
             return
         if model is None or optimizer is None:
@@ -150,9 +154,7 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
         runtime.wrap_forwards()  # libraries set a forward of their own after the Trainer is made: Liger, TRL
         runtime.attach_optimizer(unwrap_optimizer(optimizer))
         if state.global_step > 0:
-            self._resume(runtime, args, state)
-        # The Trainer expects an entry here for each callback, also in the state of a checkpoint that has none.
-        _callback_states(state)[type(self).__name__] = self.state()
+            self._resume(runtime, args, state, entry)
 
     def on_optimizer_step(
         self,
@@ -217,8 +219,9 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
             "attributes": {} if runtime is None else {"saved_state": runtime.state_dict()},
         }
 
-    def _resume(self, runtime: MixedPrecision, args: TrainingArguments, state: TrainerState) -> None:
-        entry = _callback_states(state).get(type(self).__name__, {})
+    def _resume(
+        self, runtime: MixedPrecision, args: TrainingArguments, state: TrainerState, entry: Mapping[str, Any]
+    ) -> None:
         saved = entry.get("attributes", {}).get("saved_state")
         if saved is not None:
             try:
@@ -309,7 +312,9 @@ def _callback_states(state: TrainerState) -> dict[str, Any]:
 
 def _checkpoint_of(args: TrainingArguments, state: TrainerState, directory: str | None = None) -> Path | None:
     """The checkpoint that holds ``state``: ``directory``, or the one of its step in the output directory."""
-    checkpoint = Path(directory or Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
+    checkpoint = Path(
+        str(directory or "") or Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+    )
     path = checkpoint / "trainer_state.json"
     if not path.is_file():
         return None
@@ -318,8 +323,9 @@ def _checkpoint_of(args: TrainingArguments, state: TrainerState, directory: str 
 
 
 def _run_so_far(state: Mapping[str, Any]) -> str:
+    history = state.get("log_history") or []
     # As text, where NaN equals itself.
-    return json.dumps([state.get("global_step"), state.get("log_history")], sort_keys=True)
+    return json.dumps([state.get("global_step"), len(history), history[-1:]], sort_keys=True)
 
 
 # Refusals
@@ -339,8 +345,8 @@ def _refuse_model(model: nn.Module) -> None:
         )
     if hasattr(model, "_original_forward"):
         raise ValueError(
-            f"accelerate has put its own mixed precision around the forward of this {name}: give the Trainer the model "
-            "as it was before accelerator.prepare()"
+            f"accelerate has put its own mixed precision around the forward of this {name}, as a Trainer with fp16=True "
+            "does: take it off by accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
         )
     quantized = getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None
     if quantized and not any(parameter.requires_grad for parameter in model.parameters()):

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import nn
 from trainer_runs import (
     OURS,
@@ -448,8 +450,6 @@ class Quantized(GPT2LMHeadModel):
 
 
 def prepared_by_accelerate() -> nn.Module:
-    from accelerate import Accelerator
-
     return Accelerator(cpu=True, mixed_precision="bf16").prepare(tiny_gpt2())
 
 
@@ -458,7 +458,7 @@ def prepared_by_accelerate() -> nn.Module:
     [
         (lambda: torch.compile(nn.Linear(2, 2)), r"compiled already \(OptimizedModule\).*torch_compile=True"),
         (lambda: torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), "hides the forward of the model inside it"),
-        (prepared_by_accelerate, r"accelerate has put its own mixed precision.*before accelerator.prepare\(\)"),
+        (prepared_by_accelerate, r"as a Trainer with fp16=True does.*keep_fp32_wrapper=False\)"),
         (lambda: nn.DataParallel(nn.Linear(2, 2)), "use DistributedDataParallel"),
         (nn.ReLU, "has no floating parameters"),
     ],
@@ -472,9 +472,20 @@ def test_models_that_hide_their_forward(tmp_path: Path, make: Any, message: str)
         with pytest.raises(ValueError, match=message):
             callback.on_init_end(args, None, None, model=model)
     finally:
-        from accelerate.state import AcceleratorState
-
         AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_the_way_out_for_a_model_that_accelerate_prepared(tmp_path: Path) -> None:
+    try:
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        model = accelerator.unwrap_model(accelerator.prepare(tiny_gpt2()), keep_fp32_wrapper=False)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    trainer = trainer_with(MixedPrecisionCallback("fp16"), tmp_path, model)
+    trainer.train()
+    reference = trainer_with(MixedPrecisionCallback("fp16"), tmp_path)
+    reference.train()
+    assert same(weights(trainer.model), weights(reference.model))
 
 
 def test_a_quantized_model_with_nothing_to_train(tmp_path: Path) -> None:

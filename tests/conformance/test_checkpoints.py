@@ -131,6 +131,8 @@ def test_a_checkpoint_of_the_stock_trainer_resumes_with_a_warning(
 ) -> None:
     stock = make("stock", tmp_path, max_steps=2)
     stock.train()
+    unscaled = make("callback", tmp_path / "fp32", "fp32")
+    unscaled.train(resume_from_checkpoint=str(checkpoint(stock, 2)))
     messages: list[str] = []
     monkeypatch.setattr(hf_mp.callback.logger, "warning", messages.append)
     resumed = make("callback", tmp_path, restore_callback_states_from_checkpoint=True)
@@ -246,6 +248,41 @@ def test_a_second_train_goes_on_with_the_same_scale(tmp_path: Path) -> None:
         ends.append((weights(trainer.model), history(trainer)))
         assert scaler_state(trainer)["loss_scaler"]["steps"] == 12
     assert same(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1]
+
+
+@pytest.mark.parametrize("contender", ["stock", *OURS])
+def test_hyperparameter_search(tmp_path: Path, contender: str) -> None:
+    pytest.importorskip("optuna", reason="no backend of hyperparameter_search is installed: pip install optuna")
+    trainer = make_with_model_init(contender, tmp_path, save_strategy="steps")
+    trainer.eval_dataset = token_rows(8)
+    best = trainer.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-2)},
+        backend="optuna",
+        n_trials=2,
+    )
+    assert best.objective > 0
+
+
+class Pushing(Trainer):
+    """Pushes checkpoints to a folder in the place of the hub."""
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        self.pushed: list[set[str]] = []
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        self.pushed.append({path.name for path in Path(checkpoint_folder).iterdir()})
+        state = json.loads(Path(checkpoint_folder, "trainer_state.json").read_text())
+        self.callbacks_in_it = set(state["stateful_callbacks"])
+
+    def _finish_current_push(self) -> None:
+        pass
+
+
+def test_what_is_pushed_to_the_hub_resumes(tmp_path: Path) -> None:
+    trainer = make("callback", tmp_path, base=Pushing, max_steps=4, push_to_hub=True, hub_strategy="checkpoint")
+    trainer.train()
+    assert len(trainer.pushed) == 2 and all("model.safetensors" in files for files in trainer.pushed)
+    assert "MixedPrecisionCallback" in trainer.callbacks_in_it  # with the loss scale
 
 
 class OutOfMemoryOnce(Trainer):

@@ -120,6 +120,23 @@ def test_sgd_takes_the_steps_of_the_stock_trainer(tmp_path: Path, saved: Path, b
     assert difference(ends["callback"][0], *ends["stock"]) < 0.03
 
 
+def test_a_base_in_4_bits(tmp_path: Path, saved: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    ends = {}
+    for who in ("stock", "callback"):
+        quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        base = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32, quantization_config=quantization)
+        torch.manual_seed(5)
+        config = peft.LoraConfig(r=8, target_modules=["c_attn", "c_fc"], task_type="CAUSAL_LM")
+        model = peft.get_peft_model(base, config)
+        start = trained_weights(model)
+        trainer = make_trainer(who, "fp16", model, arguments(tmp_path / who), train_dataset=token_rows())
+        trainer.train()
+        assert any(parameter.dtype is torch.uint8 for parameter in model.parameters())
+        ends[who] = (trained_weights(model), start)
+    assert difference(ends["callback"][0], *ends["stock"]) < 0.03
+
+
 def test_a_skipped_step_and_a_resumed_run(tmp_path: Path, saved: Path) -> None:
     settings = {
         "save_strategy": "steps",
