@@ -508,12 +508,12 @@ class _StepGuard:
         self.optimizer = optimizer
         self._previous = optimizer.__dict__.get("step")
         unguarded = optimizer.step
-        self._active = True
+        self.is_active = True
 
         # A plain function bound to the optimizer: torch's LR schedulers look at ``step.__func__``.
         @functools.wraps(unguarded.__func__)  # type: ignore[attr-defined]
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-            if not self._active:
+            if not self.is_active:
                 return unguarded(closure, **kwargs) if closure is not None else unguarded(**kwargs)
             loss = None
             if closure is not None:
@@ -527,13 +527,13 @@ class _StepGuard:
             runtime._finish_step(report)
             return loss
 
-        step.guarded_by_hf_mp = True  # type: ignore[attr-defined]  # for scalers, which must not unscale again
+        step.hf_mp_guard = self  # type: ignore[attr-defined]  # for scalers, which must not unscale again
         self._step = types.MethodType(step, optimizer)
         optimizer.step = self._step  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Give the optimizer its own ``step`` back; under a wrapper put on later, become transparent."""
-        self._active = False
+        self.is_active = False
         if self.optimizer.__dict__.get("step") is self._step:
             if self._previous is None:
                 del self.optimizer.step
