@@ -345,8 +345,8 @@ def _refuse_model(model: nn.Module) -> None:
         )
     if hasattr(model, "_original_forward"):
         raise ValueError(
-            f"accelerate has put its own mixed precision around the forward of this {name}, as a Trainer with fp16=True "
-            "does: take it off by accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
+            f"accelerate has put its own mixed precision around the forward of this {name}, as a Trainer with "
+            "fp16=True does: take it off by accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
         )
     quantized = getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None
     if quantized and not any(parameter.requires_grad for parameter in model.parameters()):
