@@ -185,7 +185,8 @@ class AttachedForward:
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         runtime = self.runtime
-        if runtime.region.entered:
+        # Detached: a library that put its own forward over this one still calls it.
+        if runtime.region.entered or runtime.detached:
             return self.original(*args, **kwargs)
         runtime.before_forward()
         if torch.is_grad_enabled():
@@ -244,6 +245,7 @@ class MixedPrecision:
         self._rules = rules
         self.region = self._make_region(None)
         self.step_was_skipped = False
+        self.detached = False
         self.stats = PrecisionStats.before_first_step(self.scaler.get_scale())
         self._model: weakref.ref[nn.Module] | None = None
         self._wrapped: list[weakref.ref[nn.Module]] = []
@@ -291,6 +293,7 @@ class MixedPrecision:
             check_reachable(model)
         self.region = self._make_region(model)
         self._model = weakref.ref(model)
+        self.detached = False
         self._make_masters(model)
         self.wrap_forwards()
         install_causal_lm_loss(model)
@@ -362,6 +365,7 @@ class MixedPrecision:
             remove_causal_lm_loss(model)
             remove_activations(model)
         self._model = None
+        self.detached = True
 
     def copy_for(self, memo: dict[int, Any]) -> MixedPrecision:
         """The runtime of a deep copy of the model: same policy and scale, own working copies, no optimizer."""
