@@ -55,14 +55,14 @@ def close(
     largest = theirs.abs().max().item()
     difference = (theirs - mine).abs().max().item()
     relative = difference / largest if largest > 0.0 else difference
-    return Agreement(loop, what, f"{theirs[-1]:.6g}", f"{mine[-1]:.6g}", relative, allowed)
+    return Agreement(loop, what, f"{theirs[-1]:.5g}", f"{mine[-1]:.5g}", relative, allowed)
 
 
 def agreement_table(agreements: Sequence[Agreement]) -> Table:
     """A row for each result; those that do not agree are marked."""
     table = Table(title="hf_mp beside its peers", title_justify="left")
     for heading in ("loop", "result", "peer", "hf_mp", "difference", "allowed", ""):
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("difference", "allowed", ""))
     shown = ""
     for row in agreements:
         verdict = "agree" if row.agrees else "[bold red]DISAGREE[/]"

@@ -11,6 +11,9 @@ without a scaler in sight. The program ends with exit code 1 if results do not a
 All train on the handwritten digits that scikit-learn brings along. torch multiplies FP16 about 200 times slower than
 FP32 on a CPU without FP16 arithmetic, so what runs beside torch.amp is a network of 64-32-10; hf_mp trains the last
 one, of 784-8192-10, in FP16 on such a CPU too.
+
+The loops are those of PyTorch's "Automatic Mixed Precision examples" and of the documentation of ``torch.autocast``;
+the hand-written master weights are those of Micikevicius et al. 2017 (section 3.1).
 """
 
 from __future__ import annotations
@@ -94,7 +97,7 @@ def batches(device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(images.split(BATCH), labels.split(BATCH), strict=True)
 
 
-# R2. Autocast: which dtypes go in and come out
+# Autocast: which dtypes go in and come out
 
 
 def products(autocast: AbstractContextManager[Any], a: Tensor, b: Tensor) -> dict[str, Tensor]:
@@ -125,7 +128,7 @@ def refusal(a: Tensor, b: Tensor) -> str:
     return "no error"
 
 
-# R3. Loss scaling: scale, step, update
+# Loss scaling: scale, step, update
 
 
 def scaling(autocast: AbstractContextManager[Any], scaler: Any, device: torch.device) -> Run:
@@ -170,7 +173,7 @@ def compare_training(loop: str, theirs: Run, ours: Run, allowed: float = ONE_ROU
     yield close(loop, "weights", flat_theirs, flat_ours, allowed)
 
 
-# R4. Clipping: unscale_ first, then clip as usual
+# Clipping: unscale_ first, then clip as usual
 
 
 def clipping(autocast: AbstractContextManager[Any], scaler: Any, device: torch.device) -> Run:
@@ -211,7 +214,7 @@ def compare_clipping(device: torch.device) -> Iterator[Agreement]:
     yield from compare_training("clipping, prepared", theirs, prepared_clipping(device))
 
 
-# R5. Gradient accumulation, LR scheduler and progress bar in one loop
+# Gradient accumulation, LR scheduler and progress bar in one loop
 
 
 def accumulation(autocast: AbstractContextManager[Any], scaler: Any, device: torch.device) -> Run:
@@ -261,7 +264,7 @@ def compare_accumulation(device: torch.device) -> Iterator[Agreement]:
     yield from compare_training("accumulation, prepared", theirs, prepared_accumulation(device))
 
 
-# R9. Master weights: an FP16 model, and the FP32 values that its optimizer updates
+# Master weights: an FP16 model, and the FP32 values that its optimizer updates
 
 
 def masters_by_hand(device: torch.device) -> Run:
@@ -318,7 +321,7 @@ def compare_masters(device: torch.device) -> Iterator[Agreement]:
     yield from compare_training("masters, prepared", theirs, prepared_masters(device))
 
 
-# R10. A larger network, in FP32 and in FP16: losses, memory, time
+# A larger network, in FP32 and in FP16: losses, memory, time
 
 LOSS_DIGITS = 3
 PRECISIONS = {"fp32": "fp32", "fp16": f"params=fp32,compute=fp16,loss_scale={STATIC_SCALE:g}"}

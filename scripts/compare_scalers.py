@@ -116,8 +116,8 @@ def table(runs: Mapping[str, ScaleRun]) -> Table:
     """A row for each scaler."""
     shown = Table("loss scaler", "skipped", "at steps", "scale", "evaluation loss")
     for name, found in runs.items():
-        summary = {key: f"{value:,.5g}" for key, value in found.summary().items()}
-        scale = "{first_scale} to {last_scale}, in {smallest_scale} .. {largest_scale}".format(**summary)
+        summary = {key: f"{value:,.10g}" for key, value in found.summary().items()}
+        scale = "{first_scale} to {last_scale} (within {smallest_scale} to {largest_scale})".format(**summary)
         at = ", ".join(map(str, found.skipped_at)) or "none"
         shown.add_row(name, f"{len(found.skipped_at)} of {found.steps:,}", at, scale, f"{found.final_eval_loss:.4f}")
     return shown
@@ -138,7 +138,7 @@ def draw(runs: Mapping[str, ScaleRun], path: Path) -> None:
     axes.set_yscale("log", base=2)
     axes.set_ylabel("loss scale")
     axes.set_xlabel("step")
-    axes.legend(frameon=False)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     figure.savefig(path, dpi=120)
