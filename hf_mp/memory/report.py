@@ -97,12 +97,6 @@ def gather_report(
     config = find_config(model)
     unavailable: dict[str, str] = {}
     training: dict[str, TrainingRow] = {}
-    for preset in presets if train or measure else ():
-        progress(f"training in {preset}")
-        try:
-            training[preset] = _training_row(model, preset, measure, gpu_bytes, settings)
-        except ImportError as error:
-            unavailable[preset] = str(error)
     footprints: dict[str, MemoryFootprint] = {}
     for precision in precisions:
         progress(f"counting in {precision}")
@@ -110,6 +104,12 @@ def gather_report(
             footprints[precision] = _footprint(model, config, precision, config_only)
         except ImportError as error:
             unavailable[precision] = str(error)
+    for preset in presets if train or measure else ():
+        progress(f"training in {preset}")
+        try:
+            training[preset] = _training_row(model, preset, measure, gpu_bytes, settings)
+        except ImportError as error:
+            unavailable[preset] = str(error)
     planned = skeleton(config, "fp32")
     return MemoryReport(
         model=model
