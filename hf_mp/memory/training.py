@@ -346,7 +346,8 @@ def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimiz
 def record_steps(trainee: Trainee, recorder: MemoryRecorder) -> StepProfile:
     """Train for as many steps as are needed to see the highest one, and return its profile."""
     recorder.take(trainee.batch.values(), Category.INPUTS_AND_BUFFERS)
-    profiles, updates = [], 0
+    profiles: list[StepProfile] = []
+    updates = 0
     with recorder.following(trainee.model), recorder:
         while updates < _RECORDED_UPDATES and len(profiles) < _MOST_STEPS:
             recorder.ledger.start_step()
