@@ -244,7 +244,8 @@ def prepare_model(model: PreTrainedModel, settings: TrainingSettings) -> nn.Modu
     if parse_preset(settings.precision).lora:
         return _with_adapters(model, settings.gradient_checkpointing)
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        # its name from Transformers 5.23 on, and the one before
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model
 
 

@@ -17,11 +17,15 @@ def estimate(model="gpt2-4", precision="fp32", **settings):
     return estimate_training_memory(CONFIGS[model](), precision, **{**STEP, **settings})
 
 
-MODELS = [pytest.param(name, marks=[pytest.mark.slow] if name == "gpt2-12" else []) for name in CONFIGS]
+QUICK = {("llama", "fp32"), ("llama", "fp16"), ("llama", "int8-lora"), ("bert", "fp16"), ("bert", "bf16-lean")}
+CASES = [
+    pytest.param(model, precision, marks=[] if model == "gpt2-4" or (model, precision) in QUICK else pytest.mark.slow)
+    for model in CONFIGS
+    for precision in TRAINING_PRESETS
+]
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("precision", list(TRAINING_PRESETS))
+@pytest.mark.parametrize("model, precision", CASES)
 def test_predicted_peaks_are_the_measured_ones(model, precision):
     predicted = estimate(model, precision, device="cpu")
     measured = hf_mp.measure_training_memory(CONFIGS[model](), precision, **STEP, device="cpu")
@@ -44,7 +48,7 @@ def test_predicted_peaks_are_the_measured_ones(model, precision):
     ],
     ids=["checkpointing", "accumulation", "sgd", "adamw_torch", "adafactor"],
 )
-@pytest.mark.parametrize("precision", ["fp16", "bf16-lean"])
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16-lean", marks=pytest.mark.slow)])
 def test_predicted_peaks_hold_for_other_settings(settings, precision):
     predicted = estimate(precision=precision, device="cpu", **settings)
     measured = hf_mp.measure_training_memory(CONFIGS["gpt2-4"](), precision, **STEP, device="cpu", **settings)
