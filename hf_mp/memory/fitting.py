@@ -11,6 +11,7 @@ from hf_mp.memory.sizes import parse_size
 from hf_mp.memory.training import estimate_training_memory
 
 LARGEST_TRIED = 2**20
+_GROWTH = 8  # a line through the first two points may point far beyond what fits, where estimates take long
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def _next_guess(peak: Callable[[int], int], memory_bytes: int, fits: int, exceed
     other = exceeds if exceeds is not None else max(1, fits // 2)
     slope = (peak(other) - peak(fits)) / (other - fits) if other != fits else 0.0
     guess = fits + int((memory_bytes - peak(fits)) / slope) if slope > 0 else 2 * fits
-    highest = LARGEST_TRIED if exceeds is None else exceeds - 1
+    highest = min(LARGEST_TRIED, _GROWTH * fits) if exceeds is None else exceeds - 1
     if exceeds is not None and guess <= fits:
         guess = fits + 1  # to see that the next one does not fit
     return max(fits + 1, min(guess, highest))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -22,6 +23,8 @@ TRAINING_HEADER = ("trained in", "peak", "in", *(category.value for category in 
 
 MEASURED_HEADER = ("trained in", "predicted", "measured", "difference", "allocator or process")
 FIT_HEADER = ("trained in", "this batch", "largest batch", "its peak")
+
+_SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 def loaded_rows(footprints: Mapping[str, MemoryFootprint]) -> list[tuple[str, ...]]:
@@ -113,8 +116,12 @@ def _parts(report: MemoryReport) -> Iterator[RenderableType]:
         yield _table(
             "Bytes that get_memory_footprint() counts differently", ("loaded in", "reason", "difference"), rows
         )
-    header = ("parameter", "shape", "device", *(PRECISIONS[precision].label for precision in report.footprints))
-    yield _table("Dtype of each parameter", header, parameter_rows(report.footprints), numbers=False)
+    rows = parameter_rows(report.footprints)
+    devices = ", ".join(sorted({row[2] for row in rows}))
+    # short, because terminals are narrow
+    shown = [(row[0], *(_SHORT.get(cell, cell) for cell in row[3:])) for row in rows]
+    header = ("parameter", *(PRECISIONS[precision].label for precision in report.footprints))
+    yield _table(f"Dtype of each parameter (device: {devices})", header, shown, numbers=False)
     if report.training:
         yield from _training_parts(report)
     for name, reason in report.unavailable.items():
@@ -144,9 +151,12 @@ def _training_parts(report: MemoryReport) -> Iterator[RenderableType]:
 
 
 def _table(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]], numbers: bool = True) -> RenderableType:
-    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     for index, name in enumerate(header):
-        table.add_column(Text(name), justify="right" if numbers and index else "left", overflow="fold")
+        right = numbers and index > 0
+        table.add_column(Text(name), justify="right" if right else "left", overflow="fold", no_wrap=not index)
     for row in rows:
         table.add_row(*map(Text, row))
     return Padding(table, (1, 0, 0, 0))
