@@ -97,13 +97,16 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
     for name in ("fp16_full_eval", "bf16_full_eval"):
         if getattr(args, name):
             raise ValueError(f"{name}=True casts the FP32 masters away: remove it, evaluation uses {policy} already")
-    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        raise ValueError("FSDP shards the FP32 masters behind our back and is not supported yet: use DDP (torchrun)")
+    if (fsdp_version := _fsdp_version(args)) not in (None, 2):
+        raise ValueError(
+            f"FSDP version {fsdp_version} flattens parameters, and there is nothing left to give a working copy: use "
+            "FSDP2 (fsdp_config={'version': 2}, or `accelerate launch --fsdp_version 2`)"
+        )
     if (optim := str(getattr(args.optim, "value", args.optim))).endswith("layerwise") or "lomo" in optim:
         raise ValueError(
             f"optim={optim!r} updates inside of backward, where an overflow cannot be skipped: use another"
         )
-    if args.deepspeed is not None:
+    if args.deepspeed is not None or _is_set("ACCELERATE_USE_DEEPSPEED"):
         raise ValueError(
             "DeepSpeed brings its own FP16 optimizer: use the stock Trainer with DeepSpeed, or drop it here"
         )
@@ -112,6 +115,19 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
             f"{args.n_gpu} GPUs in one process make the Trainer use DataParallel, which replicates the model behind "
             "our back: start with `torchrun --nproc_per_node N`, or show one GPU with CUDA_VISIBLE_DEVICES"
         )
+
+
+def _fsdp_version(args: TrainingArguments) -> int | None:
+    """The version of FSDP that ``args`` or the launcher ask for; 0 for XLA's, None without FSDP."""
+    if args.fsdp:
+        settings: Any = args.fsdp_config or {}
+        default = settings.get("version", 1)
+        return 0 if settings.get("xla") else int((args.fsdp_plugin_args or {}).get("fsdp_version", default))
+    return int(os.environ.get("FSDP_VERSION", "1")) if _is_set("ACCELERATE_USE_FSDP") else None
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("1", "true")
 
 
 class _TellAccelerate(TrainerCallback):
