@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         LossScaleError,
         StaticLossScaler,
     )
+    from hf_mp.master_weights.optimizer import MasterWeightOptimizer
     from hf_mp.policy import PrecisionPolicy
     from hf_mp.runtime import MixedPrecision, PrecisionStats, prepare
     from hf_mp.trainer import MixedPrecisionArguments, MixedPrecisionTrainer
@@ -30,6 +31,7 @@ _HOME = {
     "HeadroomLossScaler": "hf_mp.loss_scaling",
     "LossScaleError": "hf_mp.loss_scaling",
     "StaticLossScaler": "hf_mp.loss_scaling",
+    "MasterWeightOptimizer": "hf_mp.master_weights.optimizer",
     "PrecisionPolicy": "hf_mp.policy",
     "MixedPrecision": "hf_mp.runtime",
     "PrecisionStats": "hf_mp.runtime",
@@ -42,6 +44,7 @@ __all__ = [
     "DynamicLossScaler",
     "HeadroomLossScaler",
     "LossScaleError",
+    "MasterWeightOptimizer",
     "MixedPrecision",
     "MixedPrecisionArguments",
     "MixedPrecisionTrainer",

@@ -72,11 +72,27 @@ class _LeavingBorder(BorderFunction):
     @staticmethod
     def forward(ctx: Any, outside: Tensor, value: Tensor | None, inverse: Tensor | None) -> Tensor:
         ctx.inverse, ctx.dtype = inverse, outside.dtype
+        # A parameter that is a working copy itself decides per backward in which form it takes a gradient.
+        ctx.accepts_scaled = getattr(outside, "accepts_scaled_gradient", None)
+        if ctx.accepts_scaled is not None:
+            ctx.dtype = torch.float32
         return outside.view_as(outside) if value is None else value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.accepts_scaled is not None and _accumulates(ctx) and ctx.accepts_scaled():
+            return gradient, None, None
         return unscale(gradient, ctx.inverse).to(ctx.dtype), None, None
+
+
+def _accumulates(node: Any) -> bool:
+    """Whether this is the backward of ``loss.backward()`` into ``.grad``, whose reader knows what it finds there."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node.next_functions[0][0])
+    except RuntimeError:  # how torch says that this is torch.autograd.grad
+        return False
 
 
 def unscale(gradient: Tensor, inverse: Tensor | None) -> Tensor:

@@ -85,6 +85,11 @@ class Ranks:
         if ddp is not None and ddp.process_group not in self._groups and not ddp._join_config.enable:
             self._groups.append(ddp.process_group)
 
+    @property
+    def train_together(self) -> bool:
+        """Whether a forward since the last step ran in a DDP of several processes."""
+        return any(torch.distributed.get_world_size(group) > 1 for group in self._groups)
+
     def agree(self, report: StepReport, parameters: Iterable[Tensor]) -> StepReport:
         """:func:`agree` over the processes that train ``parameters``; ``report`` itself on a single process."""
         if not is_running():

@@ -1,209 +1,46 @@
-"""The loss scalers: pure rules that turn what a step saw into the next scale, and the shells that hold their state.
+"""The loss scalers: what keeps the state of a loss scale, and the shells around the rules that adjust it.
 
 A scaler is told once per optimizer step whether a gradient overflowed and how large the largest gradient was
-(:meth:`LossScaler.record_step`). The rules themselves (:func:`adjust_dynamic`, :func:`adjust_headroom`) are functions
-of frozen values and need no model, Trainer or GPU.
+(:meth:`LossScaler.record_step`); the rules themselves are in :mod:`hf_mp.loss_scale_rules`. Scalers also have the
+explicit methods of ``torch.amp.GradScaler`` (:mod:`hf_mp.explicit_scaling`).
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import math
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from typing import Any, ClassVar, Generic, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from hf_mp.explicit_scaling import ExplicitScaling
+from hf_mp.loss_scale_rules import (
+    FP16_MAX,
+    DynamicSettings,
+    DynamicState,
+    HeadroomSettings,
+    HeadroomState,
+    ScalerState,
+    State,
+    StepReport,
+    adjust_dynamic,
+    adjust_headroom,
+    check_scale,
+    count_step,
+    headroom_left,
+    is_power_of_two,
+    power_of_two_below,
+    scale_with_headroom,
+)
 from hf_mp.policy import LossScaleKind, parse_loss_scale
-
-FP16_MAX = torch.finfo(torch.float16).max  # 65504
-_FP32_MAX = torch.finfo(torch.float32).max
-_SMALLEST_SCALE = 2.0**-126  # its inverse is finite in FP32
-_LARGEST_SCALE = 2.0**127
 
 
 class LossScaleError(RuntimeError):
     """Training cannot go on: gradients overflow even at the smallest loss scale allowed."""
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What one optimizer step saw.
-
-    Attributes:
-        overflow: whether a gradient was inf or NaN, so that the update was not applied.
-        largest_gradient: largest magnitude among the unscaled gradients before clipping; None if it was not measured.
-    """
-
-    overflow: bool
-    largest_gradient: float | None = None
-
-
-@dataclass(frozen=True)
-class ScalerState:
-    """What every scaler remembers between steps; its fields are its saved state.
-
-    Attributes:
-        scale: the loss scale in force.
-        steps: optimizer steps recorded, skipped ones included.
-        skipped_steps: of those, the ones that were skipped.
-        consecutive_skips: skipped steps since the last applied one.
-    """
-
-    scale: float
-    steps: int = 0
-    skipped_steps: int = 0
-    consecutive_skips: int = 0
-
-
-State = TypeVar("State", bound=ScalerState)
-
-
-def count_step(state: State, report: StepReport) -> State:
-    """The state with the step counted; its scale is unchanged."""
-    return replace(
-        state,
-        steps=state.steps + 1,
-        skipped_steps=state.skipped_steps + report.overflow,
-        consecutive_skips=state.consecutive_skips + 1 if report.overflow else 0,
-    )
-
-
-@dataclass(frozen=True)
-class DynamicState(ScalerState):
-    """As :class:`ScalerState`, with ``growth_tracker``: clean steps since the scale last changed."""
-
-    growth_tracker: int = 0
-    hysteresis_left: int = 1
-
-
-@dataclass(frozen=True)
-class DynamicSettings:
-    """Settings of :func:`adjust_dynamic`; see :class:`DynamicLossScaler`."""
-
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    hysteresis: int = 1
-    min_scale: float = 1.0
-    max_scale: float | None = None
-
-    def __post_init__(self) -> None:
-        _check_above(growth_factor=(self.growth_factor, 1.0), backoff_factor=(self.backoff_factor, 0.0))
-        if self.backoff_factor >= 1.0:
-            raise ValueError(f"backoff_factor={self.backoff_factor} must be below 1.0, so that an overflow lowers it")
-        if self.growth_interval < 1 or self.hysteresis < 1:
-            raise ValueError(
-                f"growth_interval={self.growth_interval} and hysteresis={self.hysteresis} must be at least 1 step"
-            )
-        _check_bounds(self.min_scale, self.max_scale)
-
-
-def adjust_dynamic(state: DynamicState, settings: DynamicSettings, report: StepReport) -> DynamicState:
-    """One update of torch's algorithm (the documentation of ``torch.amp.GradScaler``), with bounds and hysteresis."""
-    state = count_step(state, report)
-    if report.overflow:
-        if state.hysteresis_left > 1:
-            return replace(state, growth_tracker=0, hysteresis_left=state.hysteresis_left - 1)
-        return replace(
-            state, scale=_lowered(state.scale, settings.backoff_factor, settings.min_scale), growth_tracker=0
-        )
-    tracker = state.growth_tracker + 1
-    if tracker < settings.growth_interval:
-        return replace(state, growth_tracker=tracker)
-    grown = state.scale * settings.growth_factor
-    if not math.isfinite(grown) or grown > _FP32_MAX:  # torch keeps a scale that would leave FP32
-        grown = state.scale
-    if settings.max_scale is not None:
-        grown = min(grown, max(settings.max_scale, state.scale))
-    return replace(state, scale=grown, growth_tracker=0, hysteresis_left=settings.hysteresis)
-
-
-def _lowered(scale: float, factor: float, min_scale: float) -> float:
-    """``scale`` times ``factor``, but not below the smallest scale; a scale that is below it already stays."""
-    return max(scale * factor, min(max(min_scale, _SMALLEST_SCALE), scale))
-
-
-@dataclass(frozen=True)
-class HeadroomState(ScalerState):
-    """What :class:`HeadroomLossScaler` remembers besides.
-
-    Attributes:
-        peak: decaying maximum of the largest unscaled gradient magnitude; None until a finite one was seen.
-        ceiling: the scale may not exceed this since an overflow; None if there was none.
-        clean_steps: applied steps since the ceiling last changed.
-    """
-
-    peak: float | None = None
-    ceiling: float | None = None
-    clean_steps: int = 0
-
-
-@dataclass(frozen=True)
-class HeadroomSettings:
-    """Settings of :func:`adjust_headroom`; see :class:`HeadroomLossScaler`."""
-
-    headroom: float = 6.0
-    half_life: int = 100
-    backoff_factor: float = 0.5
-    calibration_backoff_factor: float = 2.0**-4
-    ceiling_interval: int = 2000
-    min_scale: float = 2.0**-14
-    max_scale: float | None = 2.0**40
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.headroom <= 30.0:
-            raise ValueError(f"headroom={self.headroom} must be 0 to 30 doublings (FP16 has 40 in all)")
-        if self.half_life < 1 or self.ceiling_interval < 1:
-            raise ValueError(
-                f"half_life={self.half_life} and ceiling_interval={self.ceiling_interval} must be at least 1 step"
-            )
-        for name in ("backoff_factor", "calibration_backoff_factor"):
-            if not 0.0 < getattr(self, name) < 1.0:
-                raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and 1")
-        _check_bounds(self.min_scale, self.max_scale)
-
-
-def adjust_headroom(state: HeadroomState, settings: HeadroomSettings, report: StepReport) -> HeadroomState:
-    """One update of the algorithm in :class:`HeadroomLossScaler`'s docstring."""
-    state = count_step(state, report)
-    if report.overflow:
-        factor = settings.calibration_backoff_factor if state.peak is None else settings.backoff_factor
-        lowered = _lowered(state.scale, factor, settings.min_scale)
-        ceiling = None if state.peak is None else lowered  # before anything was measured, nothing is learned of it
-        return replace(state, scale=lowered, ceiling=ceiling, clean_steps=0)
-    peak, ceiling, clean_steps = state.peak, state.ceiling, state.clean_steps + 1
-    largest = report.largest_gradient
-    if largest is not None and 0.0 < largest < math.inf:
-        decayed = 0.0 if peak is None else peak * 0.5 ** (1.0 / settings.half_life)
-        peak = max(largest, decayed)
-    if ceiling is not None and clean_steps >= settings.ceiling_interval:
-        ceiling, clean_steps = ceiling * 2.0, 0
-    scale = state.scale if peak is None else scale_with_headroom(peak, settings.headroom)
-    upper = min(_LARGEST_SCALE, settings.max_scale or _LARGEST_SCALE)
-    if ceiling is not None and ceiling >= upper:
-        ceiling = None  # it no longer bounds anything
-    scale = min(scale, power_of_two_below(upper if ceiling is None else ceiling))
-    scale = max(scale, -power_of_two_below(-max(settings.min_scale, _SMALLEST_SCALE)))
-    return replace(state, scale=scale, peak=peak, ceiling=ceiling, clean_steps=clean_steps)
-
-
-def scale_with_headroom(magnitude: float, headroom: float) -> float:
-    """The largest power of two S for which ``S * magnitude * 2**headroom`` is still finite in FP16."""
-    return power_of_two_below(FP16_MAX / magnitude * 2.0**-headroom)
-
-
-def power_of_two_below(value: float) -> float:
-    """The largest power of two that is at most ``value``; for a negative value, of the negative ones."""
-    mantissa, exponent = math.frexp(value)
-    return math.ldexp(0.5, exponent) if value > 0.0 else -math.ldexp(0.5, exponent + (mantissa != -0.5))
-
-
-def headroom_left(scale: float, magnitude: float) -> float:
-    """How many doublings ``scale`` could still take before a finite ``magnitude`` overflows: log2(65504 / (S * m))."""
-    return math.log2(FP16_MAX / (scale * magnitude)) if magnitude > 0.0 else math.inf
 
 
 class ScaleTensors(NamedTuple):
@@ -220,19 +57,29 @@ class NoScaleTensors(NamedTuple):
     inverse: None = None
 
 
-class LossScaler(Generic[State]):
-    """What all scalers share: the scale as a number and as tensors, the step record, the saved state."""
+# what torch.amp.GradScaler.state_dict() holds
+_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+class LossScaler(ExplicitScaling, Generic[State]):
+    """What all scalers share: the scale as a number and as tensors, the step record, the saved state.
+
+    A disabled scaler (``enabled=False``) passes losses through, never skips, and saves an empty state.
+    """
 
     kind: ClassVar[str]
-    needs_largest_gradient: ClassVar[bool] = False
 
-    def __init__(self, state: State, *, max_consecutive_skips: int, min_scale: float) -> None:
+    def __init__(self, state: State, *, max_consecutive_skips: int, min_scale: float, enabled: bool = True) -> None:
         if max_consecutive_skips < 1:
             raise ValueError(f"max_consecutive_skips={max_consecutive_skips} must be at least 1 step")
         self._state = state
         self._max_consecutive_skips = max_consecutive_skips
         self._min_scale = min_scale
+        self._enabled = enabled
+        self._was_asked_to_scale = False
         self._tensors: dict[torch.device, ScaleTensors] = {}
+        self._begin_iteration()
+        _warn_if_inexact(scale=state.scale)
 
     @property
     def state(self) -> State:
@@ -251,14 +98,14 @@ class LossScaler(Generic[State]):
         raise NotImplementedError
 
     def get_scale(self) -> float:
-        """The loss scale in force."""
-        return self.state.scale
+        """The loss scale in force; 1.0 for a disabled scaler."""
+        return self.state.scale if self._enabled else 1.0
 
     def scale_tensors(self, device: torch.device) -> ScaleTensors:
         """The scale and its inverse on ``device``, which follow the scale from now on without being asked for again."""
         if device not in self._tensors:
             with torch.inference_mode(False):  # generate() may be the first to ask
-                scale = torch.tensor([self.state.scale], dtype=torch.float32, device=device)
+                scale = torch.tensor([self.get_scale()], dtype=torch.float32, device=device)
                 tensors = ScaleTensors(scale, 1.0 / scale)
             if type(scale) is not Tensor:  # a fake one, of memory estimation
                 return tensors
@@ -267,52 +114,117 @@ class LossScaler(Generic[State]):
 
     def factors(self, device: torch.device) -> ScaleTensors | NoScaleTensors:
         """As :meth:`scale_tensors`, for whoever would multiply by them: none of them for a constant scale of 1."""
-        return self.scale_tensors(device)
+        return self.scale_tensors(device) if self._enabled else NoScaleTensors()
 
     def copy(self) -> Self:
         """A scaler of the same settings and state that goes its own way."""
         copied = copy.copy(self)
         copied._tensors = {}
+        copied._begin_iteration()
         return copied
 
-    def record_step(self, report: StepReport) -> None:
+    def record_step(self, report: StepReport, nonfinite: Callable[[], Sequence[str]] = tuple) -> None:
         """Take in what an optimizer step saw and set the next scale.
+
+        Args:
+            report: what the step saw.
+            nonfinite: names the gradients that were not finite; called only for the error's message.
 
         Raises:
             LossScaleError: after ``max_consecutive_skips`` skipped steps in a row at the smallest scale.
         """
+        if not self._enabled:
+            return
         used_scale = self.state.scale
         self.state = self.adjust(report)
         skips = self.state.consecutive_skips
         if skips >= self._max_consecutive_skips and used_scale <= self._min_scale:
             raise LossScaleError(
                 f"{skips} optimizer steps in a row were skipped (since step {self.state.steps - skips + 1}): gradients "
-                f"are inf or NaN even at loss scale {self.state.scale:g}, the smallest allowed. The model or its data "
-                "makes them, not the scale: look for NaN in the inputs, lower the learning rate, or train in bf16"
+                f"are inf or NaN even at loss scale {self.state.scale:g}, the smallest allowed"
+                f"{_listed(nonfinite())}. The model or its data makes them, not the scale: look for NaN in the inputs, "
+                "lower the learning rate, or train in bf16"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain numbers, for JSON."""
-        return {"kind": self.kind, **asdict(self.state)}
+        """The state as plain numbers, for JSON; empty for a disabled scaler."""
+        return {"kind": self.kind, **asdict(self.state)} if self._enabled else {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` gave.
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state that :meth:`state_dict` gave, or that of a ``torch.amp.GradScaler``.
+
+        A disabled scaler takes nothing over, as torch's.
 
         Raises:
-            ValueError: for the state of another kind of scaler, missing or unknown keys, or a scale that is no scale.
+            ValueError: for the state of another kind of scaler, missing or unknown keys, values that are no numbers,
+                or a scale that is no scale.
+            RuntimeError: for the empty state of a scaler that was disabled.
         """
-        given = {key: value for key, value in state_dict.items() if key != "kind"}
-        known = {field.name for field in fields(self.state)}
-        if state_dict.get("kind") != self.kind or set(given) != known:
+        if not self._enabled:
+            return
+        if not state_dict:
+            raise RuntimeError(
+                "the state is empty, as that of a disabled scaler is: resume without it, or disable this one"
+            )
+        for key, value in state_dict.items():
+            if key != "kind" and (isinstance(value, bool) or not isinstance(value, (int, float, type(None)))):
+                raise ValueError(f"{key}={value!r} in the state of a {self.kind!r} loss scaler is not a number")
+        if set(state_dict) == set(_TORCH_KEYS):
+            check_scale(state_dict["scale"])
+            self._take_over_torch(state_dict)
+            return
+        self._check_keys(state_dict)
+        check_scale(state_dict["scale"])
+        self._take_over(state_dict)
+
+    def _take_over_torch(self, state_dict: Mapping[str, Any]) -> None:
+        self.state = replace(self.state, scale=state_dict["scale"])
+
+    def _take_over(self, state_dict: Mapping[str, Any]) -> None:
+        self.state = type(self.state)(**{name: state_dict[name] for name in self._state_keys()})
+
+    def _state_keys(self) -> set[str]:
+        return {field.name for field in fields(self.state)}
+
+    def _check_keys(self, state_dict: Mapping[str, Any]) -> None:
+        given, known = set(state_dict) - {"kind"}, self._state_keys()
+        if state_dict.get("kind") != self.kind or given != known:
             raise ValueError(
                 f"this state is not one of a {self.kind!r} loss scaler: got kind={state_dict.get('kind')!r} with "
                 f"{sorted(given)}, expected {sorted(known)}"
             )
-        _check_scale(given["scale"])
-        for key, value in given.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
-                raise ValueError(f"{key}={value!r} in the state of a {self.kind!r} loss scaler is not a number")
-        self.state = type(self.state)(**given)
+
+    def _set_scale(self, new_scale: float | Tensor) -> None:
+        if isinstance(new_scale, Tensor):
+            if new_scale.numel() != 1 or new_scale.requires_grad:
+                raise ValueError(
+                    f"new_scale must be a number or a tensor of one element without requires_grad, not one of shape "
+                    f"{tuple(new_scale.shape)} with requires_grad={new_scale.requires_grad}"
+                )
+            new_scale = new_scale.item()
+        check_scale(new_scale)
+        _warn_if_inexact(new_scale=new_scale)
+        self.state = replace(self.state, scale=float(new_scale))
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._stages:
+            raise RuntimeError("a loss scaler is pickled between update() and the next unscale_() or step() only")
+        return {**self.__dict__, "_tensors": {}}
+
+
+def _listed(names: Sequence[str], limit: int = 5) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f" (not finite: {', '.join(names[:limit])}{more})"
+
+
+def _warn_if_inexact(**values: float) -> None:
+    for name, value in values.items():
+        if not is_power_of_two(value):
+            warnings.warn(
+                f"{name}={value} is no power of two: scaling and unscaling then round gradients", stacklevel=4
+            )
 
 
 class StaticLossScaler(LossScaler[ScalerState]):
@@ -329,14 +241,20 @@ class StaticLossScaler(LossScaler[ScalerState]):
     kind = "static"
 
     def __init__(self, scale: float, *, max_consecutive_skips: int = 50) -> None:
-        _check_scale(scale)
+        check_scale(scale)
         super().__init__(ScalerState(float(scale)), max_consecutive_skips=max_consecutive_skips, min_scale=scale)
 
     def factors(self, device: torch.device) -> ScaleTensors | NoScaleTensors:
-        return NoScaleTensors() if self.state.scale == 1.0 else self.scale_tensors(device)
+        return NoScaleTensors() if self.state.scale == 1.0 else super().factors(device)
 
     def adjust(self, report: StepReport) -> ScalerState:
         return count_step(self.state, report)
+
+    def _take_over_torch(self, state_dict: Mapping[str, Any]) -> None:
+        warnings.warn(
+            f"a constant loss scale of {self.state.scale:g} stays: the saved one of {state_dict['scale']:g} is dropped",
+            stacklevel=3,
+        )
 
 
 class DynamicLossScaler(LossScaler[DynamicState]):
@@ -356,7 +274,12 @@ class DynamicLossScaler(LossScaler[DynamicState]):
         hysteresis: overflows tolerated before the scale is lowered; default 1 lowers it at once.
         min_scale: the scale is not lowered below this; default 1.
         max_scale: the scale does not grow above this; default None, no bound but FP32's.
-        max_consecutive_skips: skipped steps in a row at ``min_scale`` after which :class:`LossScaleError` is raised.
+        max_consecutive_skips: skipped steps in a row at ``min_scale`` after which :class:`LossScaleError` is raised;
+            default 50.
+        enabled: False makes every method pass through, as with torch's.
+
+    A factor or scale that is no power of two is allowed, as in torch, with a warning: scaling then rounds. A negative
+    ``backoff_factor`` ends at ``min_scale``, where torch's scale turns negative.
 
     Raises:
         ValueError: for settings outside these ranges.
@@ -375,16 +298,72 @@ class DynamicLossScaler(LossScaler[DynamicState]):
         min_scale: float = 1.0,
         max_scale: float | None = None,
         max_consecutive_skips: int = 50,
+        enabled: bool = True,
     ) -> None:
-        _check_scale(init_scale)
+        check_scale(init_scale)
         self.settings = DynamicSettings(
             growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale
         )
+        _warn_if_inexact(growth_factor=growth_factor, backoff_factor=backoff_factor)
         state = DynamicState(float(init_scale), hysteresis_left=hysteresis)
-        super().__init__(state, max_consecutive_skips=max_consecutive_skips, min_scale=min_scale)
+        super().__init__(state, max_consecutive_skips=max_consecutive_skips, min_scale=min_scale, enabled=enabled)
 
     def adjust(self, report: StepReport) -> DynamicState:
         return adjust_dynamic(self.state, self.settings, report)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The five entries of ``torch.amp.GradScaler.state_dict()``, which torch's scaler loads, and ours besides."""
+        if not self._enabled:
+            return {}
+        values = super().state_dict()
+        return {**values, **self._torch_settings(), "_growth_tracker": values.pop("growth_tracker")}
+
+    def _torch_settings(self) -> dict[str, Any]:
+        return {name: getattr(self.settings, name) for name in _TORCH_KEYS[1:4]}
+
+    def _take_over_torch(self, state_dict: Mapping[str, Any]) -> None:
+        self.settings = replace(self.settings, **{name: state_dict[name] for name in _TORCH_KEYS[1:4]})
+        self.state = replace(
+            self.state,
+            scale=state_dict["scale"],
+            growth_tracker=state_dict["_growth_tracker"],
+            hysteresis_left=self.settings.hysteresis,
+        )
+
+    def _take_over(self, state_dict: Mapping[str, Any]) -> None:
+        self._take_over_torch(state_dict)
+        self.state = replace(
+            self.state, **{name: state_dict[name] for name in super()._state_keys() - {"growth_tracker"}}
+        )
+
+    def _state_keys(self) -> set[str]:
+        return super()._state_keys() - {"growth_tracker"} | set(_TORCH_KEYS)
+
+    def get_growth_factor(self) -> float:
+        """The factor by which the scale grows."""
+        return self.settings.growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the factor by which the scale grows; above 1."""
+        _warn_if_inexact(growth_factor=new_factor)
+        self.settings = replace(self.settings, growth_factor=new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """The factor by which an overflow lowers the scale."""
+        return self.settings.backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the factor by which an overflow lowers the scale; below 1."""
+        _warn_if_inexact(backoff_factor=new_factor)
+        self.settings = replace(self.settings, backoff_factor=new_factor)
+
+    def get_growth_interval(self) -> int:
+        """Clean steps before the scale grows."""
+        return self.settings.growth_interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the number of clean steps before the scale grows; at least 1."""
+        self.settings = replace(self.settings, growth_interval=new_interval)
 
 
 class HeadroomLossScaler(LossScaler[HeadroomState]):
@@ -420,7 +399,6 @@ class HeadroomLossScaler(LossScaler[HeadroomState]):
     """
 
     kind = "headroom"
-    needs_largest_gradient = True
 
     def __init__(
         self,
@@ -434,7 +412,7 @@ class HeadroomLossScaler(LossScaler[HeadroomState]):
         ceiling_interval: int = 2000,
         max_consecutive_skips: int = 50,
     ) -> None:
-        _check_scale(init_scale)
+        check_scale(init_scale)
         self.settings = HeadroomSettings(
             headroom=headroom,
             half_life=half_life,
@@ -448,6 +426,9 @@ class HeadroomLossScaler(LossScaler[HeadroomState]):
 
     def adjust(self, report: StepReport) -> HeadroomState:
         return adjust_headroom(self.state, self.settings, report)
+
+    def _take_over_torch(self, state_dict: Mapping[str, Any]) -> None:
+        self.state = replace(self.state, scale=power_of_two_below(state_dict["scale"]))
 
 
 def make_loss_scaler(loss_scale: LossScaleKind | float | None, **settings: Any) -> LossScaler[Any]:
@@ -479,27 +460,8 @@ def _make(scaler: type[LossScaler[Any]], fixed: dict[str, Any], settings: dict[s
     return scaler(**fixed, **settings)
 
 
-def _check_scale(scale: float) -> None:
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0.0 < scale < math.inf:
-        raise ValueError(f"a loss scale must be a positive, finite number, not {scale!r}")
-    if not _SMALLEST_SCALE <= scale <= _FP32_MAX:
-        raise ValueError(f"a loss scale must lie between 2**-126 and {_FP32_MAX:.4g}, FP32's range, not {scale!r}")
-
-
-def _check_above(**limits: tuple[float, float]) -> None:
-    for name, (value, limit) in limits.items():
-        if not value > limit:
-            raise ValueError(f"{name}={value} must be above {limit}")
-
-
-def _check_bounds(min_scale: float, max_scale: float | None) -> None:
-    if not 0.0 < min_scale < math.inf:
-        raise ValueError(f"min_scale={min_scale} must be a positive, finite number: a scale never becomes 0")
-    if max_scale is not None and not max_scale >= min_scale:
-        raise ValueError(f"max_scale={max_scale} must be at least min_scale={min_scale}")
-
-
 __all__ = [
+    "FP16_MAX",
     "DynamicLossScaler",
     "DynamicSettings",
     "DynamicState",

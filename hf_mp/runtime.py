@@ -11,7 +11,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
@@ -27,9 +27,13 @@ from hf_mp.autocasting.rules import Rules
 from hf_mp.autocasting.tables import TableName
 from hf_mp.autocasting.working_copies import WorkingCopies
 from hf_mp.borders import input_border, output_border, parameter_border
+from hf_mp.causal_lm_loss import install_causal_lm_loss, remove_causal_lm_loss
 from hf_mp.distributed import Ranks, check_parallelism, is_dtensor, is_running, is_sharded, local_part
 from hf_mp.kernels.gradient_scan import largest_magnitude
 from hf_mp.loss_scaling import LossScaler, ScaleTensors, StepReport, headroom_left, make_loss_scaler
+from hf_mp.master_weights.lean import restore_parameters, split_trainable_parameters
+from hf_mp.master_weights.optimizer import MasterWeightOptimizer
+from hf_mp.master_weights.split_parameter import gradient_and_factor, raw_gradient
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 
 
@@ -223,11 +227,6 @@ class MixedPrecision:
         rules: Rules | None = None,
     ) -> None:
         self.policy = PrecisionPolicy.parse(policy)
-        if self.policy.is_lean:
-            raise ValueError(
-                f"precision={str(self.policy)!r} keeps its masters in the optimizer, which this version cannot do: "
-                f"use {str(self.policy).removesuffix('-lean')!r}"
-            )
         self.scaler = loss_scaler if loss_scaler is not None else make_loss_scaler(self.policy.loss_scale)
         self.working_copies = WorkingCopies(self.policy.compute)
         self._tables: TableName = tables
@@ -241,6 +240,9 @@ class MixedPrecision:
         self._ranks = Ranks()
         self._largest: Tensor | None = None  # of the unscaled gradients since the last step
         self._graph_task: int | None = None
+
+    def _inverse_scale(self, device: torch.device) -> Tensor | None:
+        return self.scaler.factors(device).inverse
 
     def _make_region(self, model: nn.Module | None) -> Region:
         by_module = any(isinstance(key, str) for key in self._rules or {})
@@ -263,6 +265,9 @@ class MixedPrecision:
         Trainable FP16/BF16 parameters are cast to FP32 in place (the Parameter objects stay, so an optimizer made
         before keeps working); frozen ones stay as they are. Attach before the optimizer's first step.
 
+        Lean layouts: trainable parameters become :class:`SplitParameter`, in FP16/BF16, with their FP32 value kept in
+        16 bits more. ``state_dict()`` and ``save_pretrained()`` of the model give FP32 values all the same.
+
         Raises:
             ValueError: if the model has no floating parameter, is attached already, or is wrapped for
                 ``DataParallel``.
@@ -274,9 +279,16 @@ class MixedPrecision:
         check_attachable(model)
         self.region = self._make_region(model)
         self._model = weakref.ref(model)
-        _make_masters(model)
+        self._make_masters(model)
         self.wrap_forwards()
+        install_causal_lm_loss(model)
         return model
+
+    def _make_masters(self, model: nn.Module) -> None:
+        if self.policy.is_lean:
+            split_trainable_parameters(model, self.policy.params, self._inverse_scale)
+        else:
+            _make_masters(model)
 
     def wrap_forwards(self) -> None:
         """Put the attached forward (again) wherever it is missing: a library may have set one of its own."""
@@ -294,9 +306,12 @@ class MixedPrecision:
         return AttachedForward(self, module, original)
 
     def attach_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Guard ``optimizer.step()``: skip it when a gradient is inf or NaN; returns the same optimizer.
+        """Guard ``optimizer.step()``: skip it when a gradient is inf or NaN.
 
         A guarded optimizer is not guarded twice.
+
+        Returns:
+            The same optimizer; in the lean layouts a :class:`MasterWeightOptimizer` around it, to be used from now on.
 
         Raises:
             ValueError: if no model is attached, or for an optimizer that cannot step without a closure (LBFGS).
@@ -310,6 +325,8 @@ class MixedPrecision:
                 f"{type(optimizer).__name__} calls its closure several times in a step, and what overflowed in one of "
                 "them cannot be skipped: use an optimizer whose step() works without a closure, or precision='fp32'"
             )
+        if self.policy.is_lean and not isinstance(optimizer, MasterWeightOptimizer):
+            optimizer = MasterWeightOptimizer(optimizer, layout="split")
         if not any(guard.optimizer is optimizer for guard in self._guards):
             self._guards.append(_StepGuard(self, optimizer))
         return optimizer
@@ -326,6 +343,9 @@ class MixedPrecision:
             guard.remove()
         self._guards.clear()
         self.working_copies.clear()
+        if (model := self.model) is not None:
+            restore_parameters(model)
+            remove_causal_lm_loss(model)
         self._model = None
 
     def copy_for(self, memo: dict[int, Any]) -> MixedPrecision:
@@ -362,6 +382,10 @@ class MixedPrecision:
             )
             return
         self.scaler.load_state_dict(state_dict["loss_scaler"])
+        self.reset_stats()
+
+    def reset_stats(self) -> None:
+        """Begin the stats anew at what the scaler says, after it took a saved state over."""
         state = self.scaler.state
         self.stats = replace(
             PrecisionStats.before_first_step(state.scale), steps=state.steps, skipped_steps=state.skipped_steps
@@ -378,12 +402,17 @@ class MixedPrecision:
         if is_running():
             check_parallelism(model)  # DDP or FSDP may have come after attach()
             self._ranks.note_forward(model)
+            if self.policy.is_lean and self._ranks.train_together:
+                raise ValueError(
+                    f"precision={str(self.policy)!r} leaves 16-bit gradients, which DistributedDataParallel would sum "
+                    f"in 16 bits: use {str(self.policy).removesuffix('-lean')!r} on several processes"
+                )
             if is_sharded(model):
                 self.working_copies.keep_none()
         if (parameter := next(model.parameters(), None)) is not None:
             self.scaler.scale_tensors(parameter.device)
         if torch.is_grad_enabled():
-            _make_masters(model)
+            self._make_masters(model)
 
     @torch.compiler.disable
     def output_border(self, output: Tensor) -> Tensor:
@@ -401,7 +430,7 @@ class MixedPrecision:
         if task != self._graph_task and isinstance(self.scaler.factors(torch.device("cpu")), ScaleTensors):
             self._graph_task = task
             model = self.model
-            if model is not None and next(_gradients(model.parameters()), None) is None:
+            if model is not None and all(raw is None for raw in map(raw_gradient, model.parameters())):
                 self._largest = None  # what was measured before was thrown away without a step
             # Two callbacks deep: the first of DDP's follow this one, and its all-reduce may write .grad till then.
             queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -413,9 +442,8 @@ class MixedPrecision:
         if self.working_copies.keeps_none:  # FSDP may leave whole parameters in the places of those with gradients
             shards = (p for guard in self._guards for group in guard.optimizer.param_groups for p in group["params"])
             parameters = list({id(p): p for p in (*parameters, *shards)}.values())
-        gradients = list(_gradients(parameters))
-        if gradients:  # none while FSDP accumulates without reducing them
-            largest = largest_magnitude(gradients)
+        if any(raw_gradient(p) is not None for p in parameters):  # none while FSDP accumulates without reducing them
+            largest = _largest_true_magnitude(parameters)
             self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
 
     # What the guard does
@@ -424,7 +452,7 @@ class MixedPrecision:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(is_dtensor(parameter) for parameter in parameters):
             self.working_copies.keep_none()  # also where FSDP shards a module around the model, unseen from inside
-        overflow = not torch.isfinite(largest_magnitude(_gradients(parameters))).item()
+        overflow = not torch.isfinite(_largest_true_magnitude(parameters)).item()
         # Clipping by value, or a repair by hand, may have hidden what the backward gave.
         measured = None if self._largest is None else self._largest.item()
         overflow = overflow or (measured is not None and not math.isfinite(measured))
@@ -435,9 +463,14 @@ class MixedPrecision:
         self.step_was_skipped = report.overflow
         used_scale = self.scaler.get_scale()
         try:
-            self.scaler.record_step(report)
+            self.scaler.record_step(report, self._nonfinite_gradients)
         finally:
             self.stats = self.stats.after_step(used_scale, self.scaler.get_scale(), report)
+
+    def _nonfinite_gradients(self) -> list[str]:
+        model = self.model
+        named = [] if model is None else model.named_parameters()
+        return [name for name, p in named if not torch.isfinite(_largest_true_magnitude([p])).item()]
 
 
 def apply_to_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -494,6 +527,7 @@ class _StepGuard:
             runtime._finish_step(report)
             return loss
 
+        step.guarded_by_hf_mp = True  # type: ignore[attr-defined]  # for scalers, which must not unscale again
         self._step = types.MethodType(step, optimizer)
         optimizer.step = self._step  # type: ignore[method-assign]
 
@@ -517,18 +551,18 @@ def prepare(
     Args:
         model: any ``nn.Module``; one loaded in FP16/BF16 is given FP32 masters.
         optimizer: over parameters of ``model``, not stepped yet.
-        precision: ``"fp16"`` (default), ``"bf16"``, ``"fp32"`` (nothing is changed) or a :class:`PrecisionPolicy`.
+        precision: ``"fp16"`` (default), ``"bf16"``, ``"fp16-lean"``, ``"bf16-lean"``, ``"fp32"`` (nothing is changed)
+            or a :class:`PrecisionPolicy`.
 
     Returns:
-        The same model and the same optimizer; ``optimizer.step`` now skips updates that overflowed.
+        The same model, and the optimizer to use from now on: the same one, whose ``step`` skips updates that
+        overflowed, or in the lean layouts a :class:`MasterWeightOptimizer` around it.
 
     Raises:
         ValueError: for an unknown precision or a model that cannot be attached.
     """
     runtime = MixedPrecision(precision)
-    runtime.attach(model)
-    runtime.attach_optimizer(optimizer)
-    return model, optimizer
+    return runtime.attach(model), runtime.attach_optimizer(optimizer)
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
@@ -540,8 +574,18 @@ def _bound_forward(module: nn.Module) -> Any:
     return types.MethodType(type(module).forward, module)
 
 
-def _gradients(parameters: Any) -> Iterator[Tensor]:
-    return (local_part(parameter.grad) for parameter in parameters if parameter.grad is not None)
+def _largest_true_magnitude(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The largest magnitude of the unscaled gradients; those that are still scaled are not touched for it."""
+    by_factor: dict[Tensor | None, list[Tensor]] = {}
+    for parameter in parameters:
+        gradient, factor = gradient_and_factor(parameter)
+        if gradient is not None:
+            by_factor.setdefault(factor, []).append(local_part(gradient))
+    found = [
+        largest_magnitude(gradients) if factor is None else largest_magnitude(gradients) * factor.squeeze()
+        for factor, gradients in by_factor.items()
+    ]
+    return torch.stack([magnitude.to(found[0].device) for magnitude in found]).max() if found else torch.zeros(())
 
 
 @torch.no_grad()

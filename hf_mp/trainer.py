@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import pickle
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import SCALER_NAME
 from transformers.utils import logging
 
 from hf_mp.loss_scaling import make_loss_scaler
+from hf_mp.master_weights.optimizer import MasterWeightOptimizer
 from hf_mp.policy import PrecisionPolicy, parse_loss_scale
 from hf_mp.runtime import MixedPrecision, check_attachable
 
@@ -105,6 +110,11 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
     if (optim := str(getattr(args.optim, "value", args.optim))).endswith("layerwise") or "lomo" in optim:
         raise ValueError(
             f"optim={optim!r} updates inside of backward, where an overflow cannot be skipped: use another"
+        )
+    if policy.is_lean and args.world_size > 1:
+        raise ValueError(
+            f"precision={str(policy)!r} leaves FP16 gradients, which DistributedDataParallel would sum in FP16: use "
+            f"{str(policy).removesuffix('-lean')!r} on several processes"
         )
     if args.deepspeed is not None or _is_set("ACCELERATE_USE_DEEPSPEED"):
         raise ValueError(
@@ -201,9 +211,28 @@ class MixedPrecisionTrainer(Trainer):
             return super().create_optimizer(*args, **kwargs)
         runtime = self._attach()
         optimizer = super().create_optimizer(*args, **kwargs)
-        # A second train() gets the optimizer of the first back, in accelerate's wrapper.
-        runtime.attach_optimizer(optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer)
-        return optimizer
+        if isinstance(optimizer, AcceleratedOptimizer):  # a second train() gets that of the first back
+            runtime.attach_optimizer(optimizer.optimizer)
+            return optimizer
+        self.optimizer = runtime.attach_optimizer(optimizer)
+        return self.optimizer
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        wrapper = self._master_weight_optimizer()
+        return super()._clip_grad_norm(model) if wrapper is None else wrapper.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        wrapper = self._master_weight_optimizer()
+        if wrapper is not None and grad_norm is None:
+            grad_norm = wrapper.clip_grad_norm_(math.inf)
+        return super()._get_grad_norm(model, grad_norm)
+
+    def _master_weight_optimizer(self) -> MasterWeightOptimizer | None:
+        """The optimizer's wrapper in a lean layout, which knows gradients that no one has unscaled yet."""
+        optimizer = self.optimizer
+        if isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        return optimizer if isinstance(optimizer, MasterWeightOptimizer) else None
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the stock Trainer's; training logs also carry ``loss_scale`` and ``skipped_steps``."""
@@ -218,17 +247,30 @@ class MixedPrecisionTrainer(Trainer):
             Path(output_dir, STATE_NAME).write_text(text + "\n", encoding="utf-8")
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        super()._load_scaler(checkpoint)
-        if checkpoint is None or self.mixed_precision is None:
-            return
-        path = Path(checkpoint, STATE_NAME)
-        if not path.is_file():
+        if self.mixed_precision is None:
+            super()._load_scaler(checkpoint)
+        elif checkpoint is not None:
+            load_runtime_state(self.mixed_precision, Path(checkpoint))
+
+
+def load_runtime_state(runtime: MixedPrecision, checkpoint: Path) -> None:
+    """Take over the loss scale from a checkpoint of ours, or from one of a Trainer with ``fp16=True``.
+
+    Raises:
+        ValueError: for a file that does not hold such a state; the message names it.
+    """
+    path, torch_path = checkpoint / STATE_NAME, checkpoint / SCALER_NAME
+    try:
+        if path.is_file():
+            runtime.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+        elif torch_path.is_file():
+            path = torch_path
+            runtime.scaler.load_state_dict(torch.load(torch_path, weights_only=True))
+            runtime.reset_stats()
+        else:
             logger.warning(f"{checkpoint} has no {STATE_NAME}: the loss scale starts anew")
-            return
-        try:
-            self.mixed_precision.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
-        except ValueError as error:
-            raise ValueError(f"cannot resume the loss scale from {path}: {error}") from error
+    except (ValueError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"cannot resume the loss scale from {path}: {error}") from error
 
 
 def _runtime(policy: PrecisionPolicy, args: TrainingArguments) -> MixedPrecision:

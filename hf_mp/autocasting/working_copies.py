@@ -55,7 +55,7 @@ class WatchedParameter(nn.Parameter):
         """Whether ``.data`` was read or set since the last call, or what was made of it still lives."""
         changed = self._data_was_out
         if changed:
-            self._data_was_out = _is_shared(self)
+            self._data_was_out = is_shared(self)
         return changed
 
 
@@ -63,10 +63,10 @@ class WatchedParameter(nn.Parameter):
 _foreach_supported_types.append(WatchedParameter)
 
 
-def _is_shared(tensor: Tensor) -> bool:
-    """Whether anything but ``tensor`` refers to its memory."""
+def is_shared(tensor: Tensor, owners: int = 1) -> bool:
+    """Whether more than ``owners`` tensors, ``tensor`` among them, refer to its memory."""
     storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor, and `storage` here
+    return torch._C._storage_Use_Count(storage._cdata) > owners + 1  # and `storage` here
 
 
 def watch(parameter: nn.Parameter) -> None:
@@ -74,7 +74,7 @@ def watch(parameter: nn.Parameter) -> None:
     if type(parameter) is nn.Parameter:
         parameter.__class__ = WatchedParameter
         # A parameter inside of a larger buffer is written through that, as FSDP does.
-        parameter._data_was_out = _is_shared(parameter)  # type: ignore[attr-defined]
+        parameter._data_was_out = is_shared(parameter)  # type: ignore[attr-defined]
 
 
 def unwatch(parameter: nn.Parameter) -> None:

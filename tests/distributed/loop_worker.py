@@ -438,9 +438,20 @@ def refusals() -> dict[str, str]:
     def ddp_in_fp16() -> None:
         hf_mp.MixedPrecision("fp16").attach(DistributedDataParallel(tiny_gpt2().half()))
 
+    def lean_with_ddp() -> None:
+        model = tiny_gpt2()
+        hf_mp.MixedPrecision("fp16-lean").attach(model)
+        DistributedDataParallel(model)(input_ids=ids)
+
+    def lean_with_fsdp() -> None:
+        model = tiny_gpt2()
+        hf_mp.MixedPrecision("fp16-lean").attach(model)
+        shard(model)(input_ids=ids)
+
     said = {}
     for case in (
-        sharded_in_fp16, policy_of_fsdp, policy_of_fsdp_later, fsdp1, fsdp1_later, tensor_parallelism, ddp_in_fp16
+        sharded_in_fp16, policy_of_fsdp, policy_of_fsdp_later, fsdp1, fsdp1_later, tensor_parallelism, ddp_in_fp16,
+        lean_with_ddp, lean_with_fsdp,
     ):  # fmt: skip
         try:
             case()

@@ -1,0 +1,72 @@
+"""The lean layouts of a whole model: its trainable parameters split, its checkpoints in FP32 all the same."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_mp.master_weights.split_parameter import (
+    InverseScale,
+    SplitParameter,
+    make_split,
+    put_masters_into_state_dict,
+    unsplit,
+)
+from hf_mp.policy import LOWER_PRECISION_DTYPES
+
+
+def split_trainable_parameters(model: nn.Module, dtype: torch.dtype, inverse_scale: InverseScale) -> None:
+    """Split what is trainable and not split yet; frozen parameters stay as they are.
+
+    ``state_dict()`` of the model and of its parts, and ``save_pretrained()``, then give FP32 masters.
+
+    Args:
+        model: any module.
+        dtype: of the parameters, ``float16`` or ``bfloat16``.
+        inverse_scale: as for :func:`make_split`.
+    """
+    has_new_ones = False
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is None or not parameter.requires_grad or not parameter.is_floating_point():
+                continue
+            has_new_ones |= not isinstance(parameter, SplitParameter)
+            make_split(parameter, dtype, inverse_scale)
+            if put_masters_into_state_dict not in module._state_dict_hooks.values():
+                module.register_state_dict_post_hook(put_masters_into_state_dict)
+    if not has_new_ones:
+        return
+    for buffer in model.buffers():  # running statistics in FP16 would swamp their updates, as weights would
+        if buffer.dtype in LOWER_PRECISION_DTYPES:
+            buffer.data = buffer.data.float()
+    if hasattr(type(model), "save_pretrained"):
+        model.save_pretrained = types.MethodType(save_pretrained, model)  # type: ignore[assignment]
+
+
+def restore_parameters(model: nn.Module) -> None:
+    """Make the split parameters of ``model`` ordinary FP32 ones again, and take back what came with them."""
+    for parameter in model.parameters():
+        if isinstance(parameter, SplitParameter):
+            unsplit(parameter)
+    for module in model.modules():
+        for key, hook in list(module._state_dict_hooks.items()):
+            if hook is put_masters_into_state_dict:
+                del module._state_dict_hooks[key]
+    if getattr(model.__dict__.get("save_pretrained"), "__func__", None) is save_pretrained:
+        del model.save_pretrained
+
+
+def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    """In the place of a split model's own: its configuration says FP32, as its saved weights are.
+
+    Transformers writes the dtype of the parameters, and would load the weights in it.
+    """
+    result = type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "save_pretrained") and kwargs.get("is_main_process", True):
+        config.dtype = torch.float32
+        config.save_pretrained(save_directory)
+    return result
