@@ -22,7 +22,7 @@ from transformers import (
 
 import hf_mp.trainer
 from hf_mp import MixedPrecisionArguments, MixedPrecisionTrainer, PrecisionPolicy
-from hf_mp.trainer import STATE_NAME
+from hf_mp.trainer import STATE_NAME, refuse_other_precision
 
 Rows = list[dict[str, Tensor]]
 
@@ -373,6 +373,15 @@ def test_fsdp2_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     arguments(tmp_path)
+
+
+def test_compiling_a_sharded_model_whole_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments(tmp_path, fsdp=True, fsdp_config={"version": 2})
+    args.torch_compile = True
+    with pytest.raises(ValueError, match=r"torch_compile=True compiles the whole model.*compile its blocks"):
+        refuse_other_precision(args, args.precision_policy)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")
+    refuse_other_precision(args, args.precision_policy)
 
 
 def test_deepspeed_of_the_launcher_is_refused(

@@ -81,6 +81,7 @@ def train(
     optimizer: torch.optim.Optimizer,
     ids: Tensor,
     *,
+    runtime: hf_mp.MixedPrecision | None = None,
     plant: Callable[[int, Tensor], Tensor] = lambda step, loss: loss,
     after_backward: Callable[[int], None] = lambda step: None,
     clip: float | None = None,
@@ -88,7 +89,8 @@ def train(
     not_synced: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> dict[str, Any]:
     """Train on every global batch of ``ids``; what each step saw, by step."""
-    runtime, log = runtime_of(model), {"loss": [], "scale": [], "skipped": [], "headroom": []}
+    runtime = runtime_of(model) if runtime is None else runtime
+    log: dict[str, Any] = {"loss": [], "scale": [], "skipped": [], "headroom": []}
     for step, batch in enumerate(ids):
         parts = my_rows(batch).chunk(accumulate)
         for part in parts:
@@ -335,6 +337,29 @@ def fsdp_of_frozen_fp16() -> dict[str, Any]:
     return train(*prepared(shard if dist.is_initialized() else lambda model: model, model=model), batches(8))
 
 
+def compiled() -> dict[str, Any]:
+    """DDP around a compiled model, a compiled DDP, and FSDP over compiled blocks."""
+
+    def compile_blocks(model: nn.Module) -> nn.Module:
+        for block in model.transformer.h:  # type: ignore[union-attr]
+            block.compile(backend="aot_eager")
+        return shard(model)
+
+    kinds: dict[str, Wrap] = {
+        "plain": DistributedDataParallel,
+        "in_ddp": lambda model: DistributedDataParallel(torch.compile(model, backend="aot_eager")),
+        "around_ddp": lambda model: torch.compile(DistributedDataParallel(model), backend="aot_eager"),
+        "in_fsdp": compile_blocks,
+    }
+    results = {}
+    for name, wrap in kinds.items():
+        torch._dynamo.reset()
+        model = tiny_gpt2()
+        wrapped, optimizer = prepared(wrap, model=model)
+        results[name] = train(wrapped, optimizer, batches(4), runtime=model.forward.runtime, plant=overflow_at(2, 1))
+    return results
+
+
 def fsdp_outside_of_model() -> dict[str, Any]:
     """A module around the attached model is sharded, the model itself is not."""
 
@@ -466,7 +491,7 @@ CASES = [
     ddp, ddp_overflow, ddp_headroom_differs, ddp_accumulation, ddp_options, ddp_around_prepared_model,
     ddp_wrapped_after_a_forward, processes_of_their_own, ddp_join, fsdp, fsdp_bf16, fsdp_shard_overflow,
     fsdp_loss_overflow, fsdp_accumulation, fsdp_of_fp16_model, fsdp_before_prepare, fsdp_checkpointing,
-    fsdp_without_resharding, fsdp_of_frozen_fp16, fsdp_outside_of_model, fsdp_saves_no_copies, fsdp_detach, refusals,
+    compiled, fsdp_without_resharding, fsdp_of_frozen_fp16, fsdp_outside_of_model, fsdp_saves_no_copies, fsdp_detach, refusals,
 ]  # fmt: skip
 
 

@@ -116,6 +116,15 @@ def test_uneven_inputs_under_join_do_not_hang(two: Results) -> None:
     assert [rank["ddp_join"]["steps"] for rank in two] == [3, 2]
 
 
+@pytest.mark.parametrize("kind", ["in_ddp", "around_ddp", "in_fsdp"])
+def test_compiled_models_agree_as_well(two: Results, kind: str) -> None:
+    first, second = (rank["compiled"][kind] for rank in two)
+    plain = two[0]["compiled"]["plain"]
+    assert first["scale"] == second["scale"] == plain["scale"]
+    assert first["skipped"] == second["skipped"] == [False, False, True, False]
+    assert first["loss"][:2] == pytest.approx(plain["loss"][:2], rel=1e-3)
+
+
 # DDP's settings
 
 
