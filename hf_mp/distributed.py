@@ -9,15 +9,17 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_mp.loss_scaling import StepReport
 from hf_mp.policy import LOWER_PRECISION_DTYPES
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # not in every build of torch
 
 _NOT_MEASURED = -1.0
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -360,6 +361,12 @@ def compiled() -> dict[str, Any]:
     return results
 
 
+def fsdp_hybrid() -> dict[str, Any]:
+    """Two replicas of one shard each: the processes meet on the other dimension of the mesh."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    return train(*prepared(lambda model: shard(model, mesh=mesh)), batches(6), plant=overflow_at(3, rank=1))
+
+
 def fsdp_outside_of_model() -> dict[str, Any]:
     """A module around the attached model is sharded, the model itself is not."""
 
@@ -453,7 +460,6 @@ def refusals() -> dict[str, str]:
         FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)(input_ids=ids)
 
     def tensor_parallelism() -> None:
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -491,7 +497,8 @@ CASES = [
     ddp, ddp_overflow, ddp_headroom_differs, ddp_accumulation, ddp_options, ddp_around_prepared_model,
     ddp_wrapped_after_a_forward, processes_of_their_own, ddp_join, fsdp, fsdp_bf16, fsdp_shard_overflow,
     fsdp_loss_overflow, fsdp_accumulation, fsdp_of_fp16_model, fsdp_before_prepare, fsdp_checkpointing,
-    compiled, fsdp_without_resharding, fsdp_of_frozen_fp16, fsdp_outside_of_model, fsdp_saves_no_copies, fsdp_detach, refusals,
+    compiled, fsdp_without_resharding, fsdp_of_frozen_fp16, fsdp_hybrid, fsdp_outside_of_model, fsdp_saves_no_copies,
+    fsdp_detach, refusals,
 ]  # fmt: skip
 
 

@@ -99,6 +99,12 @@ def test_fsdp_skips_everywhere_when_the_loss_of_one_process_overflows(two: Resul
     assert assert_ranks_agree(two, "fsdp_loss_overflow")["skipped"] == [False, False, True, False, False]
 
 
+def test_replicas_of_hybrid_sharding_agree(two: Results) -> None:
+    log, plain = assert_ranks_agree(two, "fsdp_hybrid"), two[0]["ddp_options"]["none"]
+    assert log["skipped"] == [False, False, False, True, False, False]
+    assert log["scale"] == plain["scale"]
+
+
 def test_headroom_is_that_of_the_process_with_the_largest_gradient(two: Results) -> None:
     log = assert_ranks_agree(two, "ddp_headroom_differs")
     plain = assert_ranks_agree(two, "ddp_accumulation")
