@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from hf_mp.deferred_output import DeferredOutput, can_be_deferred
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 
@@ -66,6 +67,13 @@ class _OutputBorder(BorderFunction):
         return _times(gradient, ctx.scale).to(ctx.dtype), None, None
 
 
+class _DeferredOutputBorder(_OutputBorder):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, scale: Tensor | None, on_backward: Callable[[], None] | None) -> Tensor:
+        ctx.scale, ctx.on_backward, ctx.dtype = scale, on_backward, output.dtype
+        return DeferredOutput(output)
+
+
 class _LeavingBorder(BorderFunction):
     """The border to a parameter or an input: ``value`` goes on in place of ``outside``, whose gradient it earns."""
 
@@ -104,7 +112,9 @@ def _outside_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in LOWER_PRECISION_DTYPES else dtype
 
 
-def output_border(output: Tensor, scale: Tensor | None, on_backward: Callable[[], None] | None = None) -> Tensor:
+def output_border(
+    output: Tensor, scale: Tensor | None, on_backward: Callable[[], None] | None = None, *, deferred: bool = False
+) -> Tensor:
     """``output`` in FP32; its gradient is multiplied by the loss scale before it is cast to ``output``'s dtype.
 
     FP64 and complex outputs keep their dtype, with their gradient scaled all the same; all others pass.
@@ -114,11 +124,13 @@ def output_border(output: Tensor, scale: Tensor | None, on_backward: Callable[[]
         scale: FP32, of shape (1,), on ``output``'s device; its value at the time of the backward counts. None where
             nothing is scaled.
         on_backward: called when a gradient enters through this output.
+        deferred: cast FP16/BF16 values when they are read (:class:`DeferredOutput`); only where gradients are wanted.
     """
     if not (output.is_floating_point() or output.is_complex()):
         return output
     if output.requires_grad and torch.is_grad_enabled():
-        return _OutputBorder.apply(output, scale, on_backward)
+        border = _DeferredOutputBorder if deferred and can_be_deferred(output) else _OutputBorder
+        return border.apply(output, scale, on_backward)
     return output.to(_outside_dtype(output.dtype))
 
 

@@ -36,6 +36,8 @@ from hf_mp.master_weights.optimizer import MasterWeightOptimizer
 from hf_mp.master_weights.split_parameter import gradient_and_factor, raw_gradient
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 
+DEFERRED_ELEMENTS = 2**20  # outputs from this size on are cast to FP32 only when they are read
+
 
 @dataclass(frozen=True)
 class PrecisionStats:
@@ -186,7 +188,9 @@ class AttachedForward:
             kwargs = apply_to_tensors(runtime.input_border, kwargs)
         with runtime.working_copies.saving(), runtime.region:
             outputs = self.original(*args, **kwargs)
-        return apply_to_tensors(runtime.output_border, outputs)
+        return apply_to_tensors(
+            runtime.output_border if not _has_loss(outputs) else runtime.border_beside_loss, outputs
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Deep-copying a model copies its attributes, this one too: the copy must run the copied weights.
@@ -420,6 +424,12 @@ class MixedPrecision:
         return output_border(output, self.scaler.factors(output.device).scale, self.backward_begins)
 
     @torch.compiler.disable
+    def border_beside_loss(self, output: Tensor) -> Tensor:
+        """As :meth:`output_border`, for a model that gives its loss as well: large outputs may stay unread."""
+        deferred = output.numel() >= DEFERRED_ELEMENTS
+        return output_border(output, self.scaler.factors(output.device).scale, self.backward_begins, deferred=deferred)
+
+    @torch.compiler.disable
     def input_border(self, value: Tensor) -> Tensor:
         """The border that a tensor crosses on its way into the model."""
         return input_border(value, self.scaler.factors(value.device).inverse)
@@ -473,6 +483,11 @@ class MixedPrecision:
         return [name for name, p in named if not torch.isfinite(_largest_true_magnitude([p])).item()]
 
 
+def _has_loss(outputs: Any) -> bool:
+    first = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0] if isinstance(outputs, tuple) else None
+    return isinstance(first, Tensor) and first.dim() == 0 and first.requires_grad
+
+
 def apply_to_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """``value`` with ``function`` applied to its tensors, in lists, tuples, mappings, dataclasses and namespaces."""
     if (is_dataclass(value) and not isinstance(value, (type, Mapping))) or isinstance(value, types.SimpleNamespace):
@@ -508,12 +523,12 @@ class _StepGuard:
         self.optimizer = optimizer
         self._previous = optimizer.__dict__.get("step")
         unguarded = optimizer.step
-        self._active = True
+        self.is_active = True
 
         # A plain function bound to the optimizer: torch's LR schedulers look at ``step.__func__``.
         @functools.wraps(unguarded.__func__)  # type: ignore[attr-defined]
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-            if not self._active:
+            if not self.is_active:
                 return unguarded(closure, **kwargs) if closure is not None else unguarded(**kwargs)
             loss = None
             if closure is not None:
@@ -527,13 +542,13 @@ class _StepGuard:
             runtime._finish_step(report)
             return loss
 
-        step.guarded_by_hf_mp = True  # type: ignore[attr-defined]  # for scalers, which must not unscale again
+        step.hf_mp_guard = self  # type: ignore[attr-defined]  # for scalers, which must not unscale again
         self._step = types.MethodType(step, optimizer)
         optimizer.step = self._step  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Give the optimizer its own ``step`` back; under a wrapper put on later, become transparent."""
-        self._active = False
+        self.is_active = False
         if self.optimizer.__dict__.get("step") is self._step:
             if self._previous is None:
                 del self.optimizer.step

@@ -12,8 +12,8 @@ from hf_mp.kernels.cross_entropy import cross_entropy, cross_entropy_reference
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
-# Both forms compute in FP32 and round the gradient once. They differ in the order of sums, so an element of the gradient
-# may be rounded to the neighbouring number: one unit in the last place.
+# Both forms compute in FP32 and round the gradient once. They differ in the order of sums, so an element of the
+# gradient may be rounded to the neighbouring number: one unit in the last place.
 GRADIENT_TOLERANCE = {FP32: 2e-6, FP16: 2.0**-10, BF16: 2.0**-7}
 
 
