@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_mp
+import hf_mp.runtime
 
 STEPS = 50
 LEARNING_RATE = 0.1
@@ -361,6 +362,27 @@ def compiled() -> dict[str, Any]:
     return results
 
 
+def deferred_outputs() -> dict[str, Any]:
+    """Logits beside a loss that are cast when they are read: here in a second loss, from outside of the wrapper."""
+    results: dict[str, Any] = {}
+    kinds: dict[str, Wrap] = {
+        "ddp": DistributedDataParallel,
+        "static_graph": lambda model: DistributedDataParallel(model, static_graph=True),
+        "fsdp": shard,
+    }
+    part, size = my_rows(batches(1)[0]), hf_mp.runtime.DEFERRED_ELEMENTS
+    for name, wrap in kinds.items():
+        for elements in (1, size):
+            hf_mp.runtime.DEFERRED_ELEMENTS = elements
+            model, _ = prepared(wrap)
+            outputs = model(input_ids=part, labels=part)
+            (outputs.loss + outputs.logits.pow(2).mean()).backward()
+            gradients = {key: whole(p.grad).clone() for key, p in model.named_parameters()}
+            results.setdefault(name, []).append((type(outputs.logits).__name__, gradients))
+    hf_mp.runtime.DEFERRED_ELEMENTS = size
+    return results
+
+
 def fsdp_hybrid() -> dict[str, Any]:
     """Two replicas of one shard each: the processes meet on the other dimension of the mesh."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
@@ -498,7 +520,7 @@ CASES = [
     ddp_wrapped_after_a_forward, processes_of_their_own, ddp_join, fsdp, fsdp_bf16, fsdp_shard_overflow,
     fsdp_loss_overflow, fsdp_accumulation, fsdp_of_fp16_model, fsdp_before_prepare, fsdp_checkpointing,
     compiled, fsdp_without_resharding, fsdp_of_frozen_fp16, fsdp_hybrid, fsdp_outside_of_model, fsdp_saves_no_copies,
-    fsdp_detach, refusals,
+    fsdp_detach, deferred_outputs, refusals,
 ]  # fmt: skip
 
 

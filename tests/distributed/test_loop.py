@@ -122,6 +122,15 @@ def test_uneven_inputs_under_join_do_not_hang(two: Results) -> None:
     assert [rank["ddp_join"]["steps"] for rank in two] == [3, 2]
 
 
+@pytest.mark.parametrize("kind", ["ddp", "static_graph", "fsdp"])
+def test_outputs_that_are_cast_when_read_carry_their_gradients(two: Results, kind: str) -> None:
+    for rank in two:
+        (deferred, left), (plain, right) = rank["deferred_outputs"][kind]
+        assert plain == "Tensor"
+        assert deferred == ("Tensor" if kind == "static_graph" else "DeferredOutput")  # there DDP clones it
+        assert same_weights(left, right)
+
+
 @pytest.mark.parametrize("kind", ["in_ddp", "around_ddp", "in_fsdp"])
 def test_compiled_models_agree_as_well(two: Results, kind: str) -> None:
     first, second = (rank["compiled"][kind] for rank in two)
