@@ -26,7 +26,7 @@ from hf_mp.autocasting.products import Factor
 from hf_mp.autocasting.rules import Rules
 from hf_mp.autocasting.tables import TableName
 from hf_mp.autocasting.working_copies import WorkingCopies
-from hf_mp.borders import input_border, output_border, parameter_border
+from hf_mp.borders import check_reachable, input_border, output_border, parameter_border
 from hf_mp.causal_lm_loss import install_causal_lm_loss, remove_causal_lm_loss
 from hf_mp.distributed import Ranks, check_parallelism, is_dtensor, is_running, is_sharded, local_part
 from hf_mp.kernels.gradient_scan import largest_magnitude
@@ -111,8 +111,13 @@ class Region(autocast):
         super().__exit__(*exc_info)
 
     def cast_parameter(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        has_copy = (
+            dtype is self._copies.dtype and parameter.dtype is torch.float32 and not torch.compiler.is_compiling()
+        )
+        if has_copy and not torch.is_grad_enabled():
+            return self._copies.get(parameter)
         inverse = self._scaler.factors(parameter.device).inverse
-        if dtype is self._copies.dtype and parameter.dtype is torch.float32 and not torch.compiler.is_compiling():
+        if has_copy:
             return parameter_border(parameter, self._copies.get(parameter), inverse)
         inside = parameter_border(parameter, None, inverse)
         return inside if inside.dtype is dtype else inside.to(dtype)
@@ -123,7 +128,7 @@ class Region(autocast):
         return Factor(tensor, self._copies.get(tensor), self._scaler.factors(tensor.device).inverse)
 
     def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             # It cannot look into the set below; a border that nothing differentiates through, a graph drops.
             args = tuple([self._inside(arg) for arg in args])
             return call(func, args, {key: self._inside(value) for key, value in kwargs.items()})
@@ -131,8 +136,8 @@ class Region(autocast):
             return func(*args, **kwargs)
         return func(*[self._inside(arg) for arg in args], **{key: self._inside(arg) for key, arg in kwargs.items()})
 
-    def border_arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple([self._inside(arg) for arg in args]) if torch.is_grad_enabled() else args
+    def border_argument(self, value: Any) -> Any:
+        return self._inside(value) if torch.is_grad_enabled() else value
 
     def _inside(self, value: Any) -> Any:
         if type(value) is Tensor:
@@ -273,14 +278,16 @@ class MixedPrecision:
         16 bits more. ``state_dict()`` and ``save_pretrained()`` of the model give FP32 values all the same.
 
         Raises:
-            ValueError: if the model has no floating parameter, is attached already, or is wrapped for
-                ``DataParallel``.
+            ValueError: if the model has no floating parameter, is attached already, is wrapped for ``DataParallel``,
+                or has trainable parameters in TorchScript where the loss is scaled.
         """
         if not self.policy.is_mixed:
             return model
         if self.model is not None:
             raise ValueError("this MixedPrecision has a model already: detach() it, or make another one")
         check_attachable(model)
+        if isinstance(self.scaler.factors(torch.device("cpu")), ScaleTensors):
+            check_reachable(model)
         self.region = self._make_region(model)
         self._model = weakref.ref(model)
         self._make_masters(model)
