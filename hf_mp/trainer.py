@@ -11,6 +11,7 @@ from typing import Any, ClassVar, cast
 
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
@@ -145,6 +146,7 @@ class MixedPrecisionTrainer(Trainer):
             runtime = self.mixed_precision = make_runtime(self.precision_policy, self.args)
         if runtime.model is None:
             runtime.attach(model)
+        runtime.measures_norm = True
         runtime.wrap_forwards()  # Liger's kernels set a forward of their own after the Trainer is made
         return runtime
 
@@ -161,14 +163,26 @@ class MixedPrecisionTrainer(Trainer):
         return self.optimizer
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        wrapper = self._master_weight_optimizer()
-        return super()._clip_grad_norm(model) if wrapper is None else wrapper.clip_grad_norm_(self.args.max_grad_norm)
+        wrapper, max_norm = self._master_weight_optimizer(), self.args.max_grad_norm
+        if wrapper is not None:
+            return wrapper.clip_grad_norm_(max_norm)
+        norm = self._known_grad_norm(model)
+        if norm is None:
+            return super()._clip_grad_norm(model)
+        if not norm <= max_norm - 1e-5:  # below, the factor is 1: one pass over the gradients less
+            clip_grads_with_norm_(model.parameters(), max_norm, norm)
+        return norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        wrapper = self._master_weight_optimizer()
-        if wrapper is not None and grad_norm is None:
-            grad_norm = wrapper.clip_grad_norm_(math.inf)
+        if grad_norm is None:
+            wrapper = self._master_weight_optimizer()
+            grad_norm = self._known_grad_norm(model) if wrapper is None else wrapper.clip_grad_norm_(math.inf)
         return super()._get_grad_norm(model, grad_norm)
+
+    def _known_grad_norm(self, model: nn.Module) -> Any:
+        """The norm that was measured when the backward ended, while the gradients are still those."""
+        runtime = self.mixed_precision
+        return None if runtime is None else runtime.gradient_norm(list(model.parameters()))
 
     def _master_weight_optimizer(self) -> MasterWeightOptimizer | None:
         """The optimizer's wrapper in a lean layout, which knows gradients that no one has unscaled yet."""
