@@ -31,7 +31,7 @@ from hf_mp.kernels.gradient_scan import largest_magnitude
 from hf_mp.loss_scaling import LossScaler, ScaleTensors, StepReport, headroom_left, make_loss_scaler
 from hf_mp.master_weights.lean import restore_parameters, split_trainable_parameters
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer
-from hf_mp.master_weights.split_parameter import gradient_and_factor, raw_gradient
+from hf_mp.master_weights.split_parameter import gradient_and_factor, keep_scale_of_gradients, raw_gradient
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 
 
@@ -439,6 +439,8 @@ class MixedPrecision:
     def _finish_step(self, report: StepReport) -> None:
         self._largest = None
         self.step_was_skipped = report.overflow
+        if (model := self.model) is not None:
+            keep_scale_of_gradients(model.parameters())
         used_scale = self.scaler.get_scale()
         try:
             self.scaler.record_step(report, self._nonfinite_gradients)

@@ -11,6 +11,7 @@ from torch import nn
 from hf_mp.master_weights.split_parameter import (
     InverseScale,
     SplitParameter,
+    check_splittable,
     make_split,
     put_masters_into_state_dict,
     unsplit,
@@ -27,18 +28,23 @@ def split_trainable_parameters(model: nn.Module, dtype: torch.dtype, inverse_sca
         model: any module.
         dtype: of the parameters, ``float16`` or ``bfloat16``.
         inverse_scale: as for :func:`make_split`.
+
+    Raises:
+        TypeError: as :func:`make_split`; then nothing is changed.
     """
-    has_new_ones = False
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is None or not parameter.requires_grad or not parameter.is_floating_point():
-                continue
-            has_new_ones |= not isinstance(parameter, SplitParameter)
-            make_split(parameter, dtype, inverse_scale)
-            if put_masters_into_state_dict not in module._state_dict_hooks.values():
-                module.register_state_dict_post_hook(put_masters_into_state_dict)
-    if not has_new_ones:
+    trainable = {
+        parameter: None for parameter in model.parameters() if parameter.requires_grad and parameter.is_floating_point()
+    }
+    new = [parameter for parameter in trainable if not isinstance(parameter, SplitParameter)]
+    check_splittable(new)  # before anything is changed
+    for parameter in trainable:
+        make_split(parameter, dtype, inverse_scale)
+        parameter.is_saved_in_full = True  # type: ignore[attr-defined]
+    if not new and put_masters_into_state_dict in model._state_dict_hooks.values():
         return
+    for module in model.modules():
+        if put_masters_into_state_dict not in module._state_dict_hooks.values():
+            module.register_state_dict_post_hook(put_masters_into_state_dict)
     for buffer in model.buffers():  # running statistics in FP16 would swamp their updates, as weights would
         if buffer.dtype in LOWER_PRECISION_DTYPES:
             buffer.data = buffer.data.float()

@@ -105,7 +105,7 @@ def test_special_values(dtype: torch.dtype) -> None:
 def test_fp16_keeps_values_beyond_its_range_at_its_largest_master() -> None:
     merged = merge(*split(torch.tensor([65519.99, 65520.0, 1e30, -1e30]), torch.float16))
     assert merged.abs().tolist() == [65519.98828125, *[FP16_LARGEST_MASTER] * 3]
-    assert FP16_LARGEST_MASTER == torch.nextafter(torch.tensor(65520.0), torch.tensor(0.0)).item()
+    assert torch.nextafter(torch.tensor(65520.0), torch.tensor(0.0)).item() == FP16_LARGEST_MASTER
 
 
 def test_the_stated_bound_of_fp16_is_tight() -> None:
