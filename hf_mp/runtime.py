@@ -282,7 +282,8 @@ class MixedPrecision:
 
     def _make_masters(self, model: nn.Module) -> None:
         if self.policy.is_lean:
-            split_trainable_parameters(model, self.policy.params, self._inverse_scale)
+            if split_trainable_parameters(model, self.policy.params, self._inverse_scale):
+                self.working_copies.clear()  # of what was frozen before
         else:
             _make_masters(model)
 

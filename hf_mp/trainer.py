@@ -18,6 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer import SCALER_NAME
 from transformers.utils import logging
 
+from hf_mp.checkpoint_files import check_readable
 from hf_mp.loss_scaling import make_loss_scaler
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer
 from hf_mp.policy import PrecisionPolicy, parse_loss_scale
@@ -223,6 +224,11 @@ class MixedPrecisionTrainer(Trainer):
         if self.mixed_precision is not None and "loss" in logs:
             logs = {**logs, **self.mixed_precision.stats.log_entries()}
         super().log(logs, *args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        if self.mixed_precision is not None:
+            check_readable(Path(resume_from_checkpoint), exclude=(STATE_NAME, SCALER_NAME))
+        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _save_scaler(self, output_dir: str) -> None:
         super()._save_scaler(output_dir)

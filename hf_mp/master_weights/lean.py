@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import types
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import CONFIG_NAME
 
 from hf_mp.master_weights.split_parameter import (
     InverseScale,
@@ -19,10 +21,13 @@ from hf_mp.master_weights.split_parameter import (
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 
-def split_trainable_parameters(model: nn.Module, dtype: torch.dtype, inverse_scale: InverseScale) -> None:
+def split_trainable_parameters(model: nn.Module, dtype: torch.dtype, inverse_scale: InverseScale) -> bool:
     """Split what is trainable and not split yet; frozen parameters stay as they are.
 
     ``state_dict()`` of the model and of its parts, and ``save_pretrained()``, then give FP32 masters.
+
+    Returns:
+        Whether there was anything to split.
 
     Args:
         model: any module.
@@ -41,7 +46,7 @@ def split_trainable_parameters(model: nn.Module, dtype: torch.dtype, inverse_sca
         make_split(parameter, dtype, inverse_scale)
         parameter.is_saved_in_full = True  # type: ignore[attr-defined]
     if not new and put_masters_into_state_dict in model._state_dict_hooks.values():
-        return
+        return False
     for module in model.modules():
         if put_masters_into_state_dict not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(put_masters_into_state_dict)
@@ -50,6 +55,7 @@ def split_trainable_parameters(model: nn.Module, dtype: torch.dtype, inverse_sca
             buffer.data = buffer.data.float()
     if hasattr(type(model), "save_pretrained"):
         model.save_pretrained = types.MethodType(save_pretrained, model)  # type: ignore[assignment]
+    return True
 
 
 def restore_parameters(model: nn.Module) -> None:
@@ -72,7 +78,8 @@ def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) 
     """
     result = type(model).save_pretrained(model, save_directory, *args, **kwargs)
     config = getattr(model, "config", None)
-    if config is not None and hasattr(config, "save_pretrained") and kwargs.get("is_main_process", True):
+    # An adapter is saved without one.
+    if config is not None and kwargs.get("is_main_process", True) and Path(save_directory, CONFIG_NAME).is_file():
         config.dtype = torch.float32
         config.save_pretrained(save_directory)
     return result

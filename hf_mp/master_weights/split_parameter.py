@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types
 
-from hf_mp.autocasting.working_copies import is_shared, version_of
+from hf_mp.autocasting.working_copies import WatchedParameter, is_shared, unwatch, version_of
 from hf_mp.master_weights.split import REMAINDER_DTYPE, merge, split, split_into
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
@@ -219,6 +219,7 @@ def make_split(parameter: nn.Parameter, dtype: torch.dtype, inverse_scale: Inver
         parameter.inverse_scale = inverse_scale
         return
     check_splittable([parameter])
+    unwatch(parameter)
     halves = split(parameter.detach().float(), dtype)
     parameter.data = halves.working
     _become_split(parameter, halves.remainder, inverse_scale)
@@ -227,7 +228,7 @@ def make_split(parameter: nn.Parameter, dtype: torch.dtype, inverse_scale: Inver
 def check_splittable(parameters: Iterable[nn.Parameter]) -> None:
     """Raise ``TypeError`` for a subclass of ``nn.Parameter``, which has a life of its own."""
     for parameter in parameters:
-        if type(parameter) is not nn.Parameter:
+        if type(parameter) not in (nn.Parameter, WatchedParameter):
             raise TypeError(
                 f"a {type(parameter).__name__} of shape {tuple(parameter.shape)} cannot be split into working copy and "
                 "remainder, only nn.Parameter itself: freeze it, or use the default layout"
