@@ -31,7 +31,12 @@ from hf_mp.kernels.gradient_scan import largest_magnitude
 from hf_mp.loss_scaling import LossScaler, ScaleTensors, StepReport, headroom_left, make_loss_scaler
 from hf_mp.master_weights.lean import restore_parameters, split_trainable_parameters
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer
-from hf_mp.master_weights.split_parameter import gradient_and_factor, keep_scale_of_gradients, raw_gradient
+from hf_mp.master_weights.split_parameter import (
+    SplitParameter,
+    gradient_and_factor,
+    keep_scale_of_gradients,
+    raw_gradient,
+)
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 
 
@@ -110,7 +115,10 @@ class Region(autocast):
         inverse = self._scaler.factors(parameter.device).inverse
         if dtype is self._copies.dtype and parameter.dtype is torch.float32 and not torch.compiler.is_compiling():
             return parameter_border(parameter, self._copies.get(parameter), inverse)
-        inside = parameter_border(parameter, None, inverse)
+        if torch.compiler.is_compiling() and isinstance(parameter, SplitParameter) and inverse is not None:
+            inside = _border_outside_of_graphs(parameter, inverse)
+        else:
+            inside = parameter_border(parameter, None, inverse)
         return inside if inside.dtype is dtype else inside.to(dtype)
 
     def factor(self, tensor: Tensor) -> Factor:
@@ -138,6 +146,12 @@ class Region(autocast):
         if type(value) in (list, tuple):
             return type(value)(self._inside(item) for item in value)
         return value
+
+
+# A graph gives its inputs gradients of their own dtype: unscaled, they would underflow in FP16.
+_border_outside_of_graphs = torch.compiler.disable(
+    lambda parameter, inverse: parameter_border(parameter, None, inverse), reason="FP16 gradients leave graphs scaled"
+)
 
 
 def _keep_parameters() -> frozenset[Callable[..., Any]]:

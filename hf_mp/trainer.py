@@ -168,6 +168,10 @@ class MixedPrecisionTrainer(Trainer):
         self.precision_policy = _policy(args, precision)
         self.mixed_precision: MixedPrecision | None = None
         refuse_other_precision(args, self.precision_policy)
+        if args.torch_compile and self.precision_policy.params is torch.float16:
+            logger.warning(
+                f"torch_compile=True has little effect with {self.precision_policy}: graphs end at parameters"
+            )
         if self.precision_policy.is_mixed:
             self.mixed_precision = _runtime(self.precision_policy, args)
             if model is not None:

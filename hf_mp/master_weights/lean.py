@@ -24,7 +24,9 @@ from hf_mp.policy import LOWER_PRECISION_DTYPES
 def split_trainable_parameters(model: nn.Module, dtype: torch.dtype, inverse_scale: InverseScale) -> bool:
     """Split what is trainable and not split yet; frozen parameters stay as they are.
 
-    ``state_dict()`` of the model and of its parts, and ``save_pretrained()``, then give FP32 masters.
+    ``state_dict()`` of the model and of its parts, and ``save_pretrained()``, then give FP32 masters. Whoever computes
+    with the parameters themselves (``torch.optim.swa_utils.AveragedModel``) computes in FP16/BF16: average
+    :func:`master_value` instead.
 
     Returns:
         Whether there was anything to split.

@@ -20,7 +20,7 @@ from hf_mp.master_weights.split_parameter import (
     gradient_and_factor,
     make_split,
     master_value,
-    multiply_gradient,
+    multiply_gradients,
     open_master,
     unscaled,
     write_master,
@@ -193,8 +193,7 @@ class MasterWeightOptimizer(Optimizer):
         total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
         if math.isfinite(max_norm):
             clip_factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-            for parameter in self._parameters():
-                multiply_gradient(parameter, clip_factor)
+            multiply_gradients(self._parameters(), clip_factor)
         return total
 
     @torch.no_grad()

@@ -315,19 +315,23 @@ def unscaled(gradient: Tensor, factor: Tensor | None) -> Tensor:
 
 
 @torch.no_grad()
-def multiply_gradient(parameter: nn.Parameter, factor: Tensor) -> None:
-    """Multiply the gradient by ``factor``, FP32 of one element; one that is still scaled is not written for it."""
-    gradient, inverse = gradient_and_factor(parameter)
-    if gradient is None:
-        return
-    factor = factor.to(gradient.device)
-    if isinstance(parameter, SplitParameter) and gradient is parameter._scaled_gradient:
-        parameter._own_factor = factor.reshape(1) if inverse is None else inverse * factor
-    elif gradient.dtype in LOWER_PRECISION_DTYPES:
-        parameter.grad_dtype = None
-        parameter.grad = unscaled(gradient, factor)
-    else:
-        gradient.mul_(factor)
+def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiply gradients by ``factor``, FP32 of one element; those that are still scaled are not written for it."""
+    factors: dict[Tensor | torch.device, Tensor] = {}  # so that parameters share them
+    for parameter in parameters:
+        gradient, inverse = gradient_and_factor(parameter)
+        if gradient is None:
+            continue
+        here = factors.setdefault(gradient.device, factor.to(gradient.device).reshape(1))
+        if isinstance(parameter, SplitParameter) and gradient is parameter._scaled_gradient:
+            if inverse is not None and inverse not in factors:
+                factors[inverse] = inverse * here
+            parameter._own_factor = here if inverse is None else factors[inverse]
+        elif gradient.dtype in LOWER_PRECISION_DTYPES:
+            parameter.grad_dtype = None
+            parameter.grad = unscaled(gradient, here)
+        else:
+            gradient.mul_(here.squeeze())
 
 
 def keep_scale_of_gradients(parameters: Iterable[nn.Parameter]) -> None:

@@ -30,6 +30,7 @@ from hf_mp.master_weights.lean import restore_parameters, split_trainable_parame
 from hf_mp.master_weights.split import FP16_EXACT_FROM, FP16_LARGEST_ERROR
 from hf_mp.master_weights.split_parameter import SplitParameter, master_value, raw_gradient
 from hf_mp.runtime import MixedPrecision
+from hf_mp.trainer import STATE_NAME
 
 LEAN = ["fp16-lean", "bf16-lean"]
 LOSS_TOLERANCE = {"fp16-lean": 1e-3, "bf16-lean": 1e-2}  # FP16 has 11 significant bits, BF16 8
@@ -266,7 +267,7 @@ def test_a_model_that_cannot_be_split_is_left_as_it_was() -> None:
 
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].bias = Own(torch.zeros(2))
-    with pytest.raises(TypeError, match="a Own of shape .* cannot be split .* freeze it, or use the default layout"):
+    with pytest.raises(TypeError, match=r"a Own of shape .* cannot be split .* freeze it, or use the default layout"):
         split_trainable_parameters(model, torch.float16, lambda device: None)
     assert all(p.dtype is torch.float32 for p in model.parameters())
     model[1].bias.requires_grad_(False)
@@ -361,25 +362,36 @@ def test_lora(gpt2: GPT2LMHeadModel, batch: Batch, tmp_path: Path) -> None:
     assert same(ours, theirs)
 
 
-@pytest.mark.timeout(300)
-def test_compiled(gpt2_config: GPT2Config, batch: Batch) -> None:
-    curves = []
+class Compiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.linear, self.norm = nn.Embedding(10, 16), nn.Linear(16, 16), nn.LayerNorm(16)
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(self.embed(x))) @ self.weight
+
+
+@every_lean
+def test_compiled(precision: str) -> None:
+    torch._dynamo.reset()
+    original, weights = Compiled(), []
     for compiled in (False, True):
-        model = model_of(gpt2_config)
-        runtime = MixedPrecision("bf16-lean")
+        model = copy.deepcopy(original)
+        runtime = MixedPrecision(precision)
         runtime.attach(model)
         run = torch.compile(model, backend="aot_eager") if compiled else model
-        optimizer = runtime.attach_optimizer(SGD(model.parameters(), lr=0.3))
-        curve = []
-        for _ in range(4):
-            loss = run(**batch).loss
-            loss.backward()
+        optimizer = runtime.attach_optimizer(SGD(model.parameters(), lr=1e5))
+        for _ in range(3):
+            # Without a scale most gradients would be less than FP16's smallest number.
+            (run(torch.arange(5)).square().mean() * 2.0**-20).backward()
             optimizer.step()
             optimizer.zero_grad()
-            curve.append(loss.item())
-        curves.append(curve)
-    assert curves[0][-1] < curves[0][0] - 0.1
-    assert curves[1] == pytest.approx(curves[0], rel=1e-2)
+        weights.append(masters(model))
+    before = masters(original)
+    for name, eager in weights[0].items():
+        moved = (eager - before[name]).norm()
+        assert moved > 0 and (weights[1][name] - eager).norm() < (1e-3 if precision == "fp16-lean" else 2e-2) * moved
 
 
 # Memory
@@ -415,8 +427,12 @@ def optimizer_of(name: str) -> Callable[[Any], Any]:
         ("bf16-lean", "adamw_bnb_8bit", 8),
     ],
 )
-def test_bytes_per_parameter(precision: str, optimizer_name: str, bytes_per_parameter: int) -> None:
-    before = {id(tensor) for tensor in tensors_alive()}
+def test_bytes_per_parameter(
+    precision: str, optimizer_name: str, bytes_per_parameter: int, request: pytest.FixtureRequest
+) -> None:
+    gc.collect()
+    gc.freeze()  # what there was before is not found below
+    request.addfinalizer(gc.unfreeze)
     model: Any = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(6)])
     parameters = sum(p.numel() for p in model.parameters())
     model, optimizer = hf_mp.prepare(model, optimizer_of(optimizer_name)(model.parameters()), precision)
@@ -425,11 +441,11 @@ def test_bytes_per_parameter(precision: str, optimizer_name: str, bytes_per_para
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    after_step = live_bytes([t for t in tensors_alive() if id(t) not in before])
+    after_step = live_bytes(tensors_alive())
     model(x).square().mean().backward()
     gradients = [raw_gradient(p) for p in model.parameters()]
     lean = precision.endswith("lean")
-    found = [t for t in tensors_alive() if id(t) not in before]
+    found = tensors_alive()
     at_update = live_bytes([*found, *[gradient for gradient in gradients if gradient is not None]])
     assert at_update / parameters == pytest.approx(bytes_per_parameter, rel=0.03)
     assert after_step / parameters == pytest.approx(bytes_per_parameter - (2 if lean else 4), rel=0.04)
@@ -507,12 +523,13 @@ def test_a_skipped_step_is_invisible_to_the_lr_scheduler(tmp_path: Path, gpt2_co
     assert seen[3][0] != seen[4][0] and seen[3][1] > seen[4][1]
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "fp16", *LEAN])
+@pytest.mark.parametrize(
+    ("precision", "accumulation"), [("fp32", 2), ("fp16", 2), ("fp16-lean", 1), ("fp16-lean", 2), ("bf16-lean", 2)]
+)
 def test_resume_is_bit_exact(
     tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, precision: str, accumulation: int
 ) -> None:
-    config = GPT2Config(**{**gpt2_config.to_dict(), "resid_pdrop": 0.1})  # so that the RNG matters
+    config = GPT2Config(**{**gpt2_config.to_dict(), "resid_pdrop": 0.1, "n_layer": 1})  # so that the RNG matters
     settings = {"init_scale": 2.0**12, "headroom": 4, "ceiling_interval": 2} if "fp16" in precision else None
 
     def trainer(name: str) -> PoisonedTrainer:
@@ -684,25 +701,25 @@ def test_a_plain_trainer_resumes_a_run_of_ours(
     assert all(p.dtype is torch.float32 for p in plain.model.parameters())
 
 
-@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "mixed_precision.json", "trainer_state.json"]
-)
 def test_a_file_cut_in_half_is_named_and_the_others_are_left_alone(
-    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, precision: str, name: str
+    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows
 ) -> None:
-    args = arguments(tmp_path, precision=precision, max_steps=2, save_strategy="steps", save_steps=2)
+    args = arguments(tmp_path, precision="fp16-lean", max_steps=1, save_strategy="steps", save_steps=1)
     MixedPrecisionTrainer(model_of(gpt2_config), args, train_dataset=rows).train()
-    checkpoint = Path(args.output_dir) / "checkpoint-2"
-    content = (checkpoint / name).read_bytes()
-    (checkpoint / name).write_bytes(content[: len(content) // 2])
-    files = {path: path.read_bytes() for path in checkpoint.iterdir()}
-    again = MixedPrecisionTrainer(
-        model_of(gpt2_config), arguments(tmp_path / "b", precision=precision, max_steps=4), train_dataset=rows
-    )
-    with pytest.raises(ValueError, match=f"cannot resume .*{name}"):
-        again.train(resume_from_checkpoint=str(checkpoint))
-    assert files == {path: path.read_bytes() for path in checkpoint.iterdir()}
+    checkpoint = Path(args.output_dir) / "checkpoint-1"
+    whole = {path: path.read_bytes() for path in checkpoint.iterdir()}
+    assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"} < {path.name for path in whole}
+    for path, content in whole.items():
+        path.write_bytes(content[: len(content) // 2])
+        again = MixedPrecisionTrainer(
+            model_of(gpt2_config), arguments(tmp_path / "b", precision="fp16-lean", max_steps=4), train_dataset=rows
+        )
+        before = masters(again.model)
+        with pytest.raises(ValueError, match=f"cannot resume .*{path.name}"):
+            again.train(resume_from_checkpoint=str(checkpoint))
+        assert same(before, masters(again.model)) or path.name == STATE_NAME
+        assert all(p.read_bytes() == other for p, other in whole.items() if p != path)
+        path.write_bytes(content)
 
 
 # Explicit scalers

@@ -22,7 +22,7 @@ from hf_mp.master_weights.split_parameter import (
     keep_scale_of_gradients,
     make_split,
     master_value,
-    multiply_gradient,
+    multiply_gradients,
     open_master,
     raw_gradient,
     split_parameters,
@@ -551,7 +551,7 @@ def test_a_scaled_gradient_remembers_its_scale() -> None:
 
 
 @pytest.mark.parametrize("kind", ["scaled", "read", "ordinary FP16", "none"])
-def test_multiply_gradient(kind: str) -> None:
+def test_multiply_gradients(kind: str) -> None:
     factor = torch.tensor(0.3)
     parameter: Any = nn.Parameter(values(4, 3).half()) if kind == "ordinary FP16" else made(values(4, 3))
     gradient = values(4, 3).half()
@@ -561,8 +561,8 @@ def test_multiply_gradient(kind: str) -> None:
         parameter.take_scaled_gradient(gradient)
     if kind == "read":
         assert parameter.grad is not None
-    multiply_gradient(parameter, factor)
-    multiply_gradient(parameter, factor)
+    multiply_gradients([parameter], factor)
+    multiply_gradients([parameter], factor)
     if kind == "none":
         assert parameter.grad is None
         return
