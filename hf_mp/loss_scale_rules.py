@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+import numbers
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 import torch
 
@@ -36,16 +37,24 @@ class ScalerState:
     """What every scaler remembers between steps; its fields are its saved state.
 
     Attributes:
-        scale: the loss scale in force.
+        scale: the loss scale in force, rounded to FP32, in which tensors hold it.
         steps: optimizer steps recorded, skipped ones included.
         skipped_steps: of those, the ones that were skipped.
         consecutive_skips: skipped steps since the last applied one.
+
+    Raises:
+        ValueError: for a scale that is none, or a counter that is no whole number.
     """
 
     scale: float
     steps: int = 0
     skipped_steps: int = 0
     consecutive_skips: int = 0
+
+    def __post_init__(self) -> None:
+        check_scale(self.scale)
+        object.__setattr__(self, "scale", to_fp32(self.scale))
+        check_whole(0, steps=self.steps, skipped_steps=self.skipped_steps, consecutive_skips=self.consecutive_skips)
 
 
 State = TypeVar("State", bound=ScalerState)
@@ -63,10 +72,20 @@ def count_step(state: State, report: StepReport) -> State:
 
 @dataclass(frozen=True)
 class DynamicState(ScalerState):
-    """As :class:`ScalerState`, with ``growth_tracker``: clean steps since the scale last changed."""
+    """What :class:`DynamicLossScaler` remembers besides.
+
+    Attributes:
+        growth_tracker: clean steps since the last overflow or growth.
+        hysteresis_left: overflows until the scale is lowered, counting the one that lowers it.
+    """
 
     growth_tracker: int = 0
     hysteresis_left: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole(0, growth_tracker=self.growth_tracker)
+        check_whole(1, hysteresis_left=self.hysteresis_left)
 
 
 @dataclass(frozen=True)
@@ -79,16 +98,14 @@ class DynamicSettings:
     hysteresis: int = 1
     min_scale: float = 1.0
     max_scale: float | None = None
+    consecutive_hysteresis: bool = False
 
     def __post_init__(self) -> None:
         if not 1.0 < self.growth_factor < math.inf:
             raise ValueError(f"growth_factor={self.growth_factor} must be above 1.0 and finite")
         if not -math.inf < self.backoff_factor < 1.0:
             raise ValueError(f"backoff_factor={self.backoff_factor} must be below 1.0, so that an overflow lowers it")
-        if self.growth_interval < 1 or self.hysteresis < 1:
-            raise ValueError(
-                f"growth_interval={self.growth_interval} and hysteresis={self.hysteresis} must be at least 1 step"
-            )
+        check_whole(1, growth_interval=self.growth_interval, hysteresis=self.hysteresis)
         check_bounds(self.min_scale, self.max_scale)
 
 
@@ -98,9 +115,11 @@ def adjust_dynamic(state: DynamicState, settings: DynamicSettings, report: StepR
     if report.overflow:
         if state.hysteresis_left > 1:
             return replace(state, growth_tracker=0, hysteresis_left=state.hysteresis_left - 1)
-        return replace(
-            state, scale=_lowered(state.scale, settings.backoff_factor, settings.min_scale), growth_tracker=0
-        )
+        # A scale that is below the floor already, because it was set there, stays.
+        lowered = max(state.scale * settings.backoff_factor, min(settings.min_scale, state.scale))
+        return replace(state, scale=lowered, growth_tracker=0)
+    if settings.consecutive_hysteresis:
+        state = replace(state, hysteresis_left=settings.hysteresis)
     tracker = state.growth_tracker + 1
     if tracker < settings.growth_interval:
         return replace(state, growth_tracker=tracker)
@@ -110,11 +129,6 @@ def adjust_dynamic(state: DynamicState, settings: DynamicSettings, report: StepR
     if settings.max_scale is not None:
         grown = min(grown, max(settings.max_scale, state.scale))
     return replace(state, scale=grown, growth_tracker=0, hysteresis_left=settings.hysteresis)
-
-
-def _lowered(scale: float, factor: float, min_scale: float) -> float:
-    """``scale`` times ``factor``, but not below the smallest scale; a scale that is below it already stays."""
-    return max(to_fp32(scale * factor), min(max(min_scale, SMALLEST_SCALE), scale))
 
 
 @dataclass(frozen=True)
@@ -130,6 +144,13 @@ class HeadroomState(ScalerState):
     peak: float | None = None
     ceiling: float | None = None
     clean_steps: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole(0, clean_steps=self.clean_steps)
+        for name, value in (("peak", self.peak), ("ceiling", self.ceiling)):
+            if value is not None and not (_is_real(value) and 0.0 < value < math.inf):
+                raise ValueError(f"{name}={value!r} must be a positive, finite number or None")
 
 
 @dataclass(frozen=True)
@@ -147,14 +168,20 @@ class HeadroomSettings:
     def __post_init__(self) -> None:
         if not 0.0 <= self.headroom <= 30.0:
             raise ValueError(f"headroom={self.headroom} must be 0 to 30 doublings (FP16 has 40 in all)")
-        if self.half_life < 1 or self.ceiling_interval < 1:
-            raise ValueError(
-                f"half_life={self.half_life} and ceiling_interval={self.ceiling_interval} must be at least 1 step"
-            )
+        if not 1 <= self.half_life < math.inf:
+            raise ValueError(f"half_life={self.half_life} must be at least 1 step and finite")
+        check_whole(1, ceiling_interval=self.ceiling_interval)
         for name in ("backoff_factor", "calibration_backoff_factor"):
             if not 0.0 < getattr(self, name) < 1.0:
                 raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and 1")
         check_bounds(self.min_scale, self.max_scale)
+        if self.max_scale is not None and self.max_scale < self.floor:
+            raise ValueError(f"no power of two lies between min_scale={self.min_scale} and max_scale={self.max_scale}")
+
+    @property
+    def floor(self) -> float:
+        """The smallest power of two that is at least ``min_scale``."""
+        return -power_of_two_below(-self.min_scale)
 
 
 def adjust_headroom(state: HeadroomState, settings: HeadroomSettings, report: StepReport) -> HeadroomState:
@@ -162,7 +189,7 @@ def adjust_headroom(state: HeadroomState, settings: HeadroomSettings, report: St
     state = count_step(state, report)
     if report.overflow:
         factor = settings.calibration_backoff_factor if state.peak is None else settings.backoff_factor
-        lowered = _lowered(state.scale, factor, settings.min_scale)
+        lowered = max(power_of_two_below(state.scale * factor), min(settings.floor, state.scale))
         ceiling = None if state.peak is None else lowered  # before anything was measured, nothing is learned of it
         return replace(state, scale=lowered, ceiling=ceiling, clean_steps=0)
     peak, ceiling, clean_steps = state.peak, state.ceiling, state.clean_steps + 1
@@ -177,7 +204,7 @@ def adjust_headroom(state: HeadroomState, settings: HeadroomSettings, report: St
     if ceiling is not None and ceiling >= upper:
         ceiling = None  # it no longer bounds anything
     scale = min(scale, power_of_two_below(upper if ceiling is None else ceiling))
-    scale = max(scale, -power_of_two_below(-max(settings.min_scale, SMALLEST_SCALE)))
+    scale = max(scale, settings.floor)
     return replace(state, scale=scale, peak=peak, ceiling=ceiling, clean_steps=clean_steps)
 
 
@@ -208,16 +235,30 @@ def headroom_left(scale: float, magnitude: float) -> float:
 
 
 def check_scale(scale: object) -> None:
-    """Raise a ValueError unless ``scale`` is a positive number whose inverse is finite in FP32."""
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0.0 < scale < math.inf:
+    """Raise a ValueError unless ``scale`` is a positive number that FP32 holds, and whose inverse is finite there."""
+    if not _is_real(scale) or not 0.0 < scale < math.inf:
         raise ValueError(f"a loss scale must be a positive, finite number, not {scale!r}")
     if not SMALLEST_SCALE <= scale <= FP32_MAX:
         raise ValueError(f"a loss scale must lie between 2**-126 and {FP32_MAX:.4g}, FP32's range, not {scale!r}")
 
 
 def check_bounds(min_scale: float, max_scale: float | None) -> None:
-    """Raise a ValueError unless the bounds are positive and in order."""
-    if not 0.0 < min_scale < math.inf:
-        raise ValueError(f"min_scale={min_scale} must be a positive, finite number: a scale never becomes 0")
+    """Raise a ValueError unless the bounds are scales and in order; ``inf`` is no upper bound."""
+    if not SMALLEST_SCALE <= min_scale <= LARGEST_SCALE:
+        raise ValueError(
+            f"min_scale={min_scale} must lie between 2**-126 and 2**127, the scales whose inverse FP32 holds: "
+            "a scale never becomes 0"
+        )
     if max_scale is not None and not max_scale >= min_scale:
         raise ValueError(f"max_scale={max_scale} must be at least min_scale={min_scale}")
+
+
+def check_whole(smallest: int, **counts: object) -> None:
+    """Raise a ValueError unless all ``counts`` are whole numbers from ``smallest`` on."""
+    for name, value in counts.items():
+        if not isinstance(value, numbers.Integral) or value is True or value is False or value < smallest:
+            raise ValueError(f"{name}={value!r} must be a whole number of steps, at least {smallest}")
+
+
+def _is_real(value: object) -> TypeGuard[float]:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
@@ -35,6 +37,7 @@ from hf_mp.loss_scale_rules import (
     is_power_of_two,
     power_of_two_below,
     scale_with_headroom,
+    to_fp32,
 )
 from hf_mp.policy import LossScaleKind, parse_loss_scale
 
@@ -58,7 +61,8 @@ class NoScaleTensors(NamedTuple):
 
 
 # what torch.amp.GradScaler.state_dict() holds
-_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_TORCH_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
+_TORCH_KEYS = ("scale", *_TORCH_SETTINGS, "_growth_tracker")
 
 
 class LossScaler(ExplicitScaling, Generic[State]):
@@ -74,12 +78,11 @@ class LossScaler(ExplicitScaling, Generic[State]):
             raise ValueError(f"max_consecutive_skips={max_consecutive_skips} must be at least 1 step")
         self._state = state
         self._max_consecutive_skips = max_consecutive_skips
-        self._min_scale = min_scale
+        self._min_scale = to_fp32(min_scale)
         self._enabled = enabled
         self._was_asked_to_scale = False
         self._tensors: dict[torch.device, ScaleTensors] = {}
         self._begin_iteration()
-        _warn_if_inexact(scale=state.scale)
 
     @property
     def state(self) -> State:
@@ -88,7 +91,9 @@ class LossScaler(ExplicitScaling, Generic[State]):
 
     @state.setter
     def state(self, state: State) -> None:
-        self._state = state
+        changed, self._state = state.scale != self._state.scale, state
+        if not changed:
+            return
         for tensors in self._tensors.values():
             tensors.scale.fill_(state.scale)
             tensors.inverse.fill_(1.0 / state.scale)
@@ -118,10 +123,7 @@ class LossScaler(ExplicitScaling, Generic[State]):
 
     def copy(self) -> Self:
         """A scaler of the same settings and state that goes its own way."""
-        copied = copy.copy(self)
-        copied._tensors = {}
-        copied._begin_iteration()
-        return copied
+        return copy.deepcopy(self)
 
     def record_step(self, report: StepReport, nonfinite: Callable[[], Sequence[str]] = tuple) -> None:
         """Take in what an optimizer step saw and set the next scale.
@@ -135,16 +137,20 @@ class LossScaler(ExplicitScaling, Generic[State]):
         """
         if not self._enabled:
             return
-        used_scale = self.state.scale
+        gives_up = report.overflow and self._skips_once_too_often()
         self.state = self.adjust(report)
-        skips = self.state.consecutive_skips
-        if skips >= self._max_consecutive_skips and used_scale <= self._min_scale:
+        if gives_up:
+            skips = self.state.consecutive_skips
             raise LossScaleError(
                 f"{skips} optimizer steps in a row were skipped (since step {self.state.steps - skips + 1}): gradients "
                 f"are inf or NaN even at loss scale {self.state.scale:g}, the smallest allowed"
                 f"{_listed(nonfinite())}. The model or its data makes them, not the scale: look for NaN in the inputs, "
                 "lower the learning rate, or train in bf16"
             )
+
+    def _skips_once_too_often(self) -> bool:
+        skips = self.state.consecutive_skips + 1
+        return skips >= self._max_consecutive_skips and self.state.scale <= self._min_scale
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain numbers, for JSON; empty for a disabled scaler."""
@@ -166,19 +172,16 @@ class LossScaler(ExplicitScaling, Generic[State]):
             raise RuntimeError(
                 "the state is empty, as that of a disabled scaler is: resume without it, or disable this one"
             )
-        for key, value in state_dict.items():
-            if key != "kind" and (isinstance(value, bool) or not isinstance(value, (int, float, type(None)))):
-                raise ValueError(f"{key}={value!r} in the state of a {self.kind!r} loss scaler is not a number")
         if set(state_dict) == set(_TORCH_KEYS):
             check_scale(state_dict["scale"])
             self._take_over_torch(state_dict)
-            return
-        self._check_keys(state_dict)
-        check_scale(state_dict["scale"])
-        self._take_over(state_dict)
+        else:
+            self._check_keys(state_dict)
+            self._take_over(state_dict)
+        self._warn_if_inexact(scale=self.state.scale)
 
     def _take_over_torch(self, state_dict: Mapping[str, Any]) -> None:
-        self.state = replace(self.state, scale=state_dict["scale"])
+        raise NotImplementedError
 
     def _take_over(self, state_dict: Mapping[str, Any]) -> None:
         self.state = type(self.state)(**{name: state_dict[name] for name in self._state_keys()})
@@ -189,9 +192,10 @@ class LossScaler(ExplicitScaling, Generic[State]):
     def _check_keys(self, state_dict: Mapping[str, Any]) -> None:
         given, known = set(state_dict) - {"kind"}, self._state_keys()
         if state_dict.get("kind") != self.kind or given != known:
+            missing, unknown = sorted(known - given), sorted(given - known)
             raise ValueError(
-                f"this state is not one of a {self.kind!r} loss scaler: got kind={state_dict.get('kind')!r} with "
-                f"{sorted(given)}, expected {sorted(known)}"
+                f"this state is neither one of a {self.kind!r} loss scaler nor of a torch.amp.GradScaler: "
+                f"kind={state_dict.get('kind')!r}, missing keys {missing}, unknown keys {unknown}"
             )
 
     def _set_scale(self, new_scale: float | Tensor) -> None:
@@ -202,9 +206,18 @@ class LossScaler(ExplicitScaling, Generic[State]):
                     f"{tuple(new_scale.shape)} with requires_grad={new_scale.requires_grad}"
                 )
             new_scale = new_scale.item()
-        check_scale(new_scale)
-        _warn_if_inexact(new_scale=new_scale)
-        self.state = replace(self.state, scale=float(new_scale))
+        self.state = replace(self.state, scale=new_scale)
+        self._warn_if_inexact(new_scale=self.state.scale)
+
+    def _warn_if_inexact(self, **values: float | None) -> None:
+        """Warn, at the user's line, about a scale or factor that makes scaling round gradients."""
+        for name, value in values.items():
+            if not self._enabled or value is None or math.isinf(value) or is_power_of_two(value):
+                continue
+            if name == "backoff_factor" and value <= 0.0:
+                _warn(f"{name}={value}: the first overflow takes the loss scale down to min_scale")
+            else:
+                _warn(f"{name}={value} is no power of two: scaling and unscaling then round gradients")
 
     def __getstate__(self) -> dict[str, Any]:
         if self._stages:
@@ -219,12 +232,12 @@ def _listed(names: Sequence[str], limit: int = 5) -> str:
     return f" (not finite: {', '.join(names[:limit])}{more})"
 
 
-def _warn_if_inexact(**values: float) -> None:
-    for name, value in values.items():
-        if not is_power_of_two(value):
-            warnings.warn(
-                f"{name}={value} is no power of two: scaling and unscaling then round gradients", stacklevel=4
-            )
+def _warn(message: str) -> None:
+    """A warning at the first line outside this package, so that Python's filters show it once for each such line."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 class StaticLossScaler(LossScaler[ScalerState]):
@@ -233,6 +246,7 @@ class StaticLossScaler(LossScaler[ScalerState]):
     Args:
         scale: the loss scale; a power of two keeps scaling exact. 1 means no scaling.
         max_consecutive_skips: skipped steps in a row after which :class:`LossScaleError` is raised; default 50.
+        enabled: False makes every method pass through; default True.
 
     Raises:
         ValueError: for a scale that is not positive and finite.
@@ -240,9 +254,10 @@ class StaticLossScaler(LossScaler[ScalerState]):
 
     kind = "static"
 
-    def __init__(self, scale: float, *, max_consecutive_skips: int = 50) -> None:
-        check_scale(scale)
-        super().__init__(ScalerState(float(scale)), max_consecutive_skips=max_consecutive_skips, min_scale=scale)
+    def __init__(self, scale: float, *, max_consecutive_skips: int = 50, enabled: bool = True) -> None:
+        state = ScalerState(scale)
+        super().__init__(state, max_consecutive_skips=max_consecutive_skips, min_scale=state.scale, enabled=enabled)
+        self._warn_if_inexact(scale=state.scale)
 
     def factors(self, device: torch.device) -> ScaleTensors | NoScaleTensors:
         return NoScaleTensors() if self.state.scale == 1.0 else super().factors(device)
@@ -251,9 +266,8 @@ class StaticLossScaler(LossScaler[ScalerState]):
         return count_step(self.state, report)
 
     def _take_over_torch(self, state_dict: Mapping[str, Any]) -> None:
-        warnings.warn(
-            f"a constant loss scale of {self.state.scale:g} stays: the saved one of {state_dict['scale']:g} is dropped",
-            stacklevel=3,
+        _warn(
+            f"a constant loss scale of {self.state.scale:g} stays: the saved one of {state_dict['scale']:g} is dropped"
         )
 
 
@@ -269,9 +283,12 @@ class DynamicLossScaler(LossScaler[DynamicState]):
     Args:
         init_scale: scale of the first step; default 2**16.
         growth_factor: above 1; default 2.
-        backoff_factor: between 0 and 1; default 0.5.
+        backoff_factor: below 1; default 0.5.
         growth_interval: clean steps before the scale grows; default 2000.
-        hysteresis: overflows tolerated before the scale is lowered; default 1 lowers it at once.
+        hysteresis: overflows that it takes to lower the scale; default 1 lowers it at once. Every further one lowers
+            it too, until the scale grows: that restores the count, as in Megatron-LM (``--hysteresis``) and DeepSpeed.
+        consecutive_hysteresis: a clean step restores the count as well, so that only overflows in a row lower the
+            scale, as DeepSpeed's setting of that name and NeMo's scaler do; default False.
         min_scale: the scale is not lowered below this; default 1.
         max_scale: the scale does not grow above this; default None, no bound but FP32's.
         max_consecutive_skips: skipped steps in a row at ``min_scale`` after which :class:`LossScaleError` is raised;
@@ -295,18 +312,24 @@ class DynamicLossScaler(LossScaler[DynamicState]):
         growth_interval: int = 2000,
         *,
         hysteresis: int = 1,
+        consecutive_hysteresis: bool = False,
         min_scale: float = 1.0,
         max_scale: float | None = None,
         max_consecutive_skips: int = 50,
         enabled: bool = True,
     ) -> None:
-        check_scale(init_scale)
         self.settings = DynamicSettings(
-            growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale
+            growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale, consecutive_hysteresis
         )
-        _warn_if_inexact(growth_factor=growth_factor, backoff_factor=backoff_factor)
-        state = DynamicState(float(init_scale), hysteresis_left=hysteresis)
+        state = DynamicState(init_scale, hysteresis_left=hysteresis)
         super().__init__(state, max_consecutive_skips=max_consecutive_skips, min_scale=min_scale, enabled=enabled)
+        self._warn_if_inexact(
+            init_scale=state.scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            min_scale=min_scale,
+            max_scale=max_scale,
+        )
 
     def adjust(self, report: StepReport) -> DynamicState:
         return adjust_dynamic(self.state, self.settings, report)
@@ -316,25 +339,23 @@ class DynamicLossScaler(LossScaler[DynamicState]):
         if not self._enabled:
             return {}
         values = super().state_dict()
-        return {**values, **self._torch_settings(), "_growth_tracker": values.pop("growth_tracker")}
-
-    def _torch_settings(self) -> dict[str, Any]:
-        return {name: getattr(self.settings, name) for name in _TORCH_KEYS[1:4]}
+        tracker = values.pop("growth_tracker")
+        return {
+            **values,
+            **{name: getattr(self.settings, name) for name in _TORCH_SETTINGS},
+            "_growth_tracker": tracker,
+        }
 
     def _take_over_torch(self, state_dict: Mapping[str, Any]) -> None:
-        self.settings = replace(self.settings, **{name: state_dict[name] for name in _TORCH_KEYS[1:4]})
-        self.state = replace(
-            self.state,
-            scale=state_dict["scale"],
-            growth_tracker=state_dict["_growth_tracker"],
-            hysteresis_left=self.settings.hysteresis,
-        )
+        fresh = {"consecutive_skips": 0, "hysteresis_left": self.settings.hysteresis}
+        self._take_over({**asdict(self.state), **fresh, **state_dict})
 
     def _take_over(self, state_dict: Mapping[str, Any]) -> None:
-        self._take_over_torch(state_dict)
-        self.state = replace(
-            self.state, **{name: state_dict[name] for name in super()._state_keys() - {"growth_tracker"}}
-        )
+        settings = replace(self.settings, **{name: state_dict[name] for name in _TORCH_SETTINGS})
+        values = {name: state_dict[name] for name in super()._state_keys() - {"growth_tracker"}}
+        self.state = DynamicState(**values, growth_tracker=state_dict["_growth_tracker"])
+        self.settings = settings
+        self._warn_if_inexact(growth_factor=settings.growth_factor, backoff_factor=settings.backoff_factor)
 
     def _state_keys(self) -> set[str]:
         return super()._state_keys() - {"growth_tracker"} | set(_TORCH_KEYS)
@@ -345,8 +366,8 @@ class DynamicLossScaler(LossScaler[DynamicState]):
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the factor by which the scale grows; above 1."""
-        _warn_if_inexact(growth_factor=new_factor)
         self.settings = replace(self.settings, growth_factor=new_factor)
+        self._warn_if_inexact(growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
         """The factor by which an overflow lowers the scale."""
@@ -354,15 +375,19 @@ class DynamicLossScaler(LossScaler[DynamicState]):
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the factor by which an overflow lowers the scale; below 1."""
-        _warn_if_inexact(backoff_factor=new_factor)
         self.settings = replace(self.settings, backoff_factor=new_factor)
+        self._warn_if_inexact(backoff_factor=new_factor)
 
     def get_growth_interval(self) -> int:
         """Clean steps before the scale grows."""
         return self.settings.growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set the number of clean steps before the scale grows; at least 1."""
+        """Set the number of clean steps before the scale grows; at least 1.
+
+        If more steps than that were clean already, the next one lets the scale grow. (torch's would not grow again
+        until an overflow: it waits for equality.)
+        """
         self.settings = replace(self.settings, growth_interval=new_interval)
 
 
@@ -392,7 +417,12 @@ class HeadroomLossScaler(LossScaler[HeadroomState]):
         backoff_factor: factor on an overflow; default 0.5.
         min_scale, max_scale: bounds of the scale; default 2**-14 and 2**40.
         ceiling_interval: clean steps before the ceiling doubles; default 2000.
-        max_consecutive_skips: skipped steps in a row at ``min_scale`` after which :class:`LossScaleError` is raised.
+        max_consecutive_skips: skipped steps in a row at ``min_scale`` after which :class:`LossScaleError` is raised;
+            default 50.
+        enabled: False makes every method pass through; default True.
+
+    The scale is a power of two from its first update on, whatever the settings are: bounds that are none are taken
+    inwards.
 
     Raises:
         ValueError: for settings outside their ranges.
@@ -411,8 +441,8 @@ class HeadroomLossScaler(LossScaler[HeadroomState]):
         max_scale: float | None = 2.0**40,
         ceiling_interval: int = 2000,
         max_consecutive_skips: int = 50,
+        enabled: bool = True,
     ) -> None:
-        check_scale(init_scale)
         self.settings = HeadroomSettings(
             headroom=headroom,
             half_life=half_life,
@@ -421,14 +451,17 @@ class HeadroomLossScaler(LossScaler[HeadroomState]):
             min_scale=min_scale,
             max_scale=max_scale,
         )
-        state = HeadroomState(float(init_scale))
-        super().__init__(state, max_consecutive_skips=max_consecutive_skips, min_scale=min_scale)
+        state = HeadroomState(init_scale)
+        super().__init__(
+            state, max_consecutive_skips=max_consecutive_skips, min_scale=self.settings.floor, enabled=enabled
+        )
+        self._warn_if_inexact(init_scale=state.scale)
 
     def adjust(self, report: StepReport) -> HeadroomState:
         return adjust_headroom(self.state, self.settings, report)
 
     def _take_over_torch(self, state_dict: Mapping[str, Any]) -> None:
-        self.state = replace(self.state, scale=power_of_two_below(state_dict["scale"]))
+        self.state = HeadroomState(power_of_two_below(state_dict["scale"]), self.state.steps, self.state.skipped_steps)
 
 
 def make_loss_scaler(loss_scale: LossScaleKind | float | None, **settings: Any) -> LossScaler[Any]:

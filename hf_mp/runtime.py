@@ -26,7 +26,8 @@ from hf_mp.autocasting.products import Factor
 from hf_mp.autocasting.rules import Rules
 from hf_mp.autocasting.tables import TableName
 from hf_mp.autocasting.working_copies import WorkingCopies
-from hf_mp.borders import input_border, output_border, parameter_border
+from hf_mp.borders import check_reachable, input_border, output_border, parameter_border
+from hf_mp.causal_lm_loss import install_causal_lm_loss, remove_causal_lm_loss
 from hf_mp.kernels.gradient_scan import largest_magnitude
 from hf_mp.loss_scaling import LossScaler, ScaleTensors, StepReport, headroom_left, make_loss_scaler
 from hf_mp.master_weights.lean import restore_parameters, split_trainable_parameters
@@ -38,6 +39,8 @@ from hf_mp.master_weights.split_parameter import (
     raw_gradient,
 )
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
+
+DEFERRED_ELEMENTS = 2**20  # outputs from this size on are cast to FP32 only when they are read
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,13 @@ class Region(autocast):
         super().__exit__(*exc_info)
 
     def cast_parameter(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        has_copy = (
+            dtype is self._copies.dtype and parameter.dtype is torch.float32 and not torch.compiler.is_compiling()
+        )
+        if has_copy and not torch.is_grad_enabled():
+            return self._copies.get(parameter)
         inverse = self._scaler.factors(parameter.device).inverse
-        if dtype is self._copies.dtype and parameter.dtype is torch.float32 and not torch.compiler.is_compiling():
+        if has_copy:
             return parameter_border(parameter, self._copies.get(parameter), inverse)
         if torch.compiler.is_compiling() and isinstance(parameter, SplitParameter) and inverse is not None:
             inside = _border_outside_of_graphs(parameter, inverse)
@@ -127,7 +135,7 @@ class Region(autocast):
         return Factor(tensor, self._copies.get(tensor), self._scaler.factors(tensor.device).inverse)
 
     def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             # It cannot look into the set below; a border that nothing differentiates through, a graph drops.
             args = tuple([self._inside(arg) for arg in args])
             return call(func, args, {key: self._inside(value) for key, value in kwargs.items()})
@@ -135,8 +143,8 @@ class Region(autocast):
             return func(*args, **kwargs)
         return func(*[self._inside(arg) for arg in args], **{key: self._inside(arg) for key, arg in kwargs.items()})
 
-    def border_arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple([self._inside(arg) for arg in args]) if torch.is_grad_enabled() else args
+    def border_argument(self, value: Any) -> Any:
+        return self._inside(value) if torch.is_grad_enabled() else value
 
     def _inside(self, value: Any) -> Any:
         if type(value) is Tensor:
@@ -198,7 +206,9 @@ class AttachedForward:
             kwargs = apply_to_tensors(runtime.input_border, kwargs)
         with runtime.region:
             outputs = self.original(*args, **kwargs)
-        return apply_to_tensors(runtime.output_border, outputs)
+        return apply_to_tensors(
+            runtime.output_border if not _has_loss(outputs) else runtime.border_beside_loss, outputs
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Deep-copying a model copies its attributes, this one too: the copy must run the copied weights.
@@ -280,18 +290,21 @@ class MixedPrecision:
         16 bits more. ``state_dict()`` and ``save_pretrained()`` of the model give FP32 values all the same.
 
         Raises:
-            ValueError: if the model has no floating parameter, is attached already, or is wrapped for
-                ``DataParallel``.
+            ValueError: if the model has no floating parameter, is attached already, is wrapped for ``DataParallel``,
+                or has trainable parameters in TorchScript where the loss is scaled.
         """
         if not self.policy.is_mixed:
             return model
         if self.model is not None:
             raise ValueError("this MixedPrecision has a model already: detach() it, or make another one")
         check_attachable(model)
+        if isinstance(self.scaler.factors(torch.device("cpu")), ScaleTensors):
+            check_reachable(model)
         self.region = self._make_region(model)
         self._model = weakref.ref(model)
         self._make_masters(model)
         self.wrap_forwards()
+        install_causal_lm_loss(model)
         return model
 
     def _make_masters(self, model: nn.Module) -> None:
@@ -356,6 +369,7 @@ class MixedPrecision:
         self.working_copies.clear()
         if (model := self.model) is not None:
             restore_parameters(model)
+            remove_causal_lm_loss(model)
         self._model = None
 
     def copy_for(self, memo: dict[int, Any]) -> MixedPrecision:
@@ -420,6 +434,12 @@ class MixedPrecision:
         return output_border(output, self.scaler.factors(output.device).scale, self.backward_begins)
 
     @torch.compiler.disable
+    def border_beside_loss(self, output: Tensor) -> Tensor:
+        """As :meth:`output_border`, for a model that gives its loss as well: large outputs may stay unread."""
+        deferred = output.numel() >= DEFERRED_ELEMENTS
+        return output_border(output, self.scaler.factors(output.device).scale, self.backward_begins, deferred=deferred)
+
+    @torch.compiler.disable
     def input_border(self, value: Tensor) -> Tensor:
         """The border that a tensor crosses on its way into the model."""
         return input_border(value, self.scaler.factors(value.device).inverse)
@@ -468,6 +488,11 @@ class MixedPrecision:
         return [name for name, p in named if not torch.isfinite(_largest_true_magnitude([p])).item()]
 
 
+def _has_loss(outputs: Any) -> bool:
+    first = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0] if isinstance(outputs, tuple) else None
+    return isinstance(first, Tensor) and first.dim() == 0 and first.requires_grad
+
+
 def apply_to_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """``value`` with ``function`` applied to its tensors, in lists, tuples, mappings, dataclasses and namespaces."""
     if (is_dataclass(value) and not isinstance(value, (type, Mapping))) or isinstance(value, types.SimpleNamespace):
@@ -503,12 +528,12 @@ class _StepGuard:
         self.optimizer = optimizer
         self._previous = optimizer.__dict__.get("step")
         unguarded = optimizer.step
-        self._active = True
+        self.is_active = True
 
         # A plain function bound to the optimizer: torch's LR schedulers look at ``step.__func__``.
         @functools.wraps(unguarded.__func__)  # type: ignore[attr-defined]
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-            if not self._active:
+            if not self.is_active:
                 return unguarded(closure, **kwargs) if closure is not None else unguarded(**kwargs)
             loss = None
             if closure is not None:
@@ -522,13 +547,13 @@ class _StepGuard:
             runtime._finish_step(report)
             return loss
 
-        step.guarded_by_hf_mp = True  # type: ignore[attr-defined]  # for scalers, which must not unscale again
+        step.hf_mp_guard = self  # type: ignore[attr-defined]  # for scalers, which must not unscale again
         self._step = types.MethodType(step, optimizer)
         optimizer.step = self._step  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Give the optimizer its own ``step`` back; under a wrapper put on later, become transparent."""
-        self._active = False
+        self.is_active = False
         if self.optimizer.__dict__.get("step") is self._step:
             if self._previous is None:
                 del self.optimizer.step

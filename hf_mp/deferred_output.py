@@ -1,0 +1,72 @@
+"""``DeferredOutput``: a large output in FP32 that is cast when somebody reads it, and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils._pytree import tree_map_only
+
+from hf_mp.policy import LOWER_PRECISION_DTYPES
+
+
+def can_be_deferred(output: Tensor) -> bool:
+    """Whether ``output`` may become a :class:`DeferredOutput`: ordinary tensors, and the fake ones of an estimate."""
+    return output.dtype in LOWER_PRECISION_DTYPES and (type(output) is Tensor or is_fake(output))
+
+
+class DeferredOutput(Tensor):
+    """A FP32 tensor whose values are those of an FP16/BF16 one, cast at the first operation that needs them.
+
+    Outputs leave a model in FP32, but a training loop that takes the loss never looks at the logits: for GPT-2's
+    vocabulary their cast costs more than a layer. Shape, dtype, device and autograd graph are there from the start, and
+    every operation gives an ordinary tensor. (A wrapper subclass: torch's documentation, "Extending PyTorch".)
+    """
+
+    _source: Tensor
+    _value: Tensor | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, source: Tensor) -> DeferredOutput:
+        wrapper = Tensor._make_wrapper_subclass(
+            cls, source.shape, strides=source.stride(), dtype=torch.float32, device=source.device
+        )
+        wrapper._source = source.detach()
+        wrapper._value = None
+        return wrapper
+
+    def value(self) -> Tensor:
+        """The FP32 values, outside of the graph; the same tensor every time."""
+        if self._value is None:
+            self._value = self._source.to(torch.float32)
+            del self._source
+        return self._value
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As ``Tensor.numpy``."""
+        return self.clone().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """As ``Tensor.tolist``."""
+        return self.detach().tolist()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        values, named = tree_map_only(cls, cls.value, (args, dict(kwargs or {})))
+        result = func(*values, **named)
+        if func._schema.is_mutable and args and result is values[0]:  # type: ignore[attr-defined]
+            return args[0]  # in-place operations give what they were called on
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self.detach())

@@ -1,0 +1,180 @@
+"""Cross-entropy of FP16/BF16 logits without FP32 logits: the arithmetic is FP32, a few rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from hf_mp.autocasting.working_copies import is_shared
+from hf_mp.borders import BorderFunction
+
+# FP32 elements of one block of rows: on a CPU what stays in its cache, on a GPU what keeps it busy.
+_BLOCK_ELEMENTS = {"cpu": 2**19}
+_DEFAULT_BLOCK_ELEMENTS = 2**25
+
+
+def cross_entropy_reference(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """Plain form of :func:`cross_entropy`, with all of the logits in FP32."""
+    logits = logits.float()
+    loss = F.cross_entropy(
+        logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
+    )
+    if z_loss:
+        counted = labels != ignore_index
+        squares = torch.where(counted, logits.logsumexp(-1).square(), 0.0).sum()
+        loss = loss + z_loss * (squares if reduction == "sum" else squares / counted.sum())
+    return loss
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """``torch.nn.functional.cross_entropy`` whose memory is that of the logits.
+
+    Blocks of rows are cast to FP32, so neither FP32 logits nor their log-softmax nor their FP32 gradient ever exist as
+    a whole. Backward computes the gradient when it knows what comes in, the loss scale included, and rounds it once to
+    the dtype of the logits. It is written in the place of the logits where nobody else holds them and the graph is not
+    kept.
+
+    Args:
+        logits: of shape (rows, classes); FP16, BF16 or FP32.
+        labels: int64 of shape (rows,).
+        ignore_index: label of rows that do not count; default -100.
+        label_smoothing: as for ``torch.nn.functional.cross_entropy``; default 0.
+        z_loss: weight of the mean squared logarithm of the softmax's denominator, which keeps logits small (PaLM,
+            arXiv 2204.02311, section 5); default 0.
+        reduction: ``"mean"`` over the rows that count, or ``"sum"``.
+
+    Returns:
+        The FP32 loss, a scalar.
+
+    Raises:
+        ValueError: for other shapes or another reduction.
+    """
+    if has_torch_function_unary(logits):  # an autocast is active, and may have been asked to explain what it sees
+        return handle_torch_function(
+            cross_entropy, (logits,), logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing,
+            z_loss=z_loss, reduction=reduction,
+        )  # fmt: skip
+    if logits.dim() != 2 or labels.shape != logits.shape[:1]:
+        raise ValueError(
+            f"logits must be of shape (rows, classes) and labels of shape (rows,), not {tuple(logits.shape)} and "
+            f"{tuple(labels.shape)}: flatten them first"
+        )
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction={reduction!r} is not known: use 'mean' or 'sum'")
+    settings = _Settings(ignore_index, label_smoothing, z_loss, reduction)
+    if torch.compiler.is_compiling():  # the compiler fuses the plain form
+        return cross_entropy_reference(logits, labels, **settings._asdict())
+    return _CrossEntropy.apply(_Connector.apply(logits), logits.detach(), labels, settings)
+
+
+class _Settings(NamedTuple):
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    reduction: str
+
+
+class _Connector(BorderFunction):
+    """Stands for the logits in the graph without their memory, so that it is seen who else holds that."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits.new_zeros(()).expand(logits.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class _Reconnect(BorderFunction):
+    """The logits, as what their connector stands for."""
+
+    @staticmethod
+    def forward(ctx: Any, connector: Tensor, logits: Tensor) -> Tensor:
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _CrossEntropy(BorderFunction):
+    @staticmethod
+    def forward(ctx: Any, connector: Tensor, logits: Tensor, labels: Tensor, settings: _Settings) -> Tensor:
+        counted = labels != settings.ignore_index
+        targets = torch.where(counted, labels, 0)
+        denominators = logits.new_empty(logits.shape[0], dtype=torch.float32)
+        losses = torch.empty_like(denominators)
+        smoothing = settings.label_smoothing
+        for rows in _blocks(logits):
+            values = logits[rows].float()
+            denominators[rows] = values.logsumexp(1)
+            expected = values.gather(1, targets[rows, None]).squeeze(1)
+            if smoothing:
+                expected = (1.0 - smoothing) * expected + smoothing * values.mean(1)
+            losses[rows] = denominators[rows] - expected
+        if settings.z_loss:
+            losses += settings.z_loss * denominators.square()
+        ctx.save_for_backward(connector, labels)
+        ctx.logits, ctx.version, ctx.denominators = logits, logits._version, denominators
+        ctx.count = counted.sum() if settings.reduction == "mean" else None
+        ctx.settings = settings
+        total = torch.where(counted, losses, 0.0).sum()
+        return total if ctx.count is None else total / ctx.count
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        connector, labels = ctx.saved_tensors
+        if ctx.logits._version != ctx.version:
+            raise RuntimeError("the logits were modified by an inplace operation after the loss was computed from them")
+        if torch.is_grad_enabled():  # create_graph=True
+            logits = _Reconnect.apply(connector, ctx.logits)
+            loss = cross_entropy_reference(logits, labels, **ctx.settings._asdict())
+            return *torch.autograd.grad(loss, logits, gradient, create_graph=True), None, None, None
+        overwrite = not torch._C._autograd._get_current_graph_task_keep_graph() and not is_shared(ctx.logits)
+        result = ctx.logits if overwrite else torch.empty_like(ctx.logits)
+        _write_gradient(result, ctx, labels, gradient if ctx.count is None else gradient / ctx.count)
+        return result, None, None, None
+
+
+def _write_gradient(result: Tensor, ctx: Any, labels: Tensor, factor: Tensor) -> None:
+    logits, denominators, settings = ctx.logits, ctx.denominators, ctx.settings
+    counted = labels != settings.ignore_index
+    targets = torch.where(counted, labels, 0)
+    factors = torch.where(counted, factor, 0.0)
+    hit = torch.full((1, 1), settings.label_smoothing - 1.0, device=logits.device)
+    for rows in _blocks(logits):
+        values = logits[rows].float().sub_(denominators[rows, None]).exp_()
+        if settings.z_loss:
+            values.mul_(1.0 + 2.0 * settings.z_loss * denominators[rows, None])
+        if settings.label_smoothing:
+            values.sub_(settings.label_smoothing / logits.shape[1])
+        values.scatter_add_(1, targets[rows, None], hit.expand(values.shape[0], 1))
+        result[rows] = values.mul_(factors[rows, None])
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    elements = _BLOCK_ELEMENTS.get(logits.device.type, _DEFAULT_BLOCK_ELEMENTS)
+    height = max(1, elements // max(1, logits.shape[1]))
+    return (slice(start, start + height) for start in range(0, logits.shape[0], height))
