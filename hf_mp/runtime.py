@@ -20,6 +20,7 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hf_mp.autocasting.activations import class_forward, install_activations, remove_activations
 from hf_mp.autocasting.composites import call
 from hf_mp.autocasting.mode import autocast
 from hf_mp.autocasting.products import Factor
@@ -198,7 +199,8 @@ class AttachedForward:
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         runtime = self.runtime
-        if runtime.region.entered:
+        # Detached: a library that put its own forward over this one still calls it.
+        if runtime.region.entered or runtime.detached:
             return self.original(*args, **kwargs)
         runtime.before_forward()
         if torch.is_grad_enabled():
@@ -221,7 +223,7 @@ class AttachedForward:
     def __reduce__(self) -> Any:
         # A pickled model is an ordinary FP32 model.
         module: Any = self.module()
-        return _bound_forward, (module,)
+        return class_forward, (module,)
 
 
 class MixedPrecision:
@@ -234,7 +236,9 @@ class MixedPrecision:
     Args:
         policy: a :class:`PrecisionPolicy` or what :meth:`PrecisionPolicy.parse` takes; default ``"fp16"``.
         loss_scaler: the scaler to use instead of the one that the policy names.
-        tables, rules: as for :class:`hf_mp.autocast`; module names in ``rules`` are those of the attached model.
+        tables: as for :class:`hf_mp.autocast`; default ``"compact"``: torch's lists for CUDA, and no FP32 copies where
+            a kernel computes in FP32 registers anyway. ``"cuda"`` and ``"cpu"`` are torch's lists to the letter.
+        rules: as for :class:`hf_mp.autocast`; module names are those of the attached model.
 
     Raises:
         ValueError: for an unknown policy.
@@ -245,7 +249,7 @@ class MixedPrecision:
         policy: PrecisionPolicy | str = "fp16",
         *,
         loss_scaler: LossScaler[Any] | None = None,
-        tables: TableName = "cuda",
+        tables: TableName = "compact",
         rules: Rules | None = None,
     ) -> None:
         self.policy = PrecisionPolicy.parse(policy)
@@ -255,6 +259,7 @@ class MixedPrecision:
         self._rules = rules
         self.region = self._make_region(None)
         self.step_was_skipped = False
+        self.detached = False
         self.stats = PrecisionStats.before_first_step(self.scaler.get_scale())
         self._model: weakref.ref[nn.Module] | None = None
         self._wrapped: list[weakref.ref[nn.Module]] = []
@@ -302,9 +307,12 @@ class MixedPrecision:
             check_reachable(model)
         self.region = self._make_region(model)
         self._model = weakref.ref(model)
+        self.detached = False
         self._make_masters(model)
         self.wrap_forwards()
         install_causal_lm_loss(model)
+        if self._tables == "compact":
+            install_activations(model)
         return model
 
     def _make_masters(self, model: nn.Module) -> None:
@@ -325,7 +333,7 @@ class MixedPrecision:
         """The forward that ``module`` has while attached."""
         original = module.__dict__.get("forward", None)
         if original is None or isinstance(original, AttachedForward):
-            original = _bound_forward(module)
+            original = class_forward(module)
         self._wrapped.append(weakref.ref(module))
         return AttachedForward(self, module, original)
 
@@ -370,7 +378,9 @@ class MixedPrecision:
         if (model := self.model) is not None:
             restore_parameters(model)
             remove_causal_lm_loss(model)
+            remove_activations(model)
         self._model = None
+        self.detached = True
 
     def copy_for(self, memo: dict[int, Any]) -> MixedPrecision:
         """The runtime of a deep copy of the model: same policy and scale, own working copies, no optimizer."""
@@ -588,10 +598,6 @@ def prepare(
 def _needs_closure(optimizer: Optimizer) -> bool:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def _bound_forward(module: nn.Module) -> Any:
-    return types.MethodType(type(module).forward, module)
 
 
 def _largest_true_magnitude(parameters: Iterable[nn.Parameter]) -> Tensor:

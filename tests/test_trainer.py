@@ -20,9 +20,9 @@ from transformers import (
     TrainingArguments,
 )
 
-import hf_mp.trainer
+import hf_mp.trainer_support
 from hf_mp import MixedPrecisionArguments, MixedPrecisionTrainer, PrecisionPolicy
-from hf_mp.trainer import STATE_NAME
+from hf_mp.trainer_support import STATE_NAME
 
 Rows = list[dict[str, Tensor]]
 
@@ -204,7 +204,7 @@ def test_a_checkpoint_without_our_state_resumes_with_a_warning(
     checkpoint = str(Path(args.output_dir) / "checkpoint-2")
     ours = MixedPrecisionTrainer(model_of(gpt2_config), arguments(tmp_path / "b", max_steps=4), train_dataset=rows)
     messages: list[str] = []
-    monkeypatch.setattr(hf_mp.trainer.logger, "warning", messages.append)
+    monkeypatch.setattr(hf_mp.trainer_support.logger, "warning", messages.append)
     ours.train(resume_from_checkpoint=checkpoint)
     assert any(f"has no {STATE_NAME}: the loss scale starts anew" in message for message in messages)
     assert ours.state.global_step == 4

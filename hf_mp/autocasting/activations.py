@@ -58,7 +58,7 @@ def install_activations(model: nn.Module) -> None:
     for module in model.modules():
         kind = type(module)
         if kind.__module__ == _MODULE and kind.__name__ in ONE_KERNEL and "forward" not in module.__dict__:
-            module.forward = OneKernel(module)  # type: ignore[method-assign]
+            module.forward = OneKernel(module)
 
 
 def remove_activations(model: nn.Module) -> None:

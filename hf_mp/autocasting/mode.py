@@ -47,7 +47,8 @@ class autocast(TorchFunctionMode):
     Args:
         dtype: ``torch.float16`` (default), ``torch.bfloat16`` or ``torch.float32`` (nothing is lowered).
         enabled: False switches autocast off inside an outer one.
-        tables: whose documented op lists apply: ``"cuda"`` (default, on every device) or ``"cpu"``.
+        tables: whose documented op lists apply: ``"cuda"`` (default, on every device) or ``"cpu"``; ``"compact"`` is
+            torch's for CUDA without the FP32 copies that kernels do not need (softmax).
         rules: a person's own rules, by op and by module name (:func:`hf_mp.autocasting.rules.parse_rules`), for
             example ``{torch.softmax: "unlisted", "lm_head": "fp32"}``.
         model: where the module names in ``rules`` are looked up.

@@ -10,7 +10,7 @@ what that page leaves out, the registrations in ``ATen/autocast_mode.h`` and ``a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from hf_mp.autocasting.composites import COMPOSITES
 
-TableName = Literal["cuda", "cpu"]
+TableName = Literal["cuda", "cpu", "compact"]
 
 
 class CastRule(Enum):
@@ -142,7 +142,11 @@ CPU_TABLES = OpTables(
     """),
 )
 
-TABLES: dict[TableName, OpTables] = {"cuda": CUDA_TABLES, "cpu": CPU_TABLES}
+# torch's lists for CUDA without FP32 copies where the kernel computes in FP32 registers anyway: softmax reads and
+# writes FP16. In an attached model, activations.py belongs to it as well.
+COMPACT_TABLES = replace(CUDA_TABLES, fp32_output=CUDA_TABLES.fp32_output - {"softmax"})
+
+TABLES: dict[TableName, OpTables] = {"cuda": CUDA_TABLES, "cpu": CPU_TABLES, "compact": COMPACT_TABLES}
 
 # Python operators and dunder methods that are spellings of a named op.
 _DUNDER_SPELLINGS = {

@@ -131,7 +131,7 @@ def test_results_are_as_without_explaining(gpt2: GPT2LMHeadModel, batch: dict[st
 
 def test_an_attached_model_is_explained_as_it_runs(gpt2: GPT2LMHeadModel, batch: dict[str, Tensor]) -> None:
     plain = autocast.explain(gpt2, **batch, dtype=BF16)
-    runtime = MixedPrecision("bf16", loss_scaler=StaticLossScaler(1.0))
+    runtime = MixedPrecision("bf16", loss_scaler=StaticLossScaler(1.0), tables="cuda")
     runtime.attach(gpt2)
     found = autocast.explain(gpt2, **batch)
     key = {(e.module, e.op, e.rule, e.inputs, e.cast, e.outputs, e.count) for e in found.ops if e.rule != "unlisted"}
