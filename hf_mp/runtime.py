@@ -29,6 +29,7 @@ from hf_mp.autocasting.tables import TableName
 from hf_mp.autocasting.working_copies import WorkingCopies
 from hf_mp.borders import check_reachable, input_border, output_border, parameter_border
 from hf_mp.causal_lm_loss import install_causal_lm_loss, remove_causal_lm_loss
+from hf_mp.distributed import Ranks, check_parallelism, is_dtensor, is_running, is_sharded, local_part
 from hf_mp.kernels.gradient_scan import largest_magnitude
 from hf_mp.loss_scaling import LossScaler, ScaleTensors, StepReport, headroom_left, make_loss_scaler
 from hf_mp.master_weights.lean import restore_parameters, split_trainable_parameters
@@ -206,7 +207,7 @@ class AttachedForward:
         if torch.is_grad_enabled():
             args = apply_to_tensors(runtime.input_border, args)
             kwargs = apply_to_tensors(runtime.input_border, kwargs)
-        with runtime.region:
+        with runtime.working_copies.saving(), runtime.region:
             outputs = self.original(*args, **kwargs)
         return apply_to_tensors(
             runtime.output_border if not _has_loss(outputs) else runtime.border_beside_loss, outputs
@@ -264,6 +265,7 @@ class MixedPrecision:
         self._model: weakref.ref[nn.Module] | None = None
         self._wrapped: list[weakref.ref[nn.Module]] = []
         self._guards: list[_StepGuard] = []
+        self._ranks = Ranks()
         self._largest: Tensor | None = None  # of the unscaled gradients since the last step
         self._graph_task: int | None = None
 
@@ -433,6 +435,16 @@ class MixedPrecision:
         model = self.model
         if model is None:
             return
+        if is_running():
+            check_parallelism(model)  # DDP or FSDP may have come after attach()
+            self._ranks.note_forward(model)
+            if self.policy.is_lean and self._ranks.train_together:
+                raise ValueError(
+                    f"precision={str(self.policy)!r} leaves 16-bit gradients, which DistributedDataParallel would sum "
+                    f"in 16 bits: use {str(self.policy).removesuffix('-lean')!r} on several processes"
+                )
+            if is_sharded(model):
+                self.working_copies.keep_none()
         if (parameter := next(model.parameters(), None)) is not None:
             self.scaler.scale_tensors(parameter.device)
         if torch.is_grad_enabled():
@@ -462,24 +474,31 @@ class MixedPrecision:
             model = self.model
             if model is not None and all(raw is None for raw in map(raw_gradient, model.parameters())):
                 self._largest = None  # what was measured before was thrown away without a step
-            torch.autograd.Variable._execution_engine.queue_callback(self._measure_gradients)
+            # Two callbacks deep: the first of DDP's follow this one, and its all-reduce may write .grad till then.
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._measure_gradients))
 
     def _measure_gradients(self) -> None:
         model = self.model
-        if model is None:
-            return
-        largest = _largest_true_magnitude(model.parameters())
-        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
+        parameters = [] if model is None else list(model.parameters())
+        if self.working_copies.keeps_none:  # FSDP may leave whole parameters in the places of those with gradients
+            shards = (p for guard in self._guards for group in guard.optimizer.param_groups for p in group["params"])
+            parameters = list({id(p): p for p in (*parameters, *shards)}.values())
+        if any(raw_gradient(p) is not None for p in parameters):  # none while FSDP accumulates without reducing them
+            largest = _largest_true_magnitude(parameters)
+            self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
 
     # What the guard does
 
     def _report(self, optimizer: Optimizer) -> StepReport:
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(is_dtensor(parameter) for parameter in parameters):
+            self.working_copies.keep_none()  # also where FSDP shards a module around the model, unseen from inside
         overflow = not torch.isfinite(_largest_true_magnitude(parameters)).item()
         # Clipping by value, or a repair by hand, may have hidden what the backward gave.
         measured = None if self._largest is None else self._largest.item()
         overflow = overflow or (measured is not None and not math.isfinite(measured))
-        return StepReport(overflow, None if overflow else measured)
+        return self._ranks.agree(StepReport(overflow, None if overflow else measured), parameters)
 
     def _finish_step(self, report: StepReport) -> None:
         self._largest = None
@@ -517,7 +536,8 @@ def check_attachable(model: nn.Module) -> None:
     """Raise where mixed precision cannot be attached to ``model``.
 
     Raises:
-        ValueError: if the model has no floating parameter, is attached already, or is wrapped in ``DataParallel``.
+        ValueError: if the model has no floating parameter, is attached already, is wrapped in ``DataParallel``, or is
+            spread over processes in a way that :func:`hf_mp.distributed.check_parallelism` refuses.
     """
     if isinstance(model, nn.DataParallel):
         raise ValueError("DataParallel replicates a model behind our back: use DistributedDataParallel (torchrun)")
@@ -525,8 +545,7 @@ def check_attachable(model: nn.Module) -> None:
         raise ValueError(
             f"{type(model).__name__} has no floating parameters, so there is nothing to train in mixed precision"
         )
-    if any(hasattr(parameter, "_local_tensor") for parameter in model.parameters()):
-        raise ValueError("sharded parameters (FSDP, tensor parallelism) are not supported yet: use DDP (torchrun)")
+    check_parallelism(model)
     if any(isinstance(module.__dict__.get("forward"), AttachedForward) for module in model.modules()):
         raise ValueError(f"this {type(model).__name__} is attached to a MixedPrecision already: detach() that first")
 
@@ -606,7 +625,7 @@ def _largest_true_magnitude(parameters: Iterable[nn.Parameter]) -> Tensor:
     for parameter in parameters:
         gradient, factor = gradient_and_factor(parameter)
         if gradient is not None:
-            by_factor.setdefault(factor, []).append(gradient)
+            by_factor.setdefault(factor, []).append(local_part(gradient))
     found = [
         largest_magnitude(gradients) if factor is None else largest_magnitude(gradients) * factor.squeeze()
         for factor, gradients in by_factor.items()
