@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import bitsandbytes as bnb
@@ -66,14 +66,6 @@ TORCH: dict[str, Make] = {
     "bnb AdamW8bit large only": lambda p: bnb.optim.AdamW8bit(p, lr=1e-3),
 }
 every_optimizer = pytest.mark.parametrize("name", TORCH)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_bitsandbytes() -> Iterator[None]:
-    manager = bnb.optim.GlobalOptimManager.get_instance()
-    manager.initialize()
-    yield
-    manager.initialize()
 
 
 def shapes() -> list[Tensor]:
