@@ -34,7 +34,12 @@ from hf_mp.kernels.gradient_scan import largest_magnitude, largest_magnitude_and
 from hf_mp.loss_scaling import LossScaler, ScaleTensors, StepReport, headroom_left, make_loss_scaler
 from hf_mp.master_weights.lean import restore_parameters, split_trainable_parameters
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer
-from hf_mp.master_weights.split_parameter import gradient_and_factor, raw_gradient
+from hf_mp.master_weights.split_parameter import (
+    SplitParameter,
+    gradient_and_factor,
+    keep_scale_of_gradients,
+    raw_gradient,
+)
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 
 DEFERRED_ELEMENTS = 2**20  # outputs from this size on are cast to FP32 only when they are read
@@ -120,7 +125,10 @@ class Region(autocast):
         inverse = self._scaler.factors(parameter.device).inverse
         if has_copy:
             return parameter_border(parameter, self._copies.get(parameter), inverse)
-        inside = parameter_border(parameter, None, inverse)
+        if torch.compiler.is_compiling() and isinstance(parameter, SplitParameter) and inverse is not None:
+            inside = _border_outside_of_graphs(parameter, inverse)
+        else:
+            inside = parameter_border(parameter, None, inverse)
         return inside if inside.dtype is dtype else inside.to(dtype)
 
     def factor(self, tensor: Tensor) -> Factor:
@@ -148,6 +156,12 @@ class Region(autocast):
         if type(value) in (list, tuple):
             return type(value)(self._inside(item) for item in value)
         return value
+
+
+# A graph gives its inputs gradients of their own dtype: unscaled, they would underflow in FP16.
+_border_outside_of_graphs = torch.compiler.disable(
+    lambda parameter, inverse: parameter_border(parameter, None, inverse), reason="FP16 gradients leave graphs scaled"
+)
 
 
 def _keep_parameters() -> frozenset[Callable[..., Any]]:
@@ -307,7 +321,8 @@ class MixedPrecision:
 
     def _make_masters(self, model: nn.Module) -> None:
         if self.policy.is_lean:
-            split_trainable_parameters(model, self.policy.params, self._inverse_scale)
+            if split_trainable_parameters(model, self.policy.params, self._inverse_scale):
+                self.working_copies.clear()  # of what was frozen before
         else:
             _make_masters(model)
 
@@ -505,6 +520,8 @@ class MixedPrecision:
     def _finish_step(self, report: StepReport) -> None:
         self._largest, self._measured = None, Measured()
         self.step_was_skipped = report.overflow
+        if (model := self.model) is not None:
+            keep_scale_of_gradients(model.parameters())
         used_scale = self.scaler.get_scale()
         try:
             self.scaler.record_step(report, self._nonfinite_gradients)

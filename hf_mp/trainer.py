@@ -14,9 +14,11 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import SCALER_NAME
 from transformers.utils import logging
 
 from hf_mp.callback import MixedPrecisionCallback
+from hf_mp.checkpoint_files import check_readable
 from hf_mp.loss_scaling import make_loss_scaler
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer
 from hf_mp.policy import PrecisionPolicy, parse_loss_scale
@@ -123,6 +125,10 @@ class MixedPrecisionTrainer(Trainer):
         self.precision_policy = policy_of(args, precision)
         self.mixed_precision: MixedPrecision | None = None
         refuse_other_precision(args, self.precision_policy)
+        if args.torch_compile and self.precision_policy.is_lean and self.precision_policy.loss_scale is not None:
+            logger.warning(
+                f"torch_compile=True has little effect with {self.precision_policy}: graphs end at parameters"
+            )
         for given in (*positional, *named.values()):
             _refuse_callbacks(given if isinstance(given, (list, tuple)) else ())
         if self.precision_policy.is_mixed:
@@ -208,10 +214,11 @@ class MixedPrecisionTrainer(Trainer):
             text = json.dumps(self.mixed_precision.state_dict(), indent=2)
             Path(output_dir, STATE_NAME).write_text(text + "\n", encoding="utf-8")
 
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         if self.precision_policy.is_mixed:
+            check_readable(Path(resume_from_checkpoint), exclude=(STATE_NAME, SCALER_NAME))
             self._attach()  # a model that model_init made in FP16 would round the weights
-        super()._load_from_checkpoint(*args, **kwargs)
+        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self.mixed_precision is None:
