@@ -5,8 +5,8 @@
 
 torch: GradScaler's unscaling, ``clip_grad_norm_``, fused AdamW, and the casts of the weights that autocast makes in
 the next forward. Ours: the measurement when backward ends, the Trainer's clipping, the guarded step, the refreshed
-working copies. What is read or written at least is counted as a floor, with the bandwidth measured in the same run. Stores
-``scripts/results/bench_update.json``.
+working copies. What is read or written at least is counted as a floor, with the bandwidth measured in the same run.
+Stores ``scripts/results/bench_update.json``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from transformers.utils import logging
 import hf_mp
 from _results import alternate, median_and_spread, save_result
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer
+from hf_mp.master_weights.split_parameter import SplitParameter
 
 Step = Callable[[], None]
 # bytes a parameter that a perfect update reads and writes: gradient, master, two moments; master, moments, copy
@@ -76,7 +77,10 @@ def our_step(model: nn.Module, precision: str, make: Callable[[Iterable[nn.Param
     def step() -> None:
         parameters = list(model.parameters())
         for parameter, gradient in zip(parameters, given, strict=True):
-            parameter.grad = gradient
+            if isinstance(parameter, SplitParameter):
+                parameter.take_scaled_gradient(gradient)
+            else:
+                parameter.grad = gradient
         runtime._measure_gradients()
         if isinstance(optimizer, MasterWeightOptimizer):
             optimizer.clip_grad_norm_(1.0)
