@@ -81,7 +81,7 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
         precision: str | PrecisionPolicy | None = None,
         *,
         loss_scaler_settings: Mapping[str, Any] | None = None,
-        tables: TableName = "cuda",
+        tables: TableName = "compact",
         rules: Rules | None = None,
         keep_attached: bool = False,
     ) -> None:

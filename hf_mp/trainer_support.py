@@ -48,8 +48,17 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
     for name in ("fp16_full_eval", "bf16_full_eval"):
         if getattr(args, name):
             raise ValueError(f"{name}=True casts the FP32 masters away: remove it, evaluation uses {policy} already")
-    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        raise ValueError("FSDP shards the FP32 masters behind our back and is not supported yet: use DDP (torchrun)")
+    if (fsdp_version := _fsdp_version(args)) not in (None, 2):
+        raise ValueError(
+            f"FSDP version {fsdp_version} flattens parameters, and there is nothing left to give a working copy: use "
+            "FSDP2 (fsdp_config={'version': 2}, or `accelerate launch --fsdp_version 2`)"
+        )
+    if fsdp_version == 2 and args.torch_compile and not _is_set("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"):
+        raise ValueError(
+            "torch_compile=True compiles the whole model at once, which torch.compile cannot while autocast is active "
+            "and FSDP gathers parameters inside: compile its blocks (ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true, "
+            "or block.compile()), or use DDP"
+        )
     if (optim := str(getattr(args.optim, "value", args.optim))).endswith("layerwise") or "lomo" in optim:
         raise ValueError(
             f"optim={optim!r} updates inside of backward, where an overflow cannot be skipped: use another"
@@ -59,7 +68,7 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
             f"precision={str(policy)!r} leaves FP16 gradients, which DistributedDataParallel would sum in FP16: use "
             f"{str(policy).removesuffix('-lean')!r} on several processes"
         )
-    if args.deepspeed is not None:
+    if args.deepspeed is not None or _is_set("ACCELERATE_USE_DEEPSPEED"):
         raise ValueError(
             "DeepSpeed brings its own FP16 optimizer: use the stock Trainer with DeepSpeed, or drop it here"
         )
@@ -68,6 +77,19 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
             f"{args.n_gpu} GPUs in one process make the Trainer use DataParallel, which replicates the model behind "
             "our back: start with `torchrun --nproc_per_node N`, or show one GPU with CUDA_VISIBLE_DEVICES"
         )
+
+
+def _fsdp_version(args: TrainingArguments) -> int | None:
+    """The version of FSDP that ``args`` or the launcher ask for; 0 for XLA's, None without FSDP."""
+    if args.fsdp:
+        settings: Any = args.fsdp_config or {}
+        default = settings.get("version", 1)
+        return 0 if settings.get("xla") else int((args.fsdp_plugin_args or {}).get("fsdp_version", default))
+    return int(os.environ.get("FSDP_VERSION", "1")) if _is_set("ACCELERATE_USE_FSDP") else None
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("1", "true")
 
 
 def policy_of(args: TrainingArguments, precision: str | PrecisionPolicy | None) -> PrecisionPolicy:

@@ -156,9 +156,12 @@ class _Product(BorderFunction):
         ctx.x_shape, ctx.x_dtype, ctx.weight_shape, ctx.weight_dtype = x.shape, x.dtype, weight.shape, weight.dtype
         ctx.transposed, ctx.inverse, ctx.native = transposed, inverse, native
         if native:
-            return _forward_native(x, weight16, bias16, transposed)
-        matrix = weight16.t() if transposed else weight16
-        return _forward_blocks(x.reshape(-1, x.shape[-1]), matrix, bias16).view(*x.shape[:-1], -1)
+            result = _forward_native(x, weight16, bias16, transposed)
+        else:
+            matrix = weight16.t() if transposed else weight16
+            result = _forward_blocks(x.reshape(-1, x.shape[-1]), matrix, bias16)
+        # Never a view: models add to a product in place (`h = linear(x); h += residual`).
+        return torch.ops.aten._unsafe_view(result, [*x.shape[:-1], result.shape[-1]])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
