@@ -12,6 +12,8 @@ from hf_mp._version import __version__
 if TYPE_CHECKING:
     from hf_mp.autocasting.functions import custom_bwd, custom_fwd
     from hf_mp.autocasting.mode import autocast
+    from hf_mp.diagnostics.overflow import explain_overflows
+    from hf_mp.diagnostics.overflow_report import OverflowReport
     from hf_mp.loss_scaling import (
         DynamicLossScaler,
         HeadroomLossScaler,
@@ -27,6 +29,8 @@ _HOME = {
     "autocast": "hf_mp.autocasting.mode",
     "custom_bwd": "hf_mp.autocasting.functions",
     "custom_fwd": "hf_mp.autocasting.functions",
+    "explain_overflows": "hf_mp.diagnostics.overflow",
+    "OverflowReport": "hf_mp.diagnostics.overflow_report",
     "DynamicLossScaler": "hf_mp.loss_scaling",
     "HeadroomLossScaler": "hf_mp.loss_scaling",
     "LossScaleError": "hf_mp.loss_scaling",
@@ -48,6 +52,7 @@ __all__ = [
     "MixedPrecision",
     "MixedPrecisionArguments",
     "MixedPrecisionTrainer",
+    "OverflowReport",
     "PrecisionPolicy",
     "PrecisionStats",
     "StaticLossScaler",
@@ -55,6 +60,7 @@ __all__ = [
     "autocast",
     "custom_bwd",
     "custom_fwd",
+    "explain_overflows",
     "prepare",
 ]
 

@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, is_dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate.utils import recursively_apply
@@ -29,7 +29,7 @@ from hf_mp.autocasting.working_copies import WorkingCopies
 from hf_mp.borders import input_border, output_border, parameter_border
 from hf_mp.causal_lm_loss import install_causal_lm_loss, remove_causal_lm_loss
 from hf_mp.kernels.gradient_scan import largest_magnitude
-from hf_mp.loss_scaling import LossScaler, ScaleTensors, StepReport, headroom_left, make_loss_scaler
+from hf_mp.loss_scaling import LossScaleError, LossScaler, ScaleTensors, StepReport, headroom_left, make_loss_scaler
 from hf_mp.master_weights.lean import restore_parameters, split_trainable_parameters
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer
 from hf_mp.master_weights.split_parameter import gradient_and_factor, raw_gradient
@@ -80,6 +80,27 @@ class PrecisionStats:
             loss_scale_max=max(self.loss_scale_max, used_scale),
             headroom=self.headroom if largest is None else headroom_left(next_scale, largest),
         )
+
+
+class Observer(Protocol):
+    """Looks on while an attached model trains (:mod:`hf_mp.diagnostics`); see ``MixedPrecision.observers``."""
+
+    def forward_begins(
+        self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[Any], None]:
+        """A forward with grad begins; returns what is called with its outputs."""
+
+    def backward_ended(self, largest: Tensor) -> None:
+        """A backward's gradients were measured: their largest magnitude, not read yet. Only where a scale is."""
+
+    def step_ended(self, report: StepReport) -> None:
+        """An optimizer step was taken or skipped; the scaler has not counted it yet."""
+
+    def last_words(self) -> str:
+        """What to add to the message of a :class:`LossScaleError`."""
+
+    def forget(self) -> None:
+        """The model is detached."""
 
 
 class Region(autocast):
@@ -182,14 +203,18 @@ class AttachedForward:
         if runtime.region.entered:
             return self.original(*args, **kwargs)
         runtime.before_forward()
+        observed = runtime.observe_forward(self, args, kwargs)
         if torch.is_grad_enabled():
             args = apply_to_tensors(runtime.input_border, args)
             kwargs = apply_to_tensors(runtime.input_border, kwargs)
         with runtime.region:
             outputs = self.original(*args, **kwargs)
-        return apply_to_tensors(
+        outputs = apply_to_tensors(
             runtime.output_border if not _has_loss(outputs) else runtime.border_beside_loss, outputs
         )
+        for ended in observed:
+            ended(outputs)
+        return outputs
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Deep-copying a model copies its attributes, this one too: the copy must run the copied weights.
@@ -242,6 +267,7 @@ class MixedPrecision:
         self._guards: list[_StepGuard] = []
         self._largest: Tensor | None = None  # of the unscaled gradients since the last step
         self._graph_task: int | None = None
+        self.observers: list[Observer] = []
 
     def _inverse_scale(self, device: torch.device) -> Tensor | None:
         return self.scaler.factors(device).inverse
@@ -349,6 +375,8 @@ class MixedPrecision:
             restore_parameters(model)
             remove_causal_lm_loss(model)
         self._model = None
+        for observer in self.observers:
+            observer.forget()
 
     def copy_for(self, memo: dict[int, Any]) -> MixedPrecision:
         """The runtime of a deep copy of the model: same policy and scale, own working copies, no optimizer."""
@@ -407,6 +435,15 @@ class MixedPrecision:
             self._make_masters(model)
 
     @torch.compiler.disable
+    def observe_forward(
+        self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Callable[[Any], None]]:
+        """Tell the observers of a forward that builds a graph; gives what is to be called with its outputs."""
+        if not torch.is_grad_enabled():
+            return []
+        return [observer.forward_begins(forward, args, kwargs) for observer in self.observers]
+
+    @torch.compiler.disable
     def output_border(self, output: Tensor) -> Tensor:
         """The border that a tensor crosses on its way out of the model."""
         return output_border(output, self.scaler.factors(output.device).scale, self.backward_begins)
@@ -438,6 +475,8 @@ class MixedPrecision:
             return
         largest = _largest_true_magnitude(model.parameters())
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
+        for observer in self.observers:
+            observer.backward_ended(largest)
 
     # What the guard does
 
@@ -453,8 +492,13 @@ class MixedPrecision:
         self._largest = None
         self.step_was_skipped = report.overflow
         used_scale = self.scaler.get_scale()
+        for observer in self.observers:
+            observer.step_ended(report)
         try:
             self.scaler.record_step(report, self._nonfinite_gradients)
+        except LossScaleError as error:
+            words = [words for observer in self.observers if (words := observer.last_words())]
+            raise LossScaleError("\n".join([str(error), *words])) from None
         finally:
             self.stats = self.stats.after_step(used_scale, self.scaler.get_scale(), report)
 

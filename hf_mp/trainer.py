@@ -18,6 +18,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer import SCALER_NAME
 from transformers.utils import logging
 
+from hf_mp.diagnostics.overflow import explain_overflows
+from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.loss_scaling import make_loss_scaler
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer
 from hf_mp.policy import PrecisionPolicy, parse_loss_scale
@@ -26,6 +28,7 @@ from hf_mp.runtime import MixedPrecision, check_attachable
 logger = logging.get_logger(__name__)
 
 STATE_NAME = "mixed_precision.json"  # in each checkpoint directory
+OVERFLOWS_NAME = "overflows"  # in the output directory
 
 
 @dataclass
@@ -56,6 +59,16 @@ class MixedPrecisionArguments(TrainingArguments):
     loss_scale_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata={"help": 'Settings of the loss scaler as JSON, e.g. \'{"init_scale": 4096, "headroom": 4}\'.'},
+    )
+
+    # On: good steps pay nothing for it, and whoever needs the answer did not know so beforehand.
+    explain_overflows: bool = field(
+        default=True,
+        metadata={"help": "Replay the micro-batch of a skipped step and log which module made the first inf or NaN."},
+    )
+    keep_overflow_batches: bool = field(
+        default=False,
+        metadata={"help": "Keep failing batches and their reports in OUTPUT_DIR/overflows (safetensors and JSON)."},
     )
 
     def __post_init__(self) -> None:
@@ -149,6 +162,7 @@ class MixedPrecisionTrainer(Trainer):
 
     Attributes:
         mixed_precision: the :class:`MixedPrecision` runtime of the current model; None with ``precision="fp32"``.
+        overflow_reports: an :class:`OverflowReport` for each skipped step of the current model that was explained.
 
     Raises:
         ValueError: before anything is written, for an unknown precision, for ``fp16=True``, ``bf16=True`` or
@@ -166,6 +180,7 @@ class MixedPrecisionTrainer(Trainer):
         args = MixedPrecisionArguments() if args is None else args
         self.precision_policy = _policy(args, precision)
         self.mixed_precision: MixedPrecision | None = None
+        self.overflow_reports: list[OverflowReport] = []
         refuse_other_precision(args, self.precision_policy)
         if self.precision_policy.is_mixed:
             self.mixed_precision = _runtime(self.precision_policy, args)
@@ -186,8 +201,16 @@ class MixedPrecisionTrainer(Trainer):
             runtime = self.mixed_precision = _runtime(self.precision_policy, self.args)
         if runtime.model is None:
             runtime.attach(model)
+        self._explain_overflows(runtime)
         runtime.wrap_forwards()  # Liger's kernels set a forward of their own after the Trainer is made
         return runtime
+
+    def _explain_overflows(self, runtime: MixedPrecision) -> None:
+        args = self.args
+        if getattr(args, "explain_overflows", True):
+            keep = getattr(args, "keep_overflow_batches", False)
+            directory = Path(cast(str, args.output_dir), OVERFLOWS_NAME) if keep else None
+            self.overflow_reports = explain_overflows(runtime, keep_batches=directory).reports
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
         """As the stock Trainer's, over FP32 masters and with a guarded ``step``."""
