@@ -92,7 +92,7 @@ class OriginTracker(TorchDispatchMode):
 
     def _look(self, func: Any, args: Any, kwargs: Any, result: Any, before: dict[int, Finiteness]) -> None:
         outputs = list(_tensors(result))
-        inputs = list(_tensors((args, kwargs)))
+        inputs = list(_tensors(_read(func, args, kwargs)))
         if _op_name(func) in _UNINITIALISED:
             self._origins.update({_memory(output): None for output in outputs})
             return
@@ -226,6 +226,23 @@ def _written_places(func: Any) -> tuple[tuple[int, str], ...]:
         for place, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+@functools.cache
+def _statistics_places(func: Any) -> tuple[int, ...]:
+    """Of a batch normalization: where its flag for training lies, and its running statistics."""
+    names = [argument.name for argument in func._schema.arguments]
+    flag = next((names.index(name) for name in ("training", "train") if name in names), None)
+    statistics = [names.index(name) for name in ("running_mean", "running_var") if name in names]
+    return (flag, *statistics) if flag is not None and statistics else ()
+
+
+def _read(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments that an op computes with: in training, running statistics are written only."""
+    flag, *statistics = _statistics_places(func) or (len(args),)
+    if flag < len(args) and args[flag]:
+        args = tuple(arg for place, arg in enumerate(args) if place not in statistics)
+    return (args, kwargs)
 
 
 @functools.cache

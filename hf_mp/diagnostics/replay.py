@@ -100,6 +100,7 @@ class Replay:
         elif len(leaving) == len(self._backward.incoming):
             self._backward_through(leaving, gradients, None)
         self._name_weight()
+        self._note_spoiled_buffers()
         if self.origin is not None and self.origin.phase in ("forward", "backward"):
             del outputs, leaving  # their graph is as large as that of the training step
             self._try_fp32(calls)
@@ -166,6 +167,13 @@ class Replay:
     def _name_weight(self) -> None:
         if self.origin is not None and self.origin.phase == "weight":
             self.origin.module = self.origin.tensor.rpartition(".")[0]
+
+    def _note_spoiled_buffers(self) -> None:
+        if self.origin is None or self.origin.phase == "weight":
+            return
+        spoiled = [name for name, buffer in self._model.named_buffers() if finiteness(buffer) is Finiteness.NOT_FINITE]
+        if spoiled:
+            self.notes.append(f"the forward has left inf or NaN in {', '.join(spoiled[:5])}, which no skip takes back")
 
     def _check_incoming(self, name: str, output: Tensor, gradient: Tensor, tracker: OriginTracker) -> None:
         if self.origin is None and finiteness(gradient) and not finiteness(output):
