@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune test lint clean
+.PHONY: help finetune loops test lint clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -20,6 +20,9 @@ help: ## list these targets
 # thousands, a step takes up to ten times as long as soon as another program wants a core.
 finetune: $(INSTALLED) ## fine-tune a small GPT-2 in FP16 (ARGS="--help" lists every option)
 	@GOMP_SPINCOUNT=$${GOMP_SPINCOUNT:-3000} $(BIN)/python recipes/finetune_gpt2.py $(ARGS)
+
+loops: $(INSTALLED) ## the loops of the tutorials, with torch.amp and with hf_mp (ARGS="--scale small" takes seconds)
+	@GOMP_SPINCOUNT=$${GOMP_SPINCOUNT:-3000} $(BIN)/python recipes/plain_loops.py $(ARGS)
 
 # One thread a worker: with more, tiny models spend their time waiting for threads.
 test: $(INSTALLED) ## run the tests (ARGS="tests/test_cli.py" runs those of one file)

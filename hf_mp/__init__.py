@@ -12,6 +12,7 @@ from hf_mp._version import __version__
 if TYPE_CHECKING:
     from hf_mp.autocasting.functions import custom_bwd, custom_fwd
     from hf_mp.autocasting.mode import autocast
+    from hf_mp.callback import MixedPrecisionCallback
     from hf_mp.diagnostics.overflow import explain_overflows
     from hf_mp.diagnostics.overflow_report import OverflowReport
     from hf_mp.loss_scaling import (
@@ -40,6 +41,7 @@ _HOME = {
     "MixedPrecision": "hf_mp.runtime",
     "PrecisionStats": "hf_mp.runtime",
     "prepare": "hf_mp.runtime",
+    "MixedPrecisionCallback": "hf_mp.callback",
     "MixedPrecisionArguments": "hf_mp.trainer",
     "MixedPrecisionTrainer": "hf_mp.trainer",
 }
@@ -51,6 +53,7 @@ __all__ = [
     "MasterWeightOptimizer",
     "MixedPrecision",
     "MixedPrecisionArguments",
+    "MixedPrecisionCallback",
     "MixedPrecisionTrainer",
     "OverflowReport",
     "PrecisionPolicy",

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
@@ -148,23 +148,66 @@ def parameter_border(parameter: Tensor, working_copy: Tensor | None, inverse: Te
     return parameter if working_copy is None else working_copy
 
 
-def watch_autograd_functions(border_arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
+def needs_borders(function: type[Function]) -> bool:
+    """Whether borders are put around the arguments of this autograd function: it is neither ours nor torch's.
+
+    torch's own carry whole graphs and their parameters (a compiled model), with borders inside.
+    """
+    return not issubclass(function, BorderFunction) and not function.__module__.startswith("torch.")
+
+
+def watch_autograd_functions(border_argument: Callable[[Any], Any]) -> None:
     """Put the parameter border around the arguments of every autograd function (``MyFunction.apply(x, weight)``).
 
     A torch function mode does not see such a call, and a parameter that went into it bare would be given a gradient
-    that is still scaled. Installed once, for all functions but those of the borders themselves.
+    that is still scaled. Installed once, for all functions but those of the borders themselves. In compiled code
+    ``apply`` is the compiler's own: see :mod:`hf_mp.autocasting.compiling`.
 
     Args:
-        border_arguments: gives the arguments to use instead; called at every ``apply``, inside a region or not.
+        border_argument: gives the argument to use instead; called at every ``apply``, inside a region or not.
     """
     original = Function.apply.__func__  # type: ignore[attr-defined]
 
     @torch.compiler.disable
     @functools.wraps(original)
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        # torch's own functions carry whole graphs and their parameters (a compiled model), with borders inside.
-        if not issubclass(cls, BorderFunction) and not cls.__module__.startswith("torch."):
-            args = border_arguments(args)
+        if needs_borders(cls):
+            args = tuple([border_argument(arg) for arg in args])
+            kwargs = {key: border_argument(arg) for key, arg in kwargs.items()}
         return original(cls, *args, **kwargs)
 
     Function.apply = classmethod(apply)  # type: ignore[assignment]
+
+
+def watch_script_functions(border_argument: Callable[[Any], Any]) -> None:
+    """Put the parameter border around the arguments of every function that ``torch.jit.script`` compiled.
+
+    No torch function mode sees what runs in TorchScript either. Parameters that a scripted *module* holds are out of
+    reach: see :func:`check_reachable`.
+
+    Args:
+        border_argument: as for :func:`watch_autograd_functions`.
+    """
+    original: Any = torch.jit.ScriptFunction.__call__
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        args = tuple([border_argument(arg) for arg in args])
+        return original(self, *args, **{key: border_argument(arg) for key, arg in kwargs.items()})
+
+    torch.jit.ScriptFunction.__call__ = call  # type: ignore[method-assign]
+
+
+def check_reachable(model: nn.Module) -> None:
+    """Refuse a model with parameters that no border can be put around, where a loss is scaled.
+
+    Raises:
+        ValueError: if a part of ``model`` was compiled by TorchScript and has trainable parameters.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(p.requires_grad for p in module.parameters()):
+            raise ValueError(
+                f"{name or type(model).__name__} is a TorchScript module, and gradients would reach its parameters "
+                "multiplied by the loss scale: leave it as a Python module (torch.compile is supported), freeze its "
+                "parameters, or use a precision that scales nothing (bf16)"
+            )

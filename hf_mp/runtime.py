@@ -20,14 +20,16 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hf_mp.autocasting.activations import class_forward, install_activations, remove_activations
 from hf_mp.autocasting.composites import call
 from hf_mp.autocasting.mode import autocast
 from hf_mp.autocasting.products import Factor
 from hf_mp.autocasting.rules import Rules
 from hf_mp.autocasting.tables import TableName
 from hf_mp.autocasting.working_copies import WorkingCopies
-from hf_mp.borders import input_border, output_border, parameter_border
+from hf_mp.borders import check_reachable, input_border, output_border, parameter_border
 from hf_mp.causal_lm_loss import install_causal_lm_loss, remove_causal_lm_loss
+from hf_mp.distributed import Ranks, check_parallelism, is_dtensor, is_running, is_sharded, local_part
 from hf_mp.kernels.gradient_scan import largest_magnitude
 from hf_mp.loss_scaling import LossScaleError, LossScaler, ScaleTensors, StepReport, headroom_left, make_loss_scaler
 from hf_mp.master_weights.lean import restore_parameters, split_trainable_parameters
@@ -131,8 +133,13 @@ class Region(autocast):
         super().__exit__(*exc_info)
 
     def cast_parameter(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        has_copy = (
+            dtype is self._copies.dtype and parameter.dtype is torch.float32 and not torch.compiler.is_compiling()
+        )
+        if has_copy and not torch.is_grad_enabled():
+            return self._copies.get(parameter)
         inverse = self._scaler.factors(parameter.device).inverse
-        if dtype is self._copies.dtype and parameter.dtype is torch.float32 and not torch.compiler.is_compiling():
+        if has_copy:
             return parameter_border(parameter, self._copies.get(parameter), inverse)
         inside = parameter_border(parameter, None, inverse)
         return inside if inside.dtype is dtype else inside.to(dtype)
@@ -143,7 +150,7 @@ class Region(autocast):
         return Factor(tensor, self._copies.get(tensor), self._scaler.factors(tensor.device).inverse)
 
     def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             # It cannot look into the set below; a border that nothing differentiates through, a graph drops.
             args = tuple([self._inside(arg) for arg in args])
             return call(func, args, {key: self._inside(value) for key, value in kwargs.items()})
@@ -151,8 +158,8 @@ class Region(autocast):
             return func(*args, **kwargs)
         return func(*[self._inside(arg) for arg in args], **{key: self._inside(arg) for key, arg in kwargs.items()})
 
-    def border_arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple([self._inside(arg) for arg in args]) if torch.is_grad_enabled() else args
+    def border_argument(self, value: Any) -> Any:
+        return self._inside(value) if torch.is_grad_enabled() else value
 
     def _inside(self, value: Any) -> Any:
         if type(value) is Tensor:
@@ -200,14 +207,15 @@ class AttachedForward:
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         runtime = self.runtime
-        if runtime.region.entered:
+        # Detached: a library that put its own forward over this one still calls it.
+        if runtime.region.entered or runtime.detached:
             return self.original(*args, **kwargs)
         runtime.before_forward()
         observed = runtime.observe_forward(self, args, kwargs)
         if torch.is_grad_enabled():
             args = apply_to_tensors(runtime.input_border, args)
             kwargs = apply_to_tensors(runtime.input_border, kwargs)
-        with runtime.region:
+        with runtime.working_copies.saving(), runtime.region:
             outputs = self.original(*args, **kwargs)
         outputs = apply_to_tensors(
             runtime.output_border if not _has_loss(outputs) else runtime.border_beside_loss, outputs
@@ -227,7 +235,7 @@ class AttachedForward:
     def __reduce__(self) -> Any:
         # A pickled model is an ordinary FP32 model.
         module: Any = self.module()
-        return _bound_forward, (module,)
+        return class_forward, (module,)
 
 
 class MixedPrecision:
@@ -240,7 +248,9 @@ class MixedPrecision:
     Args:
         policy: a :class:`PrecisionPolicy` or what :meth:`PrecisionPolicy.parse` takes; default ``"fp16"``.
         loss_scaler: the scaler to use instead of the one that the policy names.
-        tables, rules: as for :class:`hf_mp.autocast`; module names in ``rules`` are those of the attached model.
+        tables: as for :class:`hf_mp.autocast`; default ``"compact"``: torch's lists for CUDA, and no FP32 copies where
+            a kernel computes in FP32 registers anyway. ``"cuda"`` and ``"cpu"`` are torch's lists to the letter.
+        rules: as for :class:`hf_mp.autocast`; module names are those of the attached model.
 
     Raises:
         ValueError: for an unknown policy.
@@ -251,7 +261,7 @@ class MixedPrecision:
         policy: PrecisionPolicy | str = "fp16",
         *,
         loss_scaler: LossScaler[Any] | None = None,
-        tables: TableName = "cuda",
+        tables: TableName = "compact",
         rules: Rules | None = None,
     ) -> None:
         self.policy = PrecisionPolicy.parse(policy)
@@ -261,10 +271,12 @@ class MixedPrecision:
         self._rules = rules
         self.region = self._make_region(None)
         self.step_was_skipped = False
+        self.detached = False
         self.stats = PrecisionStats.before_first_step(self.scaler.get_scale())
         self._model: weakref.ref[nn.Module] | None = None
         self._wrapped: list[weakref.ref[nn.Module]] = []
         self._guards: list[_StepGuard] = []
+        self._ranks = Ranks()
         self._largest: Tensor | None = None  # of the unscaled gradients since the last step
         self._graph_task: int | None = None
         self.observers: list[Observer] = []
@@ -297,19 +309,24 @@ class MixedPrecision:
         16 bits more. ``state_dict()`` and ``save_pretrained()`` of the model give FP32 values all the same.
 
         Raises:
-            ValueError: if the model has no floating parameter, is attached already, or is wrapped for
-                ``DataParallel``.
+            ValueError: if the model has no floating parameter, is attached already, is wrapped for ``DataParallel``,
+                or has trainable parameters in TorchScript where the loss is scaled.
         """
         if not self.policy.is_mixed:
             return model
         if self.model is not None:
             raise ValueError("this MixedPrecision has a model already: detach() it, or make another one")
         check_attachable(model)
+        if isinstance(self.scaler.factors(torch.device("cpu")), ScaleTensors):
+            check_reachable(model)
         self.region = self._make_region(model)
         self._model = weakref.ref(model)
+        self.detached = False
         self._make_masters(model)
         self.wrap_forwards()
         install_causal_lm_loss(model)
+        if self._tables == "compact":
+            install_activations(model)
         return model
 
     def _make_masters(self, model: nn.Module) -> None:
@@ -329,7 +346,7 @@ class MixedPrecision:
         """The forward that ``module`` has while attached."""
         original = module.__dict__.get("forward", None)
         if original is None or isinstance(original, AttachedForward):
-            original = _bound_forward(module)
+            original = class_forward(module)
         self._wrapped.append(weakref.ref(module))
         return AttachedForward(self, module, original)
 
@@ -374,9 +391,11 @@ class MixedPrecision:
         if (model := self.model) is not None:
             restore_parameters(model)
             remove_causal_lm_loss(model)
+            remove_activations(model)
         self._model = None
         for observer in self.observers:
             observer.forget()
+        self.detached = True
 
     def copy_for(self, memo: dict[int, Any]) -> MixedPrecision:
         """The runtime of a deep copy of the model: same policy and scale, own working copies, no optimizer."""
@@ -429,6 +448,16 @@ class MixedPrecision:
         model = self.model
         if model is None:
             return
+        if is_running():
+            check_parallelism(model)  # DDP or FSDP may have come after attach()
+            self._ranks.note_forward(model)
+            if self.policy.is_lean and self._ranks.train_together:
+                raise ValueError(
+                    f"precision={str(self.policy)!r} leaves 16-bit gradients, which DistributedDataParallel would sum "
+                    f"in 16 bits: use {str(self.policy).removesuffix('-lean')!r} on several processes"
+                )
+            if is_sharded(model):
+                self.working_copies.keep_none()
         if (parameter := next(model.parameters(), None)) is not None:
             self.scaler.scale_tensors(parameter.device)
         if torch.is_grad_enabled():
@@ -467,26 +496,33 @@ class MixedPrecision:
             model = self.model
             if model is not None and all(raw is None for raw in map(raw_gradient, model.parameters())):
                 self._largest = None  # what was measured before was thrown away without a step
-            torch.autograd.Variable._execution_engine.queue_callback(self._measure_gradients)
+            # Two callbacks deep: the first of DDP's follow this one, and its all-reduce may write .grad till then.
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._measure_gradients))
 
     def _measure_gradients(self) -> None:
         model = self.model
-        if model is None:
-            return
-        largest = _largest_true_magnitude(model.parameters())
-        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
-        for observer in self.observers:
-            observer.backward_ended(largest)
+        parameters = [] if model is None else list(model.parameters())
+        if self.working_copies.keeps_none:  # FSDP may leave whole parameters in the places of those with gradients
+            shards = (p for guard in self._guards for group in guard.optimizer.param_groups for p in group["params"])
+            parameters = list({id(p): p for p in (*parameters, *shards)}.values())
+        if any(raw_gradient(p) is not None for p in parameters):  # none while FSDP accumulates without reducing them
+            largest = _largest_true_magnitude(parameters)
+            self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
+            for observer in self.observers:
+                observer.backward_ended(largest)
 
     # What the guard does
 
     def _report(self, optimizer: Optimizer) -> StepReport:
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(is_dtensor(parameter) for parameter in parameters):
+            self.working_copies.keep_none()  # also where FSDP shards a module around the model, unseen from inside
         overflow = not torch.isfinite(_largest_true_magnitude(parameters)).item()
         # Clipping by value, or a repair by hand, may have hidden what the backward gave.
         measured = None if self._largest is None else self._largest.item()
         overflow = overflow or (measured is not None and not math.isfinite(measured))
-        return StepReport(overflow, None if overflow else measured)
+        return self._ranks.agree(StepReport(overflow, None if overflow else measured), parameters)
 
     def _finish_step(self, report: StepReport) -> None:
         self._largest = None
@@ -527,7 +563,8 @@ def check_attachable(model: nn.Module) -> None:
     """Raise where mixed precision cannot be attached to ``model``.
 
     Raises:
-        ValueError: if the model has no floating parameter, is attached already, or is wrapped in ``DataParallel``.
+        ValueError: if the model has no floating parameter, is attached already, is wrapped in ``DataParallel``, or is
+            spread over processes in a way that :func:`hf_mp.distributed.check_parallelism` refuses.
     """
     if isinstance(model, nn.DataParallel):
         raise ValueError("DataParallel replicates a model behind our back: use DistributedDataParallel (torchrun)")
@@ -535,8 +572,7 @@ def check_attachable(model: nn.Module) -> None:
         raise ValueError(
             f"{type(model).__name__} has no floating parameters, so there is nothing to train in mixed precision"
         )
-    if any(hasattr(parameter, "_local_tensor") for parameter in model.parameters()):
-        raise ValueError("sharded parameters (FSDP, tensor parallelism) are not supported yet: use DDP (torchrun)")
+    check_parallelism(model)
     if any(isinstance(module.__dict__.get("forward"), AttachedForward) for module in model.modules()):
         raise ValueError(f"this {type(model).__name__} is attached to a MixedPrecision already: detach() that first")
 
@@ -610,17 +646,13 @@ def _needs_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def _bound_forward(module: nn.Module) -> Any:
-    return types.MethodType(type(module).forward, module)
-
-
 def _largest_true_magnitude(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The largest magnitude of the unscaled gradients; those that are still scaled are not touched for it."""
     by_factor: dict[Tensor | None, list[Tensor]] = {}
     for parameter in parameters:
         gradient, factor = gradient_and_factor(parameter)
         if gradient is not None:
-            by_factor.setdefault(factor, []).append(gradient)
+            by_factor.setdefault(factor, []).append(local_part(gradient))
     found = [
         largest_magnitude(gradients) if factor is None else largest_magnitude(gradients) * factor.squeeze()
         for factor, gradients in by_factor.items()

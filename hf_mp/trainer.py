@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import pickle
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer import SCALER_NAME
 from transformers.utils import logging
 
+from hf_mp.callback import MixedPrecisionCallback
 from hf_mp.diagnostics.overflow import explain_overflows
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.loss_scaling import make_loss_scaler
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer
 from hf_mp.policy import PrecisionPolicy, parse_loss_scale
 from hf_mp.runtime import MixedPrecision, check_attachable
+from hf_mp.trainer_support import (
+    STATE_NAME,
+    asks_for_explanation,
+    load_runtime_state,
+    make_runtime,
+    overflow_directory,
+    policy_of,
+    refuse_other_precision,
+    tell_accelerate,
+)
 
 logger = logging.get_logger(__name__)
-
-STATE_NAME = "mixed_precision.json"  # in each checkpoint directory
-OVERFLOWS_NAME = "overflows"  # in the output directory
 
 
 @dataclass
@@ -92,63 +97,14 @@ class MixedPrecisionArguments(TrainingArguments):
         return dict(self.loss_scale_kwargs or {})  # type: ignore[arg-type]
 
 
-def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> None:
-    """Raise where ``args`` ask for another mixed precision than ours, or for what ours cannot live with.
-
-    Raises:
-        ValueError: naming the setting and the way out.
-    """
-    for name in ("fp16", "bf16"):
-        if getattr(args, name):
-            raise ValueError(
-                f"{name}=True switches accelerate's mixed precision on beside precision={str(policy)!r}: remove {name} "
-                f"and say precision={name!r}, or use the stock Trainer"
-            )
-    if getattr(args, "mixed_precision", "no") not in ("no", None):
-        raise ValueError(
-            f"ACCELERATE_MIXED_PRECISION={os.environ.get('ACCELERATE_MIXED_PRECISION')!r} in the environment switches "
-            f"accelerate's mixed precision on beside precision={str(policy)!r}: unset it, or start with "
-            "`accelerate launch --mixed_precision no`"
-        )
-    if not policy.is_mixed:
-        return
-    for name in ("fp16_full_eval", "bf16_full_eval"):
-        if getattr(args, name):
-            raise ValueError(f"{name}=True casts the FP32 masters away: remove it, evaluation uses {policy} already")
-    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        raise ValueError("FSDP shards the FP32 masters behind our back and is not supported yet: use DDP (torchrun)")
-    if (optim := str(getattr(args.optim, "value", args.optim))).endswith("layerwise") or "lomo" in optim:
-        raise ValueError(
-            f"optim={optim!r} updates inside of backward, where an overflow cannot be skipped: use another"
-        )
-    if policy.is_lean and args.world_size > 1:
-        raise ValueError(
-            f"precision={str(policy)!r} leaves FP16 gradients, which DistributedDataParallel would sum in FP16: use "
-            f"{str(policy).removesuffix('-lean')!r} on several processes"
-        )
-    if args.deepspeed is not None:
-        raise ValueError(
-            "DeepSpeed brings its own FP16 optimizer: use the stock Trainer with DeepSpeed, or drop it here"
-        )
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"{args.n_gpu} GPUs in one process make the Trainer use DataParallel, which replicates the model behind "
-            "our back: start with `torchrun --nproc_per_node N`, or show one GPU with CUDA_VISIBLE_DEVICES"
-        )
-
-
 class _TellAccelerate(TrainerCallback):
-    """Lets accelerate know of a skipped step, so that the LR scheduler stands still as it does under ``fp16=True``."""
-
     def __init__(self, trainer: MixedPrecisionTrainer) -> None:
         self._trainer = trainer
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        runtime, optimizer = self._trainer.mixed_precision, self._trainer.optimizer
-        if runtime is not None and isinstance(optimizer, AcceleratedOptimizer):
-            optimizer._is_overflow = runtime.step_was_skipped
+        tell_accelerate(self._trainer.optimizer, self._trainer.mixed_precision)
 
 
 class MixedPrecisionTrainer(Trainer):
@@ -178,15 +134,19 @@ class MixedPrecisionTrainer(Trainer):
         **named: Any,
     ) -> None:
         args = MixedPrecisionArguments() if args is None else args
-        self.precision_policy = _policy(args, precision)
+        self.precision_policy = policy_of(args, precision)
         self.mixed_precision: MixedPrecision | None = None
         self.overflow_reports: list[OverflowReport] = []
         refuse_other_precision(args, self.precision_policy)
+        for given in (*positional, *named.values()):
+            _refuse_callbacks(given if isinstance(given, (list, tuple)) else ())
         if self.precision_policy.is_mixed:
-            self.mixed_precision = _runtime(self.precision_policy, args)
+            self.mixed_precision = make_runtime(self.precision_policy, args)
             if model is not None:
                 check_attachable(model)
-        super().__init__(model, args, *positional, **named)
+        # By name where that can be: in DPOTrainer, the arguments are not the second parameter.
+        first: dict[str, Any] = {} if positional else {"model": model, "args": args}
+        super().__init__(*((model, args, *positional) if positional else ()), **{**first, **named})
         if self.precision_policy.is_mixed:
             self.add_callback(_TellAccelerate(self))
             self._attach()
@@ -198,7 +158,7 @@ class MixedPrecisionTrainer(Trainer):
         if runtime is None or (runtime.was_attached and runtime.model is not model):
             if runtime is not None:
                 runtime.detach()
-            runtime = self.mixed_precision = _runtime(self.precision_policy, self.args)
+            runtime = self.mixed_precision = make_runtime(self.precision_policy, self.args)
         if runtime.model is None:
             runtime.attach(model)
         self._explain_overflows(runtime)
@@ -206,11 +166,8 @@ class MixedPrecisionTrainer(Trainer):
         return runtime
 
     def _explain_overflows(self, runtime: MixedPrecision) -> None:
-        args = self.args
-        if getattr(args, "explain_overflows", True):
-            keep = getattr(args, "keep_overflow_batches", False)
-            directory = Path(cast(str, args.output_dir), OVERFLOWS_NAME) if keep else None
-            self.overflow_reports = explain_overflows(runtime, keep_batches=directory).reports
+        if asks_for_explanation(self.args):
+            self.overflow_reports = explain_overflows(runtime, keep_batches=overflow_directory(self.args)).reports
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
         """As the stock Trainer's, over FP32 masters and with a guarded ``step``."""
@@ -241,6 +198,11 @@ class MixedPrecisionTrainer(Trainer):
             optimizer = optimizer.optimizer
         return optimizer if isinstance(optimizer, MasterWeightOptimizer) else None
 
+    def add_callback(self, callback: Any) -> None:
+        """As the stock Trainer's; refuses a :class:`MixedPrecisionCallback`."""
+        _refuse_callbacks([callback])
+        super().add_callback(callback)
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the stock Trainer's; training logs also carry ``loss_scale`` and ``skipped_steps``."""
         if self.mixed_precision is not None and "loss" in logs:
@@ -253,6 +215,11 @@ class MixedPrecisionTrainer(Trainer):
             text = json.dumps(self.mixed_precision.state_dict(), indent=2)
             Path(output_dir, STATE_NAME).write_text(text + "\n", encoding="utf-8")
 
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        if self.precision_policy.is_mixed:
+            self._attach()  # a model that model_init made in FP16 would round the weights
+        super()._load_from_checkpoint(*args, **kwargs)
+
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self.mixed_precision is None:
             super()._load_scaler(checkpoint)
@@ -260,35 +227,11 @@ class MixedPrecisionTrainer(Trainer):
             load_runtime_state(self.mixed_precision, Path(checkpoint))
 
 
-def load_runtime_state(runtime: MixedPrecision, checkpoint: Path) -> None:
-    """Take over the loss scale from a checkpoint of ours, or from one of a Trainer with ``fp16=True``.
-
-    Raises:
-        ValueError: for a file that does not hold such a state; the message names it.
-    """
-    path, torch_path = checkpoint / STATE_NAME, checkpoint / SCALER_NAME
-    try:
-        if path.is_file():
-            runtime.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
-        elif torch_path.is_file():
-            path = torch_path
-            runtime.scaler.load_state_dict(torch.load(torch_path, weights_only=True))
-            runtime.reset_stats()
-        else:
-            logger.warning(f"{checkpoint} has no {STATE_NAME}: the loss scale starts anew")
-    except (ValueError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"cannot resume the loss scale from {path}: {error}") from error
-
-
-def _runtime(policy: PrecisionPolicy, args: TrainingArguments) -> MixedPrecision:
-    settings = args.loss_scaler_settings if isinstance(args, MixedPrecisionArguments) else {}
-    return MixedPrecision(policy, loss_scaler=make_loss_scaler(policy.loss_scale, **settings))
-
-
-def _policy(args: TrainingArguments, precision: str | PrecisionPolicy | None) -> PrecisionPolicy:
-    if not isinstance(args, MixedPrecisionArguments):
-        return PrecisionPolicy.parse("fp16" if precision is None else precision)
-    if precision is None:
-        return args.precision_policy
-    policy = PrecisionPolicy.parse(precision)
-    return policy if args.loss_scale is None else replace(policy, loss_scale=parse_loss_scale(args.loss_scale))
+def _refuse_callbacks(callbacks: Iterable[Any]) -> None:
+    if any(
+        isinstance(callback, MixedPrecisionCallback) or callback is MixedPrecisionCallback for callback in callbacks
+    ):
+        raise ValueError(
+            "MixedPrecisionCallback is for other Trainers: MixedPrecisionTrainer is in mixed precision already, remove "
+            "the callback"
+        )

@@ -8,7 +8,6 @@ Stores ``scripts/results/compare_precisions.json`` and draws the loss curves int
 from __future__ import annotations
 
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,9 +15,7 @@ import matplotlib
 import torch
 from transformers import ProgressCallback, Trainer, TrainingArguments
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
-
-import finetune_gpt2 as recipe_module
+from _recipe import recipe_trainer
 from _results import RESULTS, save_result
 
 COLOURS = {"fp32": "#4c566a", "hf_mp fp16": "#d08770", "torch.autocast bf16": "#5e81ac"}
@@ -49,20 +46,9 @@ def main(flags: list[str]) -> None:
 
 def run(name: str, flags: list[str]) -> Curve:
     """One run; the seed of the recipe gives all of them the same weights and the same order of the data."""
-    with tempfile.TemporaryDirectory() as directory:
-        precision = "fp16" if name == "hf_mp fp16" else "fp32"
-        recipe, args = recipe_module.parse_arguments(
-            ["--output_dir", str(Path(directory, "run")), "--precision", precision, *flags]
-        )
-        recipe_module.quiet_libraries()
-        text = recipe_module.load_text(recipe, args.seed)
-        tokenizer = recipe_module.load_tokenizer(recipe, text["train"])
-        model = recipe_module.load_model(recipe, args, len(tokenizer))
-        blocks = recipe_module.make_blocks(text, tokenizer, recipe_module.choose_block_size(recipe, model))
-        trainer: Trainer = recipe_module.make_trainer(model, args, tokenizer, blocks)
-        if name == "torch.autocast bf16":
-            trainer = stock_trainer(trainer, args)
-        trainer.remove_callback(ProgressCallback)
+    precision = "fp16" if name == "hf_mp fp16" else "fp32"
+    with recipe_trainer(["--precision", precision, *flags]) as ours:
+        trainer = stock_trainer(ours) if name == "torch.autocast bf16" else ours
         print(f"training: {name}", flush=True)
         seconds = trainer.train().metrics["train_runtime"]
         eval_loss = trainer.evaluate()["eval_loss"]
@@ -71,23 +57,25 @@ def run(name: str, flags: list[str]) -> Curve:
     return Curve([e["step"] for e in logs], [e["loss"] for e in logs], eval_loss, seconds, skipped)
 
 
-def stock_trainer(trainer: Trainer, args: TrainingArguments) -> Trainer:
-    """The stock Trainer with ``bf16=True``, over the model and data of ``trainer``."""
+def stock_trainer(ours: Trainer) -> Trainer:
+    """The stock Trainer with ``bf16=True``, over the model and data of ``ours``."""
     settings = {
-        key: getattr(args, key)
+        key: getattr(ours.args, key)
         for key in (
             *("output_dir", "max_steps", "per_device_train_batch_size", "per_device_eval_batch_size"),
             *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta2", "seed"),
             *("logging_steps", "disable_tqdm", "save_strategy", "optim", "report_to"),
         )
     }
-    return Trainer(
-        model=trainer.model,
+    trainer = Trainer(
+        model=ours.model,
         args=TrainingArguments(**settings, bf16=True, use_cpu=not torch.cuda.is_available()),
-        train_dataset=trainer.train_dataset,
-        eval_dataset=trainer.eval_dataset,
-        data_collator=trainer.data_collator,
+        train_dataset=ours.train_dataset,
+        eval_dataset=ours.eval_dataset,
+        data_collator=ours.data_collator,
     )
+    trainer.remove_callback(ProgressCallback)
+    return trainer
 
 
 def draw(curves: dict[str, Curve], path: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hf_mp.borders import input_border, output_border, parameter_border
+from hf_mp.loss_scaling import StaticLossScaler
+from hf_mp.runtime import MixedPrecision
 
 SCALE = 2.0**20
 
@@ -121,3 +125,50 @@ def test_second_derivatives_are_unscaled_once() -> None:
     penalised(scaled, True).backward()
     assert plain.grad is not None and scaled.grad is not None
     assert torch.equal(plain.grad, scaled.grad)
+
+
+@torch.jit.script
+def scripted_product(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.tanh(x * weight)
+
+
+class Scripted(nn.Module):
+    def __init__(self, part: nn.Module | None = None) -> None:
+        super().__init__()
+        self.linear, self.weight, self.part = nn.Linear(4, 4), nn.Parameter(torch.randn(4)), part
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = scripted_product(self.linear(x).float(), weight=self.weight)
+        return (y if self.part is None else self.part(y)).float().sum()
+
+
+@pytest.mark.parametrize("backend", ["none", "eager"])
+def test_a_parameter_in_a_scripted_function_gets_its_true_gradient(backend: str) -> None:
+    model, x = Scripted(), torch.randn(2, 4)
+    model(x).backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    MixedPrecision("fp16", loss_scaler=StaticLossScaler(1024.0)).attach(model)
+    (model if backend == "none" else torch.compile(model, backend=backend))(x).backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0.02, atol=2e-3)
+
+
+@pytest.mark.parametrize("compile_part", [torch.jit.script, lambda part: torch.jit.trace(part, torch.ones(2, 4))])
+def test_a_scripted_module_is_refused_where_the_loss_is_scaled(compile_part: Callable[..., nn.Module]) -> None:
+    model = Scripted(compile_part(nn.Linear(4, 4)))
+    with pytest.raises(ValueError, match=r"part is a TorchScript module.*torch.compile is supported.*bf16"):
+        MixedPrecision("fp16").attach(model)
+    for parameter in model.part.parameters():
+        parameter.requires_grad_(False)
+    MixedPrecision("fp16").attach(model)
+
+
+def test_a_scripted_module_is_taken_where_nothing_is_scaled() -> None:
+    model, x = Scripted(torch.jit.script(nn.Linear(4, 4))), torch.randn(2, 4)
+    model(x).backward()
+    expected = model.part.weight.grad.clone()
+    model.zero_grad()
+    MixedPrecision("bf16").attach(model)
+    model(x).backward()
+    torch.testing.assert_close(model.part.weight.grad, expected, rtol=0.1, atol=0.05)

@@ -20,9 +20,9 @@ from transformers import (
     TrainingArguments,
 )
 
-import hf_mp.trainer
+import hf_mp.trainer_support
 from hf_mp import MixedPrecisionArguments, MixedPrecisionTrainer, PrecisionPolicy
-from hf_mp.trainer import STATE_NAME
+from hf_mp.trainer_support import STATE_NAME, refuse_other_precision
 
 Rows = list[dict[str, Tensor]]
 
@@ -204,7 +204,7 @@ def test_a_checkpoint_without_our_state_resumes_with_a_warning(
     checkpoint = str(Path(args.output_dir) / "checkpoint-2")
     ours = MixedPrecisionTrainer(model_of(gpt2_config), arguments(tmp_path / "b", max_steps=4), train_dataset=rows)
     messages: list[str] = []
-    monkeypatch.setattr(hf_mp.trainer.logger, "warning", messages.append)
+    monkeypatch.setattr(hf_mp.trainer_support.logger, "warning", messages.append)
     ours.train(resume_from_checkpoint=checkpoint)
     assert any(f"has no {STATE_NAME}: the loss scale starts anew" in message for message in messages)
     assert ours.state.global_step == 4
@@ -359,10 +359,37 @@ def test_plain_training_arguments_and_the_precision_keyword(
         assert str(trainer.precision_policy) == expected
 
 
-def test_fsdp_is_refused(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsdp1_is_refused(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments(tmp_path, TrainingArguments)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # as `accelerate launch --use_fsdp` does, whose default is 1
+    with pytest.raises(ValueError, match=r"FSDP version 1 flattens parameters.*FSDP2.*--fsdp_version 2"):
+        MixedPrecisionTrainer(model_of(gpt2_config), args, train_dataset=rows)
+    with pytest.raises(ValueError, match=r"FSDP version 1 flattens parameters.*fsdp_config=.'version': 2"):
+        arguments(tmp_path, fsdp=True, fsdp_config={"version": 1})
+
+
+def test_fsdp2_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments(tmp_path, fsdp=True, fsdp_config={"version": 2})
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match=r"FSDP shards the FP32 masters.*use DDP"):
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    arguments(tmp_path)
+
+
+def test_compiling_a_sharded_model_whole_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments(tmp_path, fsdp=True, fsdp_config={"version": 2})
+    args.torch_compile = True
+    with pytest.raises(ValueError, match=r"torch_compile=True compiles the whole model.*compile its blocks"):
+        refuse_other_precision(args, args.precision_policy)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")
+    refuse_other_precision(args, args.precision_policy)
+
+
+def test_deepspeed_of_the_launcher_is_refused(
+    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match="DeepSpeed brings its own FP16 optimizer: use the stock Trainer"):
         MixedPrecisionTrainer(model_of(gpt2_config), args, train_dataset=rows)
 
 

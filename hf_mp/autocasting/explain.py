@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from hf_mp.autocasting.tables import CastRule
+from hf_mp.autocasting.tables import CastRule, op_name
 from hf_mp.autocasting.through_fp32 import map_tensors
 
 Dtypes = tuple[str, ...]
@@ -78,7 +78,7 @@ class Recorder:
         if entry is None:
             result = mode.apply(entry, func, args, kwargs)
             came = _dtypes((args, kwargs))
-            self._record(func.__name__, "unlisted", came, came, result)
+            self._record(op_name(func), "unlisted", came, came, result)
             return result
         if entry[0] is CastRule.LOWER_PRECISION:  # also where the CPU computes through FP32: the numbers are FP16's
             result = mode.apply(entry, func, args, kwargs)

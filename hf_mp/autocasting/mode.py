@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -14,7 +13,8 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
 from hf_mp import borders
-from hf_mp.autocasting import torch_state
+from hf_mp.autocasting import compiling, torch_state
+from hf_mp.autocasting.active import active_autocast, border_argument, enter_island, leave_island, state
 from hf_mp.autocasting.checkpointing import reenter_in_recomputation
 from hf_mp.autocasting.composites import COMPOSITES, call
 from hf_mp.autocasting.explain import Explanation, Recorder
@@ -23,7 +23,8 @@ from hf_mp.autocasting.rules import ParsedRules, Rules, match_modules, parse_rul
 from hf_mp.autocasting.tables import OPS, TABLES, CastRule, TableName
 from hf_mp.autocasting.through_fp32 import run_through_fp32, runs_natively
 from hf_mp.autocasting.torch_state import is_torch_autocast_enabled
-from hf_mp.autocasting.working_copies import version_of
+from hf_mp.autocasting.working_copies import WatchedParameter, version_of
+from hf_mp.autocasting.written_out import NOT_TRACED, WRITTEN_OUT
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,21 +34,6 @@ _CASTABLE = frozenset(
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype is not torch.float64
 )  # fmt: skip
 ALLOWED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-class _ThreadState(threading.local):
-    """The autocast modes that are active in one thread, innermost last."""
-
-    def __init__(self) -> None:
-        self.active: list[autocast] = []
-
-
-_state = _ThreadState()
-
-
-def active_autocast() -> autocast | None:
-    """The innermost autocast of this thread, also a disabled one; None outside of any."""
-    return _state.active[-1] if _state.active else None
 
 
 class autocast(TorchFunctionMode):
@@ -61,7 +47,8 @@ class autocast(TorchFunctionMode):
     Args:
         dtype: ``torch.float16`` (default), ``torch.bfloat16`` or ``torch.float32`` (nothing is lowered).
         enabled: False switches autocast off inside an outer one.
-        tables: whose documented op lists apply: ``"cuda"`` (default, on every device) or ``"cpu"``.
+        tables: whose documented op lists apply: ``"cuda"`` (default, on every device) or ``"cpu"``; ``"compact"`` is
+            torch's for CUDA without the FP32 copies that kernels do not need (softmax).
         rules: a person's own rules, by op and by module name (:func:`hf_mp.autocasting.rules.parse_rules`), for
             example ``{torch.softmax: "unlisted", "lm_head": "fp32"}``.
         model: where the module names in ``rules`` are looked up.
@@ -118,14 +105,14 @@ class autocast(TorchFunctionMode):
             )
         if self._fp32_modules and not self._island_hooks:
             self._island_hooks = [handle for m in self._fp32_modules for handle in _make_island(m, self)]
-        _state.active.append(self)
+        state.active.append(self)
         super().__enter__()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)
-        _state.active.pop()
-        if self not in _state.active:
+        state.active.pop()
+        if self not in state.active:
             self._casts.clear()
             for handle in self._island_hooks:
                 handle.remove()
@@ -152,18 +139,22 @@ class autocast(TorchFunctionMode):
         kwargs = kwargs or {}
         entry = self._ops.get(func)
         if entry is None:
-            if func in COMPOSITES:
+            if func in COMPOSITES and not (torch.compiler.is_dynamo_compiling() and func in NOT_TRACED):
                 return self._open(COMPOSITES[func], args, kwargs)
+            if torch.compiler.is_dynamo_compiling() and self._writes_out(func):
+                return self._write_out(NOT_TRACED[func], func, args, kwargs)
             if self.observer is None:
                 return self.call_unlisted(func, args, kwargs)
         # An autocast inside this one has decided already; what reaches here is the call that it makes.
-        elif _state.active[-1] is not self:
+        elif state.active[-1] is not self:
             entry = None
+        elif entry[0] is CastRule.WRITTEN_OUT:
+            return self._write_out(entry[1], func, args, kwargs)
         return (self.apply if self.observer is None else self.observer)(entry, func, args, kwargs)
 
     def _open(self, opened: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a composite function with this mode active, which torch has taken off its stack for the call."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             with self:
                 return opened(*args, **kwargs)
         _push_mode(self)
@@ -171,6 +162,17 @@ class autocast(TorchFunctionMode):
             return opened(*args, **kwargs)
         finally:
             _pop_mode()
+
+    def _writes_out(self, func: Callable[..., Any]) -> bool:
+        innermost = self.enabled and state.active[-1] is self
+        return innermost and func in NOT_TRACED and NOT_TRACED[func] in TABLES[self.tables].written_out
+
+    def _write_out(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Make the calls that an op makes inside; where there are none, lower the op as a whole."""
+        result = self._open(WRITTEN_OUT[name], args, kwargs)
+        if result is not NotImplemented:
+            return result
+        return (self.observer or self.apply)((CastRule.LOWER_PRECISION, name), func, args, kwargs)
 
     def apply(
         self,
@@ -182,7 +184,10 @@ class autocast(TorchFunctionMode):
         """Make a call by the table entry that was found for it."""
         if entry is None:
             return self.call_unlisted(func, args, kwargs)
-        return _APPLY[entry[0]](self, entry[1], func, args, kwargs)
+        rule, name = entry
+        if rule is CastRule.LOWER_PRECISION:  # most calls; to look an enum member up costs as much as a small op
+            return _lower_precision(self, name, func, args, kwargs)
+        return _APPLY[rule](self, name, func, args, kwargs)
 
     @staticmethod
     def explain(
@@ -219,13 +224,13 @@ class autocast(TorchFunctionMode):
             mode.observer = None
         return recorder.explanation()
 
-    def border_arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Arguments for an autograd function, which torch functions modes do not see."""
-        return args
+    def border_argument(self, value: Any) -> Any:
+        """An argument for an autograd function, which torch function modes do not see."""
+        return value
 
     def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Make a call that no table speaks of."""
-        return call(func, args, kwargs) if torch.compiler.is_compiling() else func(*args, **kwargs)
+        return call(func, args, kwargs) if torch.compiler.is_dynamo_compiling() else func(*args, **kwargs)
 
     def cast_parameter(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """The parameter in ``dtype``; cast once while this autocast lasts, as torch does."""
@@ -246,6 +251,8 @@ class autocast(TorchFunctionMode):
         if type(value) is Tensor:
             found = value.dtype
             return value.to(dtype) if found is not dtype and found in _CASTABLE else value
+        if type(value) is WatchedParameter and value.dtype is torch.float32:  # a parameter with a working copy
+            return self.cast_parameter(value, dtype)
         if isinstance(value, Tensor):
             eligible = value.is_floating_point() and value.dtype is not torch.float64
             if isinstance(value, nn.Parameter):
@@ -271,7 +278,7 @@ def _make_island(module: nn.Module, outer: autocast) -> tuple[RemovableHandle, R
     """Run ``module`` in FP32 inside ``outer``: floating inputs are cast up, autocast is off."""
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if outer not in _state.active:
+        if outer not in state.active:
             return None
         _Island(outer, module).__enter__()
         return outer.cast(args, torch.float32), {key: outer.cast(arg, torch.float32) for key, arg in kwargs.items()}
@@ -398,12 +405,9 @@ _APPLY: dict[CastRule, Callable[..., Any]] = {
 
 reenter_in_recomputation(active_autocast)
 torch_state.install(active_autocast)
-
-
-def _border_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    for mode in _state.active:
-        args = mode.border_arguments(args)
-    return args
-
-
-borders.watch_autograd_functions(_border_arguments)
+borders.watch_autograd_functions(border_argument)
+borders.watch_script_functions(border_argument)
+compiling.check_compiler()
+compiling.trace_borders(borders.needs_borders, border_argument)
+compiling.trace_islands(enter_island, leave_island)
+compiling.run_graphs_without_modes(active_autocast)

@@ -156,9 +156,12 @@ class _Product(BorderFunction):
         ctx.x_shape, ctx.x_dtype, ctx.weight_shape, ctx.weight_dtype = x.shape, x.dtype, weight.shape, weight.dtype
         ctx.transposed, ctx.inverse, ctx.native = transposed, inverse, native
         if native:
-            return _forward_native(x, weight16, bias16, transposed)
-        matrix = weight16.t() if transposed else weight16
-        return _forward_blocks(x.reshape(-1, x.shape[-1]), matrix, bias16).view(*x.shape[:-1], -1)
+            result = _forward_native(x, weight16, bias16, transposed)
+        else:
+            matrix = weight16.t() if transposed else weight16
+            result = _forward_blocks(x.reshape(-1, x.shape[-1]), matrix, bias16)
+        # Never a view: models add to a product in place (`h = linear(x); h += residual`).
+        return torch.ops.aten._unsafe_view(result, [*x.shape[:-1], result.shape[-1]])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -171,16 +174,16 @@ class _Product(BorderFunction):
         grad_x = gradient.new_empty(ctx.x_shape) if needs_x else None
         grad_weight = gradient.new_empty(ctx.weight_shape, dtype=ctx.weight_dtype) if needs_weight else None
         grad_bias = gradient.new_empty(gradient.shape[-1], dtype=ctx.bias_dtype) if needs_bias else None
-        write = _backward_native if ctx.native else _backward_blocks
-        write(
-            gradient.reshape(-1, gradient.shape[-1]),
-            None if x is None else x.reshape(-1, x.shape[-1]),
-            weight16.t() if weight16 is not None and ctx.transposed else weight16,
-            ctx.inverse,
-            None if grad_x is None else grad_x.view(-1, ctx.x_shape[-1]),
-            grad_weight.t() if grad_weight is not None and ctx.transposed else grad_weight,
-            grad_bias,
+        backward = _Backward(
+            gradient=gradient.reshape(-1, gradient.shape[-1]),
+            x=None if x is None else x.reshape(-1, x.shape[-1]),
+            weight=weight16.t() if weight16 is not None and ctx.transposed else weight16,
+            inverse=ctx.inverse,
+            grad_x=None if grad_x is None else grad_x.view(-1, ctx.x_shape[-1]),
+            grad_weight=grad_weight.t() if grad_weight is not None and ctx.transposed else grad_weight,
+            grad_bias=grad_bias,
         )
+        (_backward_native if ctx.native else _backward_blocks)(backward)
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
@@ -206,16 +209,31 @@ def _forward_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return result
 
 
-def _backward_blocks(
-    gradient: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    inverse: Tensor | None,
-    grad_x: Tensor | None,
-    grad_weight: Tensor | None,
-    grad_bias: Tensor | None,
-) -> None:
-    """Write the gradients that are not None, of which ``x`` and ``weight`` are what they need; all 2-D but the bias."""
+@dataclass(frozen=True)
+class _Backward:
+    """What a product's backward reads, and the gradients that it writes: those that are not None.
+
+    Attributes:
+        gradient: of the result, (rows, N).
+        x: (rows, K), for ``grad_weight``.
+        weight: (N, K), for ``grad_x``.
+        inverse: the inverse loss scale, for the gradients of weight and bias.
+        grad_x, grad_weight, grad_bias: as ``x`` and ``weight``, and (N,).
+    """
+
+    gradient: Tensor
+    x: Tensor | None
+    weight: Tensor | None
+    inverse: Tensor | None
+    grad_x: Tensor | None
+    grad_weight: Tensor | None
+    grad_bias: Tensor | None
+
+
+def _backward_blocks(backward: _Backward) -> None:
+    """Write the gradients, block by block in FP32."""
+    gradient, x, weight, inverse = backward.gradient, backward.x, backward.weight, backward.inverse
+    grad_x, grad_weight, grad_bias = backward.grad_x, backward.grad_weight, backward.grad_bias
     (rows, outer), dtype = gradient.shape, gradient.dtype
     inner = next((found.shape[1] for found in (grad_x, grad_weight) if found is not None), 1)
     row_blocks = list(_blocks(rows, inner))
@@ -253,16 +271,10 @@ def _forward_native(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: 
     return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], -1)
 
 
-def _backward_native(
-    gradient: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    inverse: Tensor | None,
-    grad_x: Tensor | None,
-    grad_weight: Tensor | None,
-    grad_bias: Tensor | None,
-) -> None:
+def _backward_native(backward: _Backward) -> None:
     """As :func:`_backward_blocks`, with the CPU's own products."""
+    gradient, x, weight, inverse = backward.gradient, backward.x, backward.weight, backward.inverse
+    grad_x, grad_weight, grad_bias = backward.grad_x, backward.grad_weight, backward.grad_bias
     if grad_x is not None and weight is not None:
         torch.mm(gradient, weight, out=grad_x)
     if grad_weight is not None and x is not None:

@@ -11,7 +11,7 @@ import torch.overrides
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
-from hf_mp.autocasting.tables import CastRule, OpTables, spellings
+from hf_mp.autocasting.tables import CastRule, OpTables, op_name, spellings
 
 Rules = Mapping[Any, str]
 
@@ -70,11 +70,10 @@ def _spellings_of(key: Any, tables: OpTables) -> tuple[str, list[Callable[..., A
     if isinstance(key, torch.library.CustomOpDef):
         key = key._opoverload.overloadpacket
     if isinstance(key, OpOverloadPacket):
-        return str(key), [key, *(getattr(key, overload) for overload in key.overloads())]
+        return op_name(key), [key, *(getattr(key, overload) for overload in key.overloads())]
     if isinstance(key, OpOverload):
-        return str(key), [key]
-    resolved = torch.overrides.resolve_name(key) if callable(key) else None
-    if resolved is None:
+        return op_name(key), [key]
+    if not callable(key) or torch.overrides.resolve_name(key) is None:
         raise TypeError(
             f"autocast rules are for torch functions and module names, and {key!r} is neither: use torch.softmax, "
             "torch.ops.my_library.my_op, or a name pattern such as 'lm_head'"
@@ -82,7 +81,7 @@ def _spellings_of(key: Any, tables: OpTables) -> tuple[str, list[Callable[..., A
     for _, name in tables.entries():
         if key in (functions := spellings(name)):
             return name, functions
-    return resolved, [key, *spellings(key.__name__)]
+    return op_name(key), [key, *spellings(key.__name__)]
 
 
 def match_modules(patterns: tuple[str, ...], model: nn.Module) -> list[nn.Module]:

@@ -10,14 +10,18 @@ what that page leaves out, the registrations in ``ATen/autocast_mode.h`` and ``a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+import torch.overrides
+from torch._ops import OpOverload, OpOverloadPacket
 
-TableName = Literal["cuda", "cpu"]
+from hf_mp.autocasting.composites import COMPOSITES
+
+TableName = Literal["cuda", "cpu", "compact"]
 
 
 class CastRule(Enum):
@@ -29,6 +33,7 @@ class CastRule(Enum):
     FP32_NORM = "fp32 norm"  # as FP32_OUTPUT for norm(), whose p=None forms take no dtype
     WIDEST = "widest type"  # cast to the widest floating dtype among the inputs
     BANNED = "banned"  # refuse, with advice
+    WRITTEN_OUT = "written out"  # the ops inside are cast, each by its own rule: see written_out.py
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class OpTables:
     fp32_output: frozenset[str] = frozenset()
     fp32_norm: frozenset[str] = frozenset()
     widest: frozenset[str] = frozenset()
+    written_out: frozenset[str] = frozenset()
     banned: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -56,6 +62,7 @@ class OpTables:
             (CastRule.FP32_OUTPUT, self.fp32_output),
             (CastRule.FP32_NORM, self.fp32_norm),
             (CastRule.WIDEST, self.widest),
+            (CastRule.WRITTEN_OUT, self.written_out),
             (CastRule.BANNED, self.banned),
         ):
             yield from ((rule, name) for name in sorted(names))
@@ -71,21 +78,17 @@ _BANNED_BINARY_CROSS_ENTROPY = (
     "the sigmoid, which is safe, or compute this loss inside `with autocast(enabled=False):` on FP32 tensors"
 )
 
-# torch registers a few ops under names of their own for what a person calls by another name: the fused RNN of oneDNN
-# and cuDNN is `lstm`, `gru`, ... here.
-_RNN = "lstm gru rnn_tanh rnn_relu"
-
 CUDA_TABLES = OpTables(
-    lower_precision=_names(f"""
+    lower_precision=_names("""
         conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
         cudnn_convolution cudnn_convolution_transpose
         prelu addmm addmv addr matmul mm mv linear bmm addbmm baddbmm chain_matmul einsum
-        linalg.matmul linalg.matrix_power linalg.multi_dot linalg.vecdot
-        {_RNN} lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+        linalg.matmul linalg.multi_dot linalg.vecdot
+        lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
         scaled_dot_product_attention
     """),
     fp32=_names("""
-        square trapezoid trapz cumulative_trapezoid sum_to_size
+        square trapezoid trapz cumulative_trapezoid
         acos arccos asin arcsin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow
         softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm cosine_similarity
         poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d nll_loss_nd hinge_embedding_loss kl_div l1_loss
@@ -103,15 +106,16 @@ CUDA_TABLES = OpTables(
     widest=_names("""
         addcdiv addcmul atan2 arctan2 bilinear cross linalg.cross dot vdot grid_sampler index_put tensordot scatter_add
     """),
+    written_out=_names("cov corrcoef linalg.matrix_power sum_to_size"),
     banned={"binary_cross_entropy": _BANNED_BINARY_CROSS_ENTROPY},
 )
 
 CPU_TABLES = OpTables(
-    lower_precision=_names(f"""
+    lower_precision=_names("""
         conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d _convolution
-        prelu addmm _addmm_activation matmul mm linear bmm addbmm baddbmm linalg.vecdot {_RNN}
+        prelu addmm _addmm_activation matmul mm linear bmm addbmm baddbmm linalg.vecdot rnn_tanh rnn_relu
         scaled_dot_product_attention _native_multi_head_attention
-        linalg.matmul linalg.matrix_power einsum chain_matmul linalg.multi_dot tensordot inner
+        linalg.matmul chain_matmul linalg.multi_dot
     """),
     fp32=_names("""
         avg_pool3d adaptive_avg_pool3d max_pool3d max_unpool2d max_unpool3d adaptive_max_pool3d
@@ -120,6 +124,7 @@ CPU_TABLES = OpTables(
         binary_cross_entropy grid_sampler grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback
         polar view_as_complex prod quantile nanquantile stft cdist trace fake_quantize_per_tensor_affine
         cholesky cholesky_inverse cholesky_solve inverse pinverse lu_solve orgqr ormqr geqrf qr svd triangular_solve
+        lu _lu_with_info
         mse_loss cosine_embedding_loss nll_loss nll_loss2d nll_loss_nd hinge_embedding_loss poisson_nll_loss
         smooth_l1_loss cross_entropy_loss l1_loss huber_loss margin_ranking_loss soft_margin_loss triplet_margin_loss
         multi_margin_loss multilabel_margin_loss ctc_loss kl_div binary_cross_entropy_with_logits
@@ -130,9 +135,18 @@ CPU_TABLES = OpTables(
         linalg.tensorinv linalg.tensorsolve linalg.qr linalg.lstsq
     """),
     widest=_names("stack cat concat concatenate index_copy"),
+    written_out=_names("""
+        pad einsum inner tensordot linalg.matrix_power bilinear cov corrcoef linalg.pinv
+        lstm gru lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+        _transformer_encoder_layer_fwd
+    """),
 )
 
-TABLES: dict[TableName, OpTables] = {"cuda": CUDA_TABLES, "cpu": CPU_TABLES}
+# torch's lists for CUDA without FP32 copies where the kernel computes in FP32 registers anyway: softmax reads and
+# writes FP16. In an attached model, activations.py belongs to it as well.
+COMPACT_TABLES = replace(CUDA_TABLES, fp32_output=CUDA_TABLES.fp32_output - {"softmax"})
+
+TABLES: dict[TableName, OpTables] = {"cuda": CUDA_TABLES, "cpu": CPU_TABLES, "compact": COMPACT_TABLES}
 
 # Python operators and dunder methods that are spellings of a named op.
 _DUNDER_SPELLINGS = {
@@ -163,9 +177,27 @@ def spellings(name: str) -> list[Callable[..., Any]]:
     return list(found.values())
 
 
+_NAMESPACE_PREFIXES = ("torch.Tensor.", "torch.nn.functional.", "torch.functional.", "torch._C._nn.", "torch.")
+
+
+def op_name(function: Any) -> str:
+    """What an op is called where no table names it: ``tanh``, ``linalg.inv``, ``my_library.my_op``."""
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        return str(function)
+    name = torch.overrides.resolve_name(function) or getattr(function, "__name__", repr(function))
+    name = next((name.removeprefix(prefix) for prefix in _NAMESPACE_PREFIXES if name.startswith(prefix)), name)
+    return name.removesuffix(".__get__")
+
+
 def op_table(tables: OpTables) -> dict[Callable[..., Any], tuple[CastRule, str]]:
     """Map every callable of the tables' ops to its rule and op name."""
-    return {function: (rule, name) for rule, name in tables.entries() for function in spellings(name)}
+    return {
+        function: (rule, name)
+        for rule, name in tables.entries()
+        for function in spellings(name)
+        # What an op written out in Python does before it calls the op itself is opened: see composites.py.
+        if rule is not CastRule.WRITTEN_OUT or function not in COMPOSITES
+    }
 
 
 # Made once, at import: torch.compile reads a constant dictionary, but not a cached function.

@@ -18,12 +18,16 @@ from typing import Any, Protocol
 import torch
 import torch._dynamo  # first: the compiler must know the functions that are replaced here as torch has them
 
+from hf_mp.autocasting.active import BOTH_ACTIVE
+from hf_mp.autocasting.tables import TableName
+
 
 class ActiveAutocast(Protocol):
     """What is asked of the innermost autocast."""
 
     dtype: torch.dtype
     enabled: bool
+    tables: TableName
 
     def island(self) -> AbstractContextManager[Any]:
         """An autocast inside this one that is switched off."""
@@ -42,30 +46,49 @@ def install(active: Callable[[], ActiveAutocast | None]) -> None:
         active: the innermost autocast of the calling thread, or None.
     """
     torch_dtype = torch.get_autocast_dtype
-    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    make, enter, leave = torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__
 
     @functools.wraps(is_torch_autocast_enabled)
     def is_autocast_enabled(*args: Any, **kwargs: Any) -> bool:
         ours = _answering(active)
-        return is_torch_autocast_enabled(*args, **kwargs) if ours is None else ours.enabled
+        if ours is None:
+            return is_torch_autocast_enabled(*args, **kwargs)
+        # torch's attention and encoder layers leave their fast path where CUDA's autocast is enabled, not the CPU's.
+        asks_for_cuda = not args and not kwargs and _asker(1).startswith("torch.nn.modules.")
+        return ours.enabled and not (asks_for_cuda and ours.tables == "cpu")
+
+    # A mode alone is no tensor argument with a torch function, which is what they ask for.
+    has_torch_function = torch.overrides.has_torch_function
+
+    @functools.wraps(has_torch_function)
+    def has_other_torch_function(args: Any) -> bool:
+        if torch.compiler.is_dynamo_compiling() or not _asker(1).startswith("torch.nn.modules."):
+            return has_torch_function(args)
+        ours = active()
+        if ours is None or ours.tables != "cpu":
+            return has_torch_function(args)
+        with torch.overrides._pop_mode_temporarily():
+            return has_torch_function(args)
 
     @functools.wraps(torch_dtype)
     def get_autocast_dtype(*args: Any, **kwargs: Any) -> torch.dtype:
         ours = _answering(active)
         return torch_dtype(*args, **kwargs) if ours is None else ours.dtype
 
+    @functools.wraps(make)
+    def make_autocast(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        make(self, device_type, dtype, enabled, *args, **kwargs)
+        self._hf_mp_wanted = enabled  # torch switches it off where the device is missing
+
     @functools.wraps(enter)
     def enter_autocast(self: Any) -> Any:
         ours = active()
         if ours is None:
             return enter(self)
-        if self._enabled:
-            raise RuntimeError(_BOTH)
-        if type(self) is not torch.autocast:  # what a compiler makes of it, entered while it traces
-            raise RuntimeError(
-                "torch.autocast(..., enabled=False) in compiled code does not reach hf_mp.autocast: use "
-                "hf_mp.autocast(enabled=False) there, or leave this function out of the graph"
-            )
+        if self.__dict__.get("_hf_mp_wanted", self._enabled):
+            raise RuntimeError(BOTH_ACTIVE)
         island = ours.island()
         self.__dict__.setdefault("_hf_mp_islands", []).append(island)
         return island.__enter__()
@@ -83,17 +106,24 @@ def install(active: Callable[[], ActiveAutocast | None]) -> None:
         ours = _answering(active)
         return is_any_enabled() if ours is None else ours.enabled
 
+    for asked, answered in (
+        (is_torch_autocast_enabled, is_autocast_enabled),
+        (torch_dtype, get_autocast_dtype),
+    ):  # torch.jit.script compiles torch.autocast, and looks its questions up in a table by identity
+        if (op := torch.jit._builtins._find_builtin(asked)) is not None:
+            torch.jit._builtins._register_builtin(answered, op)
+    torch.overrides.has_torch_function = has_other_torch_function
     torch._C._is_any_autocast_enabled = is_any_autocast_enabled
     torch.is_autocast_enabled = is_autocast_enabled
     torch.get_autocast_dtype = get_autocast_dtype
+    torch.autocast.__init__ = make_autocast  # type: ignore[method-assign]
     torch.autocast.__enter__ = enter_autocast  # type: ignore[method-assign]
     torch.autocast.__exit__ = leave_autocast  # type: ignore[method-assign]
 
 
-_BOTH = (
-    "torch.autocast was entered inside hf_mp.autocast, and the two would cast each other's results: use hf_mp.autocast "
-    "for both, or torch.autocast(..., enabled=False) for an FP32 island"
-)
+def _asker(depth: int) -> str:
+    """The module of the function so many calls above the caller of this one."""
+    return str(sys._getframe(depth + 1).f_globals.get("__name__", ""))
 
 
 def _answering(active: Callable[[], ActiveAutocast | None]) -> ActiveAutocast | None:
@@ -101,7 +131,7 @@ def _answering(active: Callable[[], ActiveAutocast | None]) -> ActiveAutocast | 
     ours = active()
     if ours is None or torch.compiler.is_dynamo_compiling():  # a compiler traces models only
         return ours
-    asking: str = sys._getframe(2).f_globals.get("__name__", "")
+    asking = _asker(2)
     for_a_model = not asking.startswith("torch.") or asking.startswith(_ASK_FOR_MODELS)
     return ours if for_a_model else None
 
@@ -126,7 +156,7 @@ def install_in_transformers(active: Callable[[], ActiveAutocast | None]) -> None
         if ours is None or device_type == "meta":
             return original(device_type, dtype, enabled, cache_enabled)
         if enabled:
-            raise RuntimeError(_BOTH)
+            raise RuntimeError(BOTH_ACTIVE)
         return ours.island()
 
     generic._hf_mp_maybe_autocast = maybe_island  # type: ignore[attr-defined]

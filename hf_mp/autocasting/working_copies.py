@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types
+
+from hf_mp.autocasting.passing_copies import PassingCopies
 
 _DATA: Any = Tensor.data  # the property itself, which the class below overrides
 
@@ -70,6 +73,8 @@ def watch(parameter: nn.Parameter) -> None:
     """Notice writes through ``parameter.data`` from now on. Subclasses of ``nn.Parameter`` are left as they are."""
     if type(parameter) is nn.Parameter:
         parameter.__class__ = WatchedParameter
+        # A parameter inside of a larger buffer is written through that, as FSDP does.
+        parameter._data_was_out = is_shared(parameter)  # type: ignore[attr-defined]
 
 
 def unwatch(parameter: nn.Parameter) -> None:
@@ -105,6 +110,7 @@ class WorkingCopies:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._entries: dict[int, _Entry] = {}
+        self._passing: PassingCopies | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -119,6 +125,8 @@ class WorkingCopies:
 
     def get(self, parameter: nn.Parameter) -> Tensor:
         """The working copy of ``parameter``, a tensor of its shape without grad; do not write to it."""
+        if self._passing is not None:
+            return self._passing.get(parameter)
         entry = self._entries.get(id(parameter))
         if entry is None or entry.copy.shape != parameter.shape or entry.copy.device != parameter.device:
             return self._make(parameter).copy
@@ -134,6 +142,21 @@ class WorkingCopies:
         Stale or not: optimizers that write through ``.data`` or in a kernel of their own raise no version counter.
         """
         _refresh([entry for entry, _ in self._live()])
+
+    @property
+    def keeps_none(self) -> bool:
+        """Whether each use makes a copy of its own."""
+        return self._passing is not None
+
+    def keep_none(self) -> None:
+        """From now on make a copy at each use: something else manages the memory of the parameters (FSDP)."""
+        if self._passing is None:
+            self.clear()
+            self._passing = PassingCopies(self.dtype)
+
+    def saving(self) -> AbstractContextManager[None]:
+        """To run a forward in: decides what autograd saves of the copies."""
+        return nullcontext() if self._passing is None else self._passing.not_saved()
 
     def clear(self) -> None:
         """Release all copies, and leave the parameters as ordinary ones."""

@@ -16,6 +16,7 @@ from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.replay import Replay
 from hf_mp.diagnostics.scale_level import is_finding_its_level, skips_until_error
 from hf_mp.diagnostics.values import finiteness, named_tensors
+from hf_mp.distributed import is_running
 from hf_mp.loss_scale_rules import StepReport
 from hf_mp.runtime import AttachedForward, MixedPrecision
 
@@ -121,7 +122,7 @@ class OverflowExplainer:
             if report.phase != "not found":
                 return report
         # The inf came from another process, which explains it: all replay at the same time and nobody waits longer.
-        if _world_size() > 1 and report is not None and not report.notes:
+        if is_running() and report is not None and not report.notes:
             return None
         return report
 
@@ -131,7 +132,7 @@ class OverflowExplainer:
             step=self._runtime.stats.steps + 1,
             micro_batch=backwards.index(backward) + 1,
             micro_batches=len(backwards),
-            rank=torch.distributed.get_rank() if _world_size() > 1 else 0,
+            rank=torch.distributed.get_rank() if is_running() else 0,
             phase="not found",
             loss_scale=scaler.get_scale(),
             skips_until_stop=skips_until_error(scaler),
@@ -175,7 +176,7 @@ class OverflowExplainer:
             logger.warning(report.to_text())
 
     def _save(self, directory: Path, report: OverflowReport, backward: KeptBackward) -> None:
-        rank = f"-rank-{report.rank}" if _world_size() > 1 else ""
+        rank = f"-rank-{report.rank}" if is_running() else ""
         folder = directory / f"step-{report.step}-micro-batch-{report.micro_batch}{rank}"
         calls = backward.calls
         tensors = {
@@ -259,8 +260,3 @@ def _suspects(backwards: list[KeptBackward]) -> list[KeptBackward]:
 
 def _has_bad_loss(backward: KeptBackward) -> bool:
     return any(finiteness(loss) for call in backward.calls for loss in call.losses.values())
-
-
-def _world_size() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from hf_mp.diagnostics.kept_calls import KeptBackward, KeptCall
 from hf_mp.diagnostics.origins import LargestSeen, Origin, OriginTracker
 from hf_mp.diagnostics.untouched import gradients_set_aside, untouched
 from hf_mp.diagnostics.values import Finiteness, finiteness, named_tensors, ranges_of
+from hf_mp.distributed import is_dtensor, is_running, is_sharded
 from hf_mp.loss_scale_rules import FP16_MAX, power_of_two_below
 from hf_mp.runtime import MixedPrecision, apply_to_tensors
 
@@ -120,7 +121,7 @@ class Replay:
 
         args, kwargs = apply_to_tensors(enter, call.args), apply_to_tensors(enter, call.kwargs)
         region = self._runtime.region
-        with region, contextlib.nullcontext() if autocast else region.island():
+        with self._runtime.working_copies.saving(), region, nullcontext() if autocast else region.island():
             outputs = call.forward.original(*args, **kwargs)
         return [(name, self._border(found)) for name, found in named_tensors(outputs)]
 
@@ -131,7 +132,7 @@ class Replay:
         mine = self._scales.setdefault(output.device, scale.clone())
         return output_border(output, mine)
 
-    @contextlib.contextmanager
+    @contextmanager
     def _observed(self, sites: CallSites) -> Iterator[None]:
         region = self._runtime.region
         before, region.observer = region.observer, functools.partial(sites.observe, region)
@@ -270,16 +271,13 @@ def _named_inputs(call: KeptCall) -> list[tuple[str, Tensor]]:
 
 
 def _refuse_collectives(model: nn.Module) -> None:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed and any(isinstance(module, SyncBatchNorm) for module in model.modules()):
-        raise CannotReplay("SyncBatchNorm talks to the other processes in forward")
-    if any(hasattr(parameter, "_local_tensor") for parameter in model.parameters()) or any(
-        type(module).__name__ in ("FullyShardedDataParallel", "FlatParameter") for module in model.modules()
-    ):
-        raise CannotReplay("its weights are sharded: gathering them talks to the other processes")
+    if is_running() and any(isinstance(module, SyncBatchNorm) for module in model.modules()):
+        raise CannotReplay("SyncBatchNorm talks to the other processes in forward, which are not asked to replay")
+    if is_sharded(model) or any(map(is_dtensor, model.parameters())):
+        raise CannotReplay("its weights are sharded, and gathering them talks to the other processes")
 
 
-def _eager() -> contextlib.AbstractContextManager[Any]:
+def _eager() -> AbstractContextManager[Any]:
     if "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
+        return nullcontext()
     return torch.compiler.set_stance("force_eager")

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.func import functional_call, grad, jvp, vmap
 from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from hf_mp.autocasting.mode import autocast
+from hf_mp.autocasting.mode import active_autocast, autocast
 from hf_mp.loss_scaling import StaticLossScaler
 from hf_mp.runtime import MixedPrecision
 
@@ -150,23 +149,93 @@ def test_an_island_of_torchs_around_a_compiled_function() -> None:
         assert compiled(x).dtype is BF16
 
 
-@pytest.mark.xfail(strict=True, reason="torch.compile has a torch.autocast of its own, which knows nothing of ours")
-@BACKENDS
-def test_an_island_of_torchs_inside_of_a_compiled_function(backend: str) -> None:
-    w = torch.randn(8, 8)
+class TestIslandsOfTorchsInsideOfAGraph:
+    @BACKENDS
+    @pytest.mark.parametrize("spelling", ["with", "decorator", "object", "torch.cuda.amp"])
+    @pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.autocast:FutureWarning")
+    def test_are_in_fp32(self, spelling: str, backend: str) -> None:
+        w, made_before = torch.randn(8, 8), torch.autocast("cpu", enabled=False)
 
-    def function(x: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast("cpu", enabled=False):
-            inside = x @ w
-        return inside, x @ w
+        def island(x: Tensor) -> Tensor:
+            if spelling == "decorator":
+                return made_before(lambda: x @ w)()
+            if spelling == "object":
+                with made_before:
+                    return x @ w
+            of_cuda = spelling == "torch.cuda.amp"
+            with torch.cuda.amp.autocast(enabled=False) if of_cuda else torch.autocast("cpu", enabled=False):
+                return x @ w
 
-    def run() -> tuple[Tensor, Tensor]:
+        compiled = torch.compile(lambda x: [island(x), x @ w], fullgraph=True, backend=backend)
+        x = torch.randn(4, 8)
+        for _ in range(2):
+            with autocast(BF16):
+                inside, after = compiled(x)
+            assert torch.equal(inside, x @ w) and after.dtype is BF16
+            assert compiled(x)[1].dtype is FP32
+
+    @BACKENDS
+    def test_with_ours_inside_and_around_them_in_the_same_graph(self, backend: str) -> None:
+        w = torch.randn(8, 8)
+
+        @torch.compile(fullgraph=True, backend=backend)
+        def function(x: Tensor) -> list[Tensor]:
+            with autocast(BF16):
+                with torch.autocast("cpu", enabled=False):
+                    first = x @ w
+                    with autocast(FP16):
+                        second = x @ w
+                    third = x @ w
+                fourth = x @ w
+            with torch.autocast("cpu", BF16):
+                fifth = x @ w
+            return [first, second, third, fourth, fifth, x @ w]
+
+        assert [t.dtype for t in function(torch.randn(4, 8))] == [FP32, FP16, FP32, BF16, BF16, FP32]
+
+    def test_a_graph_that_breaks_inside_of_one(self) -> None:
+        w = torch.randn(8, 8)
+
+        @torch.compile(backend="eager")
+        def function(x: Tensor) -> list[Tensor]:
+            with torch.autocast("cpu", enabled=False):
+                first = x @ w
+                torch._dynamo.graph_break()
+                second = x @ w
+            return [first, second, x @ w]
+
         with autocast(BF16):
-            return torch.compile(function, backend=backend)(torch.randn(4, 8))
+            assert [t.dtype for t in function(torch.randn(4, 8))] == [FP32, FP32, BF16]
+        assert active_autocast() is None
 
-    with ThreadPoolExecutor(1) as other:  # what a failure leaves active ends with its thread
-        found = other.submit(run).result()
-    assert [t.dtype for t in found] == [FP32, BF16]
+    def test_an_exception_inside_of_one(self) -> None:
+        w = torch.randn(8, 8)
+
+        @torch.compile(fullgraph=True, backend="eager")
+        def function(x: Tensor) -> Tensor:
+            try:
+                with torch.autocast("cpu", enabled=False):
+                    raise ValueError
+            except ValueError:
+                return x @ w
+
+        with autocast(BF16):
+            assert function(torch.randn(4, 8)).dtype is BF16
+        assert active_autocast() is None
+
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
+    @pytest.mark.filterwarnings("ignore:CUDA is not available")
+    def test_torchs_switched_on_is_an_error(self, device: str) -> None:
+        w = torch.randn(8, 8)
+
+        @torch.compile(backend="eager")
+        def function(x: Tensor) -> Tensor:
+            with torch.autocast(device, BF16):
+                return x @ w
+
+        with autocast(BF16), pytest.raises(RuntimeError, match=r"torch.autocast was entered inside hf_mp.autocast"):
+            function(torch.randn(4, 8))
+        assert active_autocast() is None
 
 
 @BACKENDS
@@ -280,40 +349,6 @@ def test_torchs_own_answers_outside_are_unaffected() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
-class Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradient * weight, (gradient * x).sum(0)
-
-
-class WithOwnFunction(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.linear = nn.Parameter(torch.randn(4)), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Scale.apply(self.linear(x), self.weight).sum()
-
-
-@pytest.mark.xfail(
-    strict=True, reason="known: in compiled code no border is put around a bare parameter of an autograd function"
-)
-def test_an_autograd_function_of_a_bare_parameter_in_a_compiled_model() -> None:
-    model, x = WithOwnFunction(), torch.randn(2, 4)
-    MixedPrecision("fp16", loss_scaler=StaticLossScaler(1024.0)).attach(model)
-    model(x).backward()
-    expected = model.weight.grad.clone()
-    model.zero_grad()
-    torch.compile(model, backend="aot_eager")(x).backward()
-    assert relative(model.weight.grad, expected) < 0.01
-
-
 class TestTransforms:
     @pytest.fixture
     def layer(self) -> nn.Linear:
@@ -368,3 +403,35 @@ class TestTransforms:
         x = torch.randn(3, 8)
         with autocast(FP16):
             assert torch.equal(functional_call(layer, doubled, (x,)), 2 * layer(x))
+
+
+WRITTEN_OUT: dict[str, Function] = {
+    "einsum of matrices": lambda x: torch.einsum("ij,kj->ik", x, x),
+    "einsum of a list": lambda x: torch.einsum("ij,kj->ik", [x, x]),
+    "einsum by numbers": lambda x: torch.einsum(x, [0, 1], x, [2, 1], [0, 2]),
+    "einsum of an outer product": lambda x: torch.einsum("i,j->ij", x[0], x[1]),
+    "tensordot": lambda x: torch.tensordot(x, x, ([1], [1])),
+    "tensordot to a number": lambda x: torch.tensordot(x, x, 2),
+    "inner": lambda x: torch.inner(x, x),
+    "pad": lambda x: F.pad(x[None], (1, 1), mode="reflect"),
+    "bilinear": lambda x: F.bilinear(x, x, torch.ones(2, 8, 8)),
+    "cov": lambda x: torch.cov(x),
+    "gru_cell": lambda x: torch.gru_cell(x, x, torch.ones(24, 8), torch.ones(24, 8)),
+}
+
+
+@pytest.mark.parametrize("tables", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_what_is_written_out_compiles_to_the_same(name: str, tables: str) -> None:
+    function, x = WRITTEN_OUT[name], torch.randn(3, 8)
+    with autocast(BF16, tables=tables):
+        expected = function(x)
+        found = torch.compile(function, backend="aot_eager", fullgraph=True)(x)
+    assert found.dtype is expected.dtype and torch.equal(found, expected)
+
+
+def test_einsum_in_a_compiled_island() -> None:
+    x = torch.randn(3, 8)
+    compiled = torch.compile(lambda x: torch.einsum("ij,kj->ik", x, x), backend="aot_eager", fullgraph=True)
+    with autocast(BF16, tables="cpu"), autocast(enabled=False):
+        assert compiled(x).dtype is FP32

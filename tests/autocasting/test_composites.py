@@ -183,10 +183,6 @@ AS_TORCH: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "RNNCell": lambda: (nn.RNNCell(8, 8), torch.randn(ROW)),
     "encoder layer, fast path": lambda: (encoder_layer().eval().requires_grad_(False), torch.randn(SEQUENCE)),
 }
-LOWERED_INSIDE = "torch's CPU autocast lowers the products inside this C++ function, which has no rule of its own"
-DIFFER_TODAY = dict.fromkeys(
-    ("GRU", "LSTM with projection", "LSTMCell", "GRUCell", "RNNCell", "encoder layer, fast path"), LOWERED_INSIDE
-)
 
 
 class SelfAttention(nn.Module):
@@ -198,15 +194,7 @@ class SelfAttention(nn.Module):
         return self.heads(x, x, x)[0]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=DIFFER_TODAY[name]))
-        if name in DIFFER_TODAY
-        else name
-        for name in AS_TORCH
-    ],
-)
+@pytest.mark.parametrize("name", AS_TORCH)
 def test_on_the_cpu_tables_modules_are_as_under_torchs_autocast(name: str) -> None:
     module, x = AS_TORCH[name]()
     with torch.autocast("cpu", BF16):
@@ -214,3 +202,58 @@ def test_on_the_cpu_tables_modules_are_as_under_torchs_autocast(name: str) -> No
     with autocast(BF16, tables="cpu"):
         found = first(module(x))
     assert found.dtype is expected.dtype and torch.equal(found, expected)
+
+
+RECURRENT: dict[str, Callable[[], nn.Module]] = {
+    "GRU, two layers, both ways": lambda: nn.GRU(8, 8, 2, bidirectional=True),
+    "GRU with dropout": lambda: nn.GRU(8, 8, 2, dropout=0.5),
+    "GRU without biases": lambda: nn.GRU(8, 8, bias=False, batch_first=True),
+    "LSTM, both ways": lambda: nn.LSTM(8, 8, bidirectional=True),
+    "LSTM with projections, both ways": lambda: nn.LSTM(8, 8, 2, proj_size=4, bidirectional=True, bias=False),
+    "RNN": lambda: nn.RNN(8, 8, 2),
+}
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_on_the_cpu_tables_every_result_of_a_recurrent_module_is_as_under_torchs_autocast(
+    name: str, packed: bool, dtype: torch.dtype
+) -> None:
+    module, x = RECURRENT[name](), torch.randn(5, 3, 8).to(dtype)
+    given = nn.utils.rnn.pack_padded_sequence(x, [5, 3, 2]) if packed else x
+
+    def run(context: Any) -> list[Tensor]:
+        torch.manual_seed(1)
+        with context:
+            output, hidden = module(given)
+        hidden = hidden if isinstance(hidden, tuple) else (hidden,)
+        return [output.data if packed else output, *hidden]
+
+    found, expected = run(autocast(BF16, tables="cpu")), run(torch.autocast("cpu", BF16))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype is theirs.dtype and torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("settings", [{}, {"norm_first": True}, {"activation": "gelu"}], ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+def test_on_the_cpu_tables_the_fast_path_is_as_under_torchs_autocast(settings: dict[str, Any], padded: bool) -> None:
+    layer, x = encoder_layer(**settings).eval(), torch.randn(SEQUENCE)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2]) if padded else None
+    with torch.no_grad():
+        with torch.autocast("cpu", BF16):
+            expected = layer(x, src_key_padding_mask=padding)
+        with autocast(BF16, tables="cpu"):
+            found = layer(x, src_key_padding_mask=padding)
+    assert found.dtype is expected.dtype is BF16 and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_on_the_cpu_tables_nested_tensors_of_an_encoder_run_where_torchs_autocast_fails(dtype: torch.dtype) -> None:
+    encoder = nn.TransformerEncoder(encoder_layer(), 2).eval()
+    x, padding = torch.randn(SEQUENCE), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        expected = encoder(x, src_key_padding_mask=padding)
+        with autocast(BF16, tables="cpu"):
+            found = encoder(x.to(dtype), src_key_padding_mask=padding)
+    assert relative(found[~padding], expected[~padding]) < 4 * torch.finfo(BF16).eps

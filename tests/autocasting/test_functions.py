@@ -72,6 +72,23 @@ class Plain(torch.autograd.Function):
         return gradient * weight, (gradient * x).sum(0)
 
 
+class NewStyle(Plain):
+    """With a ``setup_context`` of its own."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return x * weight
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+
+@torch._dynamo.allow_in_graph
+class InGraph(Plain):
+    """Compiled code calls it as it is."""
+
+
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
 def test_forward_and_backward_run_in_the_autocast_of_forward(dtype: torch.dtype) -> None:
     a, b = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
@@ -213,6 +230,65 @@ def test_a_bare_parameter_in_an_attached_model_gets_its_true_gradient(
     for name, parameter in model.named_parameters():
         assert parameter.grad.dtype is FP32
         torch.testing.assert_close(parameter.grad, expected[name], rtol=0.01, atol=2e-3, msg=name)
+
+
+CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "apply": lambda x, weight: Plain.apply(x, weight),
+    "alias": (lambda apply: lambda x, weight: apply(x, weight))(Plain.apply),
+    "keyword": lambda x, weight: Plain.apply(x, weight=weight),
+    "setup_context": lambda x, weight: NewStyle.apply(x, weight),
+    "allow_in_graph": lambda x, weight: InGraph.apply(x, weight),
+}
+
+
+class Calling(nn.Module):
+    def __init__(self, call: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.call, self.linear, self.weight = call, nn.Linear(4, 4), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.linear(x), self.weight).sum()
+
+
+@pytest.mark.parametrize("backend", ["none", "eager", "aot_eager"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_bare_parameter_in_a_compiled_model_gets_its_true_gradient_too(call: str, backend: str) -> None:
+    if call == "keyword" and not TAKES_KEYWORDS:
+        pytest.skip("this torch's apply takes no keywords")
+    torch._dynamo.reset()
+    model, x = Calling(CALLS[call]), torch.randn(2, 4)
+    model(x).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    MixedPrecision("fp16", loss_scaler=StaticLossScaler(1024.0)).attach(model)
+    run = model if backend == "none" else torch.compile(model, backend=backend)
+    for _ in range(2):
+        model.zero_grad()
+        run(x).backward()
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=0.01, atol=2e-3)
+
+
+def _takes_keywords() -> bool:
+    try:
+        Plain.apply(torch.ones(1), weight=torch.ones(1))
+    except TypeError:
+        return False
+    return True
+
+
+TAKES_KEYWORDS = _takes_keywords()
+
+
+def test_no_graph_is_broken_for_a_border() -> None:
+    torch._dynamo.reset()
+    weight = nn.Parameter(torch.ones(4))
+    compiled = torch.compile(lambda x: Plain.apply(x, weight).sum(), fullgraph=True, backend="eager")
+    scaler = StaticLossScaler(1024.0)
+    scaler.scale_tensors(torch.device("cpu"))
+    with MixedPrecision("fp16", loss_scaler=scaler).region:
+        compiled(torch.ones(2, 4)).backward()
+    assert torch.equal(weight.grad, torch.full((4,), 2.0 / 1024.0))
 
 
 def test_a_function_outside_of_the_model_is_left_alone() -> None:

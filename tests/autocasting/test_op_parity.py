@@ -225,6 +225,17 @@ SAMPLES: dict[str, Callable[[Operand], Call]] = {
     "linalg.tensorinv": lambda r: Call(_regular(r, 4).view(4, 2, 2), 1),
     "linalg.tensorsolve": lambda r: Call(_regular(r, 4).view(2, 2, 4), r(2, 2)),
     "linalg.lstsq": lambda r: Call(r(5, 3), r(5, 2)),
+    "lu": lambda r: Call(_regular(r)),
+    "_lu_with_info": lambda r: Call(_regular(r)),
+    "linalg.pinv": lambda r: Call(r(3, 4)),
+    # made of several
+    "pad": lambda r: Call(r(2, 3, 4), (1, 1), "reflect"),
+    "cov": lambda r: Call(r(3, 4)),
+    "corrcoef": lambda r: Call(r(3, 4)),
+    "_transformer_encoder_layer_fwd": lambda r: Call(
+        *(r(2, 3, 8), 8, 2, r(24, 8), r(24), r(8, 8), r(8), False, False, 1e-5, r(8), r(8), r(8), r(8)),
+        *(r(16, 8), r(16), r(8, 16), r(8)),
+    ),
     # several dtypes at once
     "stack": lambda r: Call([r(3), r(3)]),
     "cat": lambda r: Call([r(3), r(3)]),
@@ -245,27 +256,23 @@ NOT_IN_TABLES: dict[TableName, dict[str, str]] = {
     "cpu": {
         "mkldnn_rnn_layer": "runs inside lstm",
         "multilabel_margin_loss_forward": "runs inside multilabel_margin_loss",
-        "_lu_with_info": "reached through torch.lu: see MADE_OF_LISTED",
     },
 }
+WRITTEN_OUT_FOR_CUDA, WRITTEN_OUT_FOR_CPU = (" ".join(TABLES[tables].written_out) for tables in ("cuda", "cpu"))
 # Names of ours for which torch has no autocast kernel: what the op calls inside has one.
 MADE_OF_OTHERS: dict[TableName, str] = {
     "cuda": "arccos arcsin arctan2 cross_entropy_loss nll_loss_nd pairwise_distance linalg.cross linalg.norm "
-    "lstm gru rnn_tanh rnn_relu linalg.matmul linalg.matrix_power "
-    "square trapezoid trapz cumulative_trapezoid sum_to_size",
-    "cpu": "chain_matmul concat concatenate einsum linalg.multi_dot tensordot nll_loss_nd "
-    "lstm gru rnn_tanh rnn_relu linalg.matmul linalg.matrix_power inner",
+    "lstm gru rnn_tanh rnn_relu linalg.matmul square trapezoid trapz cumulative_trapezoid "
+    f"{WRITTEN_OUT_FOR_CUDA}",
+    "cpu": "chain_matmul concat concatenate linalg.multi_dot nll_loss_nd "
+    f"rnn_tanh rnn_relu linalg.matmul lu {WRITTEN_OUT_FOR_CPU}",
 }
 ONLY_CUDNN = {"cudnn_convolution": "cuDNN's own", "cudnn_convolution_transpose": "cuDNN's own"}
 MIXED = ((FP32, BF16), (BF16, FP32))
-# On the CPU tables: where ours is known to differ from torch's, by the dtypes of the operands.
-NOT_LIKE_TORCH = {
-    "gru": (((FP32,), (FP32, BF16)), "torch lowers only the products inside; an FP32 hidden state widens the result"),
-}
 # LAPACK's sums depend on where in memory an operand lies: the same call twice differs. All else is compared exactly.
 DEPEND_ON_MEMORY = {"linalg.lstsq": 1e-5}
 # On the CPU tables: ops that torch refuses for operands of several dtypes and ours takes.
-MORE_PERMISSIVE = ("chain_matmul", "inner", "linalg.multi_dot", "tensordot")
+MORE_PERMISSIVE = ("bilinear", "chain_matmul", "inner", "linalg.multi_dot", "tensordot")
 
 
 def names_in(tables: TableName, *rules: CastRule) -> list[str]:
@@ -325,9 +332,7 @@ def _cpu_cases() -> Iterator[Any]:
         for dtypes in ((FP32,), (BF16,), *MIXED):
             if dtypes in MIXED and name in MORE_PERMISSIVE:
                 continue
-            differs = dtypes in NOT_LIKE_TORCH.get(name, ((), ""))[0]
-            marks = [pytest.mark.xfail(strict=True, reason=NOT_LIKE_TORCH[name][1])] if differs else []
-            yield pytest.param(name, dtypes, marks=marks, id=f"{name}-{'-'.join(map(str, dtypes))}")
+            yield pytest.param(name, dtypes, id=f"{name}-{'-'.join(map(str, dtypes))}")
 
 
 @pytest.mark.parametrize(("name", "dtypes"), list(_cpu_cases()))
@@ -354,7 +359,10 @@ def _documented(rule: CastRule, compute: torch.dtype, inputs: tuple[torch.dtype,
 
 
 @pytest.mark.parametrize("compute", [FP16, BF16], ids=str)
-@pytest.mark.parametrize(("rule", "name"), [entry for entry in TABLES["cuda"].entries() if entry[1] not in ONLY_CUDNN])
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [(r, n) for r, n in TABLES["cuda"].entries() if r is not CastRule.WRITTEN_OUT and n not in ONLY_CUDNN],
+)
 def test_cuda_tables_give_the_documented_dtype_on_a_cpu(rule: CastRule, name: str, compute: torch.dtype) -> None:
     functions = callable_spellings(name)
     assert functions
@@ -394,7 +402,18 @@ def on_fake_cuda(call: Call) -> Call:
 
 
 # torch cannot fake these on CUDA without a GPU
-NOT_FAKED = {*ONLY_CUDNN, "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "grid_sampler"}
+NOT_FAKED = {
+    *ONLY_CUDNN,
+    "lstm",
+    "gru",
+    "rnn_tanh",
+    "rnn_relu",
+    "lstm_cell",
+    "gru_cell",
+    "grid_sampler",
+    "cov",
+    "corrcoef",
+}
 # torch registers `cross` alone, and its linalg.cross refuses two dtypes; ours takes the widest for both
 FAKED_IN_ONE_DTYPE = {"linalg.cross"}
 
@@ -422,10 +441,31 @@ MADE_OF_LISTED: dict[str, tuple[str, Callable[[Operand], Any]]] = {
     "F.pad reflect": ("cpu", lambda r: F.pad(r(2, 3, 4), (1, 1), mode="reflect")),
     "nn.ReplicationPad2d": ("cpu", lambda r: torch.nn.ReplicationPad2d(1)(r(1, 2, 3, 3))),
     "einsum without a sum": ("cpu", lambda r: torch.einsum("ij->ji", r(3, 4))),
+    "F.pad replicate": ("cpu", lambda r: F.pad(r(2, 3, 4, 4), (1, 1, 1, 1), mode="replicate")),
+    "F.pad reflect, 3 dimensions": ("cpu", lambda r: F.pad(r(1, 2, 3, 3, 3), (1,) * 6, mode="reflect")),
+    "F.pad circular": ("cpu", lambda r: F.pad(r(2, 3, 4), (1, 1), mode="circular")),
+    "F.pad constant": ("cpu", lambda r: F.pad(r(2, 3, 4), (1, 1), value=2.0)),
+    "einsum of an outer product": ("cpu cuda", lambda r: torch.einsum("i,j->ij", r(3), r(4))),
+    "einsum of one": ("cpu cuda", lambda r: torch.einsum("ijk->j", r(3, 4, 2))),
+    "einsum of a diagonal": ("cpu cuda", lambda r: torch.einsum("ii->i", r(3, 3))),
+    "einsum with an ellipsis": ("cpu cuda", lambda r: torch.einsum("...i,...i->...i", r(2, 3), r(2, 3))),
+    "einsum of three": ("cpu cuda", lambda r: torch.einsum("ij,j,jk->ik", r(2, 3), r(3), r(3, 4))),
+    "inner of vectors": ("cpu", lambda r: torch.inner(r(4), r(4))),
+    "tensordot to a number": ("cpu", lambda r: torch.tensordot(r(3, 4), r(3, 4), 2)),
+    "matrix_power 0": ("cpu", lambda r: torch.linalg.matrix_power(_regular(r).float(), 0)),
+    "matrix_power 3": ("cpu", lambda r: torch.linalg.matrix_power(_regular(r), 3)),
+    "matrix_power -3": ("cpu", lambda r: torch.linalg.matrix_power(_regular(r), -3)),
+    "sum_to_size of the same": ("cpu cuda", lambda r: r(3, 4).sum_to_size(3, 4)),
+    "sum_to_size": ("cpu cuda", lambda r: r(2, 3, 4).sum_to_size((3, 1))),
     "bilinear": ("cpu", lambda r: F.bilinear(r(2, 3), r(2, 4), r(5, 3, 4))),
-    "linalg.pinv": ("cpu", lambda r: torch.linalg.pinv(r(3, 4))),
+    "bilinear with bias": ("cpu", lambda r: F.bilinear(r(7, 2, 3), r(7, 2, 4), r(5, 3, 4), r(5))),
+    "linalg.pinv": ("cpu", lambda r: torch.linalg.pinv(r(3, 4).float(), rtol=0.3)),
+    "linalg.pinv, hermitian": ("cpu", lambda r: torch.linalg.pinv(_regular(r).float(), 0.1, hermitian=True)),
     "cov": ("cpu", lambda r: torch.cov(r(3, 4))),
+    "cov of one variable": ("cpu", lambda r: torch.cov(r(4), correction=0)),
+    "cov with weights": ("cpu", lambda r: r(3, 4).cov(fweights=_longs(1, 3, 2, 1), aweights=r(4))),
     "corrcoef": ("cpu", lambda r: torch.corrcoef(r(3, 4))),
+    "corrcoef of one variable": ("cpu", lambda r: r(4).corrcoef()),
     "lu": ("cpu", lambda r: torch.lu(_regular(r))),
     "F.softmin": ("cpu cuda", lambda r: F.softmin(r(3, 4), dim=-1)),
     "F.cross_entropy": ("cpu", lambda r: F.cross_entropy(r(3, 5), torch.ones(3, dtype=torch.long))),
@@ -436,20 +476,10 @@ MADE_OF_LISTED: dict[str, tuple[str, Callable[[Operand], Any]]] = {
     "special.softmax": ("cpu cuda", lambda r: torch.special.softmax(r(3, 4), -1)),
     "special.expm1": ("cpu cuda", lambda r: torch.special.expm1(r(3))),
 }
-NOT_SEEN_INSIDE = "a torch function mode does not see the listed op that this C++ function calls"
-DIFFER_TODAY = {
-    ("F.pad reflect", "cpu"), ("nn.ReplicationPad2d", "cpu"), ("einsum without a sum", "cpu"), ("bilinear", "cpu"),
-    ("cov", "cpu"), ("corrcoef", "cpu"), ("linalg.pinv", "cpu"), ("lu", "cpu"),
-}  # fmt: skip
 
 
-def _made_of_listed(tables: str) -> list[Any]:
-    marks = pytest.mark.xfail(strict=True, reason=NOT_SEEN_INSIDE)
-    return [
-        pytest.param(name, marks=[marks] if (name, tables) in DIFFER_TODAY else [])
-        for name, (of, _) in MADE_OF_LISTED.items()
-        if tables in of.split()
-    ]
+def _made_of_listed(tables: str) -> list[str]:
+    return [name for name, (of, _) in MADE_OF_LISTED.items() if tables in of.split()]
 
 
 @pytest.mark.parametrize("name", _made_of_listed("cpu"))
@@ -498,7 +528,6 @@ ACCURACY: dict[str, Callable[[Operand], Call]] = {
     "chain_matmul": lambda r: Call(r(32, 48), r(48, 32), r(32, 24)),
     "linalg.multi_dot": lambda r: Call([r(32, 48), r(48, 32), r(32, 24)]),
     "linalg.matmul": lambda r: Call(r(2, 32, 48), r(48, 24)),
-    "linalg.matrix_power": lambda r: Call(r(32, 32), 1),
     "linalg.vecdot": lambda r: Call(r(256, 48), r(256, 48)),
     "einsum": lambda r: Call("bik,bkj->bij", r(4, 32, 48), r(4, 48, 32)),
     "scaled_dot_product_attention": lambda r: Call(r(2, 4, 32, 16), r(2, 4, 32, 16), r(2, 4, 32, 16)),

@@ -74,6 +74,12 @@ class TestIslands:
             assert (a @ b).dtype is FP16
         assert (a @ b).dtype is FP32
 
+    @pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.autocast:FutureWarning")
+    def test_in_the_deprecated_spelling(self, pair: tuple[Tensor, Tensor]) -> None:
+        a, b = pair
+        with autocast(FP16), torch.cuda.amp.autocast(enabled=False):
+            assert torch.equal(a @ b, torch.mm(a, b)) and (a @ b).dtype is FP32
+
     def test_as_a_decorator(self, pair: tuple[Tensor, Tensor]) -> None:
         @torch.autocast("cpu", enabled=False)
         def island(a: Tensor, b: Tensor) -> Tensor:
@@ -125,7 +131,8 @@ class TestIslands:
 
 class TestBothAtOnce:
     @LOWER
-    @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
+    @pytest.mark.filterwarnings("ignore:CUDA is not available")
     def test_torchs_inside_of_ours_is_an_error(self, device: str, dtype: torch.dtype) -> None:
         with autocast(dtype):
             with pytest.raises(RuntimeError, match=r"torch.autocast was entered inside hf_mp.autocast.*enabled=False"):
@@ -207,3 +214,12 @@ def test_a_model_that_asks_gets_our_answer(ask: Callable[[], bool]) -> None:
     with autocast():
         assert ask()
     assert not ask()
+
+
+def test_torch_jit_script_compiles_torchs_autocast_as_before(pair: tuple[Tensor, Tensor]) -> None:
+    @torch.jit.script
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=True, dtype=torch.bfloat16):
+            return a @ b
+
+    assert product(*pair).dtype is BF16

@@ -265,6 +265,7 @@ def _faults() -> list[Fault]:
         for number, (name, (function, op)) in enumerate(kinds.items()):
             for model, place in (places[number % 4], places[(number + 1) % 4]):
                 found.append(Fault(f"{name}-{model}", model, phase, place, op, "", put(place, function)))
+    up = "model.layers.0.mlp.up_proj"
     act, factor = "transformer.h.0.mlp.act", LargeFactor.apply
     div, forward_act = FORWARD["division-by-zero"][0], put(act, FORWARD["product-of-itself"][0])
 
@@ -297,8 +298,8 @@ def _faults() -> list[Fault]:
           for reentrant in (True, False)
           for kind, op, plant in (("forward", "mul", forward_act), ("backward", "LargeFactor", put(act, factor)))],
         Fault("bf16-division", "gpt2", "forward", act, "div", plant=put(act, div), precision="bf16"),
-        Fault("bf16-weight", "llama", "weight", "model.layers.0.mlp.up_proj", tensor="model.layers.0.mlp.up_proj.weight",
-              plant=set_element("model.layers.0.mlp.up_proj.weight", float("inf")), precision="bf16"),
+        Fault("bf16-weight", "llama", "weight", up, tensor=f"{up}.weight",
+              plant=set_element(f"{up}.weight", float("inf")), precision="bf16"),
         Fault("lean-forward", "gpt2", "forward", act, "mul", plant=forward_act, precision="fp16-lean"),
         Fault("lean-backward", "llama", "backward", "model.layers.0.mlp.act_fn", "LargeFactor",
               plant=put("model.layers.0.mlp.act_fn", factor), precision="fp16-lean"),

@@ -1,0 +1,68 @@
+"""Activation functions that Transformers writes out step by step, as the one kernel of torch that computes them.
+
+GPT-2's GELU is eight operations, one of them a power, which autocast's tables run in FP32: six FP32 tensors of the
+width of the MLP are kept for its backward. torch's own kernel computes the same function in FP32 registers, on FP16
+storage, and keeps its input alone. Part of the ``compact`` tables.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+_gelu_tanh = functools.partial(F.gelu, approximate="tanh")
+
+# The module classes of transformers.activations, and what each computes.
+ONE_KERNEL: dict[str, Callable[[Tensor], Tensor]] = {
+    "NewGELUActivation": _gelu_tanh,
+    "FastGELUActivation": _gelu_tanh,
+    "AccurateGELUActivation": _gelu_tanh,
+}
+_MODULE = "transformers.activations"
+
+
+def class_forward(module: nn.Module) -> Any:
+    """The ``forward`` of the module's class, bound to it."""
+    return types.MethodType(type(module).forward, module)
+
+
+class OneKernel:
+    """Takes the place of an activation module's ``forward``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._compute = ONE_KERNEL[type(module).__name__]
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return self._compute(input)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OneKernel:
+        return OneKernel(memo[id(self._module())])  # a module is copied before its attributes
+
+    def __reduce__(self) -> Any:
+        # A pickled model is an ordinary one.
+        return class_forward, (self._module(),)
+
+
+def install_activations(model: nn.Module) -> None:
+    """Have the activation modules in ``model`` that are known here compute in one kernel."""
+    if _MODULE not in sys.modules:
+        return
+    for module in model.modules():
+        kind = type(module)
+        if kind.__module__ == _MODULE and kind.__name__ in ONE_KERNEL and "forward" not in module.__dict__:
+            module.forward = OneKernel(module)
+
+
+def remove_activations(model: nn.Module) -> None:
+    """Undo :func:`install_activations`."""
+    for module in model.modules():
+        if isinstance(module.__dict__.get("forward"), OneKernel):
+            del module.forward

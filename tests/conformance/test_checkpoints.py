@@ -1,0 +1,309 @@
+"""Saving, resuming and loading again, with the stock Trainer, our subclass in its place and our callback added."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_runs import (
+    arguments,
+    callback_of,
+    history,
+    logged,
+    make_trainer,
+    poisoned,
+    same,
+    tiny_gpt2,
+    token_rows,
+    weights,
+)
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+
+import hf_mp.callback
+from hf_mp.trainer_support import STATE_NAME
+
+OURS = ("subclass", "callback")
+SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "optim": "adamw_torch", "learning_rate": 1e-2}
+BEST = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+
+
+def make(contender: str, directory: Path, precision: str = "fp16", base: type[Trainer] = Trainer, **settings: Any):
+    """A Trainer whose dropout needs the state of the random generators."""
+    named = {name: settings.pop(name) for name in ("callbacks", "eval_dataset", "cls") if name in settings}
+    args = arguments(directory / contender, named.pop("cls", TrainingArguments), **{**SAVING, **settings})
+    model = tiny_gpt2(resid_pdrop=0.1)
+    return make_trainer(contender, precision, model, args, base, train_dataset=token_rows(), **named)
+
+
+def checkpoint(trainer: Trainer, step: int) -> Path:
+    return Path(str(trainer.args.output_dir), f"checkpoint-{step}")
+
+
+def scaler_state(trainer: Trainer) -> dict[str, Any]:
+    runtime = getattr(trainer, "mixed_precision", None) or callback_of(trainer).mixed_precision
+    assert runtime is not None
+    return runtime.state_dict()
+
+
+@pytest.mark.parametrize("contender", ["stock", *OURS])
+@pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 2}, {"optim": "adamw_bnb_8bit"}], ids=str)
+def test_resuming_is_the_training_that_was_not_interrupted(tmp_path: Path, contender: str, settings: Any) -> None:
+    trainers = [make(contender, tmp_path / name, base=poisoned(Trainer, (1,)), **settings) for name in "ab"]
+    straight, resumed = trainers
+    if contender == "stock":  # it would not survive the overflow
+        straight, resumed = (make(contender, tmp_path / name, **settings) for name in "ab")
+    straight.train()
+    resumed.train(resume_from_checkpoint=str(checkpoint(straight, 4)))
+    assert same(weights(straight.model), weights(resumed.model))
+    assert history(straight)[:-1] == history(resumed)[:-1]  # the last entry sums up one run
+    if contender in OURS:
+        assert scaler_state(straight) == scaler_state(resumed)
+        assert scaler_state(straight)["loss_scaler"]["skipped_steps"] == 1
+        assert logged(resumed, "skipped_steps")[-1] == 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_checkpoint_has_the_files_of_the_stock_trainer(tmp_path: Path, precision: str) -> None:
+    files, states = {}, {}
+    for contender in ("stock", *OURS):
+        trainer = make(contender, tmp_path, precision, max_steps=2)
+        trainer.train()
+        files[contender] = {path.name for path in checkpoint(trainer, 2).iterdir()}
+        states[contender] = json.loads((checkpoint(trainer, 2) / "trainer_state.json").read_text())
+    ours = {STATE_NAME} if precision == "fp16" else set()
+    assert files["subclass"] == files["callback"] == files["stock"] | ours
+    assert states["callback"].keys() == states["stock"].keys()
+
+
+@pytest.mark.parametrize("contender", ["stock", *OURS])
+def test_the_best_model_is_loaded_and_few_checkpoints_are_kept(tmp_path: Path, contender: str) -> None:
+    # The loss falls, and the highest is called the best: each evaluation is worse than the first.
+    settings = {**BEST, "metric_for_best_model": "loss", "greater_is_better": True, "save_total_limit": 1}
+    callbacks = [EarlyStoppingCallback(early_stopping_patience=2)]
+    trainer = make(contender, tmp_path, **settings, max_steps=8, callbacks=callbacks, eval_dataset=token_rows(8))
+    trainer.train()
+    assert trainer.state.global_step == 6 and trainer.state.best_global_step == 2
+    assert [path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*")] == ["checkpoint-2"]
+    best, *_, last = logged(trainer, "eval_loss")
+    assert best > last
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(best, rel=1e-3)
+    assert all(parameter.dtype is torch.float32 for parameter in trainer.model.parameters())
+
+
+def test_the_best_model_is_the_same_for_subclass_and_callback(tmp_path: Path) -> None:
+    ends = []
+    for contender in OURS:
+        trainer = make(contender, tmp_path, **BEST, save_total_limit=1, eval_dataset=token_rows(8))
+        trainer.train()
+        ends.append((weights(trainer.model), logged(trainer, "eval_loss")))
+    assert same(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1]
+
+
+@pytest.mark.parametrize(("before", "after"), [OURS, OURS[::-1]], ids=["callback last", "subclass last"])
+def test_subclass_and_callback_resume_from_each_other(tmp_path: Path, before: str, after: str) -> None:
+    trainer = poisoned(Trainer, (1,))
+    straight = make(after, tmp_path / "straight", base=trainer)
+    straight.train()
+    begun = make(before, tmp_path / "begun", base=trainer)
+    begun.train()
+    source = str(checkpoint(begun, 4))
+    # The subclass's state is in a file that a callback is not told of: it looks where the arguments point.
+    resumed = make(after, tmp_path / "resumed", base=trainer, resume_from_checkpoint=source)
+    resumed.train(resume_from_checkpoint=source)
+    assert same(weights(straight.model), weights(resumed.model))
+    assert scaler_state(straight) == scaler_state(resumed)
+
+
+def test_resuming_the_last_checkpoint_of_the_subclass(tmp_path: Path) -> None:
+    begun = make("subclass", tmp_path / "run", base=poisoned(Trainer, (1,)), max_steps=4)
+    begun.train()
+    resumed = make("callback", tmp_path / "run", output_dir=begun.args.output_dir)
+    resumed.train(resume_from_checkpoint=True)
+    assert scaler_state(resumed)["loss_scaler"]["skipped_steps"] == 1
+    assert resumed.state.global_step == 6
+
+
+def test_a_checkpoint_of_the_stock_trainer_resumes_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = make("stock", tmp_path, max_steps=2)
+    stock.train()
+    unscaled = make("callback", tmp_path / "fp32", "fp32")
+    unscaled.train(resume_from_checkpoint=str(checkpoint(stock, 2)))
+    messages: list[str] = []
+    monkeypatch.setattr(hf_mp.callback.logger, "warning", messages.append)
+    resumed = make("callback", tmp_path, restore_callback_states_from_checkpoint=True)
+    resumed.train(resume_from_checkpoint=str(checkpoint(stock, 2)))
+    assert any("has no state of a MixedPrecisionCallback" in message for message in messages)
+    assert checkpoint(resumed, 4).is_dir()  # the Trainer expects each callback's state in the one it resumed
+    again = make("callback", tmp_path / "again")
+    again.train(resume_from_checkpoint=str(checkpoint(resumed, 4)))
+    assert same(weights(resumed.model), weights(again.model))
+
+
+def test_a_state_of_another_scaler_warns_and_starts_anew(tmp_path: Path) -> None:
+    begun = make("callback", tmp_path / "a", "fp16", max_steps=2)
+    begun.train()
+    resumed = make("callback", tmp_path / "b", "bf16")
+    with pytest.warns(UserWarning, match="scaled its loss by headroom, this one by None"):
+        resumed.train(resume_from_checkpoint=str(checkpoint(begun, 2)))
+    assert scaler_state(resumed)["loss_scaler"]["steps"] == 4
+
+
+def test_a_broken_state_is_named(tmp_path: Path) -> None:
+    begun = make("callback", tmp_path / "a", max_steps=2)
+    begun.train()
+    path = checkpoint(begun, 2) / "trainer_state.json"
+    path.write_text(path.read_text().replace('"growth_tracker"', '"x"').replace('"clean_steps"', '"x"'))
+    with pytest.raises(ValueError, match=r"cannot resume the loss scale from trainer_state.json: this state"):
+        make("callback", tmp_path / "b").train(resume_from_checkpoint=str(path.parent))
+
+
+def test_callbacks_that_the_trainer_restores_from_a_checkpoint(tmp_path: Path) -> None:
+    """It puts new objects, made from their saved arguments, in the place of those that it was given."""
+    straight = make("callback", tmp_path / "a")
+    straight.train()
+    resumed = make("callback", tmp_path / "b", restore_callback_states_from_checkpoint=True)
+    given = callback_of(resumed)
+    resumed.train(resume_from_checkpoint=str(checkpoint(straight, 4)))
+    assert callback_of(resumed) is not given
+    assert same(weights(straight.model), weights(resumed.model))
+    assert history(straight)[:-1] == history(resumed)[:-1]
+    assert resumed.callback_handler.callbacks[0] is callback_of(resumed)
+
+
+def test_only_the_model_is_saved(tmp_path: Path) -> None:
+    trainer = make("callback", tmp_path, max_steps=2, save_only_model=True)
+    trainer.train()
+    assert not (checkpoint(trainer, 2) / STATE_NAME).exists()
+
+
+# Several runs of one Trainer
+
+
+def make_with_model_init(contender: str, directory: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+    args = arguments(directory / contender, **{**SAVING, "save_strategy": "no", **settings})
+    named = {"model_init": lambda: tiny_gpt2(dtype, resid_pdrop=0.1), "train_dataset": token_rows()}
+    return make_trainer(contender, "fp16", None, args, **named)
+
+
+@pytest.mark.parametrize("contender", ["stock", *OURS])
+def test_the_runs_of_a_search_do_not_know_of_each_other(tmp_path: Path, contender: str) -> None:
+    """As ``hyperparameter_search`` does it: ``train()`` again and again, with other arguments."""
+    trainer = make_with_model_init(contender, tmp_path)
+    ends = {}
+    for learning_rate in (1e-2, 5e-2):
+        trainer.args.learning_rate = learning_rate
+        trainer.train()
+        ends[learning_rate] = weights(trainer.model)
+        fresh = make_with_model_init(contender, tmp_path / str(learning_rate), learning_rate=learning_rate)
+        fresh.train()
+        assert same(ends[learning_rate], weights(fresh.model))
+        if contender == "callback":
+            assert scaler_state(trainer) == scaler_state(fresh)
+    assert not same(ends[1e-2], ends[5e-2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_model_init_gives_subclass_and_callback_the_same(tmp_path: Path, dtype: torch.dtype) -> None:
+    ends = []
+    for contender in OURS:
+        trainer = make_with_model_init(contender, tmp_path, dtype)
+        trainer.train()
+        ends.append(weights(trainer.model))
+        assert all(parameter.dtype is torch.float32 for parameter in trainer.model.parameters())
+    assert same(*ends)
+
+
+def test_resuming_into_an_fp16_model_of_model_init_is_refused(tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "max_steps": 2}
+    begun = make_with_model_init("callback", tmp_path / "a", torch.float16, **settings)
+    begun.train()
+    again = make_with_model_init("callback", tmp_path / "b", torch.float16)
+    with pytest.raises(ValueError, match=r"torch.float16 after.*rounded its FP32 weights.*dtype=torch.float32"):
+        again.train(resume_from_checkpoint=str(checkpoint(begun, 2)))
+    fine = make_with_model_init("callback", tmp_path / "c")
+    fine.train(resume_from_checkpoint=str(checkpoint(begun, 2)))
+
+
+def test_the_subclass_resumes_into_an_fp16_model_of_model_init(tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps"}
+    straight = make_with_model_init("subclass", tmp_path / "a", torch.float16, **settings)
+    straight.train()
+    resumed = make_with_model_init("subclass", tmp_path / "b", torch.float16, **settings)
+    resumed.train(resume_from_checkpoint=str(checkpoint(straight, 4)))
+    assert same(weights(straight.model), weights(resumed.model))
+
+
+def test_a_second_train_goes_on_with_the_same_scale(tmp_path: Path) -> None:
+    ends = []
+    for contender in OURS:
+        trainer = make(contender, tmp_path, save_strategy="no")
+        trainer.train()
+        trainer.args.learning_rate = 1e-3
+        trainer.train()
+        ends.append((weights(trainer.model), history(trainer)))
+        assert scaler_state(trainer)["loss_scaler"]["steps"] == 12
+    assert same(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1]
+
+
+@pytest.mark.parametrize("contender", ["stock", *OURS])
+def test_hyperparameter_search(tmp_path: Path, contender: str) -> None:
+    pytest.importorskip("optuna", reason="no backend of hyperparameter_search is installed: pip install optuna")
+    trainer = make_with_model_init(contender, tmp_path, save_strategy="steps")
+    trainer.eval_dataset = token_rows(8)
+    best = trainer.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-2)},
+        backend="optuna",
+        n_trials=2,
+    )
+    assert best.objective > 0
+
+
+class Pushing(Trainer):
+    """Pushes checkpoints to a folder in the place of the hub."""
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        self.pushed: list[set[str]] = []
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        self.pushed.append({path.name for path in Path(checkpoint_folder).iterdir()})
+        state = json.loads(Path(checkpoint_folder, "trainer_state.json").read_text())
+        self.callbacks_in_it = set(state["stateful_callbacks"])
+
+    def _finish_current_push(self) -> None:
+        pass
+
+
+def test_what_is_pushed_to_the_hub_resumes(tmp_path: Path) -> None:
+    trainer = make("callback", tmp_path, base=Pushing, max_steps=4, push_to_hub=True, hub_strategy="checkpoint")
+    trainer.train()
+    assert len(trainer.pushed) == 2 and all("model.safetensors" in files for files in trainer.pushed)
+    assert "MixedPrecisionCallback" in trainer.callbacks_in_it  # with the loss scale
+
+
+class OutOfMemoryOnce(Trainer):
+    """Fails in its third step, as a batch does that is too large."""
+
+    failed = False
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == 2 and not self.failed:
+            self.failed = True
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return super().training_step(*args, **kwargs)
+
+
+def test_auto_find_batch_size_begins_again_with_a_smaller_batch(tmp_path: Path) -> None:
+    ends = []
+    for contender in OURS:
+        settings = {"auto_find_batch_size": True, "save_strategy": "no", "per_device_train_batch_size": 8}
+        trainer = make(contender, tmp_path, base=OutOfMemoryOnce, **settings)
+        trainer.train()
+        assert trainer._train_batch_size < 8 and trainer.state.global_step == 6
+        ends.append((weights(trainer.model), history(trainer)))
+        assert scaler_state(trainer)["loss_scaler"]["steps"] == 8
+    assert same(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1]

@@ -1,0 +1,57 @@
+"""Each ``optim=`` of the Trainer that is installed here, with our callback added."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from trainer_runs import arguments, callback_of, logged, make_trainer, poisoned, same, tiny_gpt2, token_rows, weights
+from transformers import Trainer
+from transformers.training_args import OptimizerNames
+
+LEARNING_RATES = {"sgd": 0.5, "rmsprop": 1e-3, "lion": 1e-3}
+
+
+def learning_rate(name: str) -> float:
+    return next((rate for key, rate in LEARNING_RATES.items() if key in name), 1e-2)
+
+
+@pytest.mark.parametrize("name", sorted(name.value for name in OptimizerNames))
+def test_training_with_each_optimizer(tmp_path: Path, name: str) -> None:
+    args = {"optim": name, "learning_rate": learning_rate(name)}
+    stock = make_trainer(
+        "stock", "fp32", tiny_gpt2(), arguments(tmp_path / "stock", **args), train_dataset=token_rows()
+    )
+    try:
+        stock.train()
+    except (ImportError, ValueError) as error:
+        pytest.skip(f"the stock Trainer has no {name} here: {error}")
+    ours = make_trainer(
+        "callback", "fp16", tiny_gpt2(), arguments(tmp_path / "ours", **args), train_dataset=token_rows()
+    )
+    ours.train()
+    assert not same(weights(ours.model), weights(tiny_gpt2()))
+    assert logged(ours, "loss") == pytest.approx(logged(stock, "loss"), rel=5e-3)
+
+
+@pytest.mark.parametrize("name", ["adamw_torch_fused", "adafactor", "adamw_bnb_8bit"])
+def test_a_skipped_step_leaves_the_optimizer_as_it_was(tmp_path: Path, name: str) -> None:
+    """A run that skips its second step and one that never had it end alike, to the bit."""
+    ends = []
+    for steps, rows in (((1,), token_rows(12)), ((), token_rows(12)[:4] + token_rows(12)[8:])):
+        args = arguments(
+            tmp_path / str(steps),
+            optim=name,
+            learning_rate=1e-2,
+            lr_scheduler_type="constant",
+            train_sampling_strategy="sequential",
+            num_train_epochs=1,
+            max_steps=-1,
+        )
+        trainer = make_trainer(
+            "callback", "params=fp32,loss_scale=1024", tiny_gpt2(), args, poisoned(Trainer, steps), train_dataset=rows
+        )
+        trainer.train()
+        assert callback_of(trainer).mixed_precision.stats.skipped_steps == len(steps)
+        ends.append(weights(trainer.model))
+    assert same(*ends)

@@ -1,0 +1,79 @@
+"""Starts worker scripts on two processes and reaps them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+Results = list[dict[str, Any]]  # of each rank, by case
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _command(launcher: str, processes: int) -> list[str]:
+    if processes == 1:
+        return [sys.executable]
+    if launcher == "torchrun":
+        network = ["--master_addr=127.0.0.1", f"--master_port={_free_port()}"]
+        return [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", *network]
+    network = ["--main_process_ip=127.0.0.1", f"--main_process_port={_free_port()}"]
+    count = [f"--num_processes={processes}", "--num_machines=1", "--machine_rank=0", "--mixed_precision=no"]
+    # Given --cpu it would start one process, or ask for MPI.
+    fsdp = ["--use_fsdp", "--fsdp_version=2", "--fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP"]
+    blocks = ["--fsdp_transformer_layer_cls_to_wrap=GPT2Block", "--dynamo_backend=no"]
+    return [sys.executable, "-m", "accelerate.commands.launch", *count, *network, *fsdp, *blocks]
+
+
+def start(
+    script: str,
+    folder: Path,
+    *arguments: str,
+    launcher: str = "torchrun",
+    processes: int = 2,
+    timeout_seconds: int = 180,
+    **variables: str,
+) -> Results:
+    """Run a worker script of this folder on several processes, and read what each of them saved in ``folder``."""
+    # The installed gloo looks the host's own name up otherwise, which a container may not know.
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    environment.update(variables)
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    command = [*_command(launcher, processes), str(HERE / script), str(folder), *arguments]
+    with (folder / "output.txt").open("w+") as output:
+        running = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | None = running.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if running.poll() is None:
+                os.killpg(running.pid, signal.SIGTERM)
+                try:
+                    running.wait(10)
+                except subprocess.TimeoutExpired:
+                    os.killpg(running.pid, signal.SIGKILL)
+                    running.wait()
+        output.seek(0)
+        assert code == 0, f"{script} ended with {code} (None: after {timeout_seconds} s):\n{output.read()[-8000:]}"
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(processes)]
+
+
+@pytest.fixture(scope="session")
+def launch() -> Callable[..., Results]:
+    return start

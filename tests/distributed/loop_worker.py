@@ -1,0 +1,543 @@
+"""Runs on each of several processes: loops of one's own through ``hf_mp.prepare``, with DDP and with FSDP2.
+
+Usage: torchrun ... loop_worker.py FOLDER [CASE ...]; writes FOLDER/rankN.pt, a dict of what each case returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import hf_mp
+import hf_mp.runtime
+
+STEPS = 50
+LEARNING_RATE = 0.1
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def tiny_gpt2(seed: int = 3) -> GPT2LMHeadModel:
+    torch.manual_seed(seed)
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 101, "n_positions": 24}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0, use_cache=False)
+    return GPT2LMHeadModel(config).train()
+
+
+def batches(steps: int, rows: int = 4) -> Tensor:
+    """(steps, rows, 16) token ids; a rule that can be learned, so that losses fall."""
+    start = torch.randint(0, 101, (steps, rows, 1), generator=torch.Generator().manual_seed(5))
+    return (start + 3 * torch.arange(16)) % 101
+
+
+def my_rows(ids: Tensor) -> Tensor:
+    """This process's part of a global batch."""
+    return ids.chunk(dist.get_world_size())[dist.get_rank()] if dist.is_initialized() else ids
+
+
+def shard(model: nn.Module, **settings: Any) -> nn.Module:
+    # Tied weights must lie in one group: here the root's.
+    for block in model.transformer.h:  # type: ignore[union-attr]
+        fully_shard(block, **settings)
+    return fully_shard(model, **settings)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): whole(p.detach()).clone() for name, p in model.named_parameters()}
+
+
+def mean(loss: Tensor) -> float:
+    """The loss of the global batch."""
+    loss = loss.detach().clone()
+    if dist.is_initialized():
+        dist.all_reduce(loss)
+        loss /= dist.get_world_size()
+    return loss.item()
+
+
+def runtime_of(model: nn.Module) -> hf_mp.MixedPrecision:
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    return inner.forward.runtime
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ids: Tensor,
+    *,
+    runtime: hf_mp.MixedPrecision | None = None,
+    plant: Callable[[int, Tensor], Tensor] = lambda step, loss: loss,
+    after_backward: Callable[[int], None] = lambda step: None,
+    clip: float | None = None,
+    accumulate: int = 1,
+    not_synced: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> dict[str, Any]:
+    """Train on every global batch of ``ids``; what each step saw, by step."""
+    runtime = runtime_of(model) if runtime is None else runtime
+    log: dict[str, Any] = {"loss": [], "scale": [], "skipped": [], "headroom": []}
+    for step, batch in enumerate(ids):
+        parts = my_rows(batch).chunk(accumulate)
+        for part in parts:
+            with contextlib.nullcontext() if part is parts[-1] else not_synced():
+                loss = model(input_ids=part, labels=part).loss
+                (plant(step, loss) / accumulate).backward()
+        after_backward(step)
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        log["loss"].append(mean(loss))
+        log["scale"].append(runtime.stats.loss_scale)
+        log["skipped"].append(runtime.step_was_skipped)
+        log["headroom"].append(runtime.stats.headroom)
+    return {**log, "weights": weights(model)}
+
+
+def prepared(
+    wrap: Wrap = lambda model: model, precision: str = "fp16", model: nn.Module | None = None
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model attached, then wrapped, then given to its optimizer."""
+    model = tiny_gpt2() if model is None else model
+    runtime = hf_mp.MixedPrecision(precision)
+    runtime.attach(model)
+    wrapped = wrap(model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE, momentum=0.5)
+    runtime.attach_optimizer(optimizer)
+    return wrapped, optimizer
+
+
+def overflow_at(step: int, rank: int) -> Callable[[int, Tensor], Tensor]:
+    """The loss of one process at one step multiplied by inf."""
+    return lambda now, loss: loss * math.inf if now == step and dist.get_rank() == rank else loss
+
+
+# One process, the whole batch
+
+
+def one() -> dict[str, Any]:
+    return train(*prepared(), batches(STEPS), clip=1.0)
+
+
+def one_unclipped() -> dict[str, Any]:
+    return train(*prepared(), batches(8))
+
+
+def one_bf16() -> dict[str, Any]:
+    return train(*prepared(precision="bf16"), batches(6))
+
+
+def by_hand_in_fp32() -> dict[str, Any]:
+    """Plain torch, nothing of ours: a wrong factor on the gradients of the others would show against it."""
+    model, log = tiny_gpt2(), []
+    velocities = [torch.zeros_like(p) for p in model.parameters()]
+    for batch in batches(8):
+        loss = model(input_ids=batch, labels=batch).loss
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for parameter, velocity, gradient in zip(model.parameters(), velocities, gradients, strict=True):
+                velocity.mul_(0.5).add_(gradient)
+                parameter.sub_(LEARNING_RATE * velocity)
+        log.append(loss.item())
+    return {"loss": log, "weights": weights(model)}
+
+
+# DDP
+
+
+def ddp() -> dict[str, Any]:
+    return train(*prepared(DistributedDataParallel), batches(STEPS), clip=1.0)
+
+
+def ddp_overflow() -> dict[str, Any]:
+    model, optimizer = prepared(DistributedDataParallel)
+    before = train(model, optimizer, batches(3))["weights"]
+    log = train(model, optimizer, batches(4), plant=overflow_at(0, rank=1))
+    return {**log, "before": before}
+
+
+def ddp_headroom_differs() -> dict[str, Any]:
+    """Gradients 30 times larger on one process, accumulated without synchronisation."""
+    model, optimizer = prepared(DistributedDataParallel)
+
+    def plant(step: int, loss: Tensor) -> Tensor:
+        return loss * 30.0 if dist.get_rank() == 1 else loss
+
+    return train(model, optimizer, batches(4), plant=plant, accumulate=2, not_synced=model.no_sync)
+
+
+def ddp_accumulation() -> dict[str, Any]:
+    model, optimizer = prepared(DistributedDataParallel)
+    return train(model, optimizer, batches(8), accumulate=2, not_synced=model.no_sync)
+
+
+def ddp_options() -> dict[str, Any]:
+    kinds: dict[str, dict[str, Any]] = {
+        "none": {},
+        "bucket_view": {"gradient_as_bucket_view": True},
+        "static_graph": {"static_graph": True},
+        "unused": {"find_unused_parameters": True},
+    }
+    results = {}
+    for name, settings in kinds.items():
+        model, optimizer = prepared(lambda model, settings=settings: DistributedDataParallel(model, **settings))
+        results[name] = train(model, optimizer, batches(6), plant=overflow_at(3, rank=0))
+    return results
+
+
+def ddp_around_prepared_model() -> dict[str, Any]:
+    """``prepare`` given a model that DDP wraps already."""
+    model = DistributedDataParallel(tiny_gpt2())
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.5)
+    hf_mp.prepare(model, optimizer)
+    runtime = model.forward.runtime
+    log: dict[str, Any] = {"loss": [], "skipped": [], "scale": []}
+    for step, batch in enumerate(batches(6)):
+        part = my_rows(batch)
+        loss = model(input_ids=part, labels=part).loss
+        overflow_at(3, rank=0)(step, loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        log["loss"].append(mean(loss))
+        log["skipped"].append(runtime.step_was_skipped)
+        log["scale"].append(runtime.stats.loss_scale)
+    return {**log, "weights": weights(model)}
+
+
+def ddp_wrapped_after_a_forward() -> dict[str, Any]:
+    """Working copies made before DDP broadcast the weights of rank 0."""
+    model = tiny_gpt2(seed=dist.get_rank())
+    hf_mp.MixedPrecision("fp16").attach(model)
+    ids = batches(1)[0]
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        model_after = DistributedDataParallel(model)
+        after = model_after(input_ids=ids).logits
+    return {"before": before, "after": after}
+
+
+def processes_of_their_own() -> dict[str, Any]:
+    """Models that are no one else's: processes step as often as they like."""
+    model, optimizer = prepared()
+    ids = batches(3 if dist.get_rank() == 0 else 1)
+    return train_alone(model, optimizer, ids)
+
+
+def train_alone(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> dict[str, Any]:
+    for batch in ids:
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"steps": runtime_of(model).stats.steps}
+
+
+def ddp_join() -> dict[str, Any]:
+    """Uneven inputs: rank 1 has one batch less."""
+    model, optimizer = prepared(DistributedDataParallel)
+    with model.join():
+        return train_alone(model, optimizer, batches(3 - dist.get_rank()))
+
+
+# FSDP2
+
+
+def fsdp() -> dict[str, Any]:
+    model, optimizer = prepared(shard)
+    log = train(model, optimizer, batches(STEPS), clip=1.0)
+    kinds = {type(p).__name__ for p in model.parameters()} | {str(p.grad) for p in model.parameters()}
+    return {**log, "kinds": sorted(kinds), "copies": len(runtime_of(model).working_copies)}
+
+
+def fsdp_bf16() -> dict[str, Any]:
+    return train(*prepared(shard, precision="bf16"), batches(6))
+
+
+def fsdp_shard_overflow() -> dict[str, Any]:
+    """One element of one process's shard is NaN; no other process can see it."""
+    model, optimizer = prepared(shard)
+    before = train(model, optimizer, batches(3))["weights"]
+
+    def plant(step: int) -> None:
+        if step == 0 and dist.get_rank() == 1:
+            model.transformer.h[0].mlp.c_fc.weight.grad.to_local()[0, 0] = math.nan
+
+    skipped = train(model, optimizer, batches(1), after_backward=plant)
+    log = train(model, optimizer, batches(3))
+    return {"before": before, "after": skipped["weights"], "skip": skipped["skipped"], **log}
+
+
+def fsdp_loss_overflow() -> dict[str, Any]:
+    return train(*prepared(shard), batches(5), plant=overflow_at(2, rank=1), clip=1.0)
+
+
+def fsdp_accumulation() -> dict[str, Any]:
+    model, optimizer = prepared(shard)
+
+    @contextlib.contextmanager
+    def not_synced() -> Iterator[None]:
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+    return train(model, optimizer, batches(8), accumulate=2, not_synced=not_synced)
+
+
+def fsdp_of_fp16_model() -> dict[str, Any]:
+    model, optimizer = prepared(shard, model=tiny_gpt2().half())
+    log = train(model, optimizer, batches(8))
+    return {**log, "dtypes": sorted({str(p.dtype) for p in model.parameters()})}
+
+
+def fsdp_before_prepare() -> dict[str, Any]:
+    """The order of torch's own examples: shard, make the optimizer, prepare."""
+    model = shard(tiny_gpt2())
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.5)
+    hf_mp.prepare(model, optimizer)
+    return train(model, optimizer, batches(8))
+
+
+def fsdp_checkpointing() -> dict[str, Any]:
+    results = {}
+    for reentrant in (False, True):
+        model = tiny_gpt2()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        results[str(reentrant)] = train(*prepared(shard, model=model), batches(8))
+    return results
+
+
+def fsdp_without_resharding() -> dict[str, Any]:
+    """Whole parameters stay in the model after backward; gradients are with the shards that the optimizer holds."""
+    model, optimizer = prepared(shard)
+    model.set_reshard_after_backward(False)
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    optimizer.register_step_post_hook(lambda *_: [module.reshard() for module in sharded])
+    return train(model, optimizer, batches(8))
+
+
+def fsdp_of_frozen_fp16() -> dict[str, Any]:
+    """As with an adapter: FP16 that is frozen beside FP32 masters of what trains, in one group."""
+    model = tiny_gpt2().half()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".mlp." in name)
+    return train(*prepared(shard if dist.is_initialized() else lambda model: model, model=model), batches(8))
+
+
+def compiled() -> dict[str, Any]:
+    """DDP around a compiled model, a compiled DDP, and FSDP over compiled blocks."""
+
+    def compile_blocks(model: nn.Module) -> nn.Module:
+        for block in model.transformer.h:  # type: ignore[union-attr]
+            block.compile(backend="aot_eager")
+        return shard(model)
+
+    kinds: dict[str, Wrap] = {
+        "plain": DistributedDataParallel,
+        "in_ddp": lambda model: DistributedDataParallel(torch.compile(model, backend="aot_eager")),
+        "around_ddp": lambda model: torch.compile(DistributedDataParallel(model), backend="aot_eager"),
+        "in_fsdp": compile_blocks,
+    }
+    results = {}
+    for name, wrap in kinds.items():
+        torch._dynamo.reset()
+        model = tiny_gpt2()
+        wrapped, optimizer = prepared(wrap, model=model)
+        results[name] = train(wrapped, optimizer, batches(4), runtime=model.forward.runtime, plant=overflow_at(2, 1))
+    return results
+
+
+def deferred_outputs() -> dict[str, Any]:
+    """Logits beside a loss that are cast when they are read: here in a second loss, from outside of the wrapper."""
+    results: dict[str, Any] = {}
+    kinds: dict[str, Wrap] = {
+        "ddp": DistributedDataParallel,
+        "static_graph": lambda model: DistributedDataParallel(model, static_graph=True),
+        "fsdp": shard,
+    }
+    part, size = my_rows(batches(1)[0]), hf_mp.runtime.DEFERRED_ELEMENTS
+    for name, wrap in kinds.items():
+        for elements in (1, size):
+            hf_mp.runtime.DEFERRED_ELEMENTS = elements
+            model, _ = prepared(wrap)
+            outputs = model(input_ids=part, labels=part)
+            (outputs.loss + outputs.logits.pow(2).mean()).backward()
+            gradients = {key: whole(p.grad).clone() for key, p in model.named_parameters()}
+            results.setdefault(name, []).append((type(outputs.logits).__name__, gradients))
+    hf_mp.runtime.DEFERRED_ELEMENTS = size
+    return results
+
+
+def fsdp_hybrid() -> dict[str, Any]:
+    """Two replicas of one shard each: the processes meet on the other dimension of the mesh."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    return train(*prepared(lambda model: shard(model, mesh=mesh)), batches(6), plant=overflow_at(3, rank=1))
+
+
+def fsdp_outside_of_model() -> dict[str, Any]:
+    """A module around the attached model is sharded, the model itself is not."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tiny_gpt2()
+
+        def forward(self, **batch: Tensor) -> Any:
+            return self.inner(**batch)
+
+    around = Around()
+    runtime = hf_mp.MixedPrecision("fp16")
+    runtime.attach(around.inner)
+    fully_shard(around)
+    optimizer = torch.optim.SGD(around.parameters(), lr=LEARNING_RATE, momentum=0.5)
+    runtime.attach_optimizer(optimizer)
+    log: dict[str, Any] = {"loss": [], "scale": []}
+    for batch in batches(8):
+        part = my_rows(batch)
+        loss = around(input_ids=part, labels=part).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        log["loss"].append(mean(loss))
+        log["scale"].append(runtime.stats.loss_scale)
+    return log
+
+
+def fsdp_saves_no_copies() -> dict[str, Any]:
+    """Between forward and backward no rounded weight is alive, and the gradients are the same as with all of them."""
+    model, _ = prepared(shard)
+    part = my_rows(batches(1)[0])
+    passing = None
+    alive, gradients = [], []
+    for hooked in (False, True):
+        outer = (
+            torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if hooked else contextlib.nullcontext()
+        )
+        with outer:  # hooks of others stay in force, and then copies are saved
+            loss = model(input_ids=part, labels=part).loss
+        passing = runtime_of(model).working_copies._passing
+        alive.append(len(passing._passing))
+        loss.backward()
+        gradients.append({name: whole(p.grad).clone() for name, p in model.named_parameters()})
+        model.zero_grad()
+    return {"alive": alive, "gradients": gradients}
+
+
+def fsdp_detach() -> dict[str, Any]:
+    model, optimizer = prepared(shard)
+    train(model, optimizer, batches(2))
+    runtime_of(model).detach()
+    plain = tiny_gpt2()
+    plain.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
+    ids = batches(1)[0]
+    with torch.no_grad():
+        return {
+            "sharded": model(input_ids=ids).logits,
+            "plain": plain(input_ids=ids).logits,
+            "forwards": [name for name, m in model.named_modules() if "forward" in vars(m)],
+            "guarded": "step" in vars(optimizer),
+        }
+
+
+def refusals() -> dict[str, str]:
+    """What cannot work, and what is said about it."""
+    ids = batches(1)[0]
+
+    def sharded_in_fp16() -> None:
+        hf_mp.MixedPrecision("fp16").attach(shard(tiny_gpt2().half()))
+
+    def policy_of_fsdp() -> None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        hf_mp.MixedPrecision("fp16").attach(shard(tiny_gpt2(), mp_policy=policy))
+
+    def policy_of_fsdp_later() -> None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        prepared(lambda model: shard(model, mp_policy=policy))[0](input_ids=ids)
+
+    def fsdp1() -> None:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        hf_mp.MixedPrecision("fp16").attach(FullyShardedDataParallel(tiny_gpt2(), device_id=torch.device("cpu")))
+
+    def fsdp1_later() -> None:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        model = tiny_gpt2()
+        hf_mp.MixedPrecision("fp16").attach(model)
+        FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)(input_ids=ids)
+
+    def tensor_parallelism() -> None:
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        hf_mp.MixedPrecision("fp16").attach(parallelize_module(layers, mesh, {"0": ColwiseParallel()}))
+
+    def ddp_in_fp16() -> None:
+        hf_mp.MixedPrecision("fp16").attach(DistributedDataParallel(tiny_gpt2().half()))
+
+    def lean_with_ddp() -> None:
+        model = tiny_gpt2()
+        hf_mp.MixedPrecision("fp16-lean").attach(model)
+        DistributedDataParallel(model)(input_ids=ids)
+
+    def lean_with_fsdp() -> None:
+        model = tiny_gpt2()
+        hf_mp.MixedPrecision("fp16-lean").attach(model)
+        shard(model)(input_ids=ids)
+
+    said = {}
+    for case in (
+        sharded_in_fp16, policy_of_fsdp, policy_of_fsdp_later, fsdp1, fsdp1_later, tensor_parallelism, ddp_in_fp16,
+        lean_with_ddp, lean_with_fsdp,
+    ):  # fmt: skip
+        try:
+            case()
+            said[case.__name__] = "nothing"
+        except (ValueError, RuntimeError) as error:
+            said[case.__name__] = f"{type(error).__name__}: {error}"
+    return said
+
+
+ONE_PROCESS = [one, one_unclipped, one_bf16, by_hand_in_fp32, fsdp_of_frozen_fp16]
+CASES = [
+    ddp, ddp_overflow, ddp_headroom_differs, ddp_accumulation, ddp_options, ddp_around_prepared_model,
+    ddp_wrapped_after_a_forward, processes_of_their_own, ddp_join, fsdp, fsdp_bf16, fsdp_shard_overflow,
+    fsdp_loss_overflow, fsdp_accumulation, fsdp_of_fp16_model, fsdp_before_prepare, fsdp_checkpointing,
+    compiled, fsdp_without_resharding, fsdp_of_frozen_fp16, fsdp_hybrid, fsdp_outside_of_model, fsdp_saves_no_copies,
+    fsdp_detach, deferred_outputs, refusals,
+]  # fmt: skip
+
+
+def main(folder: str, *names: str) -> None:
+    several = "RANK" in os.environ
+    if several:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    results = {}
+    for case in CASES if several else ONE_PROCESS:
+        if not names or case.__name__ in names:
+            results[case.__name__] = case()
+            if several:
+                dist.barrier()
+    torch.save(results, Path(folder) / f"rank{os.environ.get('RANK', '0')}.pt")
+    if several:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,126 @@
+"""The Trainer on two processes, with DDP and with accelerate's FSDP2: losses, decisions, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+Results = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def two(launch: Callable[..., Results], folder: Path) -> Results:
+    return launch("trainer_worker.py", folder)
+
+
+@pytest.fixture(scope="module")
+def one(launch: Callable[..., Results], two: Results, folder: Path, tmp_path_factory: Any) -> dict[str, Any]:
+    checkpoint = str(folder / "resume" / "checkpoint-4")
+    return launch("trainer_worker.py", tmp_path_factory.mktemp("one"), processes=1, CHECKPOINT=checkpoint)[0]
+
+
+def same_weights(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def assert_ranks_agree(two: Results, *path: str) -> dict[str, Any]:
+    first, second = two
+    for key in path:
+        first, second = first[key], second[key]
+    for key in ("scale", "skipped", "learning_rate"):
+        assert first[key] == second[key], key
+    assert same_weights(first["weights"], second["weights"])
+    return first
+
+
+WRAPPERS = {"": "DistributedDataParallel", "fsdp_": "FSDPGPT2LMHeadModel"}
+
+
+@pytest.mark.parametrize("kind", ["", "fsdp_"], ids=["ddp", "fsdp"])
+def test_losses_are_those_of_one_process(one: dict[str, Any], two: Results, kind: str) -> None:
+    log = assert_ranks_agree(two, f"{kind}fifty_steps")
+    assert log["wrapper"] == WRAPPERS[kind]
+    assert len(log["loss"]) == 50
+    assert log["loss"] == pytest.approx(one["fifty_steps"]["loss"], rel=1e-4)
+    assert log["evaluation"] == pytest.approx(one["fifty_steps"]["evaluation"], rel=1e-4)
+    assert log["loss"][-1] < 0.95 * log["loss"][0]
+
+
+@pytest.mark.parametrize("kind", ["", "fsdp_"], ids=["ddp", "fsdp"])
+def test_an_overflow_on_one_process_skips_the_step_on_both(two: Results, kind: str) -> None:
+    log = assert_ranks_agree(two, f"{kind}overflow")
+    assert log["skipped"] == [False, False, False, True, False, False, False, False]
+    assert log["scale"][3] == log["scale"][2] / 2
+    assert log["learning_rate"][3] == log["learning_rate"][2] > log["learning_rate"][4]
+
+
+@pytest.mark.parametrize("kind", ["", "fsdp_"], ids=["ddp", "fsdp"])
+def test_uneven_tokens_in_accumulated_batches_count_once(one: dict[str, Any], two: Results, kind: str) -> None:
+    log, alone = assert_ranks_agree(two, f"{kind}accumulation"), one["accumulation"]
+    assert log["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+    assert log["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("case", ["resume", "fsdp_resume_full", "fsdp_resume_sharded"])
+def test_resumed_training_is_bit_for_bit_that_at_once(two: Results, case: str) -> None:
+    at_once, after = assert_ranks_agree(two, case, "at_once"), assert_ranks_agree(two, case, "after")
+    assert at_once["skipped"][2]  # so that the state restored is not that of a new run
+    assert after["loss"] == at_once["loss"][4:]
+    for key in ("scale", "skipped", "learning_rate"):
+        assert after[key] == at_once[key][4:], key
+    assert same_weights(after["weights"], at_once["weights"])
+    assert len(after["momentum"]) > 0
+    assert all(torch.equal(left, right) for left, right in zip(after["momentum"], at_once["momentum"], strict=True))
+    assert after["evaluation"] == at_once["evaluation"]
+
+
+@pytest.mark.parametrize(
+    ("case", "model"),
+    [
+        ("resume", "model.safetensors"),
+        ("fsdp_resume_full", "pytorch_model_fsdp.bin"),
+        ("fsdp_resume_sharded", "pytorch_model_fsdp_0"),
+    ],
+)
+def test_a_checkpoint_holds_the_loss_scale_once(two: Results, case: str, model: str) -> None:
+    found = two[0][case]
+    assert {"mixed_precision.json", model} <= set(found["files"])
+    assert found["state"]["loss_scaler"]["skipped_steps"] == 1
+    assert found["state"]["loss_scaler"]["scale"] == found["at_once"]["scale"][3]
+
+
+def test_one_process_resumes_what_two_have_saved(one: dict[str, Any], two: Results) -> None:
+    at_once, after = two[0]["resume"]["at_once"], one["resume_from_two"]
+    assert after["scale"] == at_once["scale"][4:]
+    assert after["loss"] == pytest.approx(at_once["loss"][4:], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["of_fsdp", "of_model", "ram_efficient"])
+def test_settings_of_fsdp_change_no_bit(two: Results, kind: str) -> None:
+    log = assert_ranks_agree(two, "fsdp_checkpointing", kind)
+    plain = assert_ranks_agree(two, "fsdp_checkpointing", "without")
+    assert log["loss"] == plain["loss"] and log["scale"] == plain["scale"]
+
+
+def test_a_model_that_fsdp_trained_is_saved_whole(two: Results) -> None:
+    saved = two[0]["fsdp_saved_model"]
+    assert same_weights(saved["trained"], saved["loaded"])
+
+
+def test_accelerate_launch_with_fsdp_does_the_same(
+    launch: Callable[..., Results], two: Results, tmp_path: Path
+) -> None:
+    launched = launch("trainer_worker.py", tmp_path, "overflow", launcher="accelerate")
+    log, expected = assert_ranks_agree(launched, "overflow"), two[0]["fsdp_overflow"]
+    assert log["wrapper"] == "FSDPGPT2LMHeadModel"
+    assert log["loss"] == expected["loss"] and log["scale"] == expected["scale"]

@@ -1,0 +1,251 @@
+"""Runs on each of several processes: ``MixedPrecisionTrainer`` with DDP and with accelerate's FSDP2.
+
+Usage: torchrun (or accelerate launch) ... trainer_worker.py FOLDER [CASE ...]; writes FOLDER/rankN.pt.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers.utils import logging
+
+from hf_mp import MixedPrecisionArguments, MixedPrecisionTrainer
+from hf_mp.trainer import STATE_NAME
+
+logging.set_verbosity_error()
+PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
+GLOBAL_BATCH = 4
+
+
+def tiny_gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(3)
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 101, "n_positions": 24}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0, use_cache=False))
+
+
+def rows(count: int = 256, uneven: bool = False) -> list[dict[str, Tensor]]:
+    """Token ids by a rule that can be learned; where ``uneven``, every second row has labels for a quarter only."""
+    start = torch.randint(0, 101, (count, 1), generator=torch.Generator().manual_seed(5))
+    ids = (start + 3 * torch.arange(16)) % 101
+    labels = ids.clone()
+    if uneven:
+        labels[::2, 4:] = -100
+    return [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
+
+
+class Log(TrainerCallback):
+    """What each step saw, on every process."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.losses: list[float] = []
+        self.skipped: list[bool] = []
+        self.scales: list[float] = []
+        self.learning_rates: list[float] = []
+        self.grad_norms: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        runtime = self.trainer.mixed_precision
+        self.skipped.append(runtime.step_was_skipped)
+        self.scales.append(runtime.stats.loss_scale)
+        self.learning_rates.append(self.trainer.lr_scheduler.get_last_lr()[0])
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.losses.append(float(logs["loss"]))
+            self.grad_norms.append(float(logs["grad_norm"]))
+
+
+class Planting(MixedPrecisionTrainer):
+    """Multiplies the loss of rank 1 by inf in one forward."""
+
+    forwards = 0
+    overflow_at: int | None = None
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        self.forwards += 1
+        hit = self.model.training and self.args.process_index == 1 and self.forwards - 1 == self.overflow_at
+        return loss * math.inf if hit else loss
+
+
+def trainer(folder: Path, *, overflow_at: int | None = None, uneven: bool = False, **settings: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "output_dir": str(folder),
+        "precision": "fp16",
+        "max_steps": 8,
+        "per_device_train_batch_size": GLOBAL_BATCH // PROCESSES,
+        "per_device_eval_batch_size": GLOBAL_BATCH // PROCESSES,
+        "learning_rate": 0.1,
+        "optim": "sgd",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    args = MixedPrecisionArguments(**{**defaults, **settings})
+    log = Log()
+    made = Planting(tiny_gpt2(), args, train_dataset=rows(uneven=uneven), eval_dataset=rows(8), callbacks=[log])
+    made.overflow_at, log.trainer = overflow_at, made
+    return made, log
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+
+
+def run(folder: Path, resume: str | None = None, **settings: Any) -> dict[str, Any]:
+    made, log = trainer(folder, **settings)
+    made.train(resume_from_checkpoint=resume)
+    return {
+        "loss": log.losses,
+        "skipped": log.skipped,
+        "scale": log.scales,
+        "learning_rate": log.learning_rates,
+        "grad_norm": log.grad_norms,
+        "weights": {name: whole(p.detach()) for name, p in made.model.named_parameters()},
+        "momentum": [whole(s["momentum_buffer"]) for s in made.optimizer.state_dict()["state"].values() if s]
+        if settings.get("optim_args")
+        else [],
+        "wrapper": type(made.model_wrapped).__name__,
+        "evaluation": made.evaluate()["eval_loss"],
+    }
+
+
+def resumed(folder: Path, **settings: Any) -> dict[str, Any]:
+    """Eight steps at once, and four steps, a checkpoint, four more in a new Trainer; a step overflows before it."""
+    settings = {"optim_args": "momentum=0.5", "lr_scheduler_type": "linear", **settings}
+    at_once = run(folder, overflow_at=2, save_strategy="steps", save_steps=4, **settings)
+    checkpoint = folder / "checkpoint-4"
+    after = run(folder / "again", str(checkpoint), **settings)
+    return {
+        "at_once": at_once,
+        "after": after,
+        "files": sorted(path.name for path in checkpoint.iterdir()),
+        "state": json.loads((checkpoint / STATE_NAME).read_text()),
+    }
+
+
+# Cases: DDP, or one process
+
+
+def fifty_steps(folder: Path) -> dict[str, Any]:
+    return run(folder, max_steps=50)
+
+
+def overflow(folder: Path) -> dict[str, Any]:
+    return run(folder, overflow_at=3, lr_scheduler_type="linear")
+
+
+def accumulation(folder: Path) -> dict[str, Any]:
+    """Uneven numbers of tokens: the Trainer divides by those of all processes and micro-batches."""
+    return run(folder, uneven=True, gradient_accumulation_steps=2, per_device_train_batch_size=2 // PROCESSES)
+
+
+def resume(folder: Path) -> dict[str, Any]:
+    return resumed(folder)
+
+
+def resume_from_two(folder: Path) -> dict[str, Any]:
+    """On one process, from the checkpoint that two processes wrote."""
+    made = Path(os.environ["CHECKPOINT"])
+    return run(folder, str(made), optim_args="momentum=0.5", lr_scheduler_type="linear")
+
+
+# Cases: FSDP2
+
+
+def _fsdp(**settings: Any) -> dict[str, Any]:
+    config = {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"], **settings}
+    return {"fsdp": True, "fsdp_config": config}
+
+
+def fsdp_fifty_steps(folder: Path) -> dict[str, Any]:
+    return run(folder, max_steps=50, **_fsdp())
+
+
+def fsdp_overflow(folder: Path) -> dict[str, Any]:
+    return run(folder, overflow_at=3, lr_scheduler_type="linear", **_fsdp())
+
+
+def fsdp_accumulation(folder: Path) -> dict[str, Any]:
+    settings = {"uneven": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2 // PROCESSES}
+    return run(folder, **settings, **_fsdp())
+
+
+def fsdp_resume_full(folder: Path) -> dict[str, Any]:
+    return resumed(folder, **_fsdp(state_dict_type="FULL_STATE_DICT"))
+
+
+def fsdp_resume_sharded(folder: Path) -> dict[str, Any]:
+    return resumed(folder, **_fsdp(state_dict_type="SHARDED_STATE_DICT"))
+
+
+def fsdp_checkpointing(folder: Path) -> dict[str, Any]:
+    return {
+        "of_fsdp": run(folder, **_fsdp(activation_checkpointing=True)),
+        "of_model": run(folder, gradient_checkpointing=True, **_fsdp()),
+        "without": run(folder, **_fsdp()),
+        "ram_efficient": run(folder, **_fsdp(cpu_ram_efficient_loading=True)),
+    }
+
+
+def fsdp_saved_model(folder: Path) -> dict[str, Any]:
+    made, _ = trainer(folder, **_fsdp())
+    made.train()
+    made.save_model(str(folder / "model"))
+    dist.barrier()
+    loaded = GPT2LMHeadModel.from_pretrained(folder / "model")
+    return {
+        "trained": {name: whole(p.detach()) for name, p in made.model.named_parameters()},
+        "loaded": dict(loaded.named_parameters()),
+    }
+
+
+ONE_PROCESS = [fifty_steps, accumulation, resume_from_two]
+TWO_PROCESSES = [
+    fifty_steps, overflow, accumulation, resume, fsdp_fifty_steps, fsdp_overflow, fsdp_accumulation,
+    fsdp_resume_full, fsdp_resume_sharded, fsdp_checkpointing, fsdp_saved_model,
+]  # fmt: skip
+
+
+def allow_fsdp_on_cpu() -> None:
+    """accelerate uses FSDP on accelerators only, and DDP on CPUs without a word; let it use its FSDP2 here too."""
+    original = AcceleratorState.__init__
+
+    def init(self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        plugin = kwargs.get("fsdp_plugin")
+        if plugin is not None and self.distributed_type is DistributedType.MULTI_CPU:
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            self.fsdp_plugin = plugin
+
+    AcceleratorState.__init__ = init  # type: ignore[method-assign]
+
+
+def main(folder: str, *names: str) -> None:
+    allow_fsdp_on_cpu()
+    results, rank = {}, int(os.environ.get("RANK", "0"))
+    for case in TWO_PROCESSES if PROCESSES > 1 else ONE_PROCESS:
+        if not names or case.__name__ in names:
+            results[case.__name__] = case(Path(folder, case.__name__))
+    torch.save(results, Path(folder) / f"rank{rank}.pt")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

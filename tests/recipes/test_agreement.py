@@ -1,0 +1,57 @@
+"""When two results agree, and what their table shows."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+import torch
+from rich.console import Console
+
+from _agreement import agreement_table, close, same
+
+
+def test_a_difference_is_relative_to_the_largest_number_of_the_peer():
+    row = close("loop", "losses", [1.0, -4.0, 2.0], [1.0, -4.0, 2.5], 0.13)
+    assert row.difference == 0.125
+    assert row.agrees
+    assert not close("loop", "losses", [1.0, -4.0, 2.0], [1.0, -4.0, 2.5], 0.12).agrees
+
+
+def test_the_last_numbers_are_shown():
+    row = close("loop", "losses", torch.tensor([1.0, 0.25]), torch.tensor([1.0, 0.5]), 0.0)
+    assert (row.peer, row.ours) == ("0.25", "0.5")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
+@pytest.mark.parametrize("side", ["peer", "ours"])
+def test_what_is_not_finite_does_not_agree(value, side):
+    numbers = {"peer": [1.0, 2.0], "ours": [1.0, 2.0], side: [1.0, value]}
+    assert not close("loop", "losses", numbers["peer"], numbers["ours"], 0.5).agrees
+
+
+def test_zeros_agree_with_zeros_alone():
+    assert close("loop", "weights", [0.0], [0.0], 0.0).agrees
+    assert not close("loop", "weights", [0.0], [1e-9], 0.0).agrees
+
+
+@pytest.mark.parametrize(("peer", "ours"), [([1.0], [1.0, 1.0]), ([], [])], ids=["longer", "empty"])
+def test_other_numbers_of_results_cannot_be_compared(peer, ours):
+    with pytest.raises(ValueError, match=r"losses of loop: . numbers cannot be compared"):
+        close("loop", "losses", peer, ours, 1.0)
+
+
+def test_values_of_another_kind_are_the_same_or_not():
+    assert same("loop", "dtype", torch.float16, torch.float16).agrees
+    assert not same("loop", "dtype", torch.float16, torch.float32).agrees
+
+
+def test_the_table_names_a_loop_once_and_marks_what_disagrees():
+    rows = [same("scaling", "scales", 1, 1), same("scaling", "steps", 7, 8)]
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(agreement_table(rows))
+    text = console.export_text()
+    assert text.count("scaling") == 1
+    assert text.count("DISAGREE") == 1
+    assert text.count("agree") == 1

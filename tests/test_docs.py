@@ -1,0 +1,45 @@
+"""The examples of the README and of docs/ run as they stand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_mp
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def examples() -> list:
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        blocks = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        for number, block in enumerate(blocks, start=1):
+            line = text[: block.start(1)].count("\n")
+            found.append(pytest.param(page, line, block[1], id=f"{page.stem}-{number}"))
+    return found
+
+
+@pytest.mark.parametrize(("page", "line", "code"), examples())
+def test_the_example_runs(page, line, code, gpt2, batch, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{name: values[0] for name, values in batch.items()}] * 4
+    names = {
+        **{"hf_mp": hf_mp, "torch": torch, "model": gpt2, "batch": batch, "loader": [batch, batch], "data": rows},
+        "MixedPrecisionCallback": hf_mp.MixedPrecisionCallback,
+        "optimizer": torch.optim.SGD(gpt2.parameters(), lr=0.1),
+    }
+    # at the lines of the page, so that a traceback names them
+    exec(compile("\n" * line + code, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)\)", page.read_text(encoding="utf-8"))
+    missing = [link for link in links if not (page.parent / link).exists()]
+    assert not missing

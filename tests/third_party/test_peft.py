@@ -1,0 +1,187 @@
+"""LoRA adapters of peft over FP32, FP16 and bitsandbytes INT8 bases: masters only for what trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trainer_runs import (
+    arguments,
+    callback_of,
+    difference,
+    history,
+    logged,
+    make_trainer,
+    poisoned,
+    same,
+    tiny_gpt2,
+    token_rows,
+    weights,
+)
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
+
+from hf_mp import MixedPrecisionCallback
+
+peft = pytest.importorskip("peft")
+
+BASES = ("fp32", "fp16", "int8")
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.float16}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    model = tiny_gpt2(torch.float16, n_embd=64, n_layer=2, n_head=4)
+    model.float().save_pretrained(path)  # FP16 holds these weights exactly
+    return path
+
+
+def base_model(saved: Path, base: str) -> Any:
+    quantization: dict[str, Any] = {}
+    if base == "int8":
+        pytest.importorskip("bitsandbytes")
+        quantization = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
+    return AutoModelForCausalLM.from_pretrained(saved, dtype=DTYPES[base], **quantization)
+
+
+def with_adapter(saved: Path, base: str, **settings: Any) -> nn.Module:
+    model = base_model(saved, base)
+    torch.manual_seed(5)
+    config = peft.LoraConfig(
+        r=8,
+        lora_alpha=16,
+        target_modules=["c_attn", "c_proj", "c_fc"],
+        fan_in_fan_out=base != "int8",
+        task_type="CAUSAL_LM",
+    )
+    return peft.get_peft_model(model, config, **settings)
+
+
+def trained_weights(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters() if parameter.requires_grad]
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("adapter", ["fp32", "as the base"])
+def test_masters_only_for_what_trains(tmp_path: Path, saved: Path, base: str, adapter: str) -> None:
+    model = with_adapter(saved, base, autocast_adapter_dtype=adapter == "fp32")
+    # Not the biases: bitsandbytes casts its own to the dtype of what comes in.
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.ndim > 1]
+    before = [p.detach().clone() for p in frozen]
+    trainer = make_trainer("callback", "fp16", model, arguments(tmp_path), train_dataset=token_rows())
+    trainer.train()
+    assert {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} == {torch.float32}
+    assert {parameter.dtype for parameter in frozen} == {DTYPES[base]} | ({torch.int8} if base == "int8" else set())
+    assert same(frozen, before)
+    assert not any("forward" in module.__dict__ for module in model.modules() if not hasattr(module, "_hf_hook"))
+
+
+FALLING = {"optim": "adamw_torch", "learning_rate": 5e-3, "max_steps": 100}
+
+
+def falling_losses(contender: str, saved: Path, base: str, path: Path) -> torch.Tensor:
+    """Means over ten steps each."""
+    args = arguments(path, **FALLING)
+    trainer = make_trainer(contender, "fp16", with_adapter(saved, base), args, train_dataset=token_rows(16))
+    trainer.train()
+    return torch.tensor(logged(trainer, "loss")).view(10, 10).mean(1)
+
+
+@pytest.fixture(scope="module")
+def reference(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    return falling_losses("stock", saved, "fp32", tmp_path_factory.mktemp("reference"))
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_the_loss_falls_as_with_an_fp32_base(tmp_path: Path, saved: Path, base: str, reference: torch.Tensor) -> None:
+    assert reference[-1] < 0.6 * reference[0]
+    torch.testing.assert_close(falling_losses("callback", saved, base, tmp_path), reference, rtol=0.02, atol=0.0)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_sgd_takes_the_steps_of_the_stock_trainer(tmp_path: Path, saved: Path, base: str) -> None:
+    """A wrong factor on the adapter's gradients would show; the reference trains over the same base without us."""
+    ends = {}
+    for who in ("stock", "callback"):
+        kind = "fp32" if who == "stock" and base == "fp16" else base
+        model = with_adapter(saved, kind)
+        for parameter in model.parameters():
+            if parameter.requires_grad:  # peft draws them in the base's dtype
+                parameter.data = parameter.data.half().float()
+        start = trained_weights(model)
+        args = arguments(tmp_path / who, gradient_accumulation_steps=2, max_grad_norm=0.1)
+        trainer = make_trainer(who, "fp16", model, args, train_dataset=token_rows())
+        trainer.train()
+        ends[who] = (trained_weights(trainer.model), start)
+    assert same(ends["stock"][1], ends["callback"][1])
+    assert difference(ends["callback"][0], *ends["stock"]) < 0.03
+
+
+def test_a_base_in_4_bits(tmp_path: Path, saved: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    ends = {}
+    for who in ("stock", "callback"):
+        quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        base = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32, quantization_config=quantization)
+        torch.manual_seed(5)
+        config = peft.LoraConfig(r=8, target_modules=["c_attn", "c_fc"], task_type="CAUSAL_LM")
+        model = peft.get_peft_model(base, config)
+        start = trained_weights(model)
+        trainer = make_trainer(who, "fp16", model, arguments(tmp_path / who), train_dataset=token_rows())
+        trainer.train()
+        assert any(parameter.dtype is torch.uint8 for parameter in model.parameters())
+        ends[who] = (trained_weights(model), start)
+    assert difference(ends["callback"][0], *ends["stock"]) < 0.03
+
+
+def test_a_skipped_step_and_a_resumed_run(tmp_path: Path, saved: Path) -> None:
+    settings = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_steps": 6,
+        "optim": "adamw_torch",
+        "learning_rate": 1e-2,
+    }
+    runs = []
+    for name, source in (("a", None), ("b", str(tmp_path / "a" / "checkpoint-4"))):
+        args = arguments(tmp_path / name, **settings)
+        model = with_adapter(saved, "fp16")
+        trainer = make_trainer("callback", "fp16", model, args, poisoned(Trainer, (1,)), train_dataset=token_rows())
+        trainer.train(resume_from_checkpoint=source)
+        runs.append(trainer)
+    assert same(weights(runs[0].model), weights(runs[1].model))
+    assert history(runs[0])[:-1] == history(runs[1])[:-1]
+    assert callback_of(runs[1]).mixed_precision.stats.skipped_steps == 1
+
+
+def test_the_adapter_alone_is_saved_and_generates(tmp_path: Path, saved: Path) -> None:
+    trainer = make_trainer(
+        "callback", "fp16", with_adapter(saved, "fp16"), arguments(tmp_path / "run"), train_dataset=token_rows()
+    )
+    prompt = token_rows(1)[0]["input_ids"][None, :4]
+    trainer.model.generate(prompt, max_new_tokens=2, pad_token_id=0)  # while attached
+    trainer.train()
+    trainer.save_model(str(tmp_path / "adapter"))
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    assert not (tmp_path / "adapter" / "model.safetensors").exists()
+    loaded = peft.PeftModel.from_pretrained(base_model(saved, "fp32"), tmp_path / "adapter", is_trainable=True)
+    assert same(trained_weights(loaded), trained_weights(trainer.model))
+
+
+def test_an_int8_model_with_an_adapter_for_inference_is_refused(tmp_path: Path, saved: Path) -> None:
+    with_adapter(saved, "fp32").save_pretrained(tmp_path / "adapter")
+    model = peft.PeftModel.from_pretrained(base_model(saved, "int8"), tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"quantized and has nothing to train.*is_trainable=True"):
+        make_trainer("callback", "fp16", model, arguments(tmp_path), train_dataset=token_rows())
+
+
+def test_an_int8_model_without_adapter_is_refused(tmp_path: Path, saved: Path) -> None:
+    model = base_model(saved, "int8")
+    with pytest.raises(ValueError, match="purely quantized"):  # by the Trainer, before it asks its callbacks
+        make_trainer("callback", "fp16", model, arguments(tmp_path), train_dataset=token_rows())
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="quantized and has nothing to train"):
+        MixedPrecisionCallback("fp16").on_init_end(arguments(tmp_path), None, None, model=model)

@@ -1,0 +1,128 @@
+"""TRL's SFTTrainer and DPOTrainer, as they are, with our callback added."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from trainer_runs import arguments, callback_of, difference, logged, make_trainer, poisoned, same, tiny_gpt2, weights
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+trl = pytest.importorskip("trl")
+peft = pytest.importorskip("peft")
+
+WORDS = [f"w{number}" for number in range(150)]
+
+
+def text(numbers: random.Random, length: int) -> str:
+    return " ".join(numbers.choices(WORDS, k=length))
+
+
+def conversations(kind: str) -> Dataset:
+    numbers = random.Random(0)
+    if kind == "sft":
+        return Dataset.from_list([{"text": text(numbers, 16)} for _ in range(16)])
+    rows = [{name: text(numbers, 6) for name in ("prompt", "chosen", "rejected")} for _ in range(16)]
+    return Dataset.from_list(rows)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny_gpt2(torch.float16).float().save_pretrained(path)  # FP16 holds these weights exactly
+    tokenizer().save_pretrained(path)
+    return path
+
+
+def trl_trainer(
+    kind: str, contender: str, precision: str, saved: Path, path: Path, *, lora: bool = False, **settings: Any
+) -> Any:
+    trainer, config = {"sft": (trl.SFTTrainer, trl.SFTConfig), "dpo": (trl.DPOTrainer, trl.DPOConfig)}[kind]
+    base = poisoned(trainer, settings.pop("poisoned")) if "poisoned" in settings else trainer
+    dtype = settings.pop("dtype", torch.float32)
+    learning_rate = {"sft": 0.5, "dpo": 0.05}[kind]
+    args = arguments(path / contender, config, **{"bf16": False, "learning_rate": learning_rate, **settings})
+    named: dict[str, Any] = {"train_dataset": conversations(kind), "processing_class": tokenizer()}
+    if lora:
+        named["peft_config"] = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
+    model = AutoModelForCausalLM.from_pretrained(saved, dtype=dtype)
+    torch.manual_seed(7)
+    return make_trainer(contender, precision, model, args, base, **named)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_the_callback_at_fp32_is_the_stock_trainer(tmp_path: Path, saved: Path, kind: str, lora: bool) -> None:
+    ends = []
+    for contender in ("stock", "callback"):
+        trainer = trl_trainer(kind, contender, "fp32", saved, tmp_path, lora=lora)
+        trainer.train()
+        ends.append((weights(trainer.model), logged(trainer, "loss")))
+    assert same(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1]
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_fp16_follows_the_stock_trainer(tmp_path: Path, saved: Path, kind: str, dtype: torch.dtype, lora: bool) -> None:
+    """With SGD, clipping and TRL's own defaults (gradient checkpointing among them)."""
+    settings = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "max_steps": 3}
+    stock = trl_trainer(kind, "stock", "fp32", saved, tmp_path, lora=lora, **settings)
+    start = weights(stock.model)
+    ours = trl_trainer(kind, "callback", "fp16", saved, tmp_path, lora=lora, dtype=dtype, **settings)
+    with torch.no_grad():  # peft draws an adapter in the base's dtype
+        for parameter, drawn in zip(ours.model.parameters(), start, strict=True):
+            parameter.copy_(drawn)
+    stock.train()
+    ours.train()
+    assert callback_of(ours).mixed_precision.stats.steps == 3
+    assert not same(weights(ours.model), weights(stock.model))
+    assert logged(ours, "loss") == pytest.approx(logged(stock, "loss"), rel=5e-3)
+    assert logged(ours, "grad_norm") == pytest.approx(logged(stock, "grad_norm"), rel=0.03)
+    trained = [parameter.requires_grad for parameter in stock.model.parameters()]
+    ends = [
+        [weight.float() for weight, is_trained in zip(run, trained, strict=True) if is_trained]
+        for run in (weights(ours.model), weights(stock.model), start)
+    ]
+    assert difference(*ends) < 0.05
+    assert {p.dtype for p in ours.model.parameters() if p.requires_grad} == {torch.float32}
+    assert all(key in ours.state.log_history[0] for key in ("loss_scale", "skipped_steps", "headroom"))
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_an_overflow_is_skipped(tmp_path: Path, saved: Path, kind: str) -> None:
+    trainer = trl_trainer(kind, "callback", "fp16", saved, tmp_path, poisoned=(1,))
+    trainer.train()
+    assert logged(trainer, "skipped_steps") == [0, 1, 1, 1]
+    assert all(torch.isfinite(weight).all() for weight in weights(trainer.model))
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_evaluation_and_a_plain_model_in_the_end(tmp_path: Path, saved: Path, kind: str) -> None:
+    trainer = trl_trainer(kind, "callback", "fp16", saved, tmp_path)
+    trainer.train()
+    (before,) = logged(trainer, "loss")[-1:]
+    metrics = trainer.evaluate(trainer.train_dataset)
+    assert metrics["eval_loss"] == pytest.approx(before, rel=0.2)
+    lm_head = trainer.model.get_output_embeddings()
+    dtypes = set()
+    lm_head.register_forward_hook(lambda *arguments: dtypes.add(arguments[-1].dtype))
+    trainer.model(input_ids=torch.ones(1, 4, dtype=torch.int64))
+    assert dtypes == {torch.float32}
+
+
+def test_the_bf16_that_trl_sets_unasked_is_named(tmp_path: Path, saved: Path) -> None:
+    with pytest.raises(ValueError, match=r"bf16=True switches.*TRL sets bf16 unasked: there, say bf16=False"):
+        trl_trainer("sft", "callback", "fp16", saved, tmp_path, bf16=None)
