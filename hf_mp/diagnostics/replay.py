@@ -245,8 +245,12 @@ class Replay:
         try:
             outputs = {(id(call), name): found for call in calls for name, found in self._forward(call, autocast=False)}
             leaving = [outputs[id(incoming.call), incoming.output] for incoming in self._backward.incoming]
-            self._backward_through(leaving, [g for e in self._backward.incoming if (g := e.gradient) is not None], None)
-            self.finite_in_fp32 = not self.nonfinite_gradients and not any(map(finiteness, leaving))
+            self.finite_in_fp32 = not any(map(finiteness, leaving))
+            gradients = [g for incoming in self._backward.incoming if (g := incoming.gradient) is not None]
+            # A loss outside of the model has seen the outputs of before: what it made of inf says nothing of these.
+            if self.finite_in_fp32 and not any(map(finiteness, gradients)):
+                self._backward_through(leaving, gradients, None)
+                self.finite_in_fp32 = not self.nonfinite_gradients
         except Exception as error:  # a model with frozen 16-bit parts cannot run like that; the rest of the report can
             self.notes.append(f"not tried in FP32: {type(error).__name__}: {error}")
         finally:

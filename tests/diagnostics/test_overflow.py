@@ -400,7 +400,7 @@ class SpoiledMixedTrainer(SpoiledTrainer, MixedPrecisionTrainer):
 def train(path: Path, own: bool, callback: MixedPrecisionCallback | None = None, **settings: Any) -> Trainer:
     common = {"output_dir": str(path), "max_steps": 4, "per_device_train_batch_size": 2, "save_strategy": "no"}
     common |= {"report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_steps": 1}
-    rows = [{name: row for name, row in zip(("input_ids", "labels"), (ids, ids))} for ids in tokens(0)["input_ids"]] * 4
+    rows = [{"input_ids": ids, "labels": ids} for ids in tokens(0)["input_ids"]] * 4
     if own:
         arguments = MixedPrecisionArguments(**common, **settings)
         trainer: Trainer = SpoiledMixedTrainer(model=gpt2(), args=arguments, train_dataset=rows)
