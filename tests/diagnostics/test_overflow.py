@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from planted_faults import LargeFactor, Mlp, gpt2, put, tokens, vectors
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +29,6 @@ from hf_mp import (
 )
 from hf_mp.diagnostics import overflow
 from hf_mp.diagnostics.overflow import OverflowExplainer
-from tests.diagnostics.faults import LargeFactor, Mlp, gpt2, put, tokens, vectors
 
 NAN = float("nan")
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from planted_faults import FAULTS, MODELS, Fault
 from torch import Tensor, nn
 
 import hf_mp
 from hf_mp import OverflowReport, StaticLossScaler
-from tests.diagnostics.faults import FAULTS, MODELS, Fault
 
 
 def run(fault: Fault, explained: bool) -> tuple[dict[str, Any], list[OverflowReport]]:
