@@ -220,8 +220,7 @@ class AttachedForward:
         outputs = apply_to_tensors(
             runtime.output_border if not _has_loss(outputs) else runtime.border_beside_loss, outputs
         )
-        for ended in observed:
-            ended(outputs)
+        runtime.forward_ended(observed, outputs)
         return outputs
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -471,6 +470,12 @@ class MixedPrecision:
         if not torch.is_grad_enabled():
             return []
         return [observer.forward_begins(forward, args, kwargs) for observer in self.observers]
+
+    @torch.compiler.disable
+    def forward_ended(self, observed: list[Callable[[Any], None]], outputs: Any) -> None:
+        """Give the outputs to whom :meth:`observe_forward` named."""
+        for ended in observed:
+            ended(outputs)
 
     @torch.compiler.disable
     def output_border(self, output: Tensor) -> Tensor:

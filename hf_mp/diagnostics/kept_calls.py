@@ -27,7 +27,8 @@ class RandomStates:
     def now(cls) -> RandomStates:
         """The states at this moment; no GPU is waited for, since its generator's state lies on the host."""
         cuda = {}
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        has_context = torch.cuda.is_available() and torch.cuda.is_initialized()
+        if has_context and not torch.cuda.is_current_stream_capturing():
             cuda = {index: torch.cuda.get_rng_state(index) for index in range(torch.cuda.device_count())}
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
 

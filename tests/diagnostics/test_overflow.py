@@ -312,6 +312,17 @@ def test_a_replay_that_fails_is_told_and_training_goes_on() -> None:
     assert not loop.step(vectors(0))
 
 
+def test_a_compiled_model_is_replayed_op_by_op() -> None:
+    model = torch.compile(Mlp(), backend="eager")
+    put("act", lambda x: x / (x - x))(model._orig_mod)
+    model, optimizer = hf_mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    explainer = explain_overflows(model)
+    model(**vectors(0)).square().mean().backward()
+    optimizer.step()
+    (report,) = explainer.reports
+    assert (report.phase, report.module.removeprefix("_orig_mod."), report.op) == ("forward", "act", "div")
+
+
 def test_several_optimizers_over_one_model() -> None:
     model = Mlp()
     runtime = MixedPrecision("fp16", loss_scaler=StaticLossScaler(2.0**8))
