@@ -36,6 +36,9 @@ _UNINITIALISED = frozenset(
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
 
 
+_UNKNOWN = object()
+
+
 @dataclass
 class Origin:
     """Where inf or NaN came from; fields as in :class:`OverflowReport`.
@@ -96,31 +99,31 @@ class OriginTracker(TorchDispatchMode):
         if _op_name(func) in _UNINITIALISED:
             self._origins.update({_memory(output): None for output in outputs})
             return
-        known = {_memory(tensor) for tensor in inputs}
-        states = [finiteness(output) for output in outputs]
-        if any(states):
-            origin = self._origin(func, inputs, outputs, max(states), before)
-        for output, state in zip(outputs, states, strict=True):
-            memory = _memory(output)
+        known = set() if func._schema.is_mutable else {_memory(tensor) for tensor in inputs}
+        made = [output for output in outputs if _memory(output) not in known]  # views say nothing new
+        states = [finiteness(output) for output in made]
+        origin = self._origin(func, inputs, outputs, max(states), before) if any(states) else None
+        for output, state in zip(made, states, strict=True):
             if state:
-                self._origins[memory] = origin
-            elif memory not in known:
-                self._origins.pop(memory, None)
+                self._origins[_memory(output)] = origin
+            elif id(output) not in before:
+                self._origins.pop(_memory(output), None)
 
     def _origin(
         self, func: Any, inputs: list[Tensor], outputs: list[Tensor], state: Finiteness, before: dict[int, Finiteness]
-    ) -> Origin | None:
+    ) -> Origin:
         came = [before[id(tensor)] if id(tensor) in before else finiteness(tensor) for tensor in inputs]
-        tainted = [(found, tensor) for found, tensor in zip(came, inputs, strict=True) if found]
-        unwritten = [t for _, t in tainted if _memory(t) in self._origins and self._origins[_memory(t)] is None]
-        known = [(found, origin) for found, t in tainted if (origin := self._origins.get(_memory(t))) is not None]
-        guilty = [(-found, origin.order, origin) for found, origin in known if not origin.is_mask]
+        # What lies in memory that nobody has written is not read either: `baddbmm(empty, q, k, beta=0)`.
+        tainted = [
+            (found, self._origins.get(memory))
+            for found, memory in zip(came, map(_memory, inputs), strict=True)
+            if found and self._origins.get(memory, _UNKNOWN) is not None
+        ]
+        guilty = [(-found, origin.order, origin) for found, origin in tainted if origin and not origin.is_mask]
         if guilty:
             return min(guilty, key=lambda entry: entry[:2])[2]
-        if unwritten:
-            return None
         if state is Finiteness.MINUS_INF and tainted:
-            return known[0][1] if known else self._make(func, inputs, outputs, is_mask=True)
+            return tainted[0][1] or self._make(func, inputs, outputs, is_mask=True)
         is_mask = state is Finiteness.MINUS_INF and _makes_mask(func, inputs)
         return self._make(func, inputs, outputs, is_mask=is_mask)
 

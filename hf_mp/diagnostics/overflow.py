@@ -259,4 +259,6 @@ def _suspects(backwards: list[KeptBackward]) -> list[KeptBackward]:
 
 
 def _has_bad_loss(backward: KeptBackward) -> bool:
-    return any(finiteness(loss) for call in backward.calls for loss in call.losses.values())
+    """Whether a loss is not finite, or what it sent into the model: then the scale has no part in it."""
+    losses = [loss for call in backward.calls for loss in call.losses.values()]
+    return any(map(finiteness, losses + [g for entry in backward.incoming if (g := entry.gradient) is not None]))

@@ -38,6 +38,8 @@ BLAMED = {
     "the-cast": (lambda: (x() * 1e5).half() + 1, "_to_copy"),
     "an-accumulation": (lambda: torch.zeros(2).add_(x() * INF), "mul"),
     "over-memory-that-was-bad-before": (lambda: torch.full((2,), NAN).copy_(x()).div_(0.0), "div_"),
+    "what-replaces-something-bad": (lambda: torch.full((2,), NAN).copy_(x() / 0.0), "div"),
+    "what-is-written-out": (lambda: torch.mul(x() / 0.0, 1.0, out=torch.full((2,), NAN)), "div"),
 }
 
 
@@ -55,6 +57,20 @@ def test_the_op_that_made_it_from_finite_values_is_blamed(name: str) -> None:
     origin = origin_of(function)
     assert origin is not None
     assert (origin.phase, origin.op, origin.is_mask) == ("forward", op, False)
+
+
+def test_memory_that_nobody_has_written_is_no_culprit() -> None:
+    torch.use_deterministic_algorithms(True)  # fills it with NaN
+    try:
+        assert torch.empty(2).isnan().all()
+        origin = origin_of(lambda: rows_of(x() / 0.0))
+        assert origin_of(lambda: rows_of(x())) is None
+        scores = torch.full((1, 2, 2), 1e30)
+        product = origin_of(lambda: torch.baddbmm(torch.empty(1, 2, 2), scores, scores, beta=0.0))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert origin is not None and product is not None
+    assert (origin.op, product.op) == ("div", "baddbmm")
 
 
 UNBLAMED = {

@@ -312,6 +312,18 @@ def test_a_replay_that_fails_is_told_and_training_goes_on() -> None:
     assert not loop.step(vectors(0))
 
 
+def test_gradients_that_are_not_there_do_not_appear() -> None:
+    loop = Loop(model=gpt2().train())
+    loop.model.gradient_checkpointing_enable({"use_reentrant": True})
+    loop.model.enable_input_require_grads()
+    put("transformer.h.0.mlp.act", LargeFactor.apply)(loop.model)
+    loop.model(**tokens(0)).loss.backward()
+    loop.optimizer.zero_grad()
+    report = loop.explainer.explain_now()
+    assert report is not None and report.phase == "backward"
+    assert all(parameter.grad is None for parameter in loop.model.parameters())
+
+
 def test_a_compiled_model_is_replayed_op_by_op() -> None:
     model = torch.compile(Mlp(), backend="eager")
     put("act", lambda x: x / (x - x))(model._orig_mod)

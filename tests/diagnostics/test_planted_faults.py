@@ -45,8 +45,8 @@ def run(fault: Fault, explained: bool) -> tuple[dict[str, Any], list[OverflowRep
                 batch = fault.spoil(batch)
             loss = fault.loss(model(**batch)) if step >= 1 else FAULTS[0].loss(model(**batch))
             loss.backward()
-        gradients = [p.grad.clone() if p.grad is not None else None for p in model.parameters()]
         optimizer.step()
+        gradients = [p.grad.clone() if p.grad is not None else None for p in model.parameters()]
         states.append([gradients, state_of(model, optimizer, runtime)])
         optimizer.zero_grad()
         assert runtime.step_was_skipped == (step >= 1)
