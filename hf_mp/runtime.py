@@ -11,7 +11,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Protocol
 
@@ -30,11 +30,16 @@ from hf_mp.autocasting.working_copies import WorkingCopies
 from hf_mp.borders import check_reachable, input_border, output_border, parameter_border
 from hf_mp.causal_lm_loss import install_causal_lm_loss, remove_causal_lm_loss
 from hf_mp.distributed import Ranks, check_parallelism, is_dtensor, is_running, is_sharded, local_part
-from hf_mp.kernels.gradient_scan import largest_magnitude
+from hf_mp.kernels.gradient_scan import largest_magnitude, largest_magnitude_and_norm
 from hf_mp.loss_scaling import LossScaleError, LossScaler, ScaleTensors, StepReport, headroom_left, make_loss_scaler
 from hf_mp.master_weights.lean import restore_parameters, split_trainable_parameters
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer
-from hf_mp.master_weights.split_parameter import gradient_and_factor, raw_gradient
+from hf_mp.master_weights.split_parameter import (
+    SplitParameter,
+    gradient_and_factor,
+    keep_scale_of_gradients,
+    raw_gradient,
+)
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 
 DEFERRED_ELEMENTS = 2**20  # outputs from this size on are cast to FP32 only when they are read
@@ -141,7 +146,10 @@ class Region(autocast):
         inverse = self._scaler.factors(parameter.device).inverse
         if has_copy:
             return parameter_border(parameter, self._copies.get(parameter), inverse)
-        inside = parameter_border(parameter, None, inverse)
+        if torch.compiler.is_compiling() and isinstance(parameter, SplitParameter) and inverse is not None:
+            inside = _border_outside_of_graphs(parameter, inverse)
+        else:
+            inside = parameter_border(parameter, None, inverse)
         return inside if inside.dtype is dtype else inside.to(dtype)
 
     def factor(self, tensor: Tensor) -> Factor:
@@ -169,6 +177,12 @@ class Region(autocast):
         if type(value) in (list, tuple):
             return type(value)(self._inside(item) for item in value)
         return value
+
+
+# A graph gives its inputs gradients of their own dtype: unscaled, they would underflow in FP16.
+_border_outside_of_graphs = torch.compiler.disable(
+    lambda parameter, inverse: parameter_border(parameter, None, inverse), reason="FP16 gradients leave graphs scaled"
+)
 
 
 def _keep_parameters() -> frozenset[Callable[..., Any]]:
@@ -277,6 +291,8 @@ class MixedPrecision:
         self._guards: list[_StepGuard] = []
         self._ranks = Ranks()
         self._largest: Tensor | None = None  # of the unscaled gradients since the last step
+        self._measured = Measured()
+        self.measures_norm = False  # set by who clips with gradient_norm()
         self._graph_task: int | None = None
         self.observers: list[Observer] = []
 
@@ -330,7 +346,8 @@ class MixedPrecision:
 
     def _make_masters(self, model: nn.Module) -> None:
         if self.policy.is_lean:
-            split_trainable_parameters(model, self.policy.params, self._inverse_scale)
+            if split_trainable_parameters(model, self.policy.params, self._inverse_scale):
+                self.working_copies.clear()  # of what was frozen before
         else:
             _make_masters(model)
 
@@ -496,7 +513,7 @@ class MixedPrecision:
     def backward_begins(self) -> None:
         """Have the gradients measured when this backward is done, before anyone clips them."""
         task = torch._C._current_graph_task_id()
-        if task != self._graph_task and isinstance(self.scaler.factors(torch.device("cpu")), ScaleTensors):
+        if task != self._graph_task and (self._is_scaled or self.measures_norm):
             self._graph_task = task
             model = self.model
             if model is not None and all(raw is None for raw in map(raw_gradient, model.parameters())):
@@ -512,10 +529,18 @@ class MixedPrecision:
             shards = (p for guard in self._guards for group in guard.optimizer.param_groups for p in group["params"])
             parameters = list({id(p): p for p in (*parameters, *shards)}.values())
         if any(raw_gradient(p) is not None for p in parameters):  # none while FSDP accumulates without reducing them
-            largest = _largest_true_magnitude(parameters)
+            largest, self._measured = _measure(parameters, with_norm=self.measures_norm)
             self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
             for observer in self.observers:
                 observer.backward_ended(largest)
+
+    def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
+        """The global 2-norm of the gradients as the backward left them; None where it is not known (any more).
+
+        Bit for bit that of ``torch.nn.utils.get_total_norm``, measured along with the largest magnitude while
+        ``measures_norm`` is set.
+        """
+        return self._measured.norm if self._measured.still_covers(parameters) else None
 
     # What the guard does
 
@@ -523,15 +548,24 @@ class MixedPrecision:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(is_dtensor(parameter) for parameter in parameters):
             self.working_copies.keep_none()  # also where FSDP shards a module around the model, unseen from inside
-        overflow = not torch.isfinite(_largest_true_magnitude(parameters)).item()
-        # Clipping by value, or a repair by hand, may have hidden what the backward gave.
         measured = None if self._largest is None else self._largest.item()
+        seen = measured is not None and self._measured.still_covers(parameters)
+        overflow = not seen and not torch.isfinite(_largest_true_magnitude(parameters)).item()
+        # Clipping by value, or a repair by hand, may have hidden what the backward gave.
         overflow = overflow or (measured is not None and not math.isfinite(measured))
-        return self._ranks.agree(StepReport(overflow, None if overflow else measured), parameters)
+        # Without loss scaling there is no headroom to tell of.
+        largest = measured if self._is_scaled and not overflow else None
+        return self._ranks.agree(StepReport(overflow, largest), parameters)
+
+    @property
+    def _is_scaled(self) -> bool:
+        return isinstance(self.scaler.factors(torch.device("cpu")), ScaleTensors)
 
     def _finish_step(self, report: StepReport) -> None:
-        self._largest = None
+        self._largest, self._measured = None, Measured()
         self.step_was_skipped = report.overflow
+        if (model := self.model) is not None:
+            keep_scale_of_gradients(model.parameters())
         used_scale = self.scaler.get_scale()
         for observer in self.observers:
             observer.step_ended(report)
@@ -547,6 +581,33 @@ class MixedPrecision:
         model = self.model
         named = [] if model is None else model.named_parameters()
         return [name for name, p in named if not torch.isfinite(_largest_true_magnitude([p])).item()]
+
+
+class Measured:
+    """Which gradients a measurement has seen, and their norm where it was asked for."""
+
+    def __init__(self, gradients: Iterable[Tensor] = (), norm: Tensor | None = None) -> None:
+        # Weakly: whoever frees gradients early frees their memory.
+        self._versions = {id(gradient): (weakref.ref(gradient), gradient._version) for gradient in gradients}
+        self.norm = norm
+
+    def still_covers(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether the gradients of ``parameters`` are those that were seen, and unchanged since."""
+        gradients = [gradient for gradient in map(raw_gradient, parameters) if gradient is not None]
+        return bool(gradients) and all(self._is_unchanged(gradient) for gradient in gradients)
+
+    def _is_unchanged(self, gradient: Tensor) -> bool:
+        reference, version = self._versions.get(id(gradient), (None, None))
+        return reference is not None and reference() is gradient and version == gradient._version
+
+
+def _measure(parameters: Sequence[nn.Parameter], *, with_norm: bool) -> tuple[Tensor, Measured]:
+    """The largest magnitude of the unscaled gradients, and what was measured."""
+    gradients = [gradient for gradient in map(raw_gradient, parameters) if gradient is not None]
+    if with_norm and all(type(g) is Tensor and g.dtype is torch.float32 and not g.is_sparse for g in gradients):
+        largest, norm = largest_magnitude_and_norm(gradients)
+        return largest, Measured(gradients, norm)
+    return _largest_true_magnitude(parameters), Measured(gradients)
 
 
 def _has_loss(outputs: Any) -> bool:

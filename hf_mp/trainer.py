@@ -11,11 +11,14 @@ from typing import Any, ClassVar, cast
 
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import SCALER_NAME
 from transformers.utils import logging
 
 from hf_mp.callback import MixedPrecisionCallback
+from hf_mp.checkpoint_files import check_readable
 from hf_mp.diagnostics.overflow import explain_overflows
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.loss_scaling import make_loss_scaler
@@ -138,6 +141,10 @@ class MixedPrecisionTrainer(Trainer):
         self.mixed_precision: MixedPrecision | None = None
         self.overflow_reports: list[OverflowReport] = []
         refuse_other_precision(args, self.precision_policy)
+        if args.torch_compile and self.precision_policy.is_lean and self.precision_policy.loss_scale is not None:
+            logger.warning(
+                f"torch_compile=True has little effect with {self.precision_policy}: graphs end at parameters"
+            )
         for given in (*positional, *named.values()):
             _refuse_callbacks(given if isinstance(given, (list, tuple)) else ())
         if self.precision_policy.is_mixed:
@@ -161,6 +168,7 @@ class MixedPrecisionTrainer(Trainer):
             runtime = self.mixed_precision = make_runtime(self.precision_policy, self.args)
         if runtime.model is None:
             runtime.attach(model)
+        runtime.measures_norm = True
         self._explain_overflows(runtime)
         runtime.wrap_forwards()  # Liger's kernels set a forward of their own after the Trainer is made
         return runtime
@@ -182,14 +190,26 @@ class MixedPrecisionTrainer(Trainer):
         return self.optimizer
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        wrapper = self._master_weight_optimizer()
-        return super()._clip_grad_norm(model) if wrapper is None else wrapper.clip_grad_norm_(self.args.max_grad_norm)
+        wrapper, max_norm = self._master_weight_optimizer(), self.args.max_grad_norm
+        if wrapper is not None:
+            return wrapper.clip_grad_norm_(max_norm)
+        norm = self._known_grad_norm(model)
+        if norm is None:
+            return super()._clip_grad_norm(model)
+        if not norm <= max_norm - 1e-5:  # below, the factor is 1: one pass over the gradients less
+            clip_grads_with_norm_(model.parameters(), max_norm, norm)
+        return norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        wrapper = self._master_weight_optimizer()
-        if wrapper is not None and grad_norm is None:
-            grad_norm = wrapper.clip_grad_norm_(math.inf)
+        if grad_norm is None:
+            wrapper = self._master_weight_optimizer()
+            grad_norm = self._known_grad_norm(model) if wrapper is None else wrapper.clip_grad_norm_(math.inf)
         return super()._get_grad_norm(model, grad_norm)
+
+    def _known_grad_norm(self, model: nn.Module) -> Any:
+        """The norm that was measured when the backward ended, while the gradients are still those."""
+        runtime = self.mixed_precision
+        return None if runtime is None else runtime.gradient_norm(list(model.parameters()))
 
     def _master_weight_optimizer(self) -> MasterWeightOptimizer | None:
         """The optimizer's wrapper in a lean layout, which knows gradients that no one has unscaled yet."""
@@ -215,10 +235,11 @@ class MixedPrecisionTrainer(Trainer):
             text = json.dumps(self.mixed_precision.state_dict(), indent=2)
             Path(output_dir, STATE_NAME).write_text(text + "\n", encoding="utf-8")
 
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         if self.precision_policy.is_mixed:
+            check_readable(Path(resume_from_checkpoint), exclude=(STATE_NAME, SCALER_NAME))
             self._attach()  # a model that model_init made in FP16 would round the weights
-        super()._load_from_checkpoint(*args, **kwargs)
+        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self.mixed_precision is None:

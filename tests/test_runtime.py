@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 
 import hf_mp
+from hf_mp import runtime as runtime_module
 from hf_mp.autocasting import active_autocast
 from hf_mp.loss_scaling import DynamicLossScaler, StaticLossScaler
 from hf_mp.runtime import AttachedForward, MixedPrecision
@@ -662,3 +663,71 @@ def test_detach_reaches_what_was_attached_when_the_outer_model_is_gone(gpt2: GPT
     runtime.detach()
     assert not isinstance(gpt2.forward, AttachedForward)
     MixedPrecision("fp16").attach(gpt2)
+
+
+class TestMeasuring:
+    @pytest.fixture
+    def scans(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Filled with the number of gradients of every scan."""
+        counts: list[int] = []
+        original = runtime_module.largest_magnitude
+
+        def counted(tensors: Any) -> Tensor:
+            tensors = list(tensors)
+            counts.append(len(tensors))
+            return original(tensors)
+
+        monkeypatch.setattr(runtime_module, "largest_magnitude", counted)
+        return counts
+
+    def trained(self, gpt2: GPT2LMHeadModel, batch: Batch) -> tuple[MixedPrecision, torch.optim.Optimizer]:
+        runtime = MixedPrecision("fp16")
+        runtime.attach(gpt2)
+        optimizer = runtime.attach_optimizer(torch.optim.SGD(gpt2.parameters(), lr=0.1))
+        gpt2(**batch).loss.backward()
+        return runtime, optimizer
+
+    def test_gradients_that_nobody_touched_are_read_once(
+        self, gpt2: GPT2LMHeadModel, batch: Batch, scans: list[int]
+    ) -> None:
+        _, optimizer = self.trained(gpt2, batch)
+        optimizer.step()
+        assert scans == [len(list(gpt2.parameters()))]
+
+    @pytest.mark.parametrize("how", ["in place", "replaced"])
+    def test_what_was_written_after_the_backward_is_looked_at(
+        self, gpt2: GPT2LMHeadModel, batch: Batch, how: str
+    ) -> None:
+        runtime, optimizer = self.trained(gpt2, batch)
+        weight = gpt2.transformer.wte.weight
+        assert weight.grad is not None
+        if how == "in place":
+            weight.grad[0, 0] = float("inf")
+        else:
+            weight.grad = torch.full_like(weight, float("nan"))
+        optimizer.step()
+        assert runtime.step_was_skipped
+
+    def test_the_norm_is_known_until_a_gradient_changes(self, gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+        runtime = MixedPrecision("fp16")
+        runtime.attach(gpt2)
+        runtime.measures_norm = True
+        parameters = list(gpt2.parameters())
+        assert runtime.gradient_norm(parameters) is None
+        gpt2(**batch).loss.backward()
+        gpt2(**batch).loss.backward()
+        norm = runtime.gradient_norm(parameters)
+        assert norm is not None
+        assert torch.equal(norm, nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        nn.utils.clip_grad_norm_(parameters, 1e-3)
+        assert runtime.gradient_norm(parameters) is None
+
+    def test_bfloat16_has_no_headroom_to_tell_of(self, gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+        runtime = MixedPrecision("bf16")
+        runtime.attach(gpt2)
+        runtime.measures_norm = True
+        optimizer = runtime.attach_optimizer(torch.optim.SGD(gpt2.parameters(), lr=0.1))
+        gpt2(**batch).loss.backward()
+        assert runtime.gradient_norm(list(gpt2.parameters())) is not None
+        optimizer.step()
+        assert runtime.stats.headroom is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -21,6 +21,7 @@ from hf_mp.diagnostics.untouched import gradients_set_aside, untouched
 from hf_mp.diagnostics.values import Finiteness, finiteness, named_tensors, ranges_of
 from hf_mp.distributed import is_dtensor, is_running, is_sharded
 from hf_mp.loss_scale_rules import FP16_MAX, power_of_two_below
+from hf_mp.master_weights.split_parameter import raw_gradient
 from hf_mp.runtime import MixedPrecision, apply_to_tensors
 
 
@@ -185,7 +186,9 @@ class Replay:
         """A backward that accumulates nowhere; takes the origins of non-finite gradients where ``tracker`` is given."""
         names: list[str] = []
 
-        def look(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        def look(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
+            if gradient is None:  # a split parameter has taken it already
+                return None
             if finiteness(gradient):
                 names.append(self._names[id(parameter)])
                 self._take(None if tracker is None else tracker.of(gradient))
@@ -198,14 +201,16 @@ class Replay:
         handles = [outputs[0].register_hook(note_task)]
         handles += [Tensor.register_hook(p, functools.partial(look, p)) for p in self._parameters]
         try:
-            self._differentiate(outputs, gradients)
+            self._differentiate(outputs, gradients, look)
         finally:
             for handle in handles:
                 handle.remove()
         order = list(self._names.values())
         self.nonfinite_gradients = tuple(sorted(set(names), key=order.index))
 
-    def _differentiate(self, outputs: list[Tensor], gradients: list[Tensor]) -> None:
+    def _differentiate(
+        self, outputs: list[Tensor], gradients: list[Tensor], look: Callable[[nn.Parameter, Tensor], Any]
+    ) -> None:
         try:
             torch.autograd.grad(outputs, self._parameters, gradients, retain_graph=True, allow_unused=True)
         except RuntimeError as error:
@@ -213,6 +218,9 @@ class Replay:
                 raise
             with gradients_set_aside(self._parameters):
                 torch.autograd.backward(outputs, gradients, retain_graph=True)
+                for parameter in self._parameters:  # split ones take a scaled gradient past their hooks
+                    if (gradient := raw_gradient(parameter)) is not None:
+                        look(parameter, gradient)
 
     def _try_smaller_scales(self, outputs: list[Tensor], gradients: list[Tensor]) -> None:
         if self.origin is None or self.origin.phase != "backward":

@@ -61,12 +61,20 @@ class _ModuleState:
 
 @contextlib.contextmanager
 def gradients_set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Begin with no gradients, and put those that are there back at the end."""
-    kept = [_GRAD.__get__(parameter) for parameter in parameters]
+    """Begin with no gradients, and put those that are there back at the end, still scaled ones as they are."""
+    kept = [(_GRAD.__get__(parameter), _beside_grad(parameter)) for parameter in parameters]
     for parameter in parameters:
-        _GRAD.__set__(parameter, None)
+        parameter.grad = None
     try:
         yield
     finally:
-        for parameter, gradient in zip(parameters, kept, strict=True):
+        for parameter, (gradient, beside) in zip(parameters, kept, strict=True):
             _GRAD.__set__(parameter, gradient)
+            parameter.__dict__.update(beside)
+
+
+def _beside_grad(parameter: nn.Parameter) -> dict[str, Any]:
+    """What a split parameter knows of its gradient besides ``.grad``."""
+    return {
+        name: parameter.__dict__[name] for name in ("_scaled_gradient", "_own_factor") if name in parameter.__dict__
+    }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 
 def largest_magnitude_reference(tensors: Iterable[Tensor]) -> Tensor:
@@ -40,6 +41,30 @@ def largest_magnitude(tensors: Iterable[Tensor]) -> Tensor:
         extremes = list(torch._foreach_norm(values, float("inf")))
     device = values[0].device
     return torch.stack([_to_fp32(extreme.abs()).to(device) for extreme in extremes]).max()
+
+
+def largest_magnitude_and_norm_reference(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Plain form of :func:`largest_magnitude_and_norm`."""
+    return largest_magnitude_reference(tensors), get_total_norm(tensors)
+
+
+@torch.no_grad()
+def largest_magnitude_and_norm(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """What :func:`largest_magnitude` and ``torch.nn.utils.get_total_norm`` give, while a tensor is in the CPU's cache.
+
+    Args:
+        tensors: dense FP32 tensors on one device.
+
+    Returns:
+        Two FP32 scalar tensors, each bit for bit that of its own function.
+    """
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        return largest_magnitude(tensors), get_total_norm(tensors)
+    found = [(torch.aminmax(tensor), torch.linalg.vector_norm(tensor)) for tensor in tensors if tensor.numel()]
+    if not found:
+        return torch.zeros(()), torch.zeros(())
+    largest = torch.stack([extreme for extremes, _ in found for extreme in extremes]).abs().max()
+    return largest, torch.linalg.vector_norm(torch.stack([norm for _, norm in found]))
 
 
 def _to_fp32(magnitude: Tensor) -> Tensor:

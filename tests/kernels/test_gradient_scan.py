@@ -7,7 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_mp.kernels.gradient_scan import largest_magnitude, largest_magnitude_reference
+from hf_mp.kernels.gradient_scan import (
+    largest_magnitude,
+    largest_magnitude_and_norm,
+    largest_magnitude_and_norm_reference,
+    largest_magnitude_reference,
+)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 NUMBERS = [0.0, -0.0, 1.0, -3.5, 2.0**-24, -(2.0**-133), 2.0**-149, 65504.0, -65504.0]
@@ -139,3 +144,19 @@ def test_a_finite_fp64_value_beyond_fp32s_range_is_fp32s_largest() -> None:
     assert check([torch.tensor([-1e300], dtype=torch.float64)]) == largest
     assert check([torch.tensor([1e300, -math.inf], dtype=torch.float64)]).item() == math.inf
     assert check([torch.tensor([1e300, math.nan], dtype=torch.float64)]).isnan()
+
+
+class TestWithNorm:
+    @pytest.mark.parametrize("count", [0, 1, 7])
+    def test_both_are_bit_for_bit_those_of_their_own_functions(self, count: int) -> None:
+        tensors = [torch.randn(11 * index + 1, 5) * 10.0 ** (index - 3) for index in range(count)]
+        tensors += [torch.zeros(0, 3)] * bool(count)
+        largest, norm = largest_magnitude_and_norm(tensors)
+        expected_largest, expected_norm = largest_magnitude_and_norm_reference(tensors)
+        assert torch.equal(largest, expected_largest)
+        assert torch.equal(norm, expected_norm)
+
+    @pytest.mark.parametrize("poison", [float("inf"), -float("inf"), float("nan")])
+    def test_neither_is_finite_if_an_element_is_not(self, poison: float) -> None:
+        tensors = [torch.ones(3), torch.tensor([1.0, poison]), torch.ones(2, 2)]
+        assert not any(value.isfinite() for value in largest_magnitude_and_norm(tensors))

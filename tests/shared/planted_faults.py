@@ -303,6 +303,8 @@ def _faults() -> list[Fault]:
         Fault("lean-forward", "gpt2", "forward", act, "mul", plant=forward_act, precision="fp16-lean"),
         Fault("lean-backward", "llama", "backward", "model.layers.0.mlp.act_fn", "LargeFactor",
               plant=put("model.layers.0.mlp.act_fn", factor), precision="fp16-lean"),
+        Fault("lean-checkpointing-backward-reentrant", "gpt2", "backward", act, "LargeFactor", plant=put(act, factor),
+              precision="fp16-lean", checkpointing=True),
         Fault("lean-weight", "gpt2", "weight", "transformer.h.1.mlp.c_fc", tensor="transformer.h.1.mlp.c_fc.weight",
               plant=set_element("transformer.h.1.mlp.c_fc.weight", float("inf")), precision="fp16-lean"),
         Fault("lean-bf16", "bert", "forward", "bert.encoder.layer.1.intermediate.intermediate_act_fn", "div",
