@@ -16,7 +16,12 @@ from hf_mp.diagnostics.values import named_tensors
 
 @dataclass(frozen=True)
 class RandomStates:
-    """The states of all generators that a model may draw from: Python's, NumPy's, torch's on the CPU and on GPUs."""
+    """The states of the generators that a model may draw from.
+
+    Attributes:
+        cpu, cuda: torch's, by device.
+        python, numpy: those of Python and NumPy; None where they were not asked for.
+    """
 
     python: Any
     numpy: Any
@@ -24,18 +29,24 @@ class RandomStates:
     cuda: Mapping[int, Tensor]
 
     @classmethod
-    def now(cls) -> RandomStates:
-        """The states at this moment; no GPU is waited for, since its generator's state lies on the host."""
+    def now(cls, *, torch_only: bool = False) -> RandomStates:
+        """The states at this moment; no GPU is waited for, since its generator's state lies on the host.
+
+        Args:
+            torch_only: leave out Python's and NumPy's, which few models use and which take much longer to copy.
+        """
         cuda = {}
         has_context = torch.cuda.is_available() and torch.cuda.is_initialized()
         if has_context and not torch.cuda.is_current_stream_capturing():
             cuda = {index: torch.cuda.get_rng_state(index) for index in range(torch.cuda.device_count())}
-        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
+        python, numpy = (None, None) if torch_only else (random.getstate(), np.random.get_state())
+        return cls(python, numpy, torch.get_rng_state(), cuda)
 
     def restore(self) -> None:
-        """Set all generators back."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
+        """Set the generators back."""
+        if self.python is not None:
+            random.setstate(self.python)
+            np.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
         for index, state in self.cuda.items():
             torch.cuda.set_rng_state(state, index)
@@ -63,9 +74,9 @@ class KeptCall:
     losses: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KeptCall:
-        """Keep a call that is about to be made."""
-        call = cls(forward, args, kwargs, RandomStates.now(), forward.module().training, ())
+    def of(cls, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, torch_only: bool = True) -> KeptCall:
+        """Keep a call that is about to be made; ``torch_only`` as for :meth:`RandomStates.now`."""
+        call = cls(forward, args, kwargs, RandomStates.now(torch_only=torch_only), forward.module().training, ())
         call.versions = call.versions_now()
         return call
 

@@ -46,7 +46,7 @@ class OverflowExplainer:
 
     def forward_begins(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep the call; returns what to call with its outputs."""
-        call = KeptCall.of(forward, args, kwargs)
+        call = KeptCall.of(forward, args, kwargs, torch_only=not self._keeps_all)
 
         def forward_ended(outputs: Any) -> None:
             for name, output in named_tensors(outputs):
@@ -142,7 +142,8 @@ class OverflowExplainer:
             replay.run()
         except Exception as error:  # training goes on whatever the replay meets, and the report tells
             return replace(place, notes=(f"the replay failed: {type(error).__name__}: {error}",))
-        self._keeps_all = self._keeps_all or any(entry.gradient is None for entry in backward.incoming)
+        # What was not kept may be why: it is, for the next failure.
+        self._keeps_all = self._keeps_all or replay.origin is None
         report = replace(
             place,
             nonfinite_gradients=replay.nonfinite_gradients,

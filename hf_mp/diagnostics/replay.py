@@ -80,6 +80,7 @@ class Replay:
         with self._observed(sites), tracker:
             for call in calls:
                 outputs.update({(id(call), name): found for name, found in self._forward(call)})
+        same = all(self._is_same_loss(call, name, outputs[id(call), name]) for call in calls for name in call.losses)
         leaving, gradients = [], []
         for incoming in self._backward.incoming:
             output = outputs[id(incoming.call), incoming.output]
@@ -87,7 +88,8 @@ class Replay:
             if incoming.gradient is not None:
                 if incoming.gradient._version != incoming.version:
                     self.notes.append(f"the gradient of the output {incoming.output!r} was modified in place since")
-                self._check_incoming(incoming.output, output, incoming.gradient, tracker)
+                if same:
+                    self._check_incoming(incoming.output, output, incoming.gradient)
                 leaving.append(output)
                 gradients.append(incoming.gradient)
             elif self.origin is None:
@@ -95,6 +97,8 @@ class Replay:
                     f"the gradient that came into the output {incoming.output!r} was too large to keep, so this "
                     "backward could not be replayed; from now on it is kept, for the next failure"
                 )
+        if not same and any(map(finiteness, gradients)):
+            leaving = []  # what came in belongs to another forward
         if self.origin is None and leaving:
             with self._observed(sites), tracker:
                 self._backward_through(leaving, gradients, tracker)
@@ -177,7 +181,16 @@ class Replay:
         if spoiled:
             self.notes.append(f"the forward has left inf or NaN in {', '.join(spoiled[:5])}, which no skip takes back")
 
-    def _check_incoming(self, name: str, output: Tensor, gradient: Tensor, tracker: OriginTracker) -> None:
+    def _is_same_loss(self, call: KeptCall, name: str, output: Tensor) -> bool:
+        if bool(finiteness(call.losses[name])) == bool(finiteness(output)):
+            return True
+        self.notes.append(
+            f"the output {name!r} was {call.losses[name].item():g} and came to {output.item():g} in the replay: the "
+            "forward depends on something besides its inputs, weights and torch's random generators"
+        )
+        return False
+
+    def _check_incoming(self, name: str, output: Tensor, gradient: Tensor) -> None:
         if self.origin is None and finiteness(gradient) and not finiteness(output):
             ranges = ranges_of([(f"{name}, the output", output)]), ranges_of([("its gradient", gradient)])
             self.origin = Origin("loss outside of the model", 0, "", "", name, *ranges)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import random
 import weakref
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,26 @@ def test_dropout_falls_the_same(seed: int) -> None:
     torch.manual_seed(seed)
     skipped = loop.step(vectors(0))
     assert [report.module for report in loop.reports] == (["act"] if skipped else [])
+
+
+def test_generators_of_python_are_kept_once_a_replay_has_shown_nothing() -> None:
+    class Gamble(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x / (0.0 if random.random() < 0.5 else 1.0)
+
+    seed = next(s for s in range(99) if (draw := random.Random(s)).random() < 0.5 <= draw.random())
+    loop = Loop(scaler=StaticLossScaler(2.0**8), model=gpt2().train())
+    loop.model.transformer.h[1].mlp.act = Gamble()
+    for _ in range(2):
+        random.seed(seed)
+        # A non-finite gradient comes in as well: the loss is not blamed for it, since the replay differs.
+        (loop.model(**tokens(0)).loss * NAN).backward()
+        loop.optimizer.step()
+        assert random.random() >= 0.5  # the replay has put the generator back
+    first, second = loop.reports
+    assert first.phase == "not found"
+    assert any("came to" in note and "in the replay" in note for note in first.notes)
+    assert (second.phase, second.module) == ("forward", "transformer.h.1.mlp.act")
 
 
 def test_two_forwards_of_one_backward() -> None:
