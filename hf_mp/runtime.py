@@ -598,7 +598,9 @@ class Measured:
 
     def _is_unchanged(self, gradient: Tensor) -> bool:
         reference, version = self._versions.get(id(gradient), (None, None))
-        return reference is not None and reference() is gradient and version == gradient._version
+        # The version counter of a DTensor knows nothing of writes into its shard.
+        is_plain = type(gradient) is Tensor
+        return is_plain and reference is not None and reference() is gradient and version == gradient._version
 
 
 def _measure(parameters: Sequence[nn.Parameter], *, with_norm: bool) -> tuple[Tensor, Measured]:
