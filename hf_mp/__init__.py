@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from hf_mp.autocasting.functions import custom_bwd, custom_fwd
     from hf_mp.autocasting.mode import autocast
     from hf_mp.callback import MixedPrecisionCallback
+    from hf_mp.diagnostics.overflow import explain_overflows
+    from hf_mp.diagnostics.overflow_report import OverflowReport
     from hf_mp.loss_scaling import (
         DynamicLossScaler,
         HeadroomLossScaler,
@@ -33,6 +35,8 @@ _HOME = {
     "autocast": "hf_mp.autocasting.mode",
     "custom_bwd": "hf_mp.autocasting.functions",
     "custom_fwd": "hf_mp.autocasting.functions",
+    "explain_overflows": "hf_mp.diagnostics.overflow",
+    "OverflowReport": "hf_mp.diagnostics.overflow_report",
     "DynamicLossScaler": "hf_mp.loss_scaling",
     "HeadroomLossScaler": "hf_mp.loss_scaling",
     "LossScaleError": "hf_mp.loss_scaling",
@@ -66,6 +70,7 @@ __all__ = [
     "MixedPrecisionArguments",
     "MixedPrecisionCallback",
     "MixedPrecisionTrainer",
+    "OverflowReport",
     "PrecisionPolicy",
     "PrecisionStats",
     "StaticLossScaler",
@@ -75,6 +80,7 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "estimate_training_memory",
+    "explain_overflows",
     "largest_batch_size",
     "load",
     "measure_training_memory",
