@@ -12,9 +12,15 @@ import threading
 import types
 import warnings
 import weakref
+<<<<<<< HEAD
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
+=======
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any, Protocol
+>>>>>>> f9f1724144c4d435f3e436c3523356d4da801304
 
 import torch
 from accelerate.utils.operations import honor_type
@@ -32,7 +38,7 @@ from hf_mp.borders import check_reachable, input_border, output_border, paramete
 from hf_mp.causal_lm_loss import install_causal_lm_loss, remove_causal_lm_loss
 from hf_mp.distributed import Ranks, check_parallelism, is_dtensor, is_running, is_sharded, local_part
 from hf_mp.kernels.gradient_scan import largest_magnitude, largest_magnitude_and_norm
-from hf_mp.loss_scaling import LossScaler, ScaleTensors, StepReport, headroom_left, make_loss_scaler
+from hf_mp.loss_scaling import LossScaleError, LossScaler, ScaleTensors, StepReport, headroom_left, make_loss_scaler
 from hf_mp.master_weights.lean import restore_parameters, split_trainable_parameters
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer
 from hf_mp.master_weights.split_parameter import (
@@ -88,6 +94,27 @@ class PrecisionStats:
             loss_scale_max=max(self.loss_scale_max, used_scale),
             headroom=self.headroom if largest is None else headroom_left(next_scale, largest),
         )
+
+
+class Observer(Protocol):
+    """Looks on while an attached model trains (:mod:`hf_mp.diagnostics`); see ``MixedPrecision.observers``."""
+
+    def forward_begins(
+        self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[Any], None]:
+        """A forward with grad begins; returns what is called with its outputs."""
+
+    def backward_ended(self, largest: Tensor) -> None:
+        """A backward's gradients were measured: their largest magnitude, not read yet. Only where a scale is."""
+
+    def step_ended(self, report: StepReport) -> None:
+        """An optimizer step was taken or skipped; the scaler has not counted it yet."""
+
+    def last_words(self) -> str:
+        """What to add to the message of a :class:`LossScaleError`."""
+
+    def forget(self) -> None:
+        """The model is detached."""
 
 
 class Region(autocast):
@@ -205,14 +232,17 @@ class AttachedForward:
         if runtime.region.entered or runtime.detached:
             return self.original(*args, **kwargs)
         runtime.before_forward()
+        observed = runtime.observe_forward(self, args, kwargs)
         if torch.is_grad_enabled():
             args = apply_to_tensors(runtime.input_border, args)
             kwargs = apply_to_tensors(runtime.input_border, kwargs)
         with runtime.working_copies.saving(), runtime.region:
             outputs = self.original(*args, **kwargs)
-        return apply_to_tensors(
+        outputs = apply_to_tensors(
             runtime.output_border if not _has_loss(outputs) else runtime.border_beside_loss, outputs
         )
+        runtime.forward_ended(observed, outputs)
+        return outputs
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Deep-copying a model copies its attributes, this one too: the copy must run the copied weights.
@@ -271,6 +301,7 @@ class MixedPrecision:
         self._measured = Measured()
         self.measures_norm = False  # set by who clips with gradient_norm()
         self._graph_task: int | None = None
+        self.observers: list[Observer] = []
 
     def _inverse_scale(self, device: torch.device) -> Tensor | None:
         return self.scaler.factors(device).inverse
@@ -385,6 +416,8 @@ class MixedPrecision:
             remove_causal_lm_loss(model)
             remove_activations(model)
         self._model = None
+        for observer in self.observers:
+            observer.forget()
         self.detached = True
 
     def copy_for(self, memo: dict[int, Any]) -> MixedPrecision:
@@ -454,6 +487,21 @@ class MixedPrecision:
             self._make_masters(model)
 
     @torch.compiler.disable
+    def observe_forward(
+        self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Callable[[Any], None]]:
+        """Tell the observers of a forward that builds a graph; gives what is to be called with its outputs."""
+        if not torch.is_grad_enabled():
+            return []
+        return [observer.forward_begins(forward, args, kwargs) for observer in self.observers]
+
+    @torch.compiler.disable
+    def forward_ended(self, observed: list[Callable[[Any], None]], outputs: Any) -> None:
+        """Give the outputs to whom :meth:`observe_forward` named."""
+        for ended in observed:
+            ended(outputs)
+
+    @torch.compiler.disable
     def output_border(self, output: Tensor) -> Tensor:
         """The border that a tensor crosses on its way out of the model."""
         return output_border(output, self.scaler.factors(output.device).scale, self.backward_begins)
@@ -490,6 +538,8 @@ class MixedPrecision:
         if any(raw_gradient(p) is not None for p in parameters):  # none while FSDP accumulates without reducing them
             largest, self._measured = _measure(parameters, with_norm=self.measures_norm)
             self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
+            for observer in self.observers:
+                observer.backward_ended(largest)
 
     def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """The global 2-norm of the gradients as the backward left them; None where it is not known (any more).
@@ -528,8 +578,13 @@ class MixedPrecision:
         if (model := self.model) is not None:
             keep_scale_of_gradients(model.parameters())
         used_scale = self.scaler.get_scale()
+        for observer in self.observers:
+            observer.step_ended(report)
         try:
             self.scaler.record_step(report, self._nonfinite_gradients)
+        except LossScaleError as error:
+            words = [words for observer in self.observers if (words := observer.last_words())]
+            raise LossScaleError("\n".join([str(error), *words])) from None
         finally:
             self.stats = self.stats.after_step(used_scale, self.scaler.get_scale(), report)
 
@@ -560,7 +615,13 @@ class Measured:
 
     def _is_unchanged(self, gradient: Tensor) -> bool:
         reference, version = self._versions.get(id(gradient), (None, None))
+<<<<<<< HEAD
         return reference is not None and reference() is gradient and version == local_part(gradient)._version
+=======
+        # The version counter of a DTensor knows nothing of writes into its shard.
+        is_plain = type(gradient) is Tensor
+        return is_plain and reference is not None and reference() is gradient and version == gradient._version
+>>>>>>> f9f1724144c4d435f3e436c3523356d4da801304
 
 
 def _measure(parameters: Sequence[nn.Parameter], *, with_norm: bool) -> tuple[Tensor, Measured]:

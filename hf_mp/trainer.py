@@ -19,14 +19,18 @@ from transformers.utils import logging
 
 from hf_mp.callback import MixedPrecisionCallback
 from hf_mp.checkpoint_files import check_readable
+from hf_mp.diagnostics.overflow import explain_overflows
+from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.loss_scaling import make_loss_scaler
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer
 from hf_mp.policy import PrecisionPolicy, parse_loss_scale
 from hf_mp.runtime import MixedPrecision, check_attachable
 from hf_mp.trainer_support import (
     STATE_NAME,
+    asks_for_explanation,
     load_runtime_state,
     make_runtime,
+    overflow_directory,
     policy_of,
     refuse_other_precision,
     tell_accelerate,
@@ -63,6 +67,16 @@ class MixedPrecisionArguments(TrainingArguments):
     loss_scale_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata={"help": 'Settings of the loss scaler as JSON, e.g. \'{"init_scale": 4096, "headroom": 4}\'.'},
+    )
+
+    # On: good steps pay nothing for it, and whoever needs the answer did not know so beforehand.
+    explain_overflows: bool = field(
+        default=True,
+        metadata={"help": "Replay the micro-batch of a skipped step and log which module made the first inf or NaN."},
+    )
+    keep_overflow_batches: bool = field(
+        default=False,
+        metadata={"help": "Keep failing batches and their reports in OUTPUT_DIR/overflows (safetensors and JSON)."},
     )
 
     def __post_init__(self) -> None:
@@ -107,6 +121,7 @@ class MixedPrecisionTrainer(Trainer):
 
     Attributes:
         mixed_precision: the :class:`MixedPrecision` runtime of the current model; None with ``precision="fp32"``.
+        overflow_reports: an :class:`OverflowReport` for each skipped step of the current model that was explained.
 
     Raises:
         ValueError: before anything is written, for an unknown precision, for ``fp16=True``, ``bf16=True`` or
@@ -124,6 +139,7 @@ class MixedPrecisionTrainer(Trainer):
         args = MixedPrecisionArguments() if args is None else args
         self.precision_policy = policy_of(args, precision)
         self.mixed_precision: MixedPrecision | None = None
+        self.overflow_reports: list[OverflowReport] = []
         refuse_other_precision(args, self.precision_policy)
         if args.torch_compile and self.precision_policy.is_lean and self.precision_policy.loss_scale is not None:
             logger.warning(
@@ -154,8 +170,13 @@ class MixedPrecisionTrainer(Trainer):
             runtime.attach(model)
         # A training_step of one's own may write gradients so that no version counter rises (`.data`, NumPy).
         runtime.measures_norm = type(self).training_step is Trainer.training_step
+        self._explain_overflows(runtime)
         runtime.wrap_forwards()  # Liger's kernels set a forward of their own after the Trainer is made
         return runtime
+
+    def _explain_overflows(self, runtime: MixedPrecision) -> None:
+        if asks_for_explanation(self.args):
+            self.overflow_reports = explain_overflows(runtime, keep_batches=overflow_directory(self.args)).reports
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
         """As the stock Trainer's, over FP32 masters and with a guarded ``step``."""

@@ -115,6 +115,9 @@ class WorkingCopies:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._entries
+
     @property
     def total_bytes(self) -> int:
         """Bytes that the copies take."""

@@ -165,7 +165,7 @@ def _write_gradient(result: Tensor, ctx: Any, labels: Tensor, factor: Tensor) ->
     factors = torch.where(counted, factor, 0.0)
     hit = torch.full((1, 1), settings.label_smoothing - 1.0, device=logits.device)
     for rows in _blocks(logits):
-        values = logits[rows].float().sub_(denominators[rows, None]).exp_()
+        values = logits[rows].to(torch.float32, copy=True).sub_(denominators[rows, None]).exp_()
         if settings.z_loss:
             values.mul_(1.0 + 2.0 * settings.z_loss * denominators[rows, None])
         if settings.label_smoothing:

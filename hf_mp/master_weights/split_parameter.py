@@ -175,6 +175,9 @@ class SplitParameter(nn.Parameter):
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
 
+# What a parameter becomes, by its class. The estimation of memory adds one for fake tensors.
+SPLIT_CLASSES: dict[type[Tensor], type[SplitParameter]] = {nn.Parameter: SplitParameter}
+
 # Optimizers choose their fast implementations by these types.
 _foreach_supported_types.append(SplitParameter)
 
@@ -228,7 +231,7 @@ def make_split(parameter: nn.Parameter, dtype: torch.dtype, inverse_scale: Inver
 def check_splittable(parameters: Iterable[nn.Parameter]) -> None:
     """Raise ``TypeError`` for a subclass of ``nn.Parameter``, which has a life of its own."""
     for parameter in parameters:
-        if type(parameter) not in (nn.Parameter, WatchedParameter):
+        if type(parameter) not in (*SPLIT_CLASSES, WatchedParameter):
             raise TypeError(
                 f"a {type(parameter).__name__} of shape {tuple(parameter.shape)} cannot be split into working copy and "
                 "remainder, only nn.Parameter itself: freeze it, or use the default layout"
@@ -236,7 +239,7 @@ def check_splittable(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _become_split(parameter: nn.Parameter, remainder: Tensor, inverse_scale: InverseScale | None) -> SplitParameter:
-    parameter.__class__ = SplitParameter
+    parameter.__class__ = SPLIT_CLASSES[type(parameter)]
     assert isinstance(parameter, SplitParameter)
     parameter.remainder_bits = remainder
     parameter.inverse_scale = inverse_scale
