@@ -12,15 +12,9 @@ import threading
 import types
 import warnings
 import weakref
-<<<<<<< HEAD
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
-=======
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Protocol
->>>>>>> f9f1724144c4d435f3e436c3523356d4da801304
 
 import torch
 from accelerate.utils.operations import honor_type
@@ -599,9 +593,7 @@ class Measured:
 
     def __init__(self, gradients: Iterable[Tensor] = (), norm: Tensor | None = None) -> None:
         # Weakly: whoever frees gradients early frees their memory.
-        self._versions = {
-            id(gradient): (weakref.ref(gradient), local_part(gradient)._version) for gradient in gradients
-        }
+        self._versions = {id(gradient): (weakref.ref(gradient), gradient._version) for gradient in gradients}
         self.norm = norm
 
     def still_covers(self, parameters: Iterable[nn.Parameter]) -> bool:
@@ -615,13 +607,9 @@ class Measured:
 
     def _is_unchanged(self, gradient: Tensor) -> bool:
         reference, version = self._versions.get(id(gradient), (None, None))
-<<<<<<< HEAD
-        return reference is not None and reference() is gradient and version == local_part(gradient)._version
-=======
         # The version counter of a DTensor knows nothing of writes into its shard.
         is_plain = type(gradient) is Tensor
         return is_plain and reference is not None and reference() is gradient and version == gradient._version
->>>>>>> f9f1724144c4d435f3e436c3523356d4da801304
 
 
 def _measure(parameters: Sequence[nn.Parameter], *, with_norm: bool) -> tuple[Tensor, Measured]:
