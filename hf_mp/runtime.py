@@ -88,7 +88,7 @@ class PrecisionStats:
             loss_scale=next_scale,
             loss_scale_min=min(self.loss_scale_min, used_scale),
             loss_scale_max=max(self.loss_scale_max, used_scale),
-            headroom=self.headroom if largest is None else headroom_left(next_scale, largest),
+            headroom=headroom_left(next_scale, largest) if largest else self.headroom,  # none for gradients of zero
         )
 
 

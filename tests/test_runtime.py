@@ -848,3 +848,10 @@ def test_a_state_that_is_no_mapping_is_refused() -> None:
         runtime.load_state_dict([1])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the state of a loss scaler is a mapping, not a list"):
         runtime.scaler.load_state_dict([1])  # type: ignore[arg-type]
+
+
+def test_gradients_of_zero_have_no_headroom_to_log(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    model, optimizer = hf_mp.prepare(gpt2, torch.optim.SGD(gpt2.parameters(), lr=0.1))
+    (model(**batch).loss * 0.0).backward()
+    optimizer.step()
+    assert "headroom" not in runtime_of(gpt2).stats.log_entries()
