@@ -26,7 +26,7 @@ REMAINDER_DTYPE = torch.int16
 FP16_EXACT_FROM = 2.0**-16
 FP16_LARGEST_ERROR = 2.0**-39  # below FP16_EXACT_FROM
 FP16_LARGEST_MASTER = 65520.0 - 2.0**-8  # the largest FP32 number that FP16 rounds to a finite one
-_BLOCK_ELEMENTS = 2**16  # temporaries of a block stay in a CPU's cache
+_BLOCK_ELEMENTS = 2**18  # temporaries of a block stay in a CPU's cache
 
 _EXPONENT_BITS = 0x7F800000
 _SMALLEST_BINADE = 0x38800000  # FP32 bits of 2**-14, the smallest normal FP16 number
