@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from hf_mp.autocasting.functions import custom_bwd, custom_fwd
     from hf_mp.autocasting.mode import autocast
     from hf_mp.callback import MixedPrecisionCallback
+    from hf_mp.checkpoints.manifest import CheckpointError
+    from hf_mp.checkpoints.preemption import Preempted
     from hf_mp.loss_scaling import (
         DynamicLossScaler,
         HeadroomLossScaler,
@@ -37,12 +39,15 @@ _HOME = {
     "MixedPrecision": "hf_mp.runtime",
     "PrecisionStats": "hf_mp.runtime",
     "prepare": "hf_mp.runtime",
+    "CheckpointError": "hf_mp.checkpoints.manifest",
+    "Preempted": "hf_mp.checkpoints.preemption",
     "MixedPrecisionCallback": "hf_mp.callback",
     "MixedPrecisionArguments": "hf_mp.trainer",
     "MixedPrecisionTrainer": "hf_mp.trainer",
 }
 
 __all__ = [
+    "CheckpointError",
     "DynamicLossScaler",
     "HeadroomLossScaler",
     "LossScaleError",
@@ -53,6 +58,7 @@ __all__ = [
     "MixedPrecisionTrainer",
     "PrecisionPolicy",
     "PrecisionStats",
+    "Preempted",
     "StaticLossScaler",
     "__version__",
     "autocast",
