@@ -75,7 +75,12 @@ def publish(staged: Path, target: Path) -> None:
     if target.exists():
         _remove_tree(replaced)
         os.rename(target, replaced)
-    os.rename(staged, target)
+    try:
+        os.rename(staged, target)
+    except OSError:
+        if replaced.exists():
+            os.rename(replaced, target)
+        raise
     sync_folder(target.parent)
     sync_folder(staged.parent)
     _remove_tree(replaced)
