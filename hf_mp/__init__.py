@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hf_mp.autocasting.functions import custom_bwd, custom_fwd
     from hf_mp.autocasting.mode import autocast
     from hf_mp.callback import MixedPrecisionCallback
-    from hf_mp.checkpoints.manifest import CheckpointError
+    from hf_mp.checkpoints.manifest import CheckpointError, NoCheckpointError
     from hf_mp.checkpoints.preemption import Preempted
     from hf_mp.loss_scaling import (
         DynamicLossScaler,
@@ -40,6 +40,7 @@ _HOME = {
     "PrecisionStats": "hf_mp.runtime",
     "prepare": "hf_mp.runtime",
     "CheckpointError": "hf_mp.checkpoints.manifest",
+    "NoCheckpointError": "hf_mp.checkpoints.manifest",
     "Preempted": "hf_mp.checkpoints.preemption",
     "MixedPrecisionCallback": "hf_mp.callback",
     "MixedPrecisionArguments": "hf_mp.trainer",
@@ -56,6 +57,7 @@ __all__ = [
     "MixedPrecisionArguments",
     "MixedPrecisionCallback",
     "MixedPrecisionTrainer",
+    "NoCheckpointError",
     "PrecisionPolicy",
     "PrecisionStats",
     "Preempted",

@@ -42,8 +42,13 @@ def outcomes(arguments: argparse.Namespace, folder: Path) -> Iterable[tuple[str,
     with Harness(folder) as harness:
         ours, stock, first = Cases(harness), Cases(harness, "stock"), arguments.seed
         if arguments.only:
-            case = {"kill": ours.kill, "damage": ours.damage, "terminate": ours.terminate, "stock": stock.kill}
-            yield arguments.only, case[arguments.only](first)
+            case = {
+                "kill": lambda: ours.kill(first, ranks=ranks_of(first)),
+                "damage": lambda: ours.damage(first),
+                "terminate": lambda: ours.terminate(first, ranks=ranks_of(first)),
+                "stock": lambda: stock.kill(first),
+            }
+            yield arguments.only, case[arguments.only]()
             return
         for seed in range(first, first + arguments.kills):
             yield "kill -9", ours.kill(seed, ranks=ranks_of(seed))

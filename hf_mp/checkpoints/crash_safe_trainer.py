@@ -28,7 +28,7 @@ from hf_mp.checkpoints.inspection import (
     step_of,
 )
 from hf_mp.checkpoints.lock import DirectoryLock
-from hf_mp.checkpoints.manifest import MANIFEST_NAME, CheckpointError, read_manifest
+from hf_mp.checkpoints.manifest import MANIFEST_NAME, CheckpointError, NoCheckpointError, read_manifest
 from hf_mp.checkpoints.preemption import Preempted, PreemptionCallback, SignalWatch
 from hf_mp.checkpoints.rotation import is_damaged, rotate
 from hf_mp.distributed import is_running
@@ -56,6 +56,7 @@ class CrashSafeTrainer(Trainer):
     Raises:
         CheckpointError: from ``train``, where another run holds the output directory, no checkpoint can be resumed
             from, or one could not be saved and ``save_failure="stop"``.
+        NoCheckpointError: from ``train(resume_from_checkpoint=True)``, where none has been saved yet.
         Preempted: from ``train``, after a signal and a checkpoint; a ``SystemExit``.
     """
 
@@ -144,11 +145,12 @@ class CrashSafeTrainer(Trainer):
                 least = -action()
             except CheckpointError as failure:
                 error = failure
-        failed = self._largest(int(error is not None))
+        kinds = (CheckpointError, NoCheckpointError)
+        failed = self._largest(0 if error is None else 1 + kinds.index(type(error)))
         if error is not None:
             raise error
         if failed:
-            raise CheckpointError(_OTHER_PROCESS)
+            raise kinds[failed - 1](_OTHER_PROCESS)
         return -self._largest(least)
 
     # Saving
@@ -305,8 +307,10 @@ def _nothing() -> Iterator[None]:
 def _choose(run_directory: Path) -> int:
     lookup = find_newest_whole(list_checkpoints(run_directory))
     if lookup.chosen is None:
-        reasons = f":\n{lookup.describe()}" if lookup.passed_over else ", it has none"
-        raise CheckpointError(f"No valid checkpoint found in output directory ({run_directory}){reasons}")
+        message = f"No valid checkpoint found in output directory ({run_directory})"
+        if not lookup.passed_over:
+            raise NoCheckpointError(f"{message}: there is none yet")
+        raise CheckpointError(f"{message}:\n{lookup.describe()}")
     if lookup.passed_over:
         logger.warning(f"resuming from {lookup.chosen}; newer ones were passed over:\n{lookup.describe()}")
     return step_of(lookup.chosen) or 0

@@ -18,6 +18,7 @@ logger = logging.get_logger(__name__)
 
 LOCK_NAME = ".hf_mp.lock"
 HOLDER_NAME = ".hf_mp.lock.json"
+_FORK_SECONDS = 1.0  # a process that a killed run had just forked lets go of its lock when it first runs
 
 
 class DirectoryLock:
@@ -41,7 +42,7 @@ class DirectoryLock:
     def __enter__(self) -> DirectoryLock:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire(timeout=0)
+            self._lock.acquire(timeout=_FORK_SECONDS)
         except Timeout as error:
             raise CheckpointError(
                 f"{self._directory} is in use by another run ({_holder(self._directory)}), and two runs would write "

@@ -23,6 +23,10 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be saved, or must not be loaded; the message names the file, the reason and the way out."""
 
 
+class NoCheckpointError(CheckpointError):
+    """A directory to resume from has no checkpoint at all, as before the first save: train anew."""
+
+
 @dataclass(frozen=True)
 class FileEntry:
     """What a file was when it was written."""

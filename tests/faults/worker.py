@@ -4,7 +4,7 @@ Settings: arguments of the Trainer, and ``resume`` (true: the newest whole check
 ``trainer`` (``"ours"``, ``"callback"`` or ``"stock"``), ``step_seconds`` (a pause after each step), ``kill_at`` (the
 operation on the output directory at which the process kills itself) and ``full_disks`` (each save has a disk that is
 full one operation later than before). It prints a line at each step and save, and at its end the SHA-256 of its
-weights, optimizer, random numbers and loss scale.
+weights, optimizer and loss scale.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
-from hf_mp import CheckpointError, MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer
+from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer, NoCheckpointError
 from hf_mp.checkpoints.inspection import find_problems, list_checkpoints
 from hf_mp.trainer_support import unwrap_optimizer
 
@@ -96,7 +96,6 @@ def fingerprint(trainer: Trainer) -> str:
     for _, state in sorted(unwrap_optimizer(trainer.optimizer).state_dict()["state"].items()):
         for _, value in sorted(state.items()):
             digest.update(torch.as_tensor(value).cpu().numpy().tobytes())
-    digest.update(torch.get_rng_state().numpy().tobytes())
     runtime = getattr(trainer, "mixed_precision", None)
     if runtime is not None:
         digest.update(json.dumps(runtime.state_dict()["loss_scaler"], sort_keys=True).encode())
@@ -145,9 +144,7 @@ def resume(trainer: Trainer, kind: str) -> None:
         return
     try:
         trainer.train(resume_from_checkpoint=True)
-    except CheckpointError as error:
-        if "it has none" not in str(error):  # killed before the first save
-            raise
+    except NoCheckpointError:  # killed before the first save
         trainer.train()
 
 
