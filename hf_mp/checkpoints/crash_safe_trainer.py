@@ -123,6 +123,13 @@ class CrashSafeTrainer(Trainer):
             raise CheckpointError(f"{name} ended the run, and {step} could not be saved: the messages above say why")
         raise Preempted(name, str(Path(str(self.args.output_dir), step)))
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        # The stock loop looks whether it is at its end after a step only: resumed there, it would train one step more.
+        if 0 < self.state.max_steps <= self.state.global_step:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
     # Several processes
 
     def _largest(self, number: int) -> int:
