@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune loops test faults lint clean
+.PHONY: help finetune loops memory test faults lint clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -23,6 +23,9 @@ finetune: $(INSTALLED) ## fine-tune a small GPT-2 in FP16 (ARGS="--help" lists e
 
 loops: $(INSTALLED) ## the loops of the tutorials, with torch.amp and with hf_mp (ARGS="--scale small" takes seconds)
 	@GOMP_SPINCOUNT=$${GOMP_SPINCOUNT:-3000} $(BIN)/python recipes/plain_loops.py $(ARGS)
+
+memory: $(INSTALLED) ## show what GPT-2 takes in memory, as a table, a page and a picture (ARGS="--help")
+	@$(BIN)/python recipes/memory_report.py $(ARGS)
 
 # One thread a worker: with more, tiny models spend their time waiting for threads.
 test: $(INSTALLED) ## run the tests (ARGS="tests/test_cli.py" runs those of one file)

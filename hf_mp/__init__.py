@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from hf_mp.callback import MixedPrecisionCallback
     from hf_mp.checkpoints.manifest import CheckpointError, NoCheckpointError
     from hf_mp.checkpoints.preemption import Preempted
+    from hf_mp.diagnostics.overflow import explain_overflows
+    from hf_mp.diagnostics.overflow_report import OverflowReport
     from hf_mp.loss_scaling import (
         DynamicLossScaler,
         HeadroomLossScaler,
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
         StaticLossScaler,
     )
     from hf_mp.master_weights.optimizer import MasterWeightOptimizer
+    from hf_mp.memory.fitting import LargestBatch, largest_batch_size
+    from hf_mp.memory.footprint import MemoryFootprint, memory_footprint
+    from hf_mp.memory.measuring import measure_training_memory
+    from hf_mp.memory.precisions import load
+    from hf_mp.memory.training import TrainingMemory, estimate_training_memory
     from hf_mp.policy import PrecisionPolicy
     from hf_mp.runtime import MixedPrecision, PrecisionStats, prepare
     from hf_mp.trainer import MixedPrecisionArguments, MixedPrecisionTrainer
@@ -30,11 +37,21 @@ _HOME = {
     "autocast": "hf_mp.autocasting.mode",
     "custom_bwd": "hf_mp.autocasting.functions",
     "custom_fwd": "hf_mp.autocasting.functions",
+    "explain_overflows": "hf_mp.diagnostics.overflow",
+    "OverflowReport": "hf_mp.diagnostics.overflow_report",
     "DynamicLossScaler": "hf_mp.loss_scaling",
     "HeadroomLossScaler": "hf_mp.loss_scaling",
     "LossScaleError": "hf_mp.loss_scaling",
     "StaticLossScaler": "hf_mp.loss_scaling",
     "MasterWeightOptimizer": "hf_mp.master_weights.optimizer",
+    "LargestBatch": "hf_mp.memory.fitting",
+    "largest_batch_size": "hf_mp.memory.fitting",
+    "MemoryFootprint": "hf_mp.memory.footprint",
+    "memory_footprint": "hf_mp.memory.footprint",
+    "measure_training_memory": "hf_mp.memory.measuring",
+    "load": "hf_mp.memory.precisions",
+    "TrainingMemory": "hf_mp.memory.training",
+    "estimate_training_memory": "hf_mp.memory.training",
     "PrecisionPolicy": "hf_mp.policy",
     "MixedPrecision": "hf_mp.runtime",
     "PrecisionStats": "hf_mp.runtime",
@@ -51,21 +68,31 @@ __all__ = [
     "CheckpointError",
     "DynamicLossScaler",
     "HeadroomLossScaler",
+    "LargestBatch",
     "LossScaleError",
     "MasterWeightOptimizer",
+    "MemoryFootprint",
     "MixedPrecision",
     "MixedPrecisionArguments",
     "MixedPrecisionCallback",
     "MixedPrecisionTrainer",
     "NoCheckpointError",
+    "OverflowReport",
     "PrecisionPolicy",
     "PrecisionStats",
     "Preempted",
     "StaticLossScaler",
+    "TrainingMemory",
     "__version__",
     "autocast",
     "custom_bwd",
     "custom_fwd",
+    "estimate_training_memory",
+    "explain_overflows",
+    "largest_batch_size",
+    "load",
+    "measure_training_memory",
+    "memory_footprint",
     "prepare",
 ]
 

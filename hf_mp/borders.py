@@ -81,15 +81,15 @@ class _LeavingBorder(BorderFunction):
     def forward(ctx: Any, outside: Tensor, value: Tensor | None, inverse: Tensor | None) -> Tensor:
         ctx.inverse, ctx.dtype = inverse, outside.dtype
         # A parameter that is a working copy itself decides per backward in which form it takes a gradient.
-        ctx.accepts_scaled = getattr(outside, "accepts_scaled_gradient", None)
-        if ctx.accepts_scaled is not None:
+        ctx.take_scaled = getattr(outside, "take_scaled_gradient", None)
+        if ctx.take_scaled is not None:
             ctx.dtype = torch.float32
         return outside.view_as(outside) if value is None else value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.accepts_scaled is not None and _accumulates(ctx) and ctx.accepts_scaled():
-            return gradient, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        if ctx.take_scaled is not None and _accumulates(ctx) and ctx.take_scaled(gradient):
+            return None, None, None
         return unscale(gradient, ctx.inverse).to(ctx.dtype), None, None
 
 

@@ -21,12 +21,16 @@ from transformers.utils import logging
 from hf_mp.autocasting.rules import Rules
 from hf_mp.autocasting.tables import TableName
 from hf_mp.checkpoints.finishing import finish
+from hf_mp.diagnostics.overflow import explain_overflows
+from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.loss_scaling import make_loss_scaler
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 from hf_mp.runtime import MixedPrecision
 from hf_mp.trainer_support import (
     STATE_NAME,
+    asks_for_explanation,
     load_runtime_state,
+    overflow_directory,
     policy_of,
     refuse_other_precision,
     tell_accelerate,
@@ -59,12 +63,15 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
         loss_scaler_settings: keyword arguments for the loss scaler that the policy names, as in
             ``{"init_scale": 4096, "headroom": 4}``; default: those of ``MixedPrecisionArguments``, else none.
         tables, rules: as for :class:`hf_mp.autocast`.
+        explain_overflows: have skipped steps explained (:func:`hf_mp.explain_overflows`); default: what
+            ``MixedPrecisionArguments`` say, else True.
         keep_attached: leave the model attached after ``train()``, so that evaluation and ``generate`` run under
             autocast; default False.
 
     Attributes:
         mixed_precision: the :class:`MixedPrecision` runtime of the current model, with its ``stats``; None before the
             Trainer is made, and with ``precision="fp32"``.
+        overflow_reports: an :class:`OverflowReport` for each skipped step of the current model that was explained.
 
     Raises:
         ValueError: when made, for an unknown precision, a lean preset (there the Trainer would have to leave the
@@ -84,14 +91,17 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
         loss_scaler_settings: Mapping[str, Any] | None = None,
         tables: TableName = "compact",
         rules: Rules | None = None,
+        explain_overflows: bool | None = None,
         keep_attached: bool = False,
     ) -> None:
         self.precision = precision
+        self.explain_overflows = explain_overflows
         self.loss_scaler_settings = None if loss_scaler_settings is None else dict(loss_scaler_settings)
         self.tables: TableName = tables
         self.rules = rules
         self.keep_attached = keep_attached
         self.mixed_precision: MixedPrecision | None = None
+        self.overflow_reports: list[OverflowReport] = []
         self._model: weakref.ref[nn.Module] | None = None  # that mixed_precision was made for
         self._warned_of_order = False
         json.dumps(self.loss_scaler_settings)  # the Trainer writes them into its checkpoints
@@ -220,6 +230,7 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
                 "precision": None if self.precision is None else str(self.precision),
                 "loss_scaler_settings": self.loss_scaler_settings,
                 "tables": self.tables,
+                "explain_overflows": self.explain_overflows,
                 "keep_attached": self.keep_attached,
             },
             "attributes": {} if runtime is None else {"saved_state": runtime.state_dict()},
@@ -262,7 +273,12 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
             runtime.attach(model)
             self.mixed_precision, self._model = runtime, weakref.ref(model)
             _runtimes.add(runtime)
+        self._explain_overflows(runtime, args)
         return runtime
+
+    def _explain_overflows(self, runtime: MixedPrecision, args: TrainingArguments) -> None:
+        if (self.explain_overflows is None and asks_for_explanation(args)) or self.explain_overflows:
+            self.overflow_reports = explain_overflows(runtime, keep_batches=overflow_directory(args)).reports
 
     def _adopt_restored(self, model: nn.Module) -> None:
         """Take over from the callback that the Trainer put this one in the place of.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 
 from hf_mp.autocasting.through_fp32 import must_be_plain
@@ -32,7 +33,8 @@ class CausalLMLoss:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if type(logits) is not Tensor or logits.dtype is torch.float64 or must_be_plain():
+        is_ordinary = type(logits) is Tensor or is_fake(logits)  # fake ones are those of an estimate of memory
+        if not is_ordinary or logits.dtype is torch.float64 or must_be_plain():
             return _original()(
                 logits,
                 labels,

@@ -1,6 +1,7 @@
 """The ``hf-mp`` command. Each command prints what a function of its own module gathered."""
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -51,3 +52,61 @@ def env(
     for label, value in rows.items():
         table.add_row(label, Text(value))
     Console().print(table)
+
+
+@app.command()
+def memory(
+    model: Annotated[
+        str, typer.Argument(help="Directory, config.json, model on the Hub, or gpt2, gpt2-medium, gpt2-large, gpt2-xl.")
+    ],
+    train: Annotated[bool, typer.Option("--train", help="Also predict a training step in every precision.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Also take that step and measure it here.")] = False,
+    batch_size: Annotated[int, typer.Option(help="Sequences in one forward.")] = 1,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens in a sequence. Default: up to 1024.")] = None,
+    accumulation_steps: Annotated[int, typer.Option(help="Micro-batches in one update.")] = 1,
+    gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="Recompute blocks.")] = False,
+    optimizer: Annotated[str | None, typer.Option(help="As in TrainingArguments(optim=...).")] = None,
+    precision: Annotated[
+        list[str] | None, typer.Option(help="Way of training, may be given several times. Default: all.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cuda or cpu. Default: cuda; with --measure, what is here.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Memory of a GPU, as 24GiB: what fits, and the largest batch.")
+    ] = None,
+    config_only: Annotated[bool, typer.Option("--config-only", help="Count without loading any weights.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Write one HTML page with pictures, which needs no network.")
+    ] = None,
+) -> None:
+    """Show what MODEL takes in memory: loaded in six precisions and, with --train, while it is fine-tuned."""
+    from hf_mp.memory.command import run
+
+    settings = {
+        "batch_size": batch_size,
+        "seq_len": seq_len,
+        "accumulation_steps": accumulation_steps,
+        "gradient_checkpointing": gradient_checkpointing,
+        "optimizer": optimizer,
+    }
+    try:
+        typer.echo(
+            run(
+                model,
+                train=train,
+                measure=measure,
+                device=device,
+                gpu=gpu,
+                presets=precision,
+                config_only=config_only,
+                as_json=as_json,
+                html=html,
+                settings=settings,
+            ),
+            nl=False,
+        )
+    except (ValueError, ImportError) as error:
+        typer.echo(f"hf-mp memory: error: {error}", err=True)
+        raise typer.Exit(2) from error

@@ -106,6 +106,11 @@ class LossScaler(ExplicitScaling, Generic[State]):
         """The loss scale in force; 1.0 for a disabled scaler."""
         return self.state.scale if self._enabled else 1.0
 
+    @property
+    def smallest_scale(self) -> float:
+        """The smallest scale that overflows can lower this one to."""
+        return self._min_scale
+
     def scale_tensors(self, device: torch.device) -> ScaleTensors:
         """The scale and its inverse on ``device``, which follow the scale from now on without being asked for again."""
         if device not in self._tensors:

@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate.utils import recursively_apply
@@ -31,10 +31,15 @@ from hf_mp.borders import check_reachable, input_border, output_border, paramete
 from hf_mp.causal_lm_loss import install_causal_lm_loss, remove_causal_lm_loss
 from hf_mp.distributed import Ranks, check_parallelism, is_dtensor, is_running, is_sharded, local_part
 from hf_mp.kernels.gradient_scan import largest_magnitude, largest_magnitude_and_norm
-from hf_mp.loss_scaling import LossScaler, ScaleTensors, StepReport, headroom_left, make_loss_scaler
+from hf_mp.loss_scaling import LossScaleError, LossScaler, ScaleTensors, StepReport, headroom_left, make_loss_scaler
 from hf_mp.master_weights.lean import restore_parameters, split_trainable_parameters
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer
-from hf_mp.master_weights.split_parameter import gradient_and_factor, raw_gradient
+from hf_mp.master_weights.split_parameter import (
+    SplitParameter,
+    gradient_and_factor,
+    keep_scale_of_gradients,
+    raw_gradient,
+)
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 
 DEFERRED_ELEMENTS = 2**20  # outputs from this size on are cast to FP32 only when they are read
@@ -84,6 +89,27 @@ class PrecisionStats:
         )
 
 
+class Observer(Protocol):
+    """Looks on while an attached model trains (:mod:`hf_mp.diagnostics`); see ``MixedPrecision.observers``."""
+
+    def forward_begins(
+        self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[Any], None]:
+        """A forward with grad begins; returns what is called with its outputs."""
+
+    def backward_ended(self, largest: Tensor) -> None:
+        """A backward's gradients were measured: their largest magnitude, not read yet. Only where a scale is."""
+
+    def step_ended(self, report: StepReport) -> None:
+        """An optimizer step was taken or skipped; the scaler has not counted it yet."""
+
+    def last_words(self) -> str:
+        """What to add to the message of a :class:`LossScaleError`."""
+
+    def forget(self) -> None:
+        """The model is detached."""
+
+
 class Region(autocast):
     """Autocast inside an attached model: reads working copies and puts the parameter border around every use."""
 
@@ -120,7 +146,10 @@ class Region(autocast):
         inverse = self._scaler.factors(parameter.device).inverse
         if has_copy:
             return parameter_border(parameter, self._copies.get(parameter), inverse)
-        inside = parameter_border(parameter, None, inverse)
+        if torch.compiler.is_compiling() and isinstance(parameter, SplitParameter) and inverse is not None:
+            inside = _border_outside_of_graphs(parameter, inverse)
+        else:
+            inside = parameter_border(parameter, None, inverse)
         return inside if inside.dtype is dtype else inside.to(dtype)
 
     def factor(self, tensor: Tensor) -> Factor:
@@ -148,6 +177,12 @@ class Region(autocast):
         if type(value) in (list, tuple):
             return type(value)(self._inside(item) for item in value)
         return value
+
+
+# A graph gives its inputs gradients of their own dtype: unscaled, they would underflow in FP16.
+_border_outside_of_graphs = torch.compiler.disable(
+    lambda parameter, inverse: parameter_border(parameter, None, inverse), reason="FP16 gradients leave graphs scaled"
+)
 
 
 def _keep_parameters() -> frozenset[Callable[..., Any]]:
@@ -190,14 +225,17 @@ class AttachedForward:
         if runtime.region.entered or runtime.detached:
             return self.original(*args, **kwargs)
         runtime.before_forward()
+        observed = runtime.observe_forward(self, args, kwargs)
         if torch.is_grad_enabled():
             args = apply_to_tensors(runtime.input_border, args)
             kwargs = apply_to_tensors(runtime.input_border, kwargs)
         with runtime.working_copies.saving(), runtime.region:
             outputs = self.original(*args, **kwargs)
-        return apply_to_tensors(
+        outputs = apply_to_tensors(
             runtime.output_border if not _has_loss(outputs) else runtime.border_beside_loss, outputs
         )
+        runtime.forward_ended(observed, outputs)
+        return outputs
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Deep-copying a model copies its attributes, this one too: the copy must run the copied weights.
@@ -256,6 +294,7 @@ class MixedPrecision:
         self._measured = Measured()
         self.measures_norm = False  # set by who clips with gradient_norm()
         self._graph_task: int | None = None
+        self.observers: list[Observer] = []
 
     def _inverse_scale(self, device: torch.device) -> Tensor | None:
         return self.scaler.factors(device).inverse
@@ -307,7 +346,8 @@ class MixedPrecision:
 
     def _make_masters(self, model: nn.Module) -> None:
         if self.policy.is_lean:
-            split_trainable_parameters(model, self.policy.params, self._inverse_scale)
+            if split_trainable_parameters(model, self.policy.params, self._inverse_scale):
+                self.working_copies.clear()  # of what was frozen before
         else:
             _make_masters(model)
 
@@ -369,6 +409,8 @@ class MixedPrecision:
             remove_causal_lm_loss(model)
             remove_activations(model)
         self._model = None
+        for observer in self.observers:
+            observer.forget()
         self.detached = True
 
     def copy_for(self, memo: dict[int, Any]) -> MixedPrecision:
@@ -438,6 +480,21 @@ class MixedPrecision:
             self._make_masters(model)
 
     @torch.compiler.disable
+    def observe_forward(
+        self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Callable[[Any], None]]:
+        """Tell the observers of a forward that builds a graph; gives what is to be called with its outputs."""
+        if not torch.is_grad_enabled():
+            return []
+        return [observer.forward_begins(forward, args, kwargs) for observer in self.observers]
+
+    @torch.compiler.disable
+    def forward_ended(self, observed: list[Callable[[Any], None]], outputs: Any) -> None:
+        """Give the outputs to whom :meth:`observe_forward` named."""
+        for ended in observed:
+            ended(outputs)
+
+    @torch.compiler.disable
     def output_border(self, output: Tensor) -> Tensor:
         """The border that a tensor crosses on its way out of the model."""
         return output_border(output, self.scaler.factors(output.device).scale, self.backward_begins)
@@ -474,6 +531,8 @@ class MixedPrecision:
         if any(raw_gradient(p) is not None for p in parameters):  # none while FSDP accumulates without reducing them
             largest, self._measured = _measure(parameters, with_norm=self.measures_norm)
             self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
+            for observer in self.observers:
+                observer.backward_ended(largest)
 
     def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """The global 2-norm of the gradients as the backward left them; None where it is not known (any more).
@@ -505,9 +564,16 @@ class MixedPrecision:
     def _finish_step(self, report: StepReport) -> None:
         self._largest, self._measured = None, Measured()
         self.step_was_skipped = report.overflow
+        if (model := self.model) is not None:
+            keep_scale_of_gradients(model.parameters())
         used_scale = self.scaler.get_scale()
+        for observer in self.observers:
+            observer.step_ended(report)
         try:
             self.scaler.record_step(report, self._nonfinite_gradients)
+        except LossScaleError as error:
+            words = [words for observer in self.observers if (words := observer.last_words())]
+            raise LossScaleError("\n".join([str(error), *words])) from None
         finally:
             self.stats = self.stats.after_step(used_scale, self.scaler.get_scale(), report)
 
@@ -532,7 +598,9 @@ class Measured:
 
     def _is_unchanged(self, gradient: Tensor) -> bool:
         reference, version = self._versions.get(id(gradient), (None, None))
-        return reference is not None and reference() is gradient and version == gradient._version
+        # The version counter of a DTensor knows nothing of writes into its shard.
+        is_plain = type(gradient) is Tensor
+        return is_plain and reference is not None and reference() is gradient and version == gradient._version
 
 
 def _measure(parameters: Sequence[nn.Parameter], *, with_norm: bool) -> tuple[Tensor, Measured]:

@@ -14,18 +14,24 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import SCALER_NAME
 from transformers.utils import logging
 
 from hf_mp.callback import MixedPrecisionCallback
+from hf_mp.checkpoint_files import check_readable
 from hf_mp.checkpoints.crash_safe_trainer import SAVE_FAILURES, CrashSafeTrainer
+from hf_mp.diagnostics.overflow import explain_overflows
+from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.loss_scaling import make_loss_scaler
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer
 from hf_mp.policy import PrecisionPolicy, parse_loss_scale
 from hf_mp.runtime import MixedPrecision, check_attachable
 from hf_mp.trainer_support import (
     STATE_NAME,
+    asks_for_explanation,
     load_runtime_state,
     make_runtime,
+    overflow_directory,
     policy_of,
     refuse_other_precision,
     tell_accelerate,
@@ -76,6 +82,16 @@ class MixedPrecisionArguments(TrainingArguments):
         metadata={"help": "Have SIGTERM and SIGUSR1 end the run in a checkpoint, with exit code 75."},
     )
 
+    # On: good steps pay nothing for it, and whoever needs the answer did not know so beforehand.
+    explain_overflows: bool = field(
+        default=True,
+        metadata={"help": "Replay the micro-batch of a skipped step and log which module made the first inf or NaN."},
+    )
+    keep_overflow_batches: bool = field(
+        default=False,
+        metadata={"help": "Keep failing batches and their reports in OUTPUT_DIR/overflows (safetensors and JSON)."},
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.save_failure not in SAVE_FAILURES:
@@ -120,6 +136,7 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
 
     Attributes:
         mixed_precision: the :class:`MixedPrecision` runtime of the current model; None with ``precision="fp32"``.
+        overflow_reports: an :class:`OverflowReport` for each skipped step of the current model that was explained.
 
     Raises:
         ValueError: before anything is written, for an unknown precision, for ``fp16=True``, ``bf16=True`` or
@@ -137,7 +154,12 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
         args = MixedPrecisionArguments() if args is None else args
         self.precision_policy = policy_of(args, precision)
         self.mixed_precision: MixedPrecision | None = None
+        self.overflow_reports: list[OverflowReport] = []
         refuse_other_precision(args, self.precision_policy)
+        if args.torch_compile and self.precision_policy.is_lean and self.precision_policy.loss_scale is not None:
+            logger.warning(
+                f"torch_compile=True has little effect with {self.precision_policy}: graphs end at parameters"
+            )
         for given in (*positional, *named.values()):
             _refuse_callbacks(given if isinstance(given, (list, tuple)) else ())
         if self.precision_policy.is_mixed:
@@ -162,8 +184,13 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
         if runtime.model is None:
             runtime.attach(model)
         runtime.measures_norm = True
+        self._explain_overflows(runtime)
         runtime.wrap_forwards()  # Liger's kernels set a forward of their own after the Trainer is made
         return runtime
+
+    def _explain_overflows(self, runtime: MixedPrecision) -> None:
+        if asks_for_explanation(self.args):
+            self.overflow_reports = explain_overflows(runtime, keep_batches=overflow_directory(self.args)).reports
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
         """As the stock Trainer's, over FP32 masters and with a guarded ``step``."""
@@ -223,10 +250,11 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
             text = json.dumps(self.mixed_precision.state_dict(), indent=2)
             Path(output_dir, STATE_NAME).write_text(text + "\n", encoding="utf-8")
 
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         if self.precision_policy.is_mixed:
+            check_readable(Path(resume_from_checkpoint), exclude=(STATE_NAME, SCALER_NAME))
             self._attach()  # a model that model_init made in FP16 would round the weights
-        super()._load_from_checkpoint(*args, **kwargs)
+        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self.mixed_precision is None:

@@ -23,6 +23,7 @@ from hf_mp.runtime import MixedPrecision
 logger = logging.get_logger(__name__)
 
 STATE_NAME = "mixed_precision.json"  # in each checkpoint directory
+OVERFLOWS_NAME = "overflows"  # in the output directory
 
 
 def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> None:
@@ -108,6 +109,16 @@ def make_runtime(policy: PrecisionPolicy, args: TrainingArguments) -> MixedPreci
     """A runtime for ``policy``, with the settings of the loss scaler that ``args`` may have."""
     settings: dict[str, Any] = getattr(args, "loss_scaler_settings", {})
     return MixedPrecision(policy, loss_scaler=make_loss_scaler(policy.loss_scale, **settings))
+
+
+def asks_for_explanation(args: TrainingArguments) -> bool:
+    """Whether skipped steps are to be explained: yes, unless ``MixedPrecisionArguments`` say otherwise."""
+    return bool(getattr(args, "explain_overflows", True))
+
+
+def overflow_directory(args: TrainingArguments) -> Path | None:
+    """Where failing batches are kept, if ``MixedPrecisionArguments`` ask for that."""
+    return Path(str(args.output_dir), OVERFLOWS_NAME) if getattr(args, "keep_overflow_batches", False) else None
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -136,8 +136,9 @@ class _SavedInputs:
     def remember(self, source: Tensor, upcast: Tensor) -> Tensor:
         if upcast is source:
             return source
-        # The upcast is held as well: while it lives, no other tensor can have its storage's address.
-        self._sources[upcast.untyped_storage().data_ptr()] = (source, upcast)
+        # The upcast is held as well: while it lives, no other storage can be at its place. The address of its data
+        # would not do: fake tensors have none.
+        self._sources[upcast.untyped_storage()._cdata] = (source, upcast)
         return upcast
 
     def forget_upcasts(self) -> None:
@@ -167,7 +168,7 @@ class _SavedInputs:
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.dtype is not torch.float32 or tensor.numel() == 0:
             return self._keep(tensor)
-        found = self._sources.get(tensor.untyped_storage().data_ptr())
+        found = self._sources.get(tensor.untyped_storage()._cdata)
         if found is not None:
             source, upcast = found[0].detach(), found[1]
             place = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))

@@ -115,6 +115,9 @@ class WorkingCopies:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._entries
+
     @property
     def total_bytes(self) -> int:
         """Bytes that the copies take."""
@@ -134,11 +137,12 @@ class WorkingCopies:
         return entry.copy
 
     def refresh_all(self) -> None:
-        """Round every parameter into its copy, in one fused pass; called once after each update.
+        """Round every trainable parameter into its copy, in one fused pass; called once after each update.
 
         Stale or not: optimizers that write through ``.data`` or in a kernel of their own raise no version counter.
+        Frozen ones wait until :meth:`get` finds them changed: the base under an adapter is not read at every step.
         """
-        _refresh([entry for entry, _ in self._live()])
+        _refresh([entry for entry, parameter in self._live() if parameter.requires_grad])
 
     @property
     def keeps_none(self) -> bool:

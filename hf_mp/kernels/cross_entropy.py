@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from hf_mp.autocasting.working_copies import is_shared
+from hf_mp.autocasting.working_copies import is_shared, version_of
 from hf_mp.borders import BorderFunction
 
 # FP32 elements of one block of rows: on a CPU what stays in its cache, on a GPU what keeps it busy.
@@ -137,7 +137,7 @@ class _CrossEntropy(BorderFunction):
         if settings.z_loss:
             losses += settings.z_loss * denominators.square()
         ctx.save_for_backward(connector, labels)
-        ctx.logits, ctx.version, ctx.denominators = logits, logits._version, denominators
+        ctx.logits, ctx.version, ctx.denominators = logits, version_of(logits), denominators
         ctx.count = counted.sum() if settings.reduction == "mean" else None
         ctx.settings = settings
         total = torch.where(counted, losses, 0.0).sum()
@@ -146,7 +146,7 @@ class _CrossEntropy(BorderFunction):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         connector, labels = ctx.saved_tensors
-        if ctx.logits._version != ctx.version:
+        if version_of(ctx.logits) != ctx.version:
             raise RuntimeError("the logits were modified by an inplace operation after the loss was computed from them")
         if torch.is_grad_enabled():  # create_graph=True
             logits = _Reconnect.apply(connector, ctx.logits)
@@ -165,7 +165,7 @@ def _write_gradient(result: Tensor, ctx: Any, labels: Tensor, factor: Tensor) ->
     factors = torch.where(counted, factor, 0.0)
     hit = torch.full((1, 1), settings.label_smoothing - 1.0, device=logits.device)
     for rows in _blocks(logits):
-        values = logits[rows].float().sub_(denominators[rows, None]).exp_()
+        values = logits[rows].to(torch.float32, copy=True).sub_(denominators[rows, None]).exp_()
         if settings.z_loss:
             values.mul_(1.0 + 2.0 * settings.z_loss * denominators[rows, None])
         if settings.label_smoothing:

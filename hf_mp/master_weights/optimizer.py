@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -13,13 +14,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp.autocasting.working_copies import version_of, watch
-from hf_mp.master_weights.split import REMAINDER_DTYPE
+from hf_mp.master_weights.split import split
 from hf_mp.master_weights.split_parameter import (
     SplitParameter,
     gradient_and_factor,
     make_split,
     master_value,
+    multiply_gradients,
     open_master,
+    unscaled,
     write_master,
 )
 from hf_mp.policy import LOWER_PRECISION_DTYPES
@@ -65,47 +68,45 @@ class MasterWeightOptimizer(Optimizer):
     """
 
     keeps_masters = True  # its FP16 gradients may be unscaled: they become FP32
+    optimizer: Optimizer
+    layout: MasterLayout
 
     def __init__(self, optimizer: Optimizer, *, layout: MasterLayout = "whole") -> None:
         if layout not in get_args(MasterLayout):
             raise ValueError(f"layout={layout!r} is not known: use one of {', '.join(get_args(MasterLayout))}")
-        if optimizer.state:
-            raise ValueError(
-                f"this {type(optimizer).__name__} was stepped already, with state in its parameters' dtype: wrap it "
-                "before its first step, or load its state into the wrapper"
-            )
-        self.optimizer = optimizer
-        self.layout = layout
-        self._masters: dict[nn.Parameter, _WholeMaster] = {}
-        self._clip_factor: Tensor | None = None
-        self._is_stepping = False
-        super().__setstate__({})  # hooks, and the step that calls them
-        self._adopt_hooks()
-        if hasattr(
-            optimizer, "check_overrides"
-        ):  # bitsandbytes knows parameters with settings of their own by identity
-            optimizer.check_overrides()
+        if isinstance(optimizer, MasterWeightOptimizer):
+            raise TypeError("this optimizer is a MasterWeightOptimizer already: wrap one only once")
+        _state_to_fp32(optimizer)
+        self._wrap(optimizer, layout)
+        if hasattr(optimizer, "check_overrides"):
+            optimizer.check_overrides()  # bitsandbytes knows parameters with settings of their own by identity
         for group in optimizer.param_groups:
             self._adopt(group["params"])
         if not any(_needs_master(parameter) for parameter in self._parameters()):
             warnings.warn("MasterWeightOptimizer has nothing to do: no parameter is FP16 or BF16", stacklevel=2)
 
-    def _adopt_hooks(self) -> None:
-        inner: Any = self.optimizer
-        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            getattr(self, name).update(getattr(inner, name))
-            getattr(inner, name).clear()
-        for name in (
-            "_optimizer_state_dict_pre_hooks",
-            "_optimizer_state_dict_post_hooks",
-            "_optimizer_load_state_dict_pre_hooks",
-            "_optimizer_load_state_dict_post_hooks",
-        ):
-            setattr(self, name, getattr(inner, name))
-        inner.register_step_pre_hook(self._refuse_direct_step)
+    def _wrap(self, optimizer: Optimizer, layout: MasterLayout) -> None:
+        self.optimizer = optimizer
+        self.layout = layout
+        self._masters: dict[nn.Parameter, _WholeMaster] = {}
+        self._loaded: dict[nn.Parameter, Tensor] = {}  # FP32 masters of a checkpoint, not taken over yet
+        self._is_stepping = False
+        super().__setstate__({})  # hooks, and the step that calls them
+        for name, value in vars(optimizer).items():
+            if name.startswith("_optimizer_") and name.endswith("_hooks"):
+                setattr(self, name, value)
+        optimizer.register_step_pre_hook(self._refuse_direct_step)
+
+    def __getstate__(self) -> dict[str, Any]:
+        masters = {p: self.master(p) for p in self._parameters() if p in self._masters or p in self._loaded}
+        return {"optimizer": self.optimizer, "layout": self.layout, "masters": masters}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._wrap(state["optimizer"], state["layout"])
+        self._loaded = state["masters"]
 
     def _refuse_direct_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._is_stepping:
+        if optimizer is self.optimizer and not self._is_stepping:
             raise RuntimeError(
                 f"step() of a {type(optimizer).__name__} whose master weights are in a MasterWeightOptimizer: call the "
                 "wrapper's step(), the object that MasterWeightOptimizer(...) or prepare(...) returned"
@@ -153,6 +154,7 @@ class MasterWeightOptimizer(Optimizer):
 
     def master(self, parameter: nn.Parameter) -> Tensor:
         """The FP32 master weight of ``parameter``, detached, of its shape; write through the parameter."""
+        self._take_over_loaded(parameter)
         if isinstance(parameter, SplitParameter):
             return master_value(parameter)
         if not _needs_master(parameter):
@@ -173,10 +175,10 @@ class MasterWeightOptimizer(Optimizer):
             self.optimizer.zero_grad(set_to_none=False)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the global 2-norm of the gradients to ``max_norm`` at the next step; returns the norm before.
+        """Clip the global 2-norm of the gradients to ``max_norm``; returns the norm before, FP32 of shape ().
 
-        As ``torch.nn.utils.clip_grad_norm_`` (``error_if_nonfinite=False``), but nothing is written: the norm is summed
-        in FP32 from gradients as they lie, and the factor is applied as the step reads them.
+        As ``torch.nn.utils.clip_grad_norm_`` (``error_if_nonfinite=False``), without FP32 copies of gradients that are
+        still scaled: those keep the factor, for whoever reads them. ``max_norm=inf`` only measures.
         """
         norms = []
         for parameter in self._parameters():
@@ -190,7 +192,8 @@ class MasterWeightOptimizer(Optimizer):
             return torch.zeros(())
         total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
         if math.isfinite(max_norm):
-            self._clip_factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+            clip_factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+            multiply_gradients(self._parameters(), clip_factor)
         return total
 
     @torch.no_grad()
@@ -202,26 +205,33 @@ class MasterWeightOptimizer(Optimizer):
         Args:
             closure: recomputes the loss on the parameters and calls ``backward``; as often as the optimizer asks for.
         """
+        if closure is not None:
+            return self._step_on(self._parameters(), closure)
         result = None
-        try:
-            if closure is not None:
-                return self._step_on(self._parameters(), closure)
-            for bucket in self._buckets():
-                result = self._step_on(bucket)
-            return result
-        finally:
-            self._clip_factor = None
+        for bucket in self._buckets():
+            result = self._step_on(bucket)
+        return result
 
     def _step_on(self, parameters: list[nn.Parameter], closure: Callable[[], Any] | None = None) -> Any:
         masters = {parameter: self._open(parameter) for parameter in parameters}
         with self._in_place_of_parameters(masters):
             if closure is None:
                 self._hand_over_gradients(masters)
-                result = self.optimizer.step()
+                result = self._step_wrapped()
             else:
-                result = self.optimizer.step(lambda: self._evaluate(closure, masters))
+                result = self._step_wrapped(lambda: self._evaluate(closure, masters))
         self._close(masters)
         return result
+
+    def _step_wrapped(self, *closure: Callable[[], Any]) -> Any:
+        optimizer: Any = self.optimizer
+        own_step = vars(optimizer).get("step")
+        if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
+            return optimizer.step(*closure)
+        # Around the function that fires hooks: this object's own step does, once however many parts there are.
+        optimizer._opt_called = True  # for LR schedulers made before
+        step = type(optimizer).step
+        return (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, *closure)
 
     def _evaluate(self, closure: Callable[[], Any], masters: dict[nn.Parameter, nn.Parameter]) -> Any:
         with torch.no_grad():
@@ -235,25 +245,18 @@ class MasterWeightOptimizer(Optimizer):
     def _hand_over_gradients(self, masters: dict[nn.Parameter, nn.Parameter]) -> None:
         for parameter, master in masters.items():
             if master is parameter:
-                if self._clip_factor is not None and parameter.grad is not None:
-                    parameter.grad.mul_(self._clip_factor.to(parameter.device))
                 continue
             gradient, factor = gradient_and_factor(parameter)
-            if gradient is None:
-                master.grad = None
-                continue
-            true = gradient.to(torch.float32)
-            if factor is not None:
-                true = true * factor.squeeze() if true is gradient else true.mul_(factor.squeeze())
-            if self._clip_factor is not None:
-                clip_factor = self._clip_factor.to(true.device)
-                true = true * clip_factor if true is gradient else true.mul_(clip_factor)
-            master.grad = true
+            if gradient is None or (factor is None and gradient.dtype is torch.float32):
+                master.grad = gradient
+            else:
+                master.grad = unscaled(gradient, factor)
             if isinstance(parameter, SplitParameter):
                 parameter.grad = None
 
     def _open(self, parameter: nn.Parameter) -> nn.Parameter:
         """What the wrapped optimizer updates in the place of ``parameter``."""
+        self._take_over_loaded(parameter)
         if isinstance(parameter, SplitParameter):
             return nn.Parameter(open_master(parameter), requires_grad=parameter.requires_grad)
         return self._whole(parameter).open() if _needs_master(parameter) else parameter
@@ -326,56 +329,60 @@ class MasterWeightOptimizer(Optimizer):
                 state[after] = state.pop(before)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state, and under ``masters`` what its parameters lack of their FP32 values.
+        """The wrapped optimizer's state, and under ``masters`` the FP32 masters that no model's ``state_dict()`` holds.
 
-        ``masters`` maps the index of a parameter (as in ``state``) to its FP32 master (whole) or its int16 remainder
-        (split).
-        Other optimizers can load the state, without the masters.
+        ``masters`` maps the index of a parameter (as in ``state``) to a FP32 tensor of its shape, in either layout.
+        Models in a lean layout save their masters themselves. Other optimizers can load the state, without masters.
         """
         saved = {}
         for index, parameter in enumerate(self._parameters()):
             if isinstance(parameter, SplitParameter):
-                master_value(parameter)  # lets writes from outside win first
-                saved[index] = parameter.remainder_bits
-            elif parameter in self._masters:
-                saved[index] = self._masters[parameter].value()
+                if not parameter.is_saved_in_full:
+                    saved[index] = self.master(parameter)
+            elif parameter in self._masters or parameter in self._loaded:
+                saved[index] = self.master(parameter)
         return {**self.optimizer.state_dict(), "masters": saved}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` gave, bit for bit; load the model's weights first.
+        """Take over a state that :meth:`state_dict` gave, in either layout, bit for bit.
 
-        That of the wrapped optimizer alone is taken as well: the parameters are then their own masters.
+        The model's weights may be loaded before or after: until the first step, a master comes into force where the
+        parameter is its rounding. The state of the wrapped optimizer alone is taken as well: the parameters are then
+        their own masters.
 
         Raises:
-            ValueError: for masters of another layout or shape, and as ``torch.optim.Optimizer.load_state_dict``.
+            ValueError: for masters of another shape or dtype, and as ``torch.optim.Optimizer.load_state_dict``.
         """
         parameters = self._parameters()
         given: Mapping[int, Tensor] = state_dict.get("masters", {})
-        expected = REMAINDER_DTYPE if self.layout == "split" else torch.float32
         for index, tensor in given.items():
             if index not in range(len(parameters)) or tensor.shape != parameters[index].shape:
                 shape = tuple(parameters[index].shape) if index in range(len(parameters)) else "no parameter"
                 raise ValueError(f"masters[{index}] has shape {tuple(tensor.shape)}, but there is {shape} here")
-            if tensor.dtype is not expected:
-                raise ValueError(
-                    f"masters[{index}] is {tensor.dtype}, but layout={self.layout!r} keeps {expected}: make the "
-                    "wrapper with the layout of the run that was saved"
-                )
+            if tensor.dtype is not torch.float32:
+                raise ValueError(f"masters[{index}] is {tensor.dtype}, but a master weight is torch.float32")
         # torch casts loaded state to the dtype of its parameter: to FP32, if it sees a FP32 one.
         stand_ins = {p: nn.Parameter(torch.empty(0, device=p.device)) for p in parameters if _needs_master(p)}
         with self._in_place_of_parameters({p: stand_ins.get(p, p) for p in parameters}):
             self.optimizer.load_state_dict({key: state_dict[key] for key in state_dict if key != "masters"})
         self._masters.clear()
-        for index, tensor in given.items():
-            self._load_master(parameters[index], tensor)
+        self._loaded = {parameters[index]: tensor.detach().clone() for index, tensor in given.items()}
 
-    def _load_master(self, parameter: nn.Parameter, tensor: Tensor) -> None:
+    @torch.no_grad()
+    def _take_over_loaded(self, parameter: nn.Parameter) -> None:
+        if parameter not in self._loaded:
+            return
+        loaded = self._loaded.pop(parameter).to(parameter.device)
+        if not _needs_master(parameter):
+            return
+        working = parameter.detach()
+        # Layouts round ties differently, and either may have been saved.
+        is_rounding = (loaded.to(working.dtype) == working) | (split(loaded, working.dtype).working == working)
+        value = torch.where(is_rounding, loaded, self.master(parameter))
         if isinstance(parameter, SplitParameter):
-            master_value(parameter)
-            parameter.remainder_bits.copy_(tensor)
-            parameter._merged = None
-        elif _needs_master(parameter):
-            self._whole(parameter).load(tensor)
+            write_master(parameter, value)
+        else:
+            self._whole(parameter).set(value)
 
 
 class _WholeMaster:
@@ -401,9 +408,9 @@ class _WholeMaster:
         return self.open().detach()
 
     @torch.no_grad()
-    def load(self, value: Tensor) -> None:
+    def set(self, value: Tensor) -> None:
         self._master.copy_(value)
-        self._let_parameter_win()
+        self.round_into_parameter()
 
     @torch.no_grad()
     def round_into_parameter(self) -> None:
@@ -431,8 +438,21 @@ def _needs_master(parameter: Tensor) -> bool:
 
 
 def _steps_by_parameter(optimizer: Optimizer) -> bool:
+    kind: Any
     for kind in type(optimizer).__mro__:
         for module, names in STEPS_BY_PARAMETER.items():
-            if kind.__module__.startswith(module):
-                return names == "*" or kind.__name__ in names.split()
+            if kind.__module__.startswith(module) and (names == "*" or kind.__name__ in names.split()):
+                # A subclass with a step of its own may look at all parameters together.
+                return inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
     return False
+
+
+def _state_to_fp32(optimizer: Optimizer) -> None:
+    """Cast the state that some optimizers make before their first step (Adagrad)."""
+    for state in optimizer.state.values():
+        if "step" not in state or state["step"] != 0:
+            raise ValueError(
+                f"this {type(optimizer).__name__} was stepped already, with state in its parameters' dtype: wrap it "
+                "before its first step, or load its state into the wrapper"
+            )
+        state.update({k: v.float() for k, v in state.items() if isinstance(v, Tensor) and _needs_master(v)})

@@ -16,7 +16,7 @@ one more than a remainder can tell apart); FP16 rounds them to even, as torch do
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -26,12 +26,12 @@ REMAINDER_DTYPE = torch.int16
 FP16_EXACT_FROM = 2.0**-16
 FP16_LARGEST_ERROR = 2.0**-39  # below FP16_EXACT_FROM
 FP16_LARGEST_MASTER = 65520.0 - 2.0**-8  # the largest FP32 number that FP16 rounds to a finite one
-_BLOCK_ELEMENTS = 2**17  # temporaries of a block stay in a CPU's cache
+_BLOCK_ELEMENTS = 2**16  # temporaries of a block stay in a CPU's cache
 
 _EXPONENT_BITS = 0x7F800000
 _SMALLEST_BINADE = 0x38800000  # FP32 bits of 2**-14, the smallest normal FP16 number
 _LARGEST_BINADE = 0x47000000  # FP32 bits of 2**15
-_HALF_WAY = 2**14  # units between an FP16 number and the middle to the next
+_UNITS_BELOW_BINADE = 25 << 23  # FP32 bits between a power of two and its product with 2**-25
 
 
 class Split(NamedTuple):
@@ -64,11 +64,14 @@ def split_into(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     """As :func:`split`, into tensors that exist, of the shape of ``value``."""
     if value.dtype is not torch.float32:
         raise TypeError(f"only FP32 values are split, not {value.dtype}: cast with .float() first")
-    split_block = _format(working.dtype).split
-    for block, working_block, remainder_block in _blocks(value, working, remainder):
-        halves = split_block(block)
-        working_block.copy_(halves.working)
-        remainder_block.copy_(halves.remainder)
+    form = _format(working.dtype)
+    for block in _cache_blocks(value, working, remainder):
+        if not _is_ordinary(block[0]):
+            _split_plainly(form, *block)
+        else:
+            form.split_ordinary(*block)
+    if not _has_cache_blocks(value, working, remainder):
+        _split_plainly(form, value, working, remainder)
 
 
 @torch.no_grad()
@@ -77,28 +80,26 @@ def merge(working: Tensor, remainder: Tensor) -> Tensor:
 
     Raises:
         TypeError: for a ``working`` that is neither FP16 nor BF16, or a ``remainder`` that is not int16.
+        ValueError: for halves of different shapes.
     """
     if remainder.dtype is not REMAINDER_DTYPE:
         raise TypeError(f"a remainder is {REMAINDER_DTYPE}, not {remainder.dtype}")
-    merge_block = _format(working.dtype).merge
+    form = _format(working.dtype)
     value = torch.empty_like(working, dtype=torch.float32, memory_format=torch.contiguous_format)
-    for block, working_block, remainder_block in _blocks(value, working, remainder):
-        block.copy_(merge_block(working_block, remainder_block))
+    for block in _cache_blocks(value, working, remainder):
+        form.merge_into(*block)
+    if not _has_cache_blocks(value, working, remainder):
+        value.copy_(form.merge(working, remainder))
     return value
 
 
-def _blocks(value: Tensor, working: Tensor, remainder: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    if value.shape != working.shape or value.shape != remainder.shape:
-        raise ValueError(
-            f"the halves of {tuple(value.shape)} must have its shape, not {tuple(working.shape)} and "
-            f"{tuple(remainder.shape)}"
-        )
-    tensors = (value, working, remainder)
-    if value.device.type != "cpu" or value.numel() <= _BLOCK_ELEMENTS:
-        return [tensors]
-    if not all(tensor.is_contiguous() for tensor in tensors):
-        return [tensors]
-    return list(zip(*(tensor.view(-1).split(_BLOCK_ELEMENTS) for tensor in tensors), strict=True))
+def _split_plainly(form: _Format, value: Tensor, working: Tensor, remainder: Tensor) -> None:
+    halves = form.split(value)
+    working.copy_(halves.working)
+    remainder.copy_(halves.remainder)
+
+
+# Plain forms, for every value and device
 
 
 def _split_bf16(value: Tensor) -> Split:
@@ -119,31 +120,87 @@ def _split_fp16(value: Tensor) -> Split:
     is_finite = value.isfinite()
     bounded = value.clamp(-FP16_LARGEST_MASTER, FP16_LARGEST_MASTER)
     working = bounded.to(torch.float16)
-    units = (bounded - working.float()) / _binade(working) * 2.0**25
-    # Rounded up to the half-way point, a remainder would make a master that rounds to another working copy.
-    rounded = torch.where(units.abs() < _HALF_WAY, units.round().clamp_(1 - _HALF_WAY, _HALF_WAY - 1), units)
-    remainder = rounded.masked_fill_(~is_finite, 0).to(REMAINDER_DTYPE)
+    units = (bounded - working.float()) / _unit(working)
+    # Towards zero: rounded up to the half-way point, it would make a master that rounds to another working copy.
+    remainder = units.masked_fill_(~is_finite, 0).to(REMAINDER_DTYPE)
     return Split(torch.where(is_finite, working, value.to(torch.float16)), remainder)
 
 
 def _merge_fp16(working: Tensor, remainder: Tensor) -> Tensor:
-    return working.float() + remainder.float() * 2.0**-25 * _binade(working)
+    rounded = working.float()
+    return (rounded + remainder.float() * _unit(working)).copysign(rounded)  # -0.0 + 0.0 is 0.0
 
 
-def _binade(working: Tensor) -> Tensor:
-    """FP32: the power of two at or below the magnitude of FP16 ``working``, at least that of FP16's subnormals."""
+def _unit(working: Tensor) -> Tensor:
+    """FP32: 2**-25 of the power of two at or below the magnitude of FP16 ``working``, at least 2**-39."""
     exponent = working.float().view(torch.int32) & _EXPONENT_BITS
-    return exponent.clamp_(_SMALLEST_BINADE, _LARGEST_BINADE).view(torch.float32)
+    return (exponent.clamp_(_SMALLEST_BINADE, _LARGEST_BINADE) - _UNITS_BELOW_BINADE).view(torch.float32)
+
+
+# In place, for blocks that stay in a CPU's cache
+
+
+def _has_cache_blocks(*tensors: Tensor) -> bool:
+    return all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+
+
+def _cache_blocks(value: Tensor, working: Tensor, remainder: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    if value.shape != working.shape or value.shape != remainder.shape:
+        raise ValueError(
+            f"the halves of {tuple(value.shape)} must have its shape, not {tuple(working.shape)} and "
+            f"{tuple(remainder.shape)}"
+        )
+    if _has_cache_blocks(value, working, remainder):
+        yield from zip(*(t.view(-1).split(_BLOCK_ELEMENTS) for t in (value, working, remainder)), strict=True)
+
+
+def _is_ordinary(value: Tensor) -> bool:
+    """Whether FP16 can hold all of the non-empty ``value``; NaN and inf cannot be."""
+    if value.numel() == 0:
+        return True
+    smallest, largest = torch.aminmax(value)
+    return max(-smallest.item(), largest.item()) <= FP16_LARGEST_MASTER and smallest.item() == smallest.item()
+
+
+def _split_ordinary_bf16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
+    bits = value.view(torch.int32)
+    remainder.copy_(bits)  # the lower half: integer casts wrap around
+    upper = (bits + 0x8000).bitwise_right_shift_(16)
+    working.view(torch.int16).copy_(upper)
+
+
+def _merge_into_bf16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
+    bits = value.view(torch.int32)
+    bits.copy_(working.view(torch.int16)).bitwise_left_shift_(16).add_(remainder)
+
+
+def _split_ordinary_fp16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
+    working.copy_(value)
+    rounded = working.float()
+    units = value - rounded
+    exponent = rounded.view(torch.int32).bitwise_and_(_EXPONENT_BITS).clamp_(min=_SMALLEST_BINADE)
+    exponent.sub_(_UNITS_BELOW_BINADE)
+    remainder.copy_(units.div_(rounded))
+
+
+def _merge_into_fp16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
+    value.copy_(working)
+    exponent = value.view(torch.int32).bitwise_and(_EXPONENT_BITS)
+    exponent.clamp_(_SMALLEST_BINADE, _LARGEST_BINADE).sub_(_UNITS_BELOW_BINADE)
+    merged = torch.addcmul(value, remainder.float(), exponent.view(torch.float32))
+    torch.copysign(merged, value, out=value)
 
 
 class _Format(NamedTuple):
     split: Callable[[Tensor], Split]
     merge: Callable[[Tensor, Tensor], Tensor]
+    split_ordinary: Callable[[Tensor, Tensor, Tensor], None]
+    merge_into: Callable[[Tensor, Tensor, Tensor], None]
 
 
 _FORMATS = {
-    torch.bfloat16: _Format(_split_bf16, _merge_bf16),
-    torch.float16: _Format(_split_fp16, _merge_fp16),
+    torch.bfloat16: _Format(_split_bf16, _merge_bf16, _split_ordinary_bf16, _merge_into_bf16),
+    torch.float16: _Format(_split_fp16, _merge_fp16, _split_ordinary_fp16, _merge_into_fp16),
 }
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types
 
-from hf_mp.autocasting.working_copies import is_shared, version_of
+from hf_mp.autocasting.working_copies import WatchedParameter, is_shared, unwatch, version_of
 from hf_mp.master_weights.split import REMAINDER_DTYPE, merge, split, split_into
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
@@ -19,6 +19,11 @@ _DATA: Any = Tensor.data  # the properties themselves, which the class below ove
 _GRAD: Any = Tensor.grad
 
 InverseScale = Callable[[torch.device], Tensor | None]
+
+
+class _Merged(NamedTuple):
+    value: weakref.ref[Tensor]
+    version: int
 
 
 class SplitParameter(nn.Parameter):
@@ -31,18 +36,22 @@ class SplitParameter(nn.Parameter):
       keeps its remainder. In-place methods and ``.data`` are noticed element by element, any other write through the
       version counter, which makes the whole parameter its own master. FP32 values that are copied into the parameter
       (``load_state_dict``) keep all their bits.
-    - **Gradients are true for whoever looks.** Backward leaves a gradient of the parameter's dtype, still multiplied by
-      the loss scale. Reading ``.grad`` turns it into FP32 and unscales it, for good; the wrapper reads it as it is
-      (:func:`gradient_and_factor`), without the FP32 copy.
+    - **Gradients are true for whoever looks.** Backward of an attached model leaves a gradient of the parameter's
+      dtype, still multiplied by the loss scale, beside ``.grad``. Reading ``.grad`` adds it there, in FP32 and
+      unscaled, for good; the wrapper reads it as it is (:func:`gradient_and_factor`), without the FP32 copy. A second
+      gradient (of tied weights, of the next micro-batch) is added in FP32.
     - Copies and pickles: a deep copy is split as well; a pickle holds an ordinary FP32 parameter.
     """
 
     remainder_bits: Tensor
     inverse_scale: InverseScale | None
+    is_saved_in_full: bool
+    _scaled_gradient: Tensor | None
+    _own_factor: Tensor | None
     _version_seen: int
     _snapshot: Tensor | None
     _wants_true_gradients: bool
-    _merged: weakref.ref[Tensor] | None
+    _merged: _Merged | None
 
     @property
     def data(self) -> Tensor:
@@ -51,45 +60,85 @@ class SplitParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        _reconcile(self)
-        before = _DATA.__get__(self)
+        master, before = open_master(self), _DATA.__get__(self)
         _DATA.__set__(self, value)
         self._merged = None
-        if value.shape == before.shape and value.dtype is before.dtype:  # moved to a device, or written
-            self.remainder_bits = self.remainder_bits.to(value.device)
-            _keep_where_equal(self.remainder_bits, _DATA.__get__(self), before.to(value.device))
+        if value.shape == before.shape:  # written, moved to a device, or cast as model.float() does
+            self._keep_master_where_equal(master, before)
         else:
             self.remainder_bits = torch.zeros_like(value, dtype=REMAINDER_DTYPE)
         self._snapshot = _DATA.__get__(self).clone()  # `value` still is an alias
         self._version_seen = version_of(self)
 
+    @torch.no_grad()
+    def _keep_master_where_equal(self, master: Tensor, before: Tensor) -> None:
+        value = _DATA.__get__(self)
+        master, before = master.to(value.device), before.to(value.device)
+        if value.dtype in LOWER_PRECISION_DTYPES:
+            halves = split(master, value.dtype)
+            self.remainder_bits = halves.remainder
+            _keep_where_equal(self.remainder_bits, value, halves.working)
+            return
+        if value.dtype is torch.float32:
+            _DATA.__set__(self, torch.where(value == before.float(), master, value))
+        self.remainder_bits = torch.zeros_like(value, dtype=REMAINDER_DTYPE)
+
     @property
     def grad(self) -> Tensor | None:
-        gradient, factor = gradient_and_factor(self)
-        if gradient is not None and gradient.dtype is not torch.float32:
-            gradient = gradient.to(torch.float32) if factor is None else gradient.to(torch.float32) * factor
+        gradient, scaled = _GRAD.__get__(self), self._scaled_gradient
+        if gradient is not None and gradient.dtype in LOWER_PRECISION_DTYPES:
+            gradient = gradient.to(torch.float32)
             _GRAD.__set__(self, gradient)
-        return gradient
+        if scaled is not None:
+            true = unscaled(scaled, self._factor())
+            self._scaled_gradient = self._own_factor = None
+            _GRAD.__set__(self, true if gradient is None else gradient + true)
+        return _GRAD.__get__(self)
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
+        self._scaled_gradient = self._own_factor = None
         _GRAD.__set__(self, gradient)
 
     @grad.deleter
     def grad(self) -> None:
-        _GRAD.__set__(self, None)
+        self.grad = None
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
         """As ``Tensor.register_hook``; from now on backward leaves true FP32 gradients, which the hook sees."""
         self._wants_true_gradients = True
         return super().register_hook(hook)
 
-    def accepts_scaled_gradient(self) -> bool:
-        """Whether ``backward()`` may leave a gradient as it is; asked once, before it accumulates.
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """As ``Tensor.register_post_accumulate_grad_hook``; backward leaves true FP32 gradients from now on."""
+        self._wants_true_gradients = True
+        return super().register_post_accumulate_grad_hook(hook)
 
-        Not where a gradient is there already, since micro-batches accumulate in FP32: that one becomes FP32 now.
+    @torch.no_grad()
+    def take_scaled_gradient(self, gradient: Tensor) -> bool:
+        """Keep what backward brings, still scaled, or add it to what is there; False where autograd is to do it.
+
+        Args:
+            gradient: of the parameter's shape; not written to.
         """
-        return not self._wants_true_gradients and self.grad is None
+        if self._wants_true_gradients or gradient.dtype not in LOWER_PRECISION_DTYPES:
+            return False
+        if self._scaled_gradient is None and _GRAD.__get__(self) is None:
+            self._scaled_gradient = gradient
+            return True
+        sum_so_far, true = self.grad, unscaled(gradient, self._factor())
+        assert sum_so_far is not None
+        if sum_so_far.is_sparse:
+            _GRAD.__set__(self, true + sum_so_far)
+        else:
+            sum_so_far.add_(true)
+        return True
+
+    def _factor(self) -> Tensor | None:
+        """What makes a scaled gradient true: FP32, of shape (1,); None for 1."""
+        if self._own_factor is not None or self.inverse_scale is None:
+            return self._own_factor
+        return self.inverse_scale(self.device)
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
         """As ``Tensor.copy_``; the bits of an FP32 or FP64 ``source`` are kept in the remainder."""
@@ -112,15 +161,22 @@ class SplitParameter(nn.Parameter):
         if id(self) not in memo:
             _reconcile(self)
             clone = nn.Parameter(_DATA.__get__(self).clone(), self.requires_grad)
-            memo[id(self)] = _become_split(clone, self.remainder_bits.clone(), self.inverse_scale)
+            copied = _become_split(clone, self.remainder_bits.clone(), self.inverse_scale)
+            copied.is_saved_in_full = self.is_saved_in_full
+            memo[id(self)] = copied
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(master_value(self), self.requires_grad).__reduce_ex__(protocol)
+        plain = nn.Parameter(master_value(self), self.requires_grad)
+        plain.__dict__.update({k: v for k, v in self.__dict__.items() if k not in SplitParameter.__annotations__})
+        return plain.__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
+
+# What a parameter becomes, by its class. The estimation of memory adds one for fake tensors.
+SPLIT_CLASSES: dict[type[Tensor], type[SplitParameter]] = {nn.Parameter: SplitParameter}
 
 # Optimizers choose their fast implementations by these types.
 _foreach_supported_types.append(SplitParameter)
@@ -165,21 +221,34 @@ def make_split(parameter: nn.Parameter, dtype: torch.dtype, inverse_scale: Inver
     if isinstance(parameter, SplitParameter):
         parameter.inverse_scale = inverse_scale
         return
-    if type(parameter) is not nn.Parameter:
-        raise TypeError(f"a {type(parameter).__name__} cannot be split: only nn.Parameter itself")
+    check_splittable([parameter])
+    unwatch(parameter)
     halves = split(parameter.detach().float(), dtype)
     parameter.data = halves.working
     _become_split(parameter, halves.remainder, inverse_scale)
 
 
+def check_splittable(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise ``TypeError`` for a subclass of ``nn.Parameter``, which has a life of its own."""
+    for parameter in parameters:
+        if type(parameter) not in (*SPLIT_CLASSES, WatchedParameter):
+            raise TypeError(
+                f"a {type(parameter).__name__} of shape {tuple(parameter.shape)} cannot be split into working copy and "
+                "remainder, only nn.Parameter itself: freeze it, or use the default layout"
+            )
+
+
 def _become_split(parameter: nn.Parameter, remainder: Tensor, inverse_scale: InverseScale | None) -> SplitParameter:
-    parameter.__class__ = SplitParameter
+    parameter.__class__ = SPLIT_CLASSES[type(parameter)]
     assert isinstance(parameter, SplitParameter)
     parameter.remainder_bits = remainder
     parameter.inverse_scale = inverse_scale
+    parameter.is_saved_in_full = False
+    parameter._scaled_gradient = None
+    parameter._own_factor = None
     parameter._snapshot = None
     parameter._merged = None
-    parameter._wants_true_gradients = bool(parameter._backward_hooks)
+    parameter._wants_true_gradients = bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
     parameter._version_seen = version_of(parameter)
     parameter.grad_dtype = None  # FP16 as well as FP32
     return parameter
@@ -200,10 +269,12 @@ def unsplit(parameter: SplitParameter) -> None:
 def master_value(parameter: SplitParameter) -> Tensor:
     """The FP32 master weight, of the parameter's shape: a new tensor, or one given before that is still true."""
     _reconcile(parameter)
-    merged = None if parameter._merged is None else parameter._merged()
-    if merged is None or version_of(merged) != 0:
+    given = parameter._merged
+    merged = None if given is None else given.value()
+    if given is None or merged is None or version_of(merged) != given.version:
         merged = open_master(parameter)
-        parameter._merged = weakref.ref(merged)  # tied weights of one state dict stay one tensor
+        # tied weights of one state dict stay one tensor
+        parameter._merged = _Merged(weakref.ref(merged), version_of(merged))
     return merged
 
 
@@ -230,15 +301,50 @@ def gradient_and_factor(parameter: nn.Parameter) -> tuple[Tensor | None, Tensor 
     """The gradient as backward left it, and the FP32 factor, of shape (1,), that makes it true; None for 1."""
     if not isinstance(parameter, SplitParameter):
         return parameter.grad, None
-    gradient = _GRAD.__get__(parameter)
-    if gradient is None or gradient.dtype not in LOWER_PRECISION_DTYPES or parameter.inverse_scale is None:
-        return gradient, None
-    return gradient, parameter.inverse_scale(gradient.device)
+    if parameter._scaled_gradient is None or _GRAD.__get__(parameter) is not None:
+        return parameter.grad, None
+    return parameter._scaled_gradient, parameter._factor()
 
 
 def raw_gradient(parameter: nn.Parameter) -> Tensor | None:
     """The gradient as backward left it."""
     return gradient_and_factor(parameter)[0]
+
+
+def unscaled(gradient: Tensor, factor: Tensor | None) -> Tensor:
+    """``gradient`` times ``factor`` (None for 1), as a new tensor in FP32."""
+    true = gradient.to(torch.float32, copy=True)
+    return true if factor is None else true.mul_(factor.squeeze())
+
+
+@torch.no_grad()
+def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiply gradients by ``factor``, FP32 of one element; those that are still scaled are not written for it."""
+    factors: dict[Tensor | torch.device, Tensor] = {}  # so that parameters share them
+    for parameter in parameters:
+        gradient, inverse = gradient_and_factor(parameter)
+        if gradient is None:
+            continue
+        here = factors.setdefault(gradient.device, factor.to(gradient.device).reshape(1))
+        if isinstance(parameter, SplitParameter) and gradient is parameter._scaled_gradient:
+            if inverse is not None and inverse not in factors:
+                factors[inverse] = inverse * here
+            parameter._own_factor = here if inverse is None else factors[inverse]
+        elif gradient.dtype in LOWER_PRECISION_DTYPES:
+            parameter.grad_dtype = None
+            parameter.grad = unscaled(gradient, here)
+        else:
+            gradient.mul_(here.squeeze())
+
+
+def keep_scale_of_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Have gradients that are still scaled remember by how much: the loss scale is about to change."""
+    kept: dict[torch.device, Tensor] = {}
+    for parameter in split_parameters(parameters):
+        gradient = parameter._scaled_gradient
+        if gradient is None or parameter._own_factor is not None or (factor := parameter._factor()) is None:
+            continue
+        parameter._own_factor = kept.setdefault(gradient.device, factor.clone())
 
 
 def put_masters_into_state_dict(

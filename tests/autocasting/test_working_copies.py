@@ -499,3 +499,18 @@ class TestWatching:
 
     def test_torchs_optimizers_take_it_for_a_parameter_of_their_fast_paths(self) -> None:
         assert type(watched(3)) in optimizer._foreach_supported_types
+
+
+def test_frozen_parameters_are_not_rounded_at_every_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen, trained = nn.Parameter(torch.ones(3), requires_grad=False), nn.Parameter(torch.ones(3))
+    copies = WorkingCopies(torch.float16)
+    copies.get(frozen), copies.get(trained)
+    with torch.no_grad():
+        frozen.add_(1.0)
+        trained.add_(1.0)
+    refreshed: list[int] = []
+    original = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, of: (refreshed.append(len(to)), original(to, of)))
+    copies.refresh_all()
+    assert refreshed == [1]
+    assert torch.equal(copies.get(frozen), frozen.half())

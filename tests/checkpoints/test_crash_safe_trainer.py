@@ -18,7 +18,7 @@ import hf_mp.checkpoints.crash_safe_trainer as crash_safe_trainer
 from hf_mp import CheckpointError, MixedPrecisionArguments, NoCheckpointError, Preempted
 from hf_mp.checkpoints.inspection import find_problems, list_checkpoints
 from hf_mp.checkpoints.manifest import MANIFEST_NAME, read_manifest
-from hf_mp.checkpoints.preemption import PREEMPTED_EXIT_CODE, SIGNALS
+from hf_mp.checkpoints.preemption import PREEMPTED_EXIT_CODE, SIGNALS, SignalWatch
 from hf_mp.checkpoints.rotation import rotate
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "optim": "adamw_torch", "learning_rate": 1e-2}
@@ -248,6 +248,18 @@ def test_a_signal_whose_checkpoint_cannot_be_saved_is_an_error(tmp_path: Path, m
     with pytest.raises(CheckpointError, match="SIGTERM ended the run, and checkpoint-3 could not be saved"):
         make(tmp_path, callbacks=callbacks).train()
     assert names(tmp_path) == ["checkpoint-2"]
+
+
+def test_a_signal_that_a_launcher_passes_on_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    watch = SignalWatch()
+    watch.start()
+    try:
+        for _ in range(2):  # without the launcher, the second would end this process
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        watch.stop()
+    assert watch.received == "SIGTERM"
 
 
 def test_a_handler_of_the_program_stays(tmp_path: Path) -> None:

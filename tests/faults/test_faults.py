@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,12 @@ def test_a_damaged_file_is_named_and_the_previous_checkpoint_taken(cases: Cases,
 
 def test_a_signal_ends_the_run_in_a_checkpoint(cases: Cases) -> None:
     assert cases.terminate(0).lost is None
+
+
+def test_a_second_signal_ends_at_once(cases: Cases) -> None:
+    run = cases.terminate_twice()
+    assert run.exit_codes == [-signal.SIGTERM] and run.steps == 1
+    assert "a second signal, ending at once" in run.text
 
 
 def test_a_full_disk_leaves_the_last_whole_checkpoint(cases: Cases) -> None:

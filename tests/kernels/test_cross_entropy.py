@@ -137,6 +137,15 @@ class TestInPlace:
         assert not in_place
         assert torch.equal(leaf.grad, first)
 
+    def test_a_backward_leaves_fp32_logits_that_are_needed_again(self) -> None:
+        leaf = torch.randn(6, 50, requires_grad=True)
+        logits = leaf * 1
+        before = logits.detach().clone()
+        loss = cross_entropy(logits, torch.arange(6))
+        loss.backward(retain_graph=True)
+        assert torch.equal(logits, before)
+        loss.backward()
+
     def test_logits_that_were_written_meanwhile_are_noticed(self) -> None:
         logits = torch.randn(6, 50).half().requires_grad_() * 1
         loss = cross_entropy(logits, torch.arange(6))

@@ -1,0 +1,1 @@
+"""What happened to the numbers: who overflowed first, and why."""

@@ -1,0 +1,259 @@
+"""Where every inf and NaN of a forward and backward came from: the op that made it from finite values.
+
+Each op that torch dispatches is looked at. A result that is not finite while the inputs are was made there; one whose
+inputs were not finite inherits where that came from. So an inf that nobody uses in the end, such as one that a
+``torch.where`` drops, blames nobody.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_mp.diagnostics.call_sites import CallSites, Site
+from hf_mp.diagnostics.overflow_report import Phase
+from hf_mp.diagnostics.values import Finiteness, TensorRange, finiteness, ranges_of
+from hf_mp.loss_scale_rules import FP16_MAX
+
+# -inf is what these write on purpose, to hide positions from a softmax.
+_MASKING = frozenset(
+    {"full", "full_like", "new_full", "masked_fill", "masked_fill_", "where", "fill_", "scalar_tensor"}
+)
+# A mask's lowest number may become -inf where it is cast or added up.
+_CARRIES_MASK = frozenset({"_to_copy", "copy_", "add", "add_", "sub", "mul"})
+_LOWEST_OF_A_MASK = -1e8
+_UNINITIALISED = frozenset(
+    {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted", "resize_"}
+)
+# What they write to held nothing that counts.
+_OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
+
+
+_UNKNOWN = object()
+
+
+@dataclass
+class Origin:
+    """Where inf or NaN came from; fields as in :class:`OverflowReport`.
+
+    Attributes:
+        order: number of the origin: smaller came first.
+        is_mask: whether it is -inf alone, written on purpose.
+    """
+
+    phase: Phase
+    order: int
+    module: str = ""
+    op: str = ""
+    tensor: str = ""
+    inputs: tuple[TensorRange, ...] = ()
+    outputs: tuple[TensorRange, ...] = ()
+    notes: tuple[str, ...] = ()
+    is_mask: bool = False
+
+
+class OriginTracker(TorchDispatchMode):
+    """Keeps the origin of what is not finite in every tensor's memory, while active; slow, as it reads all values.
+
+    Args:
+        sites: knows where the forward is.
+    """
+
+    def __init__(self, sites: CallSites) -> None:
+        super().__init__()
+        self._sites = sites
+        self._origins: dict[int, Origin | None] = {}  # by storage; None: memory that nobody has written yet
+        self._count = 0
+        self.backward_task = -1
+
+    def of(self, tensor: Tensor) -> Origin | None:
+        """Where the inf or NaN in ``tensor`` came from; None if there is none, or it was there before."""
+        return self._origins.get(_memory(tensor)) if finiteness(tensor) else None
+
+    def blame(self, tensor: Tensor, origin: Origin) -> None:
+        """Say where what is not finite in ``tensor`` came from."""
+        self._origins[_memory(tensor)] = origin
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            written = _written(func, args, kwargs)
+            forgets = _op_name(func) in _OVERWRITES or _has_out(func)
+            before = {id(tensor): Finiteness.FINITE if forgets else finiteness(tensor) for tensor in written}
+            result = func(*args, **kwargs)
+            self._look(func, args, kwargs, result if result is not None else written, before)
+        return result
+
+    def _look(self, func: Any, args: Any, kwargs: Any, result: Any, before: dict[int, Finiteness]) -> None:
+        outputs = list(_tensors(result))
+        inputs = list(_tensors(_read(func, args, kwargs)))
+        if _op_name(func) in _UNINITIALISED:
+            self._origins.update({_memory(output): None for output in outputs})
+            return
+        known = set() if func._schema.is_mutable else {_memory(tensor) for tensor in inputs}
+        made = [output for output in outputs if _memory(output) not in known]  # views say nothing new
+        states = [finiteness(output) for output in made]
+        origin = self._origin(func, inputs, outputs, max(states), before) if any(states) else None
+        for output, state in zip(made, states, strict=True):
+            if state:
+                self._origins[_memory(output)] = origin
+            elif id(output) not in before:
+                self._origins.pop(_memory(output), None)
+
+    def _origin(
+        self, func: Any, inputs: list[Tensor], outputs: list[Tensor], state: Finiteness, before: dict[int, Finiteness]
+    ) -> Origin:
+        came = [before[id(tensor)] if id(tensor) in before else finiteness(tensor) for tensor in inputs]
+        # What lies in memory that nobody has written is not read either: `baddbmm(empty, q, k, beta=0)`.
+        tainted = [
+            (found, self._origins.get(memory))
+            for found, memory in zip(came, map(_memory, inputs), strict=True)
+            if found and self._origins.get(memory, _UNKNOWN) is not None
+        ]
+        guilty = [(-found, origin.order, origin) for found, origin in tainted if origin and not origin.is_mask]
+        if guilty:
+            return min(guilty, key=lambda entry: entry[:2])[2]
+        if state is Finiteness.MINUS_INF and tainted:
+            return tainted[0][1] or self._make(func, inputs, outputs, is_mask=True)
+        is_mask = state is Finiteness.MINUS_INF and _makes_mask(func, inputs)
+        return self._make(func, inputs, outputs, is_mask=is_mask)
+
+    def _make(self, func: Any, inputs: list[Tensor], outputs: list[Tensor], *, is_mask: bool) -> Origin:
+        phase, site, node = self._where()
+        self._count += 1
+        origin = Origin(phase, self._count, site.module, site.function or node or _op_name(func), is_mask=is_mask)
+        if is_mask:
+            return origin
+        origin.inputs = ranges_of([(f"input {i}", tensor) for i, tensor in enumerate(inputs)])
+        origin.outputs = ranges_of([(f"output {i}", tensor) for i, tensor in enumerate(outputs)])
+        if _op_name(func) in ("copy_", "_to_copy"):
+            origin.notes = _rounded_to_inf(inputs, outputs)
+        if phase == "forward" and self._sites.calls:
+            self._sites.calls[-1].waiting.append(functools.partial(_take_function_ranges, origin))
+        return origin
+
+    def _where(self) -> tuple[Phase, Site, str | None]:
+        node = torch._C._current_autograd_node()
+        if node is None or self._sites.current != self._sites.base:  # also a recomputation inside of backward
+            return "forward", self._sites.current, None
+        name = node.name()
+        if name.endswith("OutputBorderBackward"):
+            return "backward", self._sites.base, "loss scaling"
+        nested = torch._C._current_graph_task_id() != self.backward_task
+        return "backward", self._sites.of_node(node, nested=nested), re.sub(r"Backward\d*$", "", name)
+
+
+class LargestSeen(TorchDispatchMode):
+    """The largest magnitude that any op gives in one dtype, while active."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self.value = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            result = func(*args, **kwargs)
+            memory = {_memory(tensor) for tensor in _tensors((args, kwargs))}
+            if _op_name(func) not in _UNINITIALISED:
+                for output in _tensors(result if result is not None else _written(func, args, kwargs)):
+                    is_view = _memory(output) in memory and not func._schema.is_mutable
+                    if output.dtype is self._dtype and output.numel() and not is_view:
+                        self.value = max(self.value, output.detach().abs().max().item())
+        return result
+
+
+def _take_function_ranges(origin: Origin, arguments: list[tuple[str, Tensor]], result: Any) -> None:
+    with torch._C.DisableTorchFunction():
+        outputs = ranges_of([(f"output {i}", tensor) for i, tensor in enumerate(_tensors(result))])
+        if arguments and any(found.inf_count or found.nan_count for found in outputs):
+            origin.inputs, origin.outputs = ranges_of(arguments), outputs
+
+
+def _rounded_to_inf(inputs: Iterable[Tensor], outputs: list[Tensor]) -> tuple[str, ...]:
+    dtype = outputs[0].dtype
+    largest = max((found.largest or 0.0 for found in ranges_of([("", tensor) for tensor in inputs])), default=0.0)
+    if dtype is not torch.float16 or largest <= FP16_MAX:
+        return ()
+    return (f"computed in FP32 it came to {largest:g}; FP16 ends at {FP16_MAX:g}",)
+
+
+def _makes_mask(func: Any, inputs: Iterable[Tensor]) -> bool:
+    name = _op_name(func)
+    if name in _MASKING:
+        return True
+    return name in _CARRIES_MASK and any(_has_mask_value(tensor) for tensor in inputs)
+
+
+def _has_mask_value(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return False
+    lowest = tensor.detach().min().item()
+    return lowest <= _LOWEST_OF_A_MASK or lowest == torch.finfo(tensor.dtype).min
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def _op_name(func: Any) -> str:
+    return func._schema.name.rpartition("::")[2]
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+@functools.cache
+def _written_places(func: Any) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+@functools.cache
+def _statistics_places(func: Any) -> tuple[int, ...]:
+    """Of a batch normalization: where its flag for training lies, and its running statistics."""
+    names = [argument.name for argument in func._schema.arguments]
+    flag = next((names.index(name) for name in ("training", "train") if name in names), None)
+    statistics = [names.index(name) for name in ("running_mean", "running_var") if name in names]
+    return (flag, *statistics) if flag is not None and statistics else ()
+
+
+def _read(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments that an op computes with: in training, running statistics are written only."""
+    flag, *statistics = _statistics_places(func) or (len(args),)
+    if flag < len(args) and args[flag]:
+        args = tuple(arg for place, arg in enumerate(args) if place not in statistics)
+    return (args, kwargs)
+
+
+@functools.cache
+def _has_out(func: Any) -> bool:
+    return any(argument.is_out for argument in func._schema.arguments)
+
+
+def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an op writes to."""
+    values = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written_places(func)]
+    return list(_tensors(values))

@@ -1,0 +1,265 @@
+"""``explain_overflows``: watches a run's skipped steps and says who overflowed first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from hf_mp.diagnostics.kept_calls import IncomingGradient, KeptBackward, KeptCall
+from hf_mp.diagnostics.overflow_report import OverflowReport
+from hf_mp.diagnostics.replay import Replay
+from hf_mp.diagnostics.scale_level import is_finding_its_level, skips_until_error
+from hf_mp.diagnostics.values import finiteness, named_tensors
+from hf_mp.distributed import is_running
+from hf_mp.loss_scale_rules import StepReport
+from hf_mp.runtime import AttachedForward, MixedPrecision
+
+logger = logging.get_logger(__name__)
+
+KEPT_ELEMENTS = 2**16  # incoming gradients up to this size are kept: 256 KiB in FP32
+
+
+class OverflowExplainer:
+    """Replays the micro-batch of a skipped step and reports who made the first inf or NaN; made by
+    :func:`explain_overflows`.
+
+    Attributes:
+        reports: one :class:`OverflowReport` for each skipped step that was explained, oldest first.
+    """
+
+    def __init__(self, runtime: MixedPrecision, keep_batches: Path | None = None) -> None:
+        self._runtime = runtime
+        self._keep_batches = keep_batches
+        self._backwards: list[KeptBackward] = []
+        self._clean_scale: float | None = None
+        self._unclean_steps = 0  # in a row that called for an explanation
+        self._keeps_all = False
+        self.reports: list[OverflowReport] = []
+
+    # What the runtime tells
+
+    def forward_begins(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Keep the call; returns what to call with its outputs."""
+        call = KeptCall.of(forward, args, kwargs, torch_only=not self._keeps_all)
+
+        def forward_ended(outputs: Any) -> None:
+            for name, output in named_tensors(outputs):
+                if output.requires_grad:
+                    self._keep_incoming(call, name, output)
+
+        return forward_ended
+
+    def _keep_incoming(self, call: KeptCall, name: str, output: Tensor) -> None:
+        if output.numel() == 1:
+            call.losses[name] = output.detach()
+        is_kept = output.numel() <= KEPT_ELEMENTS or self._keeps_all
+
+        # Until a backward comes through it, the graph alone holds the call: it goes where no backward comes.
+        def gradient_arrives(gradient: Tensor) -> None:
+            task = torch._C._current_graph_task_id()
+            if not self._backwards or self._backwards[-1].task != task:
+                self._backwards.append(KeptBackward(task))
+            kept = IncomingGradient(call, name, gradient, gradient._version) if is_kept else None
+            self._backwards[-1].incoming.append(kept or IncomingGradient(call, name, None))
+
+        output.register_hook(gradient_arrives)
+
+    def backward_ended(self, largest: Tensor) -> None:
+        """Keep what the gradients' scan gave, unread."""
+        if self._backwards:
+            self._backwards[-1].largest = largest
+
+    def step_ended(self, report: StepReport) -> None:
+        """Drop what was kept; explain the step before if it was skipped and that was not to be expected."""
+        backwards, self._backwards = self._backwards, []
+        scaler = self._runtime.scaler
+        if not report.overflow:
+            self._clean_scale = max(self._clean_scale or 0.0, scaler.get_scale())
+            self._unclean_steps, self._keeps_all = 0, False
+            return
+        suspects = _suspects(backwards)
+        expected = is_finding_its_level(scaler.state, scaler.smallest_scale, self._clean_scale)
+        if expected and not any(_has_bad_loss(backward) for backward in suspects):
+            return
+        self._unclean_steps += 1
+        if suspects and self._unclean_steps & (self._unclean_steps - 1) == 0:  # the 1st, 2nd, 4th, 8th, ... in a row
+            self._publish(self._explain(suspects, backwards))
+
+    def forget(self) -> None:
+        """Drop what was kept of the current step."""
+        self._backwards.clear()
+
+    def last_words(self) -> str:
+        """What belongs into the message of the error that ends training."""
+        return self.reports[-1].to_text() if self.reports and self._unclean_steps else ""
+
+    # For the person
+
+    def explain_now(self) -> OverflowReport | None:
+        """Replay the current step's micro-batches, between ``backward()`` and ``step()``.
+
+        Returns:
+            Who made the first inf or NaN; None if there is none. It is added to :attr:`reports` and logged.
+        """
+        report = self._explain(list(self._backwards), self._backwards)
+        if report is None or report.phase == "not found":
+            return None
+        self._publish(report)
+        return report
+
+    # How
+
+    def _explain(self, suspects: list[KeptBackward], backwards: list[KeptBackward]) -> OverflowReport | None:
+        report = None
+        for backward in suspects:
+            report = self._replay(backward, backwards)
+            if report.phase != "not found":
+                return report
+        # The inf came from another process, which explains it: all replay at the same time and nobody waits longer.
+        if is_running() and report is not None and not report.notes:
+            return None
+        return report
+
+    def _replay(self, backward: KeptBackward, backwards: list[KeptBackward]) -> OverflowReport:
+        scaler = self._runtime.scaler
+        place = OverflowReport(
+            step=self._runtime.stats.steps + 1,
+            micro_batch=backwards.index(backward) + 1,
+            micro_batches=len(backwards),
+            rank=torch.distributed.get_rank() if is_running() else 0,
+            phase="not found",
+            loss_scale=scaler.get_scale(),
+            skips_until_stop=skips_until_error(scaler),
+        )
+        try:
+            replay = Replay(self._runtime, backward)
+            replay.run()
+        except Exception as error:  # training goes on whatever the replay meets, and the report tells
+            return replace(place, notes=(f"the replay failed: {type(error).__name__}: {error}",))
+        # What was not kept may be why: it is, for the next failure.
+        self._keeps_all = self._keeps_all or replay.origin is None
+        report = replace(
+            place,
+            nonfinite_gradients=replay.nonfinite_gradients,
+            smaller_scale_helps=replay.smaller_scale_helps,
+            largest_finite_scale=replay.largest_finite_scale,
+            finite_in_fp32=replay.finite_in_fp32,
+            notes=tuple(replay.notes),
+        )
+        if (origin := replay.origin) is not None:
+            report = replace(
+                report,
+                phase=origin.phase,
+                module=origin.module,
+                op=origin.op,
+                tensor=origin.tensor,
+                inputs=origin.inputs,
+                outputs=origin.outputs,
+                smaller_scale_helps=report.smaller_scale_helps or False,
+                notes=(*origin.notes, *report.notes),
+            )
+        if self._keep_batches is not None:
+            self._save(self._keep_batches, report, backward)
+        return report
+
+    def _publish(self, report: OverflowReport | None) -> None:
+        if report is None:
+            return
+        known = {earlier.culprit for earlier in self.reports}
+        self.reports.append(report)
+        if report.culprit not in known:
+            logger.warning(report.to_text())
+
+    def _save(self, directory: Path, report: OverflowReport, backward: KeptBackward) -> None:
+        rank = f"-rank-{report.rank}" if is_running() else ""
+        folder = directory / f"step-{report.step}-micro-batch-{report.micro_batch}{rank}"
+        calls = backward.calls
+        tensors = {
+            (name if len(calls) == 1 else f"call-{number}.{name}"): tensor.detach().cpu().contiguous().clone()
+            for number, call in enumerate(calls, 1)
+            for name, tensor in call.inputs()
+        }
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, folder / "batch.safetensors")
+            (folder / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
+        except OSError as error:
+            logger.warning(f"the failing batch could not be kept in {folder}: {error}")
+
+
+def explain_overflows(
+    model: nn.Module | MixedPrecision, *, keep_batches: str | Path | None = None
+) -> OverflowExplainer:
+    """Have each skipped step explained that is not the loss scaler's ordinary search for its level.
+
+    Good steps pay for references to their inputs and copies of the random generators' states, nothing else; inputs stay
+    in memory until ``optimizer.step()``. A skipped step's micro-batch is replayed once in forward and backward, and
+    everything is left as it was. Each new culprit is logged as a warning; in a run of skipped steps the 1st, 2nd, 4th,
+    8th, ... are replayed.
+
+    Args:
+        model: a model that mixed precision is attached to, or its :class:`hf_mp.MixedPrecision`.
+        keep_batches: a directory where the tensors of failing batches are kept, each with its report
+            (``batch.safetensors``, ``report.json``); default None keeps none.
+
+    Returns:
+        The explainer, whose ``reports`` grow as the run goes on; for the same model always the same one.
+
+    Raises:
+        TypeError: if ``model`` is neither.
+        ValueError: for a model that no mixed precision is attached to, a policy without it, or another
+            ``keep_batches`` than before.
+        OSError: if the directory cannot be made.
+    """
+    runtime = _runtime_of(model)
+    if not runtime.policy.is_mixed:
+        raise ValueError(f"precision={str(runtime.policy)!r} skips no step: there is nothing to explain")
+    directory = None if keep_batches is None else Path(keep_batches)
+    for observer in runtime.observers:
+        if isinstance(observer, OverflowExplainer):
+            if observer._keep_batches != directory:
+                raise ValueError(
+                    f"overflows of this model are explained already, with keep_batches={observer._keep_batches}: "
+                    f"say keep_batches={directory} there"
+                )
+            return observer
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+    explainer = OverflowExplainer(runtime, directory)
+    runtime.observers.append(explainer)
+    return explainer
+
+
+def _runtime_of(model: Any) -> MixedPrecision:
+    if isinstance(model, MixedPrecision):
+        return model
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"explain_overflows takes a model or its MixedPrecision, not a {type(model).__name__}: give it what "
+            "hf_mp.prepare(...) returned first"
+        )
+    for module in model.modules():
+        if isinstance(forward := module.__dict__.get("forward"), AttachedForward):
+            return forward.runtime
+    raise ValueError(f"no mixed precision is attached to this {type(model).__name__}: hf_mp.prepare(...) does that")
+
+
+def _suspects(backwards: list[KeptBackward]) -> list[KeptBackward]:
+    """The micro-batches that may have failed: gradients accumulate, so it was the first after which they were not
+    finite; all where that was not measured, those with a loss that is not finite first."""
+    if all(backward.largest is not None for backward in backwards):
+        bad = [b for b in backwards if b.largest is not None and not torch.isfinite(b.largest).item()]
+        return bad[:1] or backwards
+    return sorted(backwards, key=lambda backward: not _has_bad_loss(backward))
+
+
+def _has_bad_loss(backward: KeptBackward) -> bool:
+    """Whether a loss is not finite, or what it sent into the model: then the scale has no part in it."""
+    losses = [loss for call in backward.calls for loss in call.losses.values()]
+    return any(map(finiteness, losses + [g for entry in backward.incoming if (g := entry.gradient) is not None]))

@@ -1,0 +1,128 @@
+"""``OverflowReport``: who made the first inf or NaN of a skipped step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from hf_mp.diagnostics.values import TensorRange
+
+Phase = Literal["input", "weight", "forward", "backward", "loss outside of the model", "not found"]
+
+
+@dataclass(frozen=True)
+class OverflowReport:
+    """The culprit of a skipped step.
+
+    Attributes:
+        step: number of the optimizer step, from 1.
+        micro_batch, micro_batches: which backward of the step it was, from 1, and how many there were.
+        rank: the process, in distributed training; else 0.
+        phase: where the first inf or NaN came from. ``"input"``: it was in the batch. ``"weight"``: in a parameter or
+            buffer, or in its FP16 rounding. ``"forward"``, ``"backward"``: an op made it from finite values.
+            ``"loss outside of the model"``: the gradient came into the model's outputs like that. ``"not found"``: the
+            replay showed none; ``notes`` say what is known.
+        module: name of the module in the attached model; ``""`` is the model itself.
+        op: torch's name of the function that the module called; in backward, of the one whose backward it was.
+        tensor: name of the input, weight or output that is at fault; ``""`` for an op.
+        inputs, outputs: what went into the op and what came out.
+        nonfinite_gradients: names of the parameters whose gradient was inf or NaN in this micro-batch.
+        loss_scale: the loss scale that was in force.
+        smaller_scale_helps: whether the same backward is finite at a smaller loss scale; None where it was not tried.
+        largest_finite_scale: the largest power of two at which it is, as estimated from that second backward.
+        finite_in_fp32: whether the same micro-batch is finite without autocast; None where it was not tried.
+        skips_until_stop: skipped steps in a row, this one included, after which training stops with a
+            ``LossScaleError``; None if it never does.
+        notes: what else is worth knowing.
+    """
+
+    step: int
+    micro_batch: int
+    micro_batches: int
+    rank: int
+    phase: Phase
+    module: str = ""
+    op: str = ""
+    tensor: str = ""
+    inputs: tuple[TensorRange, ...] = ()
+    outputs: tuple[TensorRange, ...] = ()
+    nonfinite_gradients: tuple[str, ...] = ()
+    loss_scale: float = 1.0
+    smaller_scale_helps: bool | None = None
+    largest_finite_scale: float | None = None
+    finite_in_fp32: bool | None = None
+    skips_until_stop: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def culprit(self) -> tuple[str, str, str, str]:
+        """What is the same of two reports about the same culprit."""
+        return self.phase, self.module, self.op, self.tensor
+
+    @property
+    def headline(self) -> str:
+        """Who it was, in one sentence without a full stop."""
+        module = f"module {self.module!r}" if self.module else "the model itself"
+        return {
+            "input": f"The batch has inf or NaN already: {self.tensor!r}, as it goes into the model",
+            "weight": f"The weight or buffer {self.tensor!r} is not finite{self._in_16_bits}",
+            "forward": f"The first inf or NaN was made by {self.op!r} in {module}, in the forward pass",
+            "backward": f"The first inf or NaN was made by the gradient of {self.op!r} in {module}, in the backward "
+            "pass",
+            "loss outside of the model": f"The loss is computed outside of the model, and the gradient that it sends "
+            f"into the output {self.tensor!r} has inf or NaN, while that output is finite",
+            "not found": "A replay did not show who made the inf or NaN",
+        }[self.phase]
+
+    @property
+    def _in_16_bits(self) -> str:
+        """Of a weight: whether only its rounding is at fault."""
+        is_finite = all(found.inf_count == found.nan_count == 0 for found in self.inputs[:1])
+        return " in FP16" if is_finite and self.inputs else ""
+
+    @property
+    def advice(self) -> str:
+        """What follows for the person; empty where nothing does."""
+        if self.phase == "not found":
+            return ""
+        if self.smaller_scale_helps:
+            until = "" if self.largest_finite_scale is None else f", up to about {self.largest_finite_scale:g}"
+            return f"A smaller loss scale helps: the same backward is finite{until}, and the scaler goes there."
+        is_bf16 = any(found.dtype == "bfloat16" for found in (*self.inputs, *self.outputs))
+        rule = f"rules={{{self.module!r}: 'fp32'}}" if self.module else "a rule for that op"
+        in_fp32 = f"Compute it in FP32 ({rule}){'' if is_bf16 else ' or train in bf16'}."
+        what = {
+            "input": "Clean the data.",
+            "weight": in_fp32 if self._in_16_bits else "Go back to a checkpoint from before it, or load other weights.",
+            "loss outside of the model": "Look for a division by zero, or a logarithm or root of zero, in the loss.",
+            "forward": "The model makes it by itself.",
+            "backward": "The model makes it by itself.",
+        }[self.phase]
+        if self.finite_in_fp32 is not None and self.finite_in_fp32:
+            what = f"In FP32 the same micro-batch is finite. {in_fp32}"
+        elif self.finite_in_fp32 is not None:
+            what = "In FP32 the same micro-batch is not finite either: it is the model or its data, not the precision."
+        stops = ""
+        if self.skips_until_stop is not None:
+            stops = f" Training stops after {self.skips_until_stop} such steps in a row, this one included."
+        return f"No smaller loss scale helps. {what}{stops}"
+
+    def to_text(self) -> str:
+        """The report for a person, in a few lines."""
+        rank = f", rank {self.rank}" if self.rank else ""
+        where = f"micro-batch {self.micro_batch} of {self.micro_batches}{rank}"
+        lines = [f"Step {self.step} ({where}) was skipped at loss scale {self.loss_scale:g}. {self.headline}."]
+        lines += [f"  in:  {found}" for found in self.inputs]
+        lines += [f"  out: {found}" for found in self.outputs]
+        if self.nonfinite_gradients:
+            names, more = self.nonfinite_gradients[:5], len(self.nonfinite_gradients) - 5
+            lines.append(f"  gradients not finite: {', '.join(names)}{f' and {more} more' if more > 0 else ''}")
+        lines += [f"  {note}" for note in self.notes]
+        return "\n".join([*lines, *([f"  {self.advice}"] if self.advice else [])])
+
+    __str__ = to_text
+
+    def to_json(self) -> str:
+        """All fields, as a JSON object."""
+        return json.dumps(asdict(self), indent=2, allow_nan=False)

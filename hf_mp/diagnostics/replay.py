@@ -1,0 +1,308 @@
+"""One micro-batch of a failed step, run once more under instruments."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import SyncBatchNorm
+
+from hf_mp.borders import output_border
+from hf_mp.diagnostics.call_sites import CallSites
+from hf_mp.diagnostics.kept_calls import KeptBackward, KeptCall
+from hf_mp.diagnostics.origins import LargestSeen, Origin, OriginTracker
+from hf_mp.diagnostics.untouched import gradients_set_aside, untouched
+from hf_mp.diagnostics.values import Finiteness, finiteness, named_tensors, ranges_of
+from hf_mp.distributed import is_dtensor, is_running, is_sharded
+from hf_mp.loss_scale_rules import FP16_MAX, power_of_two_below
+from hf_mp.master_weights.split_parameter import raw_gradient
+from hf_mp.runtime import MixedPrecision, apply_to_tensors
+
+
+class CannotReplay(RuntimeError):
+    """The micro-batch cannot be run once more without disturbing the training."""
+
+
+class Replay:
+    """A forward and backward of one micro-batch, of which nothing stays.
+
+    Args:
+        runtime: an attached :class:`hf_mp.MixedPrecision`, whose weights are those of the failed step.
+        backward: what was kept of the micro-batch.
+
+    Attributes:
+        origin: where the first inf or NaN came from; None if there was none.
+        nonfinite_gradients: the parameters whose gradient had inf or NaN.
+        smaller_scale_helps, largest_finite_scale, finite_in_fp32: as in :class:`OverflowReport`.
+        notes: what could not be done.
+
+    Raises:
+        CannotReplay: for models whose forward talks to other processes.
+    """
+
+    def __init__(self, runtime: MixedPrecision, backward: KeptBackward) -> None:
+        if runtime.model is None:
+            raise CannotReplay("the model is gone")
+        self._runtime = runtime
+        self._model: nn.Module = runtime.model
+        _refuse_collectives(self._model)
+        self._backward = backward
+        self._parameters = [p for p in self._model.parameters() if p.requires_grad]
+        self._names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        self._scales: dict[torch.device, Tensor] = {}
+        self.origin: Origin | None = None
+        self.nonfinite_gradients: tuple[str, ...] = ()
+        self.smaller_scale_helps: bool | None = None
+        self.largest_finite_scale: float | None = None
+        self.finite_in_fp32: bool | None = None
+        self.notes: list[str] = []
+
+    def run(self) -> None:
+        """Replay, and fill the attributes."""
+        with untouched(self._model), torch.enable_grad(), _eager():
+            self._run()
+
+    def _run(self) -> None:
+        calls = self._backward.calls
+        if any(call.versions != call.versions_now() for call in calls):
+            self.notes.append("the batch was modified in place since the forward: the replay may differ")
+        entry = calls[0].forward.module()
+        sites = CallSites(self._model, self._model if entry is None else entry)
+        tracker = OriginTracker(sites)
+        self._blame_what_is_there(tracker, calls)
+        outputs: dict[tuple[int, str], Tensor] = {}
+        with self._observed(sites), tracker:
+            for call in calls:
+                outputs.update({(id(call), name): found for name, found in self._forward(call)})
+        same = all(self._is_same_loss(call, name, outputs[id(call), name]) for call in calls for name in call.losses)
+        leaving, gradients = [], []
+        for incoming in self._backward.incoming:
+            output = outputs[id(incoming.call), incoming.output]
+            self._take(tracker.of(output))
+            if incoming.gradient is not None:
+                if incoming.gradient._version != incoming.version:
+                    self.notes.append(f"the gradient of the output {incoming.output!r} was modified in place since")
+                if same:
+                    self._check_incoming(incoming.output, output, incoming.gradient)
+                leaving.append(output)
+                gradients.append(incoming.gradient)
+            elif self.origin is None:
+                self.notes.append(
+                    f"the gradient that came into the output {incoming.output!r} was too large to keep, so this "
+                    "backward could not be replayed; from now on it is kept, for the next failure"
+                )
+        if not same and any(map(finiteness, gradients)):
+            leaving = []  # what came in belongs to another forward
+        if self.origin is None and leaving:
+            with self._observed(sites), tracker:
+                self._backward_through(leaving, gradients, tracker)
+            self._try_smaller_scales(leaving, gradients)
+        elif len(leaving) == len(self._backward.incoming):
+            self._backward_through(leaving, gradients, None)
+        self._name_weight()
+        self._note_spoiled_buffers()
+        if self.origin is not None and self.origin.phase in ("forward", "backward"):
+            del outputs, leaving  # their graph is as large as that of the training step
+            self._try_fp32(calls)
+
+    def _take(self, origin: Origin | None) -> None:
+        if origin is not None and (self.origin is None or origin.order < self.origin.order):
+            self.origin = origin
+
+    def _forward(self, call: KeptCall, *, autocast: bool = True) -> list[tuple[str, Tensor]]:
+        module = call.forward.module()
+        if module.training != call.is_training:
+            module.train(call.is_training)
+        call.random_states.restore()
+
+        def enter(tensor: Tensor) -> Tensor:
+            return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
+
+        args, kwargs = apply_to_tensors(enter, call.args), apply_to_tensors(enter, call.kwargs)
+        region = self._runtime.region
+        with self._runtime.working_copies.saving(), region, nullcontext() if autocast else region.island():
+            outputs = call.forward.original(*args, **kwargs)
+        return [(name, self._border(found)) for name, found in named_tensors(outputs)]
+
+    def _border(self, output: Tensor) -> Tensor:
+        scale = self._runtime.scaler.factors(output.device).scale
+        if scale is None:
+            return output_border(output, None)
+        mine = self._scales.setdefault(output.device, scale.clone())
+        return output_border(output, mine)
+
+    @contextmanager
+    def _observed(self, sites: CallSites) -> Iterator[None]:
+        region = self._runtime.region
+        before, region.observer = region.observer, functools.partial(sites.observe, region)
+        try:
+            with sites.following():
+                yield
+        finally:
+            region.observer = before
+
+    def _blame_what_is_there(self, tracker: OriginTracker, calls: list[KeptCall]) -> None:
+        """Have the tracker know what was not finite before the forward began."""
+        order = 0
+        for call in calls:
+            for name, tensor in _named_inputs(call):
+                if finiteness(tensor) is Finiteness.NOT_FINITE:
+                    tracker.blame(tensor, Origin("input", order, tensor=name, inputs=ranges_of([(name, tensor)])))
+        for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
+            least = Finiteness.MINUS_INF if isinstance(tensor, nn.Parameter) else Finiteness.NOT_FINITE
+            rounded = self._rounded(tensor)
+            if finiteness(rounded) >= least:
+                origin = _weight_origin(name, tensor, rounded)
+                tracker.blame(rounded, origin)
+                if finiteness(tensor) >= least:
+                    tracker.blame(tensor, origin)
+
+    def _rounded(self, tensor: Tensor) -> Tensor:
+        """What the forward reads in the place of a parameter: its working copy, where there is one."""
+        copies = self._runtime.working_copies
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad and tensor.dtype is torch.float32:
+            return copies.get(tensor) if tensor in copies else tensor
+        return tensor
+
+    def _name_weight(self) -> None:
+        if self.origin is not None and self.origin.phase == "weight":
+            self.origin.module = self.origin.tensor.rpartition(".")[0]
+
+    def _note_spoiled_buffers(self) -> None:
+        if self.origin is None or self.origin.phase == "weight":
+            return
+        spoiled = [name for name, buffer in self._model.named_buffers() if finiteness(buffer) is Finiteness.NOT_FINITE]
+        if spoiled:
+            self.notes.append(f"the forward has left inf or NaN in {', '.join(spoiled[:5])}, which no skip takes back")
+
+    def _is_same_loss(self, call: KeptCall, name: str, output: Tensor) -> bool:
+        if bool(finiteness(call.losses[name])) == bool(finiteness(output)):
+            return True
+        self.notes.append(
+            f"the output {name!r} was {call.losses[name].item():g} and came to {output.item():g} in the replay: the "
+            "forward depends on something besides its inputs, weights and torch's random generators"
+        )
+        return False
+
+    def _check_incoming(self, name: str, output: Tensor, gradient: Tensor) -> None:
+        if self.origin is None and finiteness(gradient) and not finiteness(output):
+            ranges = ranges_of([(f"{name}, the output", output)]), ranges_of([("its gradient", gradient)])
+            self.origin = Origin("loss outside of the model", 0, "", "", name, *ranges)
+
+    def _backward_through(self, outputs: list[Tensor], gradients: list[Tensor], tracker: OriginTracker | None) -> None:
+        """A backward that accumulates nowhere; takes the origins of non-finite gradients where ``tracker`` is given."""
+        names: list[str] = []
+
+        def look(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
+            if gradient is None:  # a split parameter has taken it already
+                return None
+            if finiteness(gradient):
+                names.append(self._names[id(parameter)])
+                self._take(None if tracker is None else tracker.of(gradient))
+            return gradient.new_zeros(()).expand(gradient.shape)  # nobody needs it: its memory can go
+
+        def note_task(gradient: Tensor) -> None:
+            if tracker is not None:
+                tracker.backward_task = torch._C._current_graph_task_id()
+
+        handles = [outputs[0].register_hook(note_task)]
+        handles += [Tensor.register_hook(p, functools.partial(look, p)) for p in self._parameters]
+        try:
+            self._differentiate(outputs, gradients, look)
+        finally:
+            for handle in handles:
+                handle.remove()
+        order = list(self._names.values())
+        self.nonfinite_gradients = tuple(sorted(set(names), key=order.index))
+
+    def _differentiate(
+        self, outputs: list[Tensor], gradients: list[Tensor], look: Callable[[nn.Parameter, Tensor], Any]
+    ) -> None:
+        try:
+            torch.autograd.grad(outputs, self._parameters, gradients, retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            with gradients_set_aside(self._parameters):
+                torch.autograd.backward(outputs, gradients, retain_graph=True)
+                for parameter in self._parameters:  # split ones take a scaled gradient past their hooks
+                    if (gradient := raw_gradient(parameter)) is not None:
+                        look(parameter, gradient)
+
+    def _try_smaller_scales(self, outputs: list[Tensor], gradients: list[Tensor]) -> None:
+        if self.origin is None or self.origin.phase != "backward":
+            return
+        used, smallest = self._runtime.scaler.get_scale(), self._runtime.scaler.smallest_scale
+        culprit, names = self.origin, self.nonfinite_gradients
+        dtype = self._runtime.policy.compute
+        for scale in [scale for scale in dict.fromkeys((1.0, smallest)) if scale < used]:
+            for tensor in self._scales.values():
+                tensor.fill_(scale)
+            with LargestSeen(dtype) as seen:
+                self._backward_through(outputs, gradients, None)
+            self.smaller_scale_helps = not self.nonfinite_gradients
+            if self.smaller_scale_helps:
+                limit = torch.finfo(dtype).max
+                if 0.0 < seen.value <= limit:
+                    self.largest_finite_scale = min(used / 2, power_of_two_below(scale * limit / seen.value))
+                break
+        else:
+            self.smaller_scale_helps = bool(self.smaller_scale_helps)
+        self.origin, self.nonfinite_gradients = culprit, names
+
+    def _try_fp32(self, calls: list[KeptCall]) -> None:
+        """The same micro-batch without autocast: does the model itself overflow, or only its 16 bits?"""
+        if self._runtime.policy.is_lean or any(entry.gradient is None for entry in self._backward.incoming):
+            return
+        names = self.nonfinite_gradients
+        for tensor in self._scales.values():
+            tensor.fill_(1.0)
+        try:
+            outputs = {(id(call), name): found for call in calls for name, found in self._forward(call, autocast=False)}
+            leaving = [outputs[id(incoming.call), incoming.output] for incoming in self._backward.incoming]
+            self.finite_in_fp32 = not any(map(finiteness, leaving))
+            gradients = [g for incoming in self._backward.incoming if (g := incoming.gradient) is not None]
+            # A loss outside of the model has seen the outputs of before: what it made of inf says nothing of these.
+            if self.finite_in_fp32 and not any(map(finiteness, gradients)):
+                self._backward_through(leaving, gradients, None)
+                self.finite_in_fp32 = not self.nonfinite_gradients
+        except Exception as error:  # a model with frozen 16-bit parts cannot run like that; the rest of the report can
+            self.notes.append(f"not tried in FP32: {type(error).__name__}: {error}")
+        finally:
+            self.nonfinite_gradients = names
+
+
+def _weight_origin(name: str, tensor: Tensor, rounded: Tensor) -> Origin:
+    found = [(name, tensor)] if rounded is tensor else [(name, tensor), (f"{name}, its working copy", rounded)]
+    notes: tuple[str, ...] = ()
+    if not finiteness(tensor):
+        notes = (f"its FP32 value is finite, but FP16 ends at {FP16_MAX:g}",)
+    return Origin("weight", 0, tensor=name, inputs=ranges_of(found), notes=notes)
+
+
+def _named_inputs(call: KeptCall) -> list[tuple[str, Tensor]]:
+    """The tensors that go into a call, named by the forward's parameters."""
+    try:
+        bound = inspect.signature(call.forward.original).bind(*call.args, **call.kwargs)
+    except (TypeError, ValueError):
+        return call.inputs()
+    return named_tensors(bound.arguments)
+
+
+def _refuse_collectives(model: nn.Module) -> None:
+    if is_running() and any(isinstance(module, SyncBatchNorm) for module in model.modules()):
+        raise CannotReplay("SyncBatchNorm talks to the other processes in forward, which are not asked to replay")
+    if is_sharded(model) or any(map(is_dtensor, model.parameters())):
+        raise CannotReplay("its weights are sharded, and gathering them talks to the other processes")
+
+
+def _eager() -> AbstractContextManager[Any]:
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")

@@ -1,0 +1,105 @@
+"""Looking at values: which of a tensor's are not finite, and between which limits the others lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass
+from enum import IntEnum
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_mp.kernels.gradient_scan import largest_magnitude
+
+_LOOKED_AT = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
+
+
+class Finiteness(IntEnum):
+    """How far a tensor is from finite; -inf alone is what masks are made of."""
+
+    FINITE = 0
+    MINUS_INF = 1
+    NOT_FINITE = 2
+
+
+@torch.no_grad()
+def finiteness(tensor: Tensor) -> Finiteness:
+    """Whether ``tensor`` has no inf and NaN, -inf alone, or another; FINITE for integers and empty tensors."""
+    if tensor.dtype not in _LOOKED_AT or tensor.numel() == 0 or tensor.device.type == "meta":
+        return Finiteness.FINITE
+    if torch.isfinite(largest_magnitude([tensor])).item():
+        return Finiteness.FINITE
+    values = _real_values(tensor)
+    return Finiteness.NOT_FINITE if bool((values.isnan() | values.isposinf()).any()) else Finiteness.MINUS_INF
+
+
+@dataclass(frozen=True)
+class TensorRange:
+    """What is in a tensor.
+
+    Attributes:
+        name: what the tensor is to the op: a parameter's name, ``"input 0"``, ``"output 0"``, an argument's name.
+        dtype: such as ``"float16"``.
+        shape: its sizes.
+        largest: the largest finite magnitude; None if no element is finite.
+        smallest: the smallest magnitude, zero included; None likewise.
+        inf_count, nan_count: elements that are +inf or -inf, and NaN.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    largest: float | None
+    smallest: float | None
+    inf_count: int
+    nan_count: int
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, name: str, tensor: Tensor) -> TensorRange:
+        """The range of a floating tensor; reads it, which synchronises with a GPU."""
+        values = _real_values(tensor)
+        magnitudes = values[values.isfinite()].abs().to(torch.float64)
+        some = magnitudes.numel() > 0
+        return cls(
+            name=name,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+            largest=magnitudes.max().item() if some else None,
+            smallest=magnitudes.min().item() if some else None,
+            inf_count=int(values.isinf().sum()),
+            nan_count=int(values.isnan().sum()),
+        )
+
+    def __str__(self) -> str:
+        size = "×".join(map(str, self.shape)) or "scalar"
+        found = "no finite value" if self.largest is None else f"magnitudes {self.smallest:.3g} to {self.largest:.6g}"
+        counts = [f"{count} {what}" for count, what in ((self.inf_count, "inf"), (self.nan_count, "NaN")) if count]
+        return f"{self.name} ({self.dtype}, {size}): {', '.join([found, *counts])}"
+
+
+def ranges_of(tensors: list[tuple[str, Tensor]]) -> tuple[TensorRange, ...]:
+    """The ranges of the floating tensors among ``tensors``."""
+    return tuple(TensorRange.of(name, tensor) for name, tensor in tensors if tensor.dtype in _LOOKED_AT)
+
+
+def named_tensors(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
+    """The tensors in lists, tuples, mappings, dataclasses and namespaces, with paths such as ``"states.0"``."""
+    if isinstance(value, Tensor):
+        return [(name, value)]
+    items: Any = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    elif (is_dataclass(value) and not isinstance(value, type)) or isinstance(value, SimpleNamespace):
+        items = vars(value).items()
+    return [found for key, item in items for found in named_tensors(item, f"{name}.{key}" if name else str(key))]
+
+
+def _real_values(tensor: Tensor) -> Tensor:
+    values = tensor.detach()
+    values = values.coalesce().values() if values.is_sparse else values
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values

@@ -1,0 +1,100 @@
+"""What ``hf-mp memory`` does, from checked arguments to the text that it prints."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hf_mp.memory.page import render_page
+from hf_mp.memory.presets import TRAINING_PRESETS, parse_preset
+from hf_mp.memory.report import as_json as report_as_json
+from hf_mp.memory.report import check_writable, gather_report, write_whole
+from hf_mp.memory.sizes import parse_size
+from hf_mp.memory.tables import render
+
+
+def run(
+    model: str,
+    *,
+    train: bool,
+    measure: bool,
+    device: str | None,
+    gpu: str | None,
+    presets: Sequence[str] | None,
+    config_only: bool,
+    as_json: bool,
+    html: Path | None,
+    settings: dict[str, Any],
+) -> str:
+    """Gather the report and give the text to print; with ``html`` the page is written.
+
+    Raises:
+        ValueError, ImportError: before anything is written, naming what to change.
+    """
+    if as_json and html is not None:
+        raise ValueError("--json and --html are both given: choose one, or run twice")
+    if html is not None:
+        check_writable(html)
+    gpu_bytes = None if gpu is None else parse_size(gpu)
+    for preset in presets or ():
+        parse_preset(preset)
+    quiet_libraries()
+    report = gather_report(
+        model,
+        config_only=config_only,
+        train=train or gpu is not None or presets is not None,
+        measure=measure,
+        gpu_bytes=gpu_bytes,
+        presets=tuple(presets or TRAINING_PRESETS),
+        progress=_tell_progress,
+        device=device or _default_device(measure),
+        **settings,
+    )
+    if as_json:
+        return json.dumps(report_as_json(report), indent=2, allow_nan=False) + "\n"
+    if html is not None:
+        write_whole(html, render_page(report))
+        return f"{html} is written: {html.stat().st_size / 1024:,.0f} KiB, open it in a browser\n"
+    return _as_text(render(report))
+
+
+def quiet_libraries() -> None:
+    """Keep Transformers and bitsandbytes from writing into a report."""
+    import logging
+
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
+def _default_device(measure: bool) -> str:
+    if not measure:
+        return "cuda"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _tell_progress(step: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{step} ...", end="", file=sys.stderr, flush=True)
+
+
+def _as_text(renderable: Any) -> str:
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    on_terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if on_terminal else 200
+    console = Console(file=io.StringIO(), width=width, force_terminal=on_terminal)
+    console.print(renderable)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text

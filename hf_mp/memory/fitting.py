@@ -1,0 +1,95 @@
+"""The largest batch that fits: the peak as a function of the batch size, searched with few estimates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hf_mp.memory.models import ModelLike, find_config
+from hf_mp.memory.sizes import parse_size
+from hf_mp.memory.training import estimate_training_memory
+
+LARGEST_TRIED = 2**20
+_GROWTH = 8  # a line through the first two points may point far beyond what fits, where estimates take long
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """The answer to "how large a batch fits?".
+
+    Attributes:
+        batch_size: the largest that fits; 0 where not even one sequence does.
+        peak_bytes: its peak; None for 0.
+        next_peak_bytes: the peak of one sequence more, which does not fit any more.
+        memory_bytes: what it had to fit in.
+    """
+
+    batch_size: int
+    peak_bytes: int | None
+    next_peak_bytes: int
+    memory_bytes: int
+
+
+def largest_batch_size(model: ModelLike, memory: str | int, precision: str = "fp16", **settings: Any) -> LargestBatch:
+    """The largest batch whose training step fits in so much memory; both it and the next one are estimated.
+
+    Args:
+        model: as for :func:`hf_mp.estimate_training_memory`.
+        memory: a size such as ``"24GiB"``, or bytes. CUDA's context and fragmentation need some of a card besides.
+        precision, settings: for :func:`hf_mp.estimate_training_memory`, all but ``batch_size``.
+
+    Raises:
+        ValueError: for a size that is none, and what :func:`hf_mp.estimate_training_memory` raises.
+    """
+    if "batch_size" in settings:
+        raise ValueError("batch_size is what is searched for: leave it out")
+    memory_bytes = parse_size(memory)
+    config = find_config(model)
+    peaks: dict[int, int] = {}
+
+    def peak(batch_size: int) -> int:
+        if batch_size not in peaks:
+            estimated = estimate_training_memory(config, precision, batch_size=batch_size, **settings)
+            peaks[batch_size] = estimated.peak_bytes
+        return peaks[batch_size]
+
+    found = search_largest(peak, memory_bytes)
+    return LargestBatch(found, peak(found) if found else None, peak(found + 1), memory_bytes)
+
+
+def search_largest(peak: Callable[[int], int], memory_bytes: int) -> int:
+    """The largest n >= 1 with ``peak(n) <= memory_bytes``, or 0; ``peak`` must not fall as n grows.
+
+    Memory is what stays plus so much for each sequence, so that the line through the last two points nearly always
+    leads to the answer at once; where another part of the step takes over as the peak, it is drawn again.
+
+    Raises:
+        ValueError: where even ``LARGEST_TRIED`` fits.
+    """
+    if peak(1) > memory_bytes:
+        return 0
+    fits, exceeds = 1, None
+    near = 2
+    while exceeds is None or exceeds - fits > 1:
+        if peak(near) <= memory_bytes:
+            if near >= LARGEST_TRIED:
+                raise ValueError(
+                    f"a batch of {near} still fits in {memory_bytes} bytes: there is nothing to search for"
+                )
+            fits = near
+        else:
+            exceeds = near
+        near = _next_guess(peak, memory_bytes, fits, exceeds)
+    return fits
+
+
+def _next_guess(peak: Callable[[int], int], memory_bytes: int, fits: int, exceeds: int | None) -> int:
+    """Where the line through two points that are known meets the limit, kept inside of what is open."""
+    other = exceeds if exceeds is not None else max(1, fits // 2)
+    slope = (peak(other) - peak(fits)) / (other - fits) if other != fits else 0.0
+    guess = fits + int((memory_bytes - peak(fits)) / slope) if slope > 0 else 2 * fits
+    highest = min(LARGEST_TRIED, _GROWTH * fits) if exceeds is None else exceeds - 1
+    if exceeds is not None and guess <= fits:
+        guess = fits + 1  # to see that the next one does not fit
+    return max(fits + 1, min(guess, highest))

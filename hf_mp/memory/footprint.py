@@ -1,0 +1,297 @@
+"""What a loaded model takes: every tensor that it holds, by kind, dtype, device and module."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_mp.master_weights.split_parameter import SplitParameter, raw_gradient
+
+
+class Kind(StrEnum):
+    """What a tensor is to its model.
+
+    ``MASTER_WEIGHTS`` is what a split parameter of a lean layout lacks of its FP32 value, ``QUANTIZATION_STATE`` what a
+    quantized weight needs besides its codes (bitsandbytes' ``SCB``, ``absmax`` and ``code``), ``ATTRIBUTE`` a tensor
+    that a module holds without registering it.
+    """
+
+    PARAMETER = "parameters"
+    BUFFER = "buffers"
+    MASTER_WEIGHTS = "master weights"
+    QUANTIZATION_STATE = "quantization state"
+    GRADIENT = "gradients"
+    ATTRIBUTE = "plain attributes"
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """One tensor of a model.
+
+    Attributes:
+        name: full name, as in ``named_parameters()``; of quantization state with the weight's name before it.
+        module: name of the module that holds it; empty for the model itself.
+        kind: what it is to the model.
+        dtype, device: as torch prints them, without ``torch.``.
+        shape: its shape.
+        tensor_bytes: elements times their size.
+        counted_bytes: what it adds to the total: the bytes of its storage, or 0 where that was counted under another
+            name or where it holds none here.
+        shared_with: the name under which its storage was counted, if any.
+        is_alias: whether it is the same object as that one (tied weights).
+        place: ``"here"``, ``"meta"`` (a tensor without memory), ``"offloaded to the CPU"`` or ``"offloaded to disk"``.
+    """
+
+    name: str
+    module: str
+    kind: Kind
+    dtype: str
+    device: str
+    shape: tuple[int, ...]
+    tensor_bytes: int
+    counted_bytes: int
+    shared_with: str | None = None
+    is_alias: bool = False
+    place: str = "here"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A reason why our total is not that of ``get_memory_footprint()``, and how many bytes it adds or takes away."""
+
+    reason: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class ModuleBytes:
+    """A module in the tree, or several equal ones that follow each other.
+
+    Attributes:
+        name: its name inside its parent; ``"0 - 11"`` for twelve equal ones.
+        class_name: its class.
+        total_bytes: with all that is inside it; of one of them, where there are several.
+        count: how many equal modules it stands for.
+        children: the modules inside it.
+    """
+
+    name: str
+    class_name: str
+    total_bytes: int
+    children: tuple[ModuleBytes, ...] = ()
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class MemoryFootprint:
+    """What a model takes, tensor by tensor; made by :func:`memory_footprint`.
+
+    Attributes:
+        rows: all tensors, in the order of the modules.
+        tree: the bytes by module.
+    """
+
+    rows: tuple[TensorRow, ...]
+    tree: ModuleBytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all storages that the model holds, each once; without what is offloaded or on ``meta``."""
+        return sum(row.counted_bytes for row in self.rows)
+
+    @property
+    def by_dtype(self) -> dict[str, int]:
+        """Bytes of each dtype."""
+        return self._total_by(lambda row: row.dtype)
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes of each :class:`Kind`, those with none left out."""
+        return self._total_by(lambda row: row.kind.value)
+
+    @property
+    def by_device(self) -> dict[str, int]:
+        """Bytes on each device."""
+        return self._total_by(lambda row: row.device)
+
+    @property
+    def not_here(self) -> dict[str, int]:
+        """Bytes of tensors that are not in the total, by where they are: offloaded, or ``meta``."""
+        found: Counter[str] = Counter()
+        for row in self.rows:
+            if row.place != "here" and not row.is_alias:
+                found[row.place] += row.tensor_bytes
+        return dict(found)
+
+    @property
+    def transformers_bytes(self) -> int:
+        """What ``get_memory_footprint()`` of Transformers says: parameters and buffers by their elements."""
+        return sum(row.tensor_bytes for row in self._known_to_transformers())
+
+    @property
+    def differences(self) -> tuple[Difference, ...]:
+        """Every byte between :attr:`transformers_bytes` and :attr:`total_bytes`, by reason."""
+        found: Counter[str] = Counter()
+        for row in self.rows:
+            if row.kind not in (Kind.PARAMETER, Kind.BUFFER):
+                found[f"{row.kind.value}, which get_memory_footprint() leaves out"] += row.counted_bytes
+        for row in self._known_to_transformers():
+            if row.place != "here":
+                found[f"{row.place}, which get_memory_footprint() counts"] -= row.tensor_bytes
+            elif row.shared_with is not None:
+                found["memory shared with another tensor, counted twice there"] -= row.tensor_bytes
+            else:
+                found["views of a larger storage, of which all stays in memory"] += row.counted_bytes - row.tensor_bytes
+        return tuple(Difference(reason, size) for reason, size in found.items() if size)
+
+    def _known_to_transformers(self) -> Iterator[TensorRow]:
+        return (row for row in self.rows if row.kind in (Kind.PARAMETER, Kind.BUFFER) and not row.is_alias)
+
+    def _total_by(self, key: Callable[[TensorRow], str]) -> dict[str, int]:
+        totals: Counter[str] = Counter()
+        for row in self.rows:
+            if row.counted_bytes:
+                totals[key(row)] += row.counted_bytes
+        return dict(totals.most_common())
+
+
+@dataclass(frozen=True)
+class FoundTensor:
+    """A tensor and where it was found."""
+
+    name: str
+    module: str
+    kind: Kind
+    tensor: Tensor
+
+
+def memory_footprint(model: nn.Module, *, as_if_loaded: bool = False) -> MemoryFootprint:
+    """Count the memory that a model holds, byte for byte.
+
+    Counted are parameters, buffers, gradients, the quantization state of bitsandbytes' weights and tensors kept as
+    plain attributes, each storage once. Working copies of an attached :class:`hf_mp.MixedPrecision` and optimizer
+    state are training's: see :func:`hf_mp.measure_training_memory`.
+
+    Args:
+        model: any ``nn.Module``, on any device; offloaded and ``meta`` tensors are listed without being in the total.
+        as_if_loaded: count ``meta`` tensors as if they had memory, for a model that is only planned.
+
+    Raises:
+        TypeError: for something that is not an ``nn.Module``.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"memory_footprint needs a loaded model (nn.Module), not {type(model).__name__}: load one with "
+            "hf_mp.load(name_or_path, precision=...)"
+        )
+    rows: list[TensorRow] = []
+    storages: dict[int, str] = {}
+    objects: dict[int, str] = {}
+    for found in tensors_of(model):
+        rows.append(_row(found, model, storages, objects, as_if_loaded))
+        objects.setdefault(id(found.tensor), found.name)
+    totals: Counter[str] = Counter()
+    for row in rows:
+        totals[row.module] += row.counted_bytes
+    return MemoryFootprint(tuple(rows), _tree(model, "", totals))
+
+
+def _row(
+    found: FoundTensor, model: nn.Module, storages: dict[int, str], objects: dict[int, str], as_if_loaded: bool
+) -> TensorRow:
+    tensor = found.tensor
+    place, shared_with, counted = "here", objects.get(id(tensor)), 0
+    if tensor.is_meta and not as_if_loaded:
+        place = _place_of_meta(model.get_submodule(found.module), found.name.rpartition(".")[2])
+    elif (key := tensor.untyped_storage()._cdata) in storages:
+        shared_with = storages[key]
+    else:
+        storages[key] = found.name
+        counted = tensor.untyped_storage().nbytes()
+    return TensorRow(
+        name=found.name,
+        module=found.module,
+        kind=found.kind,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        device=str(tensor.device),
+        shape=tuple(tensor.shape),
+        tensor_bytes=tensor.numel() * tensor.element_size(),
+        counted_bytes=counted,
+        shared_with=shared_with,
+        is_alias=id(tensor) in objects,
+        place=place,
+    )
+
+
+def tensors_of(model: nn.Module) -> Iterator[FoundTensor]:
+    """All tensors of a model. Parameters and buffers come first: what shares their memory is named after them."""
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield FoundTensor(_join(path, name), path, Kind.PARAMETER, parameter)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield FoundTensor(_join(path, name), path, Kind.BUFFER, buffer)
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if (gradient := raw_gradient(parameter)) is not None:
+                yield FoundTensor(_join(path, name, "grad"), path, Kind.GRADIENT, gradient)
+            kind = Kind.MASTER_WEIGHTS if isinstance(parameter, SplitParameter) else Kind.QUANTIZATION_STATE
+            for suffix, tensor in _inside(vars(parameter)):
+                yield FoundTensor(_join(path, name, suffix), path, kind, tensor)
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            kind = Kind.QUANTIZATION_STATE if _is_bitsandbytes(value) else Kind.ATTRIBUTE
+            for suffix, tensor in _inside({name: value}):
+                yield FoundTensor(_join(path, suffix), path, kind, tensor)
+
+
+def _inside(values: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in attributes, in containers of them, and in bitsandbytes' own state objects."""
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
+            yield from _inside({f"{name}.{index}": item for index, item in enumerate(value)})
+        elif type(value) is dict:
+            yield from _inside({f"{name}.{key}": item for key, item in value.items()})
+        elif _is_bitsandbytes(value):
+            yield from _inside({f"{name}.{key}": item for key, item in vars(value).items()})
+
+
+def _is_bitsandbytes(value: Any) -> bool:
+    # a weight also knows its module: that one is visited by itself
+    is_state = type(value).__module__.startswith("bitsandbytes.") and hasattr(value, "__dict__")
+    return is_state and not isinstance(value, (nn.Module, Tensor, type))
+
+
+def _place_of_meta(module: nn.Module, name: str) -> str:
+    """Where the memory of a meta tensor is, as accelerate's offloading hook of its module knows."""
+    hook = getattr(module, "_hf_hook", None)
+    for candidate in getattr(hook, "hooks", [hook]):
+        weights = getattr(candidate, "weights_map", None)
+        if weights is None:
+            continue
+        loader, full_name = getattr(weights, "dataset", weights), getattr(weights, "prefix", "") + name
+        on_disk = full_name in (getattr(loader, "index", None) or {})
+        return "offloaded to disk" if on_disk else "offloaded to the CPU"
+    return "meta"
+
+
+def _tree(module: nn.Module, path: str, totals: Counter[str]) -> ModuleBytes:
+    children = tuple(_tree(child, _join(path, name), totals) for name, child in module.named_children())
+    own = totals[path]
+    name = path.rpartition(".")[2]
+    return ModuleBytes(name, type(module).__name__, own + sum(child.total_bytes for child in children), children)
+
+
+def _join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)

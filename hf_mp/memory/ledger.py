@@ -1,0 +1,159 @@
+"""The account of one training step: which storages came and went, what they were for, and where the peak was.
+
+Pure bookkeeping over numbers, without tensors: the recorder feeds it, and :func:`profile_step` reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Category(StrEnum):
+    """What memory is for. The order is that of reports: what stays comes first, what passes comes last."""
+
+    MASTER_WEIGHTS = "master weights"
+    WORKING_COPIES = "working copies"
+    FROZEN_WEIGHTS = "frozen weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER_STATE = "optimizer state"
+    ACTIVATIONS = "activations"
+    LOGITS_AND_LOSS = "logits and loss"
+    TEMPORARIES = "temporaries"
+    INPUTS_AND_BUFFERS = "inputs and buffers"
+
+
+class Phase(StrEnum):
+    """The part of a training step."""
+
+    SETUP = "setup"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+@dataclass
+class Allocation:
+    """One storage.
+
+    Attributes:
+        size_bytes: its size.
+        category: what it is for; what it turns out to be for may be known only later (a gradient).
+    """
+
+    size_bytes: int
+    category: Category
+
+
+@dataclass(frozen=True)
+class Event:
+    """One storage that came (``sign`` 1) or went (-1), in ``phase``, at the op named ``op``."""
+
+    allocation: Allocation
+    sign: int
+    phase: Phase
+    op: str
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What was in use at one moment of a step.
+
+    Attributes:
+        position: from 0 to 1, of the storages that came and went in the step.
+        phase: the part of the step.
+        bytes_by_category: bytes of each :class:`Category`, all of them named.
+    """
+
+    position: float
+    phase: Phase
+    bytes_by_category: dict[Category, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all categories."""
+        return sum(self.bytes_by_category.values())
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """One training step, as memory saw it.
+
+    Attributes:
+        peak: the moment of the highest use.
+        peak_op: the op after which it was reached.
+        timeline: moments of the step in order; the peak is one of them.
+    """
+
+    peak: Moment
+    peak_op: str
+    timeline: tuple[Moment, ...]
+
+
+@dataclass
+class Ledger:
+    """Live storages by key, and all events since :meth:`start_step`."""
+
+    live: dict[int, Allocation] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    phase: Phase = Phase.SETUP
+
+    def start_step(self) -> None:
+        """Forget the events so far; what is alive is what the step starts with."""
+        self.events = [Event(allocation, 1, Phase.SETUP, "") for allocation in self.live.values()]
+
+    def allocate(self, key: int, size_bytes: int, category: Category, op: str) -> None:
+        """A storage came."""
+        allocation = self.live[key] = Allocation(size_bytes, category)
+        self.events.append(Event(allocation, 1, self.phase, op))
+
+    def free(self, key: int) -> None:
+        """A storage went; one that is not known is none of ours. What forward frees itself was temporary."""
+        allocation = self.live.pop(key, None)
+        if allocation is None:
+            return
+        if self.phase is Phase.FORWARD and allocation.category is Category.ACTIVATIONS:
+            allocation.category = Category.TEMPORARIES
+        self.events.append(Event(allocation, -1, self.phase, ""))
+
+    def assign(self, key: int, category: Category) -> None:
+        """Say what a storage is for; one that is not known is left out."""
+        if key in self.live:
+            self.live[key].category = category
+
+
+def profile_step(events: Sequence[Event], moments: int = 240) -> StepProfile:
+    """Add up the events of one step.
+
+    Args:
+        events: as a :class:`Ledger` kept them; the ones of phase SETUP are what the step starts with.
+        moments: the most moments that the timeline has. Each stands for a stretch of events and shows the highest use
+            within it.
+
+    Raises:
+        ValueError: if there are no events.
+    """
+    if not events:
+        raise ValueError("no memory events: nothing was recorded")
+    in_use = dict.fromkeys(Category, 0)
+    total = 0
+    first = next((index for index, event in enumerate(events) if event.phase is not Phase.SETUP), len(events) - 1)
+    length = max(1, len(events) - first)
+    highest: dict[int, tuple[int, str, Moment]] = {}
+    for index, event in enumerate(events):
+        change = event.sign * event.allocation.size_bytes
+        in_use[event.allocation.category] += change
+        total += change
+        if index < first:
+            continue
+        bucket = (index - first) * moments // length
+        if bucket not in highest or total > highest[bucket][0]:
+            highest[bucket] = (total, event.op, Moment((index - first) / length, event.phase, dict(in_use)))
+    _, peak_op, peak = max(highest.values(), key=lambda entry: entry[0])
+    return StepProfile(peak, peak_op, tuple(entry[2] for entry in highest.values()))
+
+
+def total_bytes(allocations: Iterable[Allocation]) -> int:
+    """Bytes of all allocations."""
+    return sum(allocation.size_bytes for allocation in allocations)

@@ -1,0 +1,165 @@
+"""What fine-tuning took: real training steps on this machine, counted as the estimate counts them."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_mp.memory.ledger import total_bytes
+from hf_mp.memory.models import ModelLike, find_config, model_class
+from hf_mp.memory.precisions import load, parse_precision
+from hf_mp.memory.presets import parse_preset
+from hf_mp.memory.recorder import MemoryRecorder
+from hf_mp.memory.training import (
+    Trainee,
+    TrainingMemory,
+    make_settings,
+    make_trainee,
+    prepare_model,
+    record_steps,
+    train_one_step,
+    training_memory,
+)
+
+_PROCESS = Path("/proc/self")
+
+
+def measure_training_memory(
+    model: ModelLike,
+    precision: str = "fp16",
+    *,
+    batch_size: int = 1,
+    seq_len: int | None = None,
+    accumulation_steps: int = 1,
+    gradient_checkpointing: bool = False,
+    optimizer: str | None = None,
+    device: str | None = None,
+    ask_allocator: bool | None = None,
+) -> TrainingMemory:
+    """Measure the memory of fine-tuning with real steps on this machine.
+
+    The model is made anew with random weights from its configuration: a given model is left untouched, and nothing is
+    downloaded but a configuration.
+
+    Args:
+        model, precision, batch_size, seq_len, accumulation_steps, gradient_checkpointing, optimizer: as for
+            :func:`hf_mp.estimate_training_memory`.
+        device: ``"cuda"`` or ``"cpu"``; default: the GPU where there is one.
+        ask_allocator: also train further steps unobserved and take the peak from the allocator itself: CUDA's
+            statistics, or torch's profiler on a CPU. Default: on a GPU.
+
+    Returns:
+        As :func:`hf_mp.estimate_training_memory` does, of real tensors, with ``process_peak_bytes`` on a CPU.
+
+    Raises:
+        ValueError: as for :func:`hf_mp.estimate_training_memory`, and for a GPU that is not there.
+    """
+    config = find_config(model)
+    settings = make_settings(
+        config,
+        precision=precision,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        accumulation_steps=accumulation_steps,
+        gradient_checkpointing=gradient_checkpointing,
+        optimizer=optimizer,
+    )
+    place = _device(device)
+    before = torch.cuda.memory_allocated() if place.type == "cuda" else 0
+    reset_process_peak()
+    real = _real_model(config, parse_preset(precision).loaded, place)
+    kind, parameters = type(real), real.num_parameters()
+    trainee = make_trainee(prepare_model(real, settings).to(place), kind, settings, place)
+    recorder = MemoryRecorder.for_device(place)
+    profile = record_steps(trainee, recorder)
+    process_peak = process_peak_bytes() if place.type == "cpu" else None
+    allocator_peak = None
+    if ask_allocator or (ask_allocator is None and place.type == "cuda"):
+        allocator_peak = _cuda_peak(trainee) - before if place.type == "cuda" else _cpu_peak(trainee, recorder)
+    return training_memory(
+        kind.__name__,
+        parameters,
+        settings,
+        place.type,
+        profile,
+        measured=True,
+        allocator_peak_bytes=allocator_peak,
+        process_peak_bytes=process_peak,
+    )
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"device={name!r} cannot be measured on: use 'cuda' or 'cpu'")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda': torch sees no GPU here; measure on the 'cpu', or estimate for 'cuda'")
+    return torch.device(name)
+
+
+def _real_model(config: PreTrainedConfig, precision: str, device: torch.device) -> PreTrainedModel:
+    """A model with random weights, loaded as :func:`hf_mp.load` does where it is quantized."""
+    chosen = parse_precision(precision)
+    with torch.device(device if chosen.quantization is None else "cpu"):
+        model: PreTrainedModel = model_class(config)._from_config(config, dtype=chosen.dtype)
+    if chosen.quantization is None:
+        return model
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        del model
+        return load(directory, precision, device_map={"": str(device)})
+
+
+def _cuda_peak(trainee: Trainee) -> int:
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        train_one_step(trainee)
+        trainee.optimizer.zero_grad()
+    return torch.cuda.max_memory_allocated()
+
+
+def _cpu_peak(trainee: Trainee, recorder: MemoryRecorder) -> int:
+    """The peak of one more step as torch's CPU allocator reports it to the profiler, on top of what lives before."""
+    from torch.profiler import ProfilerActivity, profile
+
+    gc.collect()
+    in_use = peak = total_bytes(recorder.ledger.live.values())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        train_one_step(trainee)
+    results: Any = profiler.profiler
+    events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        in_use += event.nbytes()
+        peak = max(peak, in_use)
+    trainee.optimizer.zero_grad()
+    return int(peak)
+
+
+def reset_process_peak() -> None:
+    """Have Linux forget the highest resident memory so far (proc_pid_clear_refs(5)); elsewhere it stays."""
+    try:
+        (_PROCESS / "clear_refs").write_text("5")
+    except OSError:  # not Linux, or a container that does not let us
+        return
+
+
+def process_peak_bytes() -> int | None:
+    """The highest resident memory of this process, since :func:`reset_process_peak` where Linux allows that."""
+    status = _PROCESS / "status"
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,188 @@
+"""From a model's name, directory or configuration to its class, and to a model of fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from huggingface_hub import HfApi
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from hf_mp.memory.configs import BUILT_IN, built_in_config
+from hf_mp.memory.precisions import parse_precision, quantizer_for
+
+ModelLike = str | Path | PreTrainedConfig | PreTrainedModel
+
+# What a configuration without "architectures" (or with a bare encoder) is trained as; encoders come before their
+# decoder variants.
+_TASKS = (
+    modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+
+
+class UnknownModelError(ValueError):
+    """A model that is neither built in, nor a directory or file, nor in the cache, nor to be had from the Hub."""
+
+
+def find_config(model: ModelLike) -> PreTrainedConfig:
+    """The configuration of a model: from itself, a directory, a ``config.json``, the built-in ones, or the Hub.
+
+    Args:
+        model: a name, a directory, the path of a JSON file, a configuration, or a model.
+
+    Raises:
+        UnknownModelError: for a name that leads nowhere; it tells which are built in and how to give a directory.
+        ValueError: for a directory or file that holds no configuration.
+        TypeError: for anything else.
+    """
+    if isinstance(model, PreTrainedConfig):
+        return copy.deepcopy(model)
+    if isinstance(model, PreTrainedModel):
+        return copy.deepcopy(model.config)
+    if not isinstance(model, (str, Path)):
+        raise TypeError(
+            f"a model is given by name, directory, config.json, configuration or as a PreTrainedModel, not as "
+            f"{type(model).__name__}"
+        )
+    path = Path(model)
+    if path.exists():
+        return _read_config(path)
+    built_in = built_in_config(str(model))
+    if built_in is not None:
+        return AutoConfig.for_model(**built_in)
+    if (reason := ask_hub(str(model))) is None:
+        return AutoConfig.from_pretrained(str(model))
+    try:
+        return AutoConfig.from_pretrained(str(model), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UnknownModelError(unknown_model(str(model), reason)) from error
+
+
+def unknown_model(name: str, reason: object) -> str:
+    """The message for a name that leads nowhere."""
+    return (
+        f"{name!r} is not a directory, not a file, not in the cache, and the Hub does not give it "
+        f"({first_line(reason)}). Ways out: a directory with a config.json (as save_pretrained writes), the path of a "
+        f"config.json, or a configuration that is built in: {', '.join(BUILT_IN)}"
+    )
+
+
+def ask_hub(name: str) -> Exception | None:
+    """Why the Hub does not give a model, asked once: ``from_pretrained`` repeats each question for half a minute."""
+    try:
+        HfApi().model_info(name, timeout=10)
+    except Exception as error:  # no network, no such model, no access, no valid name: each has a type of its own
+        return error
+    return None
+
+
+def first_line(value: object) -> str:
+    """The first line of a message, or the type of an error that has none."""
+    return next(iter(str(value).strip().splitlines()), type(value).__name__)
+
+
+def _read_config(path: Path) -> PreTrainedConfig:
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"{path} holds no config.json: give a directory that save_pretrained wrote, or a config.json")
+    try:
+        return AutoConfig.from_pretrained(str(path))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not the configuration of a model: {first_line(error)}") from error
+
+
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class to load or train a configuration with: its own architecture, or the language model of its type.
+
+    Raises:
+        ValueError: if neither leads to a class of Transformers.
+    """
+    bare = {str(getattr(modeling_auto, "MODEL_MAPPING_NAMES", {}).get(config.model_type))}
+    for name in getattr(config, "architectures", None) or []:
+        if name not in bare and hasattr(transformers, name):
+            return getattr(transformers, name)
+    for task in _TASKS:
+        if config.model_type in task:
+            return getattr(transformers, task[config.model_type])
+    raise ValueError(
+        f"no language model for model_type {config.model_type!r}: name a class of Transformers in the "
+        'configuration, as "architectures": ["BertForMaskedLM"]'
+    )
+
+
+def meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A model without memory, on the meta device; ``config`` is left as it is."""
+    with torch.device("meta"):
+        model: PreTrainedModel = model_class(config)._from_config(copy.deepcopy(config), dtype=dtype)
+    model.tie_weights()
+    return model
+
+
+def skeleton(config: PreTrainedConfig, precision: str, *, double_quant: bool = False) -> PreTrainedModel:
+    """The model that :func:`hf_mp.load` would load, on the meta device: every tensor, and no memory.
+
+    Weights are quantized with bitsandbytes' own functions, which also tell the shapes on the meta device.
+
+    Args:
+        config: its configuration; left as it is.
+        precision: one of :data:`hf_mp.memory.precisions.PRECISIONS`.
+        double_quant: as for :func:`hf_mp.load`.
+    """
+    dtype = parse_precision(precision).dtype
+    model = meta_model(config, dtype)
+    quantizer = quantizer_for(precision, double_quant)
+    if quantizer is None:
+        return model
+    quantizer.preprocess_model(model=model, device_map={"": "cpu"}, dtype=dtype)
+    with _own_tables_of_bitsandbytes():
+        for name, parameter in list(model.named_parameters()):
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+            if quantizer.param_needs_quantization(model, name):
+                cast(Any, parameter)._quantize(torch.device("meta"))
+    return cast(PreTrainedModel, quantizer.postprocess_model(model) or model)
+
+
+@contextlib.contextmanager
+def _own_tables_of_bitsandbytes() -> Iterator[None]:
+    """Keep tables on the meta device out of what bitsandbytes remembers for the next real model."""
+    from bitsandbytes.functional import name2qmap
+
+    before = dict(name2qmap)
+    name2qmap.clear()
+    try:
+        yield
+    finally:
+        name2qmap.clear()
+        name2qmap.update(before)
+
+
+def replace_tensors(model: nn.Module, device: torch.device) -> nn.Module:
+    """Give a model new tensors of the same shapes on ``device``, tied where they were; fake in a FakeTensorMode."""
+    memo: dict[int, Tensor] = {}
+
+    def renew(tensor: Tensor) -> Tensor:
+        if id(tensor) not in memo:
+            new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                for name, value in vars(tensor).items():  # bitsandbytes keeps codes and scales there
+                    setattr(new, name, renew(value) if isinstance(value, Tensor) else value)
+            memo[id(tensor)] = new
+        return memo[id(tensor)]
+
+    for module in model.modules():
+        for registry in (module._parameters, module._buffers, vars(module)):
+            for name, value in list(registry.items()):
+                if isinstance(value, Tensor):
+                    registry[name] = renew(value)  # type: ignore[assignment]
+    return model

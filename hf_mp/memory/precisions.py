@@ -1,0 +1,147 @@
+"""The precisions that a model can be loaded in, and :func:`load`."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class LoadPrecision:
+    """How a model is loaded.
+
+    Attributes:
+        dtype: of all that is not quantized.
+        label: for reports.
+        quantization: arguments of ``BitsAndBytesConfig``; None where nothing is quantized.
+    """
+
+    dtype: torch.dtype
+    label: str
+    quantization: dict[str, Any] | None = None
+
+
+# 4-bit codes are multiplied in FP16, in which everything else is loaded: bitsandbytes' default would be FP32.
+_FOUR_BIT = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float16}
+
+PRECISIONS: dict[str, LoadPrecision] = {
+    "fp32": LoadPrecision(torch.float32, "FP32"),
+    "fp16": LoadPrecision(torch.float16, "FP16"),
+    "bf16": LoadPrecision(torch.bfloat16, "BF16"),
+    "int8": LoadPrecision(torch.float16, "INT8", {"load_in_8bit": True}),
+    "nf4": LoadPrecision(torch.float16, "NF4", {**_FOUR_BIT, "bnb_4bit_quant_type": "nf4"}),
+    "fp4": LoadPrecision(torch.float16, "FP4", {**_FOUR_BIT, "bnb_4bit_quant_type": "fp4"}),
+}
+
+
+def load(
+    model_name_or_path: str | Path, precision: str = "fp32", *, double_quant: bool = False, **settings: Any
+) -> PreTrainedModel:
+    """Load a model through Transformers' ``from_pretrained`` in one of six precisions.
+
+    ``int8`` is LLM.int8() (Dettmers et al. 2022), ``nf4`` and ``fp4`` are QLoRA's 4-bit types (Dettmers et al. 2023),
+    both from bitsandbytes: weights of linear layers are quantized, everything else is FP16. They work on a CPU too.
+
+    Args:
+        model_name_or_path: a directory that ``save_pretrained`` wrote, or a model on the Hub or in the cache.
+        precision: ``"fp32"`` (default), ``"fp16"``, ``"bf16"``, ``"int8"``, ``"nf4"`` or ``"fp4"``.
+        double_quant: for ``nf4`` and ``fp4``: also quantize the quantization state (QLoRA, section 3).
+        settings: for ``from_pretrained``: ``device_map``, ``revision``, ``attn_implementation`` and so on.
+
+    Raises:
+        ValueError: for an unknown precision, a device that bitsandbytes does not support, a ``dtype`` or
+            ``quantization_config`` beside ``precision``, or a model that is not to be found.
+        ImportError: if bitsandbytes is needed and missing.
+    """
+    from hf_mp.memory.models import ask_hub, find_config, first_line, model_class, unknown_model
+
+    chosen = parse_precision(precision)
+    for name in ("dtype", "torch_dtype", "quantization_config"):
+        if name in settings:
+            raise ValueError(f"{name} is decided by precision={precision!r}: leave {name} out, or use from_pretrained")
+    quantization_config = bitsandbytes_config(precision, double_quant)
+    if quantization_config is not None:
+        check_bitsandbytes(precision, settings.get("device_map"))
+        settings["quantization_config"] = quantization_config
+    config = find_config(model_name_or_path)
+    offline = None if Path(model_name_or_path).exists() else ask_hub(str(model_name_or_path))
+    try:
+        return model_class(config).from_pretrained(
+            str(model_name_or_path), dtype=chosen.dtype, **{"local_files_only": offline is not None, **settings}
+        )
+    except OSError as error:
+        if offline is None:
+            raise ValueError(f"{model_name_or_path} cannot be loaded: {first_line(error)}") from error
+        message = unknown_model(str(model_name_or_path), offline)
+        raise ValueError(f"{message}; these have no weights: --config-only counts them all the same") from error
+
+
+def parse_precision(precision: str) -> LoadPrecision:
+    """The entry of :data:`PRECISIONS`.
+
+    Raises:
+        ValueError: naming those that there are.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r} is not known for loading: use one of {', '.join(PRECISIONS)}")
+    return PRECISIONS[precision]
+
+
+def bitsandbytes_config(precision: str, double_quant: bool = False) -> BitsAndBytesConfig | None:
+    """Transformers' configuration for a quantized precision; None for the others.
+
+    Raises:
+        ValueError: for ``double_quant`` where there is no 4-bit quantization.
+    """
+    quantization = parse_precision(precision).quantization
+    if double_quant and (quantization is None or "load_in_4bit" not in quantization):
+        raise ValueError(f"double_quant is for nf4 and fp4, it has no meaning with precision={precision!r}")
+    if quantization is None:
+        return None
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(**quantization, **({"bnb_4bit_use_double_quant": True} if double_quant else {}))
+
+
+def check_bitsandbytes(precision: str, device_map: Any = None) -> None:
+    """Raise where bitsandbytes is missing or cannot quantize for the device.
+
+    Raises:
+        ImportError: if it is not installed.
+        ValueError: if it does not support the device.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ImportError(
+            f"precision={precision!r} needs bitsandbytes: pip install bitsandbytes, or use fp32, fp16 or bf16"
+        )
+    import bitsandbytes
+
+    devices = device_map.values() if isinstance(device_map, dict) else [device_map]
+    supported = bitsandbytes.supported_torch_devices
+    for device in devices:
+        if not isinstance(device, (str, torch.device)) or device in ("auto", "balanced", "sequential", "disk"):
+            continue
+        kind = torch.device(device).type
+        if kind not in supported:
+            raise ValueError(
+                f"bitsandbytes {bitsandbytes.__version__} does not support {kind!r}: precision={precision!r} works on "
+                f"{', '.join(sorted(supported))}; use fp32, fp16 or bf16 on {kind}"
+            )
+
+
+def quantizer_for(precision: str, double_quant: bool = False) -> Any:
+    """Transformers' quantizer for a precision, as ``from_pretrained`` makes it; None where nothing is quantized."""
+    config = bitsandbytes_config(precision, double_quant)
+    if config is None:
+        return None
+    check_bitsandbytes(precision)
+    from transformers.quantizers import AutoHfQuantizer
+
+    return AutoHfQuantizer.from_config(config, pre_quantized=False)

@@ -1,0 +1,59 @@
+"""The ways of training that are compared: our presets, plain FP32, the Trainer's own mixed precision and the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Owner = Literal["none", "hf_mp", "torch.autocast"]
+
+
+@dataclass(frozen=True)
+class TrainingPreset:
+    """One way of training.
+
+    Attributes:
+        label: for reports.
+        loaded: the precision in which the model is loaded (:data:`hf_mp.memory.precisions.PRECISIONS`).
+        policy: the :class:`hf_mp.PrecisionPolicy` preset that is attached; None where ours is not used.
+        autocast: the dtype of ``torch.autocast`` around the forward, as ``fp16=True`` and ``bf16=True`` set it up.
+        optimizer: the optimizer that the preset is about; None where any is meant.
+        lora: whether only LoRA adapters are trained (peft), over a frozen model.
+    """
+
+    label: str
+    loaded: str = "fp32"
+    policy: str | None = None
+    autocast: torch.dtype | None = None
+    optimizer: str | None = None
+    lora: bool = False
+
+
+TRAINING_PRESETS: dict[str, TrainingPreset] = {
+    "fp32": TrainingPreset("FP32"),
+    "fp16": TrainingPreset("hf_mp fp16", policy="fp16"),
+    "bf16": TrainingPreset("hf_mp bf16", policy="bf16"),
+    "fp16-lean": TrainingPreset("hf_mp fp16-lean", policy="fp16-lean"),
+    "bf16-lean": TrainingPreset("hf_mp bf16-lean", policy="bf16-lean"),
+    "trainer-fp16": TrainingPreset("Trainer, fp16=True", autocast=torch.float16),
+    "trainer-bf16": TrainingPreset("Trainer, bf16=True", autocast=torch.bfloat16),
+    "pure-bf16": TrainingPreset("pure BF16", loaded="bf16"),
+    "fp16-adamw8bit": TrainingPreset("hf_mp fp16, 8-bit AdamW", policy="fp16", optimizer="adamw_bnb_8bit"),
+    "fp16-lean-adamw8bit": TrainingPreset(
+        "hf_mp fp16-lean, 8-bit AdamW", policy="fp16-lean", optimizer="adamw_bnb_8bit"
+    ),
+    "int8-lora": TrainingPreset("INT8 + LoRA, hf_mp fp16", loaded="int8", policy="fp16", lora=True),
+}
+
+
+def parse_preset(name: str) -> TrainingPreset:
+    """The entry of :data:`TRAINING_PRESETS`.
+
+    Raises:
+        ValueError: naming those that there are.
+    """
+    if name not in TRAINING_PRESETS:
+        raise ValueError(f"precision={name!r} is not known for training: use one of {', '.join(TRAINING_PRESETS)}")
+    return TRAINING_PRESETS[name]

@@ -1,0 +1,174 @@
+"""The recorder: a dispatch mode that writes down each storage that torch makes, real or fake, and when it goes."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_mp.master_weights.split_parameter import raw_gradient
+from hf_mp.memory.footprint import Kind, tensors_of
+from hf_mp.memory.ledger import Category, Ledger, Phase
+from hf_mp.policy import LOWER_PRECISION_DTYPES
+
+_CATEGORIES = {
+    Kind.MASTER_WEIGHTS: Category.MASTER_WEIGHTS,
+    Kind.GRADIENT: Category.GRADIENTS,
+    Kind.QUANTIZATION_STATE: Category.FROZEN_WEIGHTS,
+}
+
+_CUDA_BLOCK_BYTES = 512  # CUDA's caching allocator rounds every request up to it
+
+
+class MemoryRecorder(TorchDispatchMode):
+    """Keeps a :class:`Ledger` of the storages on one device while it is active.
+
+    As ``torch.distributed._tools.mem_tracker.MemTracker`` does, it sees what torch's ops return, on real and on fake
+    tensors alike, and not what a kernel takes and gives back inside of one op.
+
+    Args:
+        device_type: only storages on this kind of device count.
+        block_bytes: sizes are rounded up to multiples of it.
+    """
+
+    def __init__(self, device_type: str, block_bytes: int = 1) -> None:
+        super().__init__()
+        self.ledger = Ledger()
+        self.device_type = device_type
+        self._block_bytes = block_bytes
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._parameters: set[int] = set()
+        self._in_head = False
+
+    @classmethod
+    def for_device(cls, device: torch.device) -> MemoryRecorder:
+        """The recorder for a device; ``meta`` stands for a GPU."""
+        return cls(device.type, _CUDA_BLOCK_BYTES if device.type in ("cuda", "meta") else 1)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self._see(result, func, args)
+        elif isinstance(result, (tuple, list)):
+            for item in result:
+                if isinstance(item, Tensor):
+                    self._see(item, func, args)
+        return result
+
+    def _see(self, tensor: Tensor, func: Any, args: Any) -> None:
+        if tensor.device.type != self.device_type:
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._references:
+            self._add(storage, self._category(tensor, func, args), func)
+
+    def _add(self, storage: torch.UntypedStorage, category: Category, func: Any) -> None:
+        key = storage._cdata
+
+        def went(_: Any) -> None:
+            del self._references[key]
+            self.ledger.free(key)
+
+        self._references[key] = weakref.ref(storage, went)
+        blocks = -(-storage.nbytes() // self._block_bytes)
+        self.ledger.allocate(key, blocks * self._block_bytes, category, "" if func is None else str(func))
+
+    def _category(self, tensor: Tensor, func: Any, args: Any) -> Category:
+        phase = self.ledger.phase
+        if phase is Phase.SETUP:
+            return Category.INPUTS_AND_BUFFERS
+        if func is torch.ops.aten._to_copy.default and tensor.dtype in LOWER_PRECISION_DTYPES and self._is_weight(args):
+            return Category.WORKING_COPIES
+        if phase is Phase.UPDATE:
+            return Category.TEMPORARIES
+        if self._in_head:
+            return Category.LOGITS_AND_LOSS
+        # In backward, only gradient checkpointing computes with grad enabled.
+        recomputed = phase is Phase.BACKWARD and torch.is_grad_enabled()
+        return Category.ACTIVATIONS if phase is Phase.FORWARD or recomputed else Category.TEMPORARIES
+
+    def _is_weight(self, args: Any) -> bool:
+        return bool(args) and isinstance(args[0], Tensor) and args[0].untyped_storage()._cdata in self._parameters
+
+    def take(self, tensors: Iterable[Tensor], category: Category) -> None:
+        """Say what tensors are for, also such as were made before the recorder."""
+        for tensor in tensors:
+            if tensor.device.type != self.device_type:
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata in self._references:
+                self.ledger.assign(storage._cdata, category)
+            else:
+                self._add(storage, category, None)
+
+    def start_phase(self, phase: Phase) -> None:
+        """A new part of the step begins."""
+        self.ledger.phase = phase
+        if phase is not Phase.BACKWARD:  # backward begins with the loss, where forward ended
+            self._in_head = False
+
+    @contextlib.contextmanager
+    def following(self, model: nn.Module) -> Iterator[None]:
+        """Tell gradients, weights and logits of ``model`` apart from the rest."""
+        handles = [
+            parameter.register_post_accumulate_grad_hook(self._take_gradient)
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        ]
+        head = output_head(model)
+        if head is not None:
+            handles.append(head.register_forward_pre_hook(self._enter_head))
+        self.take_weights(model)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def take_weights(self, model: nn.Module) -> None:
+        """Sort what ``model`` holds."""
+        for found in tensors_of(model):
+            if isinstance(found.tensor, nn.Parameter):
+                self._parameters.add(found.tensor.untyped_storage()._cdata)
+                self.take([found.tensor], _weight_category(found.tensor))
+            elif found.kind in _CATEGORIES:
+                self.take([found.tensor], _CATEGORIES[found.kind])
+            else:
+                self.take([found.tensor], Category.INPUTS_AND_BUFFERS)
+
+    def take_optimizer_state(self, optimizer: Optimizer) -> None:
+        """Sort the tensors that an optimizer keeps between steps."""
+        for state in optimizer.state.values():
+            self.take((value for value in state.values() if isinstance(value, Tensor)), Category.OPTIMIZER_STATE)
+
+    def _take_gradient(self, parameter: Tensor) -> None:
+        gradient = raw_gradient(cast(nn.Parameter, parameter))
+        if gradient is not None:
+            self.take([gradient], Category.GRADIENTS)
+
+    def _enter_head(self, head: nn.Module, args: Any) -> None:
+        self._in_head = True
+        for value in args:
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(self._leave_head)
+
+    def _leave_head(self, gradient: Tensor) -> None:
+        self._in_head = False
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The module that makes a language model's logits, if ``model`` has one."""
+    get = getattr(model, "get_output_embeddings", None)
+    return None if get is None else get()
+
+
+def _weight_category(parameter: Tensor) -> Category:
+    if not parameter.requires_grad:
+        return Category.FROZEN_WEIGHTS
+    return Category.WORKING_COPIES if parameter.dtype in LOWER_PRECISION_DTYPES else Category.MASTER_WEIGHTS

@@ -1,0 +1,278 @@
+"""The memory report of a model: what it takes when loaded and when trained, as data."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hf_mp.environment import describe_hardware, package_versions
+from hf_mp.memory.fitting import LargestBatch, largest_batch_size
+from hf_mp.memory.folding import FoldedRow, fold_parameters, fold_tree
+from hf_mp.memory.footprint import MemoryFootprint, ModuleBytes, TensorRow, memory_footprint
+from hf_mp.memory.measuring import measure_training_memory
+from hf_mp.memory.models import ModelLike, find_config, model_class, skeleton
+from hf_mp.memory.precisions import PRECISIONS, load
+from hf_mp.memory.presets import TRAINING_PRESETS
+from hf_mp.memory.training import TrainingMemory, estimate_training_memory
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TrainingRow:
+    """One way of training in a report.
+
+    Attributes:
+        estimate: predicted.
+        measurement: the same step measured on this machine; None where it was not asked for.
+        largest_batch: for the report's GPU; None where none was given.
+    """
+
+    estimate: TrainingMemory
+    measurement: TrainingMemory | None = None
+    largest_batch: LargestBatch | None = None
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """All that a report shows.
+
+    Attributes:
+        model: as the person named it.
+        architecture: its class.
+        parameters: how many it has.
+        counted_from: ``"loaded weights"`` or ``"configuration"``.
+        footprints: by the precision in which the model is loaded.
+        training: by :data:`hf_mp.memory.presets.TRAINING_PRESETS`; empty where training was not asked for.
+        unavailable: why a precision is missing, by its name.
+        gpu_bytes: memory of the GPU in question, if any.
+    """
+
+    model: str
+    architecture: str
+    parameters: int
+    counted_from: str
+    footprints: dict[str, MemoryFootprint]
+    training: dict[str, TrainingRow] = field(default_factory=dict)
+    unavailable: dict[str, str] = field(default_factory=dict)
+    gpu_bytes: int | None = None
+
+
+def gather_report(
+    model: ModelLike,
+    *,
+    config_only: bool = False,
+    train: bool = False,
+    measure: bool = False,
+    gpu_bytes: int | None = None,
+    precisions: Sequence[str] = tuple(PRECISIONS),
+    presets: Sequence[str] = tuple(TRAINING_PRESETS),
+    progress: Progress = lambda step: None,
+    **settings: Any,
+) -> MemoryReport:
+    """Count, estimate and measure what a report shows.
+
+    A precision whose package is missing (bitsandbytes, peft) is left out, with the reason in ``unavailable``.
+
+    Args:
+        model: as for :func:`hf_mp.estimate_training_memory`.
+        config_only: count from the configuration instead of loading the weights.
+        train: also estimate training in each of ``presets``.
+        measure: also measure each estimate with real steps on this machine (implies ``train``).
+        gpu_bytes: memory of a GPU: the report draws it in, and says which batch fits.
+        precisions: to load in, of :data:`hf_mp.memory.precisions.PRECISIONS`.
+        presets: to train in.
+        progress: called with what is done next, for a person who waits.
+        settings: for :func:`hf_mp.estimate_training_memory`: ``batch_size``, ``seq_len`` and so on.
+
+    Raises:
+        ValueError: what :func:`hf_mp.load`, :func:`hf_mp.estimate_training_memory` and :func:`hf_mp.load` raise.
+    """
+    config = find_config(model)
+    unavailable: dict[str, str] = {}
+    training: dict[str, TrainingRow] = {}
+    footprints: dict[str, MemoryFootprint] = {}
+    for precision in precisions:
+        progress(f"counting in {precision}")
+        try:
+            footprints[precision] = _footprint(model, config, precision, config_only)
+        except ImportError as error:
+            unavailable[precision] = str(error)
+    for preset in presets if train or measure else ():
+        progress(f"training in {preset}")
+        try:
+            training[preset] = _training_row(model, preset, measure, gpu_bytes, settings)
+        except ImportError as error:
+            unavailable[preset] = str(error)
+    planned = skeleton(config, "fp32")
+    return MemoryReport(
+        model=model
+        if isinstance(model, str)
+        else Path(model).name
+        if isinstance(model, Path)
+        else type(planned).__name__,
+        architecture=model_class(config).__name__,
+        parameters=planned.num_parameters(),
+        counted_from="configuration" if config_only else "loaded weights",
+        footprints=footprints,
+        training=training,
+        unavailable=unavailable,
+        gpu_bytes=gpu_bytes,
+    )
+
+
+def _footprint(model: ModelLike, config: Any, precision: str, config_only: bool) -> MemoryFootprint:
+    if config_only:
+        return memory_footprint(skeleton(config, precision), as_if_loaded=True)
+    if not isinstance(model, (str, Path)):
+        raise ValueError("a configuration has no weights to load: pass config_only=True, or a directory or name")
+    loaded = load(model, precision)
+    found = memory_footprint(loaded)
+    del loaded
+    gc.collect()
+    return found
+
+
+def _training_row(
+    model: ModelLike, preset: str, measure: bool, gpu_bytes: int | None, settings: dict[str, Any]
+) -> TrainingRow:
+    asked = dict(settings)
+    if TRAINING_PRESETS[preset].optimizer is not None:  # the preset is about its own
+        asked.pop("optimizer", None)
+    estimate = estimate_training_memory(model, preset, **asked)
+    measurement = None
+    if measure:
+        device = asked.get("device", "cuda")
+        measurement = measure_training_memory(model, preset, **{**asked, "device": device})
+    largest = None
+    if gpu_bytes is not None:
+        asked.pop("batch_size", None)
+        largest = largest_batch_size(model, gpu_bytes, preset, **asked)
+    return TrainingRow(estimate, measurement, largest)
+
+
+def as_json(report: MemoryReport) -> dict[str, Any]:
+    """The report as plain values for JSON. All sizes are bytes, as their names say."""
+    return {
+        "model": report.model,
+        "architecture": report.architecture,
+        "parameters": report.parameters,
+        "counted_from": report.counted_from,
+        "units": "bytes",
+        "gpu_bytes": report.gpu_bytes,
+        "loaded": {precision: _footprint_json(footprint) for precision, footprint in report.footprints.items()},
+        "training": {preset: _training_json(row) for preset, row in report.training.items()},
+        "unavailable": report.unavailable,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": dict(package_versions()),
+        "device": dict(describe_hardware()),
+    }
+
+
+def _footprint_json(footprint: MemoryFootprint) -> dict[str, Any]:
+    return {
+        "total_bytes": footprint.total_bytes,
+        "bytes_by_kind": footprint.by_kind,
+        "bytes_by_dtype": footprint.by_dtype,
+        "bytes_by_device": footprint.by_device,
+        "get_memory_footprint_bytes": footprint.transformers_bytes,
+        "differences": [{"reason": one.reason, "bytes": one.size_bytes} for one in footprint.differences],
+        "bytes_elsewhere": footprint.not_here,
+        "tensors": [_tensor_json(row) for row in footprint.rows],
+        "folded_parameters": [_folded_json(row) for row in fold_parameters(footprint.rows)],
+        "modules": _tree_json(fold_tree(footprint.tree)),
+    }
+
+
+def _tensor_json(row: TensorRow) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "kind": row.kind.value,
+        "dtype": row.dtype,
+        "device": row.device,
+        "shape": list(row.shape),
+        "tensor_bytes": row.tensor_bytes,
+        "counted_bytes": row.counted_bytes,
+        "shared_with": row.shared_with,
+        "place": row.place,
+    }
+
+
+def _folded_json(row: FoldedRow) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "count": row.count,
+        "dtype": row.dtype,
+        "device": row.device,
+        "shape": list(row.shape),
+        "total_bytes": row.total_bytes,
+    }
+
+
+def _tree_json(node: ModuleBytes) -> dict[str, Any]:
+    return {
+        "name": node.name,
+        "class": node.class_name,
+        "count": node.count,
+        "bytes_each": node.total_bytes,
+        "modules": [_tree_json(child) for child in node.children],
+    }
+
+
+def _training_json(row: TrainingRow) -> dict[str, Any]:
+    largest = row.largest_batch
+    return {
+        "label": TRAINING_PRESETS[row.estimate.settings.precision].label,
+        "estimate": _step_json(row.estimate),
+        "measurement": None if row.measurement is None else _step_json(row.measurement),
+        "largest_batch_size": None if largest is None else largest.batch_size,
+        "largest_batch_peak_bytes": None if largest is None else largest.peak_bytes,
+    }
+
+
+def _step_json(memory: TrainingMemory) -> dict[str, Any]:
+    values = memory.as_dict()
+    values["peak_phase"] = memory.peak_phase.value
+    values["bytes_by_category"] = {key.value: size for key, size in memory.bytes_by_category.items()}
+    values["timeline"] = [
+        {
+            "position": round(moment.position, 4),
+            "phase": moment.phase.value,
+            "bytes_by_category": {key.value: size for key, size in moment.bytes_by_category.items() if size},
+        }
+        for moment in memory.timeline
+    ]
+    return values
+
+
+def check_writable(path: Path) -> None:
+    """Raise before the work is done where its result could not be written.
+
+    Raises:
+        ValueError: for a directory, and for a file in a directory that does not exist or cannot be written to.
+    """
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory: name a file, as in {path / 'memory.html'}")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path} cannot be written: there is no directory {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{path} cannot be written: no permission for {path.parent}")
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Write a file at once or not at all: what was there before stays until all is written."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(content)
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

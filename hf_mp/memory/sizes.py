@@ -1,0 +1,49 @@
+"""Sizes of memory as people write and read them: ``24GiB`` and back. 1024-based throughout."""
+
+from __future__ import annotations
+
+import re
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+_UNIT_BYTES = {"B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 2**40}
+_DECIMAL = {"KB": "KiB", "MB": "MiB", "GB": "GiB", "TB": "TiB", "K": "KiB", "M": "MiB", "G": "GiB", "T": "TiB"}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of a size such as ``"24GiB"``, ``"512 MiB"`` or ``"1.5 GiB"``; an int is taken as bytes.
+
+    Raises:
+        ValueError: for what is not a size, for one without a unit, and for a decimal unit: vendors print "24 GB" on
+            cards that have 24 GiB, so that a person has to say which is meant.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        if text <= 0:
+            raise ValueError(f"{text} bytes is not a size of memory: it must be above 0")
+        return text
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    unit = found.group(2).upper() if found else ""
+    if unit in _DECIMAL:
+        raise ValueError(
+            f"{text!r} has a decimal or incomplete unit: write {_DECIMAL[unit]} for 1024-based sizes, as in "
+            f"'{found.group(1) if found else 24}{_DECIMAL[unit]}' (a card sold as 24 GB has 24 GiB)"
+        )
+    if not found or unit not in _UNIT_BYTES:
+        raise ValueError(f"{text!r} is not a size of memory: write a number and KiB, MiB, GiB or TiB, as in '24GiB'")
+    size = round(float(found.group(1)) * _UNIT_BYTES[unit])
+    if size <= 0:
+        raise ValueError(f"{text!r} is not a size of memory: it must be above 0")
+    return size
+
+
+def in_mib(size_bytes: float) -> str:
+    """As ``486.70 MiB``, for tables whose rows are compared with each other."""
+    return f"{size_bytes / MIB:,.2f} MiB"
+
+
+def readable(size_bytes: float) -> str:
+    """In the unit that fits: ``512 B``, ``1.00 MiB``, ``23.47 GiB``."""
+    for unit, name in ((2**40, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(size_bytes) >= unit:
+            return f"{size_bytes / unit:,.2f} {name}"
+    return f"{size_bytes:,.0f} B"

@@ -1,0 +1,162 @@
+"""The report as tables for a terminal. Rows are made as plain tuples first, so that tests can read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from hf_mp.memory.folding import fold_parameters
+from hf_mp.memory.footprint import Kind, MemoryFootprint
+from hf_mp.memory.ledger import Category
+from hf_mp.memory.precisions import PRECISIONS
+from hf_mp.memory.presets import TRAINING_PRESETS
+from hf_mp.memory.report import MemoryReport, TrainingRow
+from hf_mp.memory.sizes import in_mib, readable
+
+LOADED_HEADER = ("loaded in", "total", "parameters", "buffers", "quantization state", "get_memory_footprint()")
+TRAINING_HEADER = ("trained in", "peak", "in", *(category.value for category in Category))
+
+MEASURED_HEADER = ("trained in", "predicted", "measured", "difference", "allocator or process")
+FIT_HEADER = ("trained in", "this batch", "largest batch", "its peak")
+
+_SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+def loaded_rows(footprints: Mapping[str, MemoryFootprint]) -> list[tuple[str, ...]]:
+    """One row for each precision, in the order of :data:`LOADED_HEADER`."""
+    return [
+        (
+            PRECISIONS[precision].label,
+            in_mib(footprint.total_bytes),
+            in_mib(footprint.by_kind.get(Kind.PARAMETER.value, 0)),
+            in_mib(footprint.by_kind.get(Kind.BUFFER.value, 0)),
+            in_mib(footprint.by_kind.get(Kind.QUANTIZATION_STATE.value, 0)),
+            in_mib(footprint.transformers_bytes),
+        )
+        for precision, footprint in footprints.items()
+    ]
+
+
+def difference_rows(footprints: Mapping[str, MemoryFootprint]) -> list[tuple[str, ...]]:
+    """Precision, reason and size of every difference to ``get_memory_footprint()``."""
+    return [
+        (PRECISIONS[precision].label, one.reason, f"{one.size_bytes:+,} B")
+        for precision, footprint in footprints.items()
+        for one in footprint.differences
+    ]
+
+
+def parameter_rows(footprints: Mapping[str, MemoryFootprint]) -> list[tuple[str, ...]]:
+    """Folded parameters: name, shape, device, and the dtype in each precision."""
+    dtypes: dict[str, dict[str, str]] = {}
+    facts: dict[str, tuple[str, str]] = {}
+    for precision, footprint in footprints.items():
+        for row in fold_parameters(footprint.rows):
+            facts.setdefault(row.name, ("x".join(map(str, row.shape)) or "scalar", row.device))
+            dtypes.setdefault(row.name, {})[precision] = row.dtype
+    return [(name, *facts[name], *(found.get(p, "") for p in footprints)) for name, found in dtypes.items()]
+
+
+def training_rows(training: Mapping[str, TrainingRow]) -> list[tuple[str, ...]]:
+    """One row for each way of training, in the order of :data:`TRAINING_HEADER`."""
+    return [
+        (
+            TRAINING_PRESETS[preset].label,
+            readable(row.estimate.peak_bytes),
+            row.estimate.peak_phase.value,
+            *(readable(row.estimate.bytes_by_category[category]) for category in Category),
+        )
+        for preset, row in training.items()
+    ]
+
+
+def measured_rows(training: Mapping[str, TrainingRow]) -> list[tuple[str, ...]]:
+    """Predicted beside measured: label, predicted peak, measured peak, their difference, allocator or process."""
+    rows: list[tuple[str, ...]] = []
+    for preset, row in training.items():
+        if row.measurement is None:
+            continue
+        measured = row.measurement.peak_bytes
+        off = f"{100 * (row.estimate.peak_bytes / measured - 1):+.2f}%"
+        beside = row.measurement.allocator_peak_bytes or row.measurement.process_peak_bytes
+        shown = "" if beside is None else readable(beside)
+        rows.append((TRAINING_PRESETS[preset].label, readable(row.estimate.peak_bytes), readable(measured), off, shown))
+    return rows
+
+
+def fit_rows(report: MemoryReport) -> list[tuple[str, ...]]:
+    """For the report's GPU: label, whether the step fits, the largest batch and its peak."""
+    rows: list[tuple[str, ...]] = []
+    for preset, row in report.training.items():
+        if row.largest_batch is None or report.gpu_bytes is None:
+            continue
+        fits = "fits" if row.estimate.peak_bytes <= report.gpu_bytes else "does not fit"
+        peak = row.largest_batch.peak_bytes
+        largest = str(row.largest_batch.batch_size) if row.largest_batch.batch_size else "none: not even 1"
+        rows.append((TRAINING_PRESETS[preset].label, fits, largest, "" if peak is None else readable(peak)))
+    return rows
+
+
+def render(report: MemoryReport) -> RenderableType:
+    """The whole report for a terminal."""
+    return Group(*_parts(report))
+
+
+def _parts(report: MemoryReport) -> Iterator[RenderableType]:
+    yield Text(
+        f"{report.model}: {report.architecture}, {report.parameters:,} parameters, from its {report.counted_from}"
+    )
+    yield _table("Loaded", LOADED_HEADER, loaded_rows(report.footprints))
+    if rows := difference_rows(report.footprints):
+        yield _table(
+            "Bytes that get_memory_footprint() counts differently", ("loaded in", "reason", "difference"), rows
+        )
+    rows = parameter_rows(report.footprints)
+    devices = ", ".join(sorted({row[2] for row in rows}))
+    # short, because terminals are narrow
+    shown = [(row[0], *(_SHORT.get(cell, cell) for cell in row[3:])) for row in rows]
+    header = ("parameter", *(PRECISIONS[precision].label for precision in report.footprints))
+    yield _table(f"Dtype of each parameter (device: {devices})", header, shown, numbers=False)
+    if report.training:
+        yield from _training_parts(report)
+    for name, reason in report.unavailable.items():
+        yield Text(f"{name} is missing: {reason}")
+
+
+def _training_parts(report: MemoryReport) -> Iterator[RenderableType]:
+    first = next(iter(report.training.values())).estimate
+    s = first.settings
+    title = (
+        f"One training step on {'a GPU' if first.device == 'cuda' else 'a CPU'}: {s.batch_size} x {s.seq_len} tokens"
+    )
+    if s.accumulation_steps > 1:
+        title += f", {s.accumulation_steps} micro-batches"
+    if s.gradient_checkpointing:
+        title += ", gradient checkpointing"
+    # Terminals are narrow: ways of training are columns, categories are rows.
+    header = ("at the peak", *(TRAINING_PRESETS[preset].label for preset in report.training))
+    rows = list(zip(TRAINING_HEADER, *training_rows(report.training), strict=True))[1:]
+    yield _table(title, header, rows)
+    if first.device == "cuda":
+        yield Text("Predicted for a GPU; not measured on a GPU yet. CUDA's context and fragmentation come on top.")
+    if rows := measured_rows(report.training):
+        yield _table("Predicted beside measured", MEASURED_HEADER, rows)
+    if report.gpu_bytes is not None and (rows := fit_rows(report)):
+        yield _table(f"In {readable(report.gpu_bytes)}", FIT_HEADER, rows)
+
+
+def _table(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]], numbers: bool = True) -> RenderableType:
+    table = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    for index, name in enumerate(header):
+        right = numbers and index > 0
+        table.add_column(Text(name), justify="right" if right else "left", overflow="fold", no_wrap=not index)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return Padding(table, (1, 0, 0, 0))

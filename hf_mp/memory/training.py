@@ -1,0 +1,380 @@
+"""What fine-tuning takes: one training step, run on fake tensors, by category and by part of the step."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_mp.master_weights.optimizer import MasterWeightOptimizer
+from hf_mp.memory.answers import AnswerAsIfAllWentWell, unseen_by_transformers
+from hf_mp.memory.gpu_stand_in import STAND_IN, fused_optimizers, kernels_of_a_gpu
+from hf_mp.memory.ledger import Category, Moment, Phase, StepProfile, profile_step
+from hf_mp.memory.models import ModelLike, find_config, replace_tensors, skeleton
+from hf_mp.memory.presets import TrainingPreset, parse_preset
+from hf_mp.memory.recorder import MemoryRecorder
+from hf_mp.runtime import MixedPrecision
+
+DEFAULT_OPTIMIZER = "adamw_torch_fused"  # TrainingArguments'
+_RECORDED_UPDATES = 2  # the first makes the optimizer's state, the second is like all that follow
+_MOST_STEPS = 40  # at the beginning of a real run, steps are skipped until the loss scale has come down
+_RECORDED_MICRO_BATCHES = 2  # the second is like all that follow: it meets the gradients of the first
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How a model is trained.
+
+    Attributes:
+        precision: one of :data:`hf_mp.memory.presets.TRAINING_PRESETS`.
+        batch_size: sequences in one forward.
+        seq_len: tokens in a sequence.
+        accumulation_steps: micro-batches in one update.
+        gradient_checkpointing: whether blocks are computed again in backward instead of kept.
+        optimizer: by its name in ``TrainingArguments(optim=...)``.
+    """
+
+    precision: str
+    batch_size: int
+    seq_len: int
+    accumulation_steps: int = 1
+    gradient_checkpointing: bool = False
+    optimizer: str = DEFAULT_OPTIMIZER
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """The memory of one training step, estimated or measured.
+
+    Attributes:
+        model: class of the model.
+        parameters: how many it has.
+        settings: how it is trained.
+        device: ``"cpu"`` or ``"cuda"``.
+        measured: whether real tensors were counted.
+        peak_bytes: the highest use at any moment, of all tensors together.
+        peak_phase: in which part of the step it is.
+        peak_op: after which op.
+        bytes_by_category: what was in use at the peak, for every :class:`Category`.
+        timeline: the step in moments; the peak is one of them.
+        allocator_peak_bytes: the same peak as the allocator saw it, with what kernels take inside of an op; None where
+            it was not asked.
+        process_peak_bytes: the highest resident memory of the whole process while it was measured; None for an
+            estimate.
+    """
+
+    model: str
+    parameters: int
+    settings: TrainingSettings
+    device: str
+    measured: bool
+    peak_bytes: int
+    peak_phase: Phase
+    peak_op: str
+    bytes_by_category: dict[Category, int]
+    timeline: tuple[Moment, ...]
+    allocator_peak_bytes: int | None = None
+    process_peak_bytes: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+@dataclass
+class Trainee:
+    """All that a training step needs."""
+
+    model: nn.Module
+    forward: Callable[..., Any]
+    optimizer: Optimizer
+    batch: dict[str, Tensor]
+    accumulation_steps: int
+    runtime: MixedPrecision | None = None
+
+
+def estimate_training_memory(
+    model: ModelLike,
+    precision: str = "fp16",
+    *,
+    batch_size: int = 1,
+    seq_len: int | None = None,
+    accumulation_steps: int = 1,
+    gradient_checkpointing: bool = False,
+    optimizer: str | None = None,
+    device: str = "cuda",
+) -> TrainingMemory:
+    """Predict the memory of fine-tuning, without memory and without a GPU.
+
+    A model of fake tensors takes real training steps: forward, backward, clipping and update, with the runtime, the
+    autocast and the optimizer that training uses. Nothing is computed by formula.
+
+    Args:
+        model: a name, a directory, a ``config.json``, a configuration or a model (of which only its configuration
+            counts).
+        precision: one of :data:`hf_mp.memory.presets.TRAINING_PRESETS`; default ``"fp16"``, ours.
+        batch_size: sequences in one forward, without padding; default 1.
+        seq_len: tokens in a sequence; default: all positions that the model has, at most 1024.
+        accumulation_steps: micro-batches in one update; default 1.
+        gradient_checkpointing: compute blocks again in backward; default False.
+        optimizer: a name of ``TrainingArguments(optim=...)``; default: what the preset is about, else
+            ``"adamw_torch_fused"``, the Trainer's.
+        device: ``"cuda"`` (default) for a GPU to be rented, ``"cpu"`` for this CPU.
+
+    Returns:
+        The peak, by category, and the timeline of the step. What is not a tensor is not in it: CUDA's context, the
+        allocator's fragmentation, workspaces of kernels.
+
+    Raises:
+        ValueError: for an unknown model, precision, optimizer or device, or a batch, sequence or number of
+            micro-batches that is not possible.
+    """
+    config = find_config(model)
+    settings = make_settings(
+        config,
+        precision=precision,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        accumulation_steps=accumulation_steps,
+        gradient_checkpointing=gradient_checkpointing,
+        optimizer=optimizer,
+    )
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r} cannot be estimated for: use 'cuda' or 'cpu'")
+    target = STAND_IN if device == "cuda" else torch.device("cpu")
+    preset = parse_preset(precision)
+    planned = skeleton(config, preset.loaded)
+    kind, parameters = type(planned), planned.num_parameters()
+    prepared = prepare_model(planned, settings)
+    with _fake_tensors(target):
+        trainee = make_trainee(replace_tensors(prepared, target), kind, settings, target)
+        profile = record_steps(trainee, MemoryRecorder.for_device(target))
+    return training_memory(kind.__name__, parameters, settings, device, profile, measured=False)
+
+
+@contextlib.contextmanager
+def _fake_tensors(device: torch.device) -> Iterator[None]:
+    with contextlib.ExitStack() as contexts:
+        contexts.enter_context(warnings.catch_warnings())
+        # Working copies compare addresses, which are 0 for all fake tensors.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        contexts.enter_context(AnswerAsIfAllWentWell())
+        contexts.enter_context(unseen_by_transformers())
+        if device == STAND_IN:
+            contexts.enter_context(kernels_of_a_gpu())
+            contexts.enter_context(fused_optimizers())
+        yield
+
+
+def training_memory(
+    model: str,
+    parameters: int,
+    settings: TrainingSettings,
+    device: str,
+    profile: StepProfile,
+    *,
+    measured: bool,
+    **peaks: int | None,
+) -> TrainingMemory:
+    """The result of a recorded step."""
+    return TrainingMemory(
+        model=model,
+        parameters=parameters,
+        settings=settings,
+        device=device,
+        measured=measured,
+        peak_bytes=profile.peak.total_bytes,
+        peak_phase=profile.peak.phase,
+        peak_op=profile.peak_op,
+        bytes_by_category=profile.peak.bytes_by_category,
+        timeline=profile.timeline,
+        **peaks,
+    )
+
+
+def make_settings(
+    config: PreTrainedConfig,
+    *,
+    precision: str,
+    batch_size: int,
+    seq_len: int | None,
+    accumulation_steps: int,
+    gradient_checkpointing: bool,
+    optimizer: str | None,
+) -> TrainingSettings:
+    """Check what a person asked for, and fill in what they left open.
+
+    Raises:
+        ValueError: naming the argument and what is allowed.
+    """
+    preset = parse_preset(precision)
+    for name, value in (("batch_size", batch_size), ("accumulation_steps", accumulation_steps)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} is not possible: use a whole number from 1 on")
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if seq_len is None:
+        seq_len = min(positions or 1024, 1024)
+    if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 2:
+        raise ValueError(f"seq_len={seq_len!r} is not possible: use a whole number from 2 on")
+    if positions is not None and seq_len > positions:
+        raise ValueError(
+            f"seq_len={seq_len} is longer than the {positions} positions that the model has: use at most {positions}"
+        )
+    if optimizer is not None and preset.optimizer not in (None, optimizer):
+        raise ValueError(
+            f"precision={precision!r} is about optimizer={preset.optimizer!r}: leave optimizer out, or choose another "
+            "precision"
+        )
+    name = optimizer or preset.optimizer or DEFAULT_OPTIMIZER
+    return TrainingSettings(precision, batch_size, seq_len, accumulation_steps, gradient_checkpointing, name)
+
+
+def prepare_model(model: PreTrainedModel, settings: TrainingSettings) -> nn.Module:
+    """A loaded model, real or on the meta device, as the Trainer or a person prepares it for training."""
+    model.config.use_cache = False  # as the Trainer sets it
+    if parse_preset(settings.precision).lora:
+        return _with_adapters(model, settings.gradient_checkpointing)
+    if settings.gradient_checkpointing:
+        # its name from Transformers 5.23 on, and the one before
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    return model
+
+
+def make_trainee(
+    model: nn.Module, kind: type[PreTrainedModel], settings: TrainingSettings, device: torch.device
+) -> Trainee:
+    """Precision, optimizer and batch for a prepared model, of class ``kind`` before adapters were put around it."""
+    preset = parse_preset(settings.precision)
+    model.train()
+    runtime = None if preset.policy is None else MixedPrecision(preset.policy)
+    if runtime is not None:
+        runtime.attach(model)
+    optimizer = make_optimizer(settings.optimizer, model, device)
+    if runtime is not None:
+        optimizer = runtime.attach_optimizer(optimizer)
+    batch = make_batch(kind, settings, device)
+    return Trainee(model, _forward(model, preset, device), optimizer, batch, settings.accumulation_steps, runtime)
+
+
+def _forward(model: nn.Module, preset: TrainingPreset, device: torch.device) -> Callable[..., Any]:
+    if preset.autocast is None:
+        return model
+    # As accelerate's prepare_model does for fp16=True and bf16=True.
+    from accelerate.utils import convert_outputs_to_fp32
+
+    if device == STAND_IN:
+        from hf_mp.autocasting.mode import autocast
+
+        return cast(Callable[..., Any], convert_outputs_to_fp32(autocast(preset.autocast)(model)))
+    inside = torch.autocast(device.type, preset.autocast)
+    return cast(Callable[..., Any], convert_outputs_to_fp32(inside(model.__call__)))
+
+
+def _with_adapters(model: PreTrainedModel, gradient_checkpointing: bool) -> nn.Module:
+    """A frozen, quantized model with LoRA adapters, as peft's guide to quantization makes it.
+
+    Raises:
+        ImportError: if peft is missing.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    except ImportError as error:
+        raise ImportError("INT8 + LoRA needs peft: pip install peft, or choose another precision") from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of Transformers, about a name that peft reads
+        prepared = prepare_model_for_kbit_training(model, use_gradient_checkpointing=gradient_checkpointing)
+    try:
+        return get_peft_model(prepared, LoraConfig())
+    except ValueError:  # peft knows no usual layers for this architecture
+        return get_peft_model(prepared, LoraConfig(target_modules="all-linear"))
+
+
+def make_batch(kind: type[PreTrainedModel], settings: TrainingSettings, device: torch.device) -> dict[str, Tensor]:
+    """Token ids and labels, all zeros: values do not matter to memory.
+
+    Raises:
+        ValueError: for a model that does not take token ids.
+    """
+    if kind.main_input_name != "input_ids":
+        raise ValueError(
+            f"{kind.__name__} takes {kind.main_input_name}, not token ids: only text models can be trained here"
+        )
+    sizes = (settings.batch_size, settings.seq_len)
+    ids = torch.zeros(sizes, dtype=torch.long, device=device)
+    per_sequence = kind.__name__.endswith(("ForSequenceClassification", "ForMultipleChoice"))
+    labels = torch.zeros(sizes[0] if per_sequence else sizes, dtype=torch.long, device=device)
+    if kind.__name__.endswith("ForQuestionAnswering"):
+        per_row = torch.zeros(sizes[0], dtype=torch.long, device=device)
+        return {"input_ids": ids, "start_positions": per_row, "end_positions": per_row}
+    return {"input_ids": ids, "labels": labels}
+
+
+def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimizer:
+    """The optimizer that the Trainer makes for ``TrainingArguments(optim=name)``, with its two parameter groups.
+
+    Raises:
+        ValueError: for a name that the Trainer does not know, or an optimizer whose package is missing.
+    """
+    from transformers import Trainer, TrainingArguments
+
+    try:
+        args = TrainingArguments(output_dir="unused", optim=name, use_cpu=True, report_to="none")
+        kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, cast(PreTrainedModel, model))
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"optimizer={name!r} cannot be made: {error}") from error
+    settings = {**settings, "lr": 0.0}  # a person's weights stay as they are
+    if kind.__module__.startswith("torch.optim.") and not settings.get("fused"):
+        settings.setdefault(
+            "foreach", device.type != "cpu"
+        )  # torch's default, which it does not choose for fake tensors
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.dim() >= 2], "weight_decay": 0.01},
+        {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0},
+    ]
+    return cast(Optimizer, kind([group for group in groups if group["params"]], **settings))
+
+
+def record_steps(trainee: Trainee, recorder: MemoryRecorder) -> StepProfile:
+    """Train for as many steps as are needed to see the highest one, and return its profile."""
+    recorder.take(trainee.batch.values(), Category.INPUTS_AND_BUFFERS)
+    profiles: list[StepProfile] = []
+    updates = 0
+    with recorder.following(trainee.model), recorder:
+        while updates < _RECORDED_UPDATES and len(profiles) < _MOST_STEPS:
+            recorder.ledger.start_step()
+            train_one_step(trainee, recorder.start_phase)
+            recorder.take_optimizer_state(trainee.optimizer)
+            trainee.optimizer.zero_grad()
+            profiles.append(profile_step(recorder.ledger.events))
+            updates += trainee.runtime is None or not trainee.runtime.step_was_skipped
+    # What every step reaches counts more than what only the first one does, where they are equal.
+    return max(reversed(profiles), key=lambda profile: profile.peak.total_bytes)
+
+
+def train_one_step(trainee: Trainee, start_phase: Callable[[Phase], None] = lambda phase: None) -> None:
+    """Forward, backward, clipping and update; gradients stay, for the caller to clear."""
+    micro_batches = min(trainee.accumulation_steps, _RECORDED_MICRO_BATCHES)
+    for _ in range(micro_batches):
+        start_phase(Phase.FORWARD)
+        loss = trainee.forward(**trainee.batch).loss
+        if micro_batches > 1:
+            loss = loss / micro_batches
+        start_phase(Phase.BACKWARD)
+        loss.backward()
+        del loss
+    start_phase(Phase.UPDATE)
+    if isinstance(trainee.optimizer, MasterWeightOptimizer):
+        trainee.optimizer.clip_grad_norm_(1.0)
+    else:
+        torch.nn.utils.clip_grad_norm_([p for p in trainee.model.parameters() if p.requires_grad], 1.0)
+    trainee.optimizer.step()

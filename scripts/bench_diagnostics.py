@@ -1,0 +1,95 @@
+"""What it costs on good steps to be ready to explain an overflow, and what one explanation costs.
+
+    python scripts/bench_diagnostics.py
+
+One GPT-2 in FP16 mixed precision takes the same steps without diagnostics, with ``hf_mp.explain_overflows``, and under
+``transformers.debug_utils.DebugUnderflowOverflow``, in turns in one process. A second copy of the first contender shows
+how much the machine's noise is. Then a step whose batch is bad is timed with and without the explanation.
+Stores ``scripts/results/bench_diagnostics.json``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.debug_utils import DebugUnderflowOverflow
+from transformers.utils import logging
+
+from _results import alternate, median_and_spread, save_result
+from hf_mp import MixedPrecision, explain_overflows
+from hf_mp.loss_scaling import StaticLossScaler
+
+CONTENDERS = ("off", "off again", "explain_overflows", "DebugUnderflowOverflow")
+
+
+def make_step(contender: str, config: GPT2Config, batch: dict[str, Tensor]) -> Callable[[], None]:
+    """One training step on ``batch``."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).train()
+    runtime = MixedPrecision("fp16", loss_scaler=StaticLossScaler(2.0**10, max_consecutive_skips=10**9))
+    runtime.attach(model)
+    optimizer = runtime.attach_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-5))
+    explainer = explain_overflows(model) if contender == "explain_overflows" else None
+    debugger = DebugUnderflowOverflow(model) if contender == "DebugUnderflowOverflow" else None
+
+    def step() -> None:
+        # The debugger prints a table of each of its first batches that it was not asked for.
+        with contextlib.redirect_stdout(io.StringIO()) if debugger else contextlib.nullcontext():
+            model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if explainer is not None:
+            explainer._unclean_steps = 0  # every one of these skips is replayed
+
+    return step
+
+
+def main(width: int = 256, layers: int = 4, batch_size: int = 4, length: int = 128, rounds: int = 15) -> None:
+    """Time the contenders and store the result."""
+    logging.set_verbosity_error()
+    config = GPT2Config(
+        n_layer=layers, n_embd=width, n_head=4, vocab_size=2000, n_positions=length, bos_token_id=0, eos_token_id=0,
+        use_cache=False,
+    )  # fmt: skip
+    ids = torch.randint(0, 2000, (batch_size, length), generator=torch.Generator().manual_seed(1))
+    good = {"input_ids": ids, "labels": ids}
+    embeddings = torch.randn(batch_size, length, width)
+    embeddings[0, 0, 0] = float("nan")
+    bad = {"inputs_embeds": embeddings, "labels": ids}
+
+    seconds = alternate({name: make_step(name, config, good) for name in CONTENDERS}, rounds=rounds, warmup=3)
+    good_steps = {name: median_and_spread(found) for name, found in seconds.items()}
+    seconds = alternate({name: make_step(name, config, bad) for name in ("off", "explain_overflows")}, rounds=5)
+    bad_steps = {name: median_and_spread(found) for name, found in seconds.items()}
+
+    table = Table("step", "diagnostics", "seconds", "spread", "ratio to off")
+    ratios: dict[str, dict[str, float]] = {}
+    for kind, timings in (("good", good_steps), ("bad", bad_steps)):
+        off = timings["off"].median_seconds
+        ratios[kind] = {name: timing.median_seconds / off for name, timing in timings.items()}
+        for name, timing in timings.items():
+            cells = f"{timing.median_seconds:.4f}", f"{timing.spread_seconds:.4f}", f"{ratios[kind][name]:.3f}"
+            table.add_row(kind, name, *cells)
+    Console().print(table)
+    path = save_result(
+        "bench_diagnostics",
+        {
+            "model": {"width": width, "layers": layers, "batch_size": batch_size, "length": length},
+            "good_steps": {name: timing._asdict() for name, timing in good_steps.items()},
+            "bad_steps": {name: timing._asdict() for name, timing in bad_steps.items()},
+            "ratios_to_off": ratios,
+        },
+    )
+    print(f"stored in {path}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,174 @@
+"""Who is blamed for what is not finite, op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_mp.diagnostics.call_sites import CallSites, Site
+from hf_mp.diagnostics.origins import LargestSeen, Origin, OriginTracker
+from hf_mp.diagnostics.values import Finiteness, TensorRange, finiteness, named_tensors
+
+INF = float("inf")
+NAN = float("nan")
+
+
+def origin_of(function: Callable[[], Tensor]) -> Origin | None:
+    model = nn.Identity()
+    with (tracker := OriginTracker(CallSites(model, model))):
+        result = function()
+    return tracker.of(result)
+
+
+def x() -> Tensor:
+    return torch.tensor([1.0, 2.0])
+
+
+BLAMED = {
+    "the-division": (lambda: (x() / 0.0).add(1).mul(2).view(2, 1), "div"),
+    "the-first-of-two": (lambda: x().mul(INF).log().sub(INF), "mul"),
+    "the-log-not-what-used-its-minus-inf": (lambda: (x() * 0).log() * 0.0, "log"),
+    "the-softmax-of-a-full-mask": (lambda: x().masked_fill(x() > 0, -INF).softmax(0), "_softmax"),
+    "in-place-on-finite-values": (lambda: x().div_(0.0), "div_"),
+    "what-was-copied-into-a-buffer": (lambda: torch.empty(2, 2).copy_((x() / 0.0).expand(2, 2)), "div"),
+    "what-was-written-into-a-row": (lambda: rows_of(x() / 0.0), "div"),
+    "the-cast": (lambda: (x() * 1e5).half() + 1, "_to_copy"),
+    "an-accumulation": (lambda: torch.zeros(2).add_(x() * INF), "mul"),
+    "over-memory-that-was-bad-before": (lambda: torch.full((2,), NAN).copy_(x()).div_(0.0), "div_"),
+    "what-replaces-something-bad": (lambda: torch.full((2,), NAN).copy_(x() / 0.0), "div"),
+    "what-is-written-out": (lambda: torch.mul(x() / 0.0, 1.0, out=torch.full((2,), NAN)), "div"),
+}
+
+
+def rows_of(row: Tensor) -> Tensor:
+    result = torch.empty(3, 2)
+    result[0] = 1.0
+    result[1] = row
+    result[2] = 2.0
+    return result
+
+
+@pytest.mark.parametrize("name", BLAMED)
+def test_the_op_that_made_it_from_finite_values_is_blamed(name: str) -> None:
+    function, op = BLAMED[name]
+    origin = origin_of(function)
+    assert origin is not None
+    assert (origin.phase, origin.op, origin.is_mask) == ("forward", op, False)
+
+
+def test_memory_that_nobody_has_written_is_no_culprit() -> None:
+    torch.use_deterministic_algorithms(True)  # fills it with NaN
+    try:
+        assert torch.empty(2).isnan().all()
+        origin = origin_of(lambda: rows_of(x() / 0.0))
+        assert origin_of(lambda: rows_of(x())) is None
+        scores = torch.full((1, 2, 2), 1e30)
+        product = origin_of(lambda: torch.baddbmm(torch.empty(1, 2, 2), scores, scores, beta=0.0))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert origin is not None and product is not None
+    assert (origin.op, product.op) == ("div", "baddbmm")
+
+
+UNBLAMED = {
+    "finite": lambda: x() + 1,
+    "an-inf-that-where-drops": lambda: torch.where(x() > 5, x() / 0.0, x()),
+    "memory-that-nobody-has-written": lambda: torch.empty(4).fill_(1.0),
+    "exp-of-a-mask": lambda: x().masked_fill(x() > 1, -INF).exp(),
+}
+
+
+@pytest.mark.parametrize("name", UNBLAMED)
+def test_nobody_is_blamed_for_finite_results(name: str) -> None:
+    assert origin_of(UNBLAMED[name]) is None
+
+
+MASKS = {
+    "full": lambda: torch.full((2,), -INF) + x(),
+    "where": lambda: torch.where(x() > 1, x(), -INF),
+    "cast-of-the-lowest": lambda: torch.full((2,), torch.finfo(torch.float32).min).half(),
+    "lowest-plus-scores": lambda: torch.full((2,), torch.finfo(torch.float16).min, dtype=torch.float16).add(-200.0),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_minus_inf_of_a_mask_is_no_overflow(name: str) -> None:
+    origin = origin_of(MASKS[name])
+    assert origin is not None and origin.is_mask
+
+
+def test_an_overflow_to_minus_inf_is_one() -> None:
+    origin = origin_of(lambda: torch.tensor([-300.0], dtype=torch.float16) * 300)
+    assert origin is not None and not origin.is_mask
+
+
+def test_a_constant_that_was_bad_before_is_laid_at_the_door_of_who_used_it() -> None:
+    constant = torch.tensor([INF, 1.0])
+    origin = origin_of(lambda: x() + constant)
+    assert origin is not None
+    assert (origin.op, origin.inputs[1].inf_count) == ("add", 1)
+
+
+def test_the_largest_magnitude_seen_in_a_dtype() -> None:
+    with LargestSeen(torch.float16) as seen:
+        half = x().half() * 8
+        torch.empty(1000, dtype=torch.float16)[:10].view(5, 2)
+        (half.float() * 1e6).sum()
+    assert seen.value == 16.0
+
+
+def test_a_backward_node_is_where_its_forward_was() -> None:
+    class Inner(nn.Module):
+        def forward(self, value: Tensor) -> Tensor:
+            return value.sin().cos()
+
+    model = nn.Sequential(Inner(), nn.Identity(), Inner())
+    sites = CallSites(model, model)
+    with sites.following():
+        value = torch.ones(2, requires_grad=True) * 1
+        result = model(value)
+    names = []
+    node = result.grad_fn
+    while node is not None and "Accumulate" not in node.name():
+        names.append((node.name(), sites.of_node(node, nested=False)))
+        node = node.next_functions[0][0]
+    assert names == [
+        ("CosBackward0", Site("2")),
+        ("SinBackward0", Site("2")),
+        ("CosBackward0", Site("0")),
+        ("SinBackward0", Site("0")),
+        ("MulBackward0", Site("")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([], Finiteness.FINITE),
+        ([0.0, -1.0], Finiteness.FINITE),
+        ([1.0, -INF], Finiteness.MINUS_INF),
+        ([1.0, INF], Finiteness.NOT_FINITE),
+        ([NAN, -INF], Finiteness.NOT_FINITE),
+    ],
+    ids=["empty", "finite", "minus-inf", "inf", "nan"],
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_finiteness(values: list[float], expected: Finiteness, dtype: torch.dtype) -> None:
+    assert finiteness(torch.tensor(values, dtype=dtype)) is expected
+
+
+def test_ranges() -> None:
+    found = TensorRange.of("scores", torch.tensor([[1.0, -3.5], [NAN, -INF]], dtype=torch.float16))
+    assert found == TensorRange("scores", "float16", (2, 2), 3.5, 1.0, 1, 1)
+    assert str(found) == "scores (float16, 2×2): magnitudes 1 to 3.5, 1 inf, 1 NaN"
+    assert TensorRange.of("", torch.tensor([NAN])).largest is None
+    assert TensorRange.of("", torch.tensor([])).nan_count == 0
+
+
+def test_names_of_nested_tensors() -> None:
+    a, b, c = torch.zeros(3)
+    found = named_tensors({"batch": [a, {"mask": b}], "flag": True, "pair": (c, None)})
+    assert [name for name, _ in found] == ["batch.0", "batch.1.mask", "pair.0"]

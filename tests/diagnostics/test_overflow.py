@@ -1,0 +1,478 @@
+"""``explain_overflows``: when it explains, what it costs, what it keeps, and what it does where it cannot."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from planted_faults import LargeFactor, Mlp, gpt2, put, tokens, vectors
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Trainer, TrainingArguments
+
+import hf_mp
+from hf_mp import (
+    DynamicLossScaler,
+    LossScaleError,
+    MixedPrecision,
+    MixedPrecisionArguments,
+    MixedPrecisionCallback,
+    MixedPrecisionTrainer,
+    StaticLossScaler,
+    explain_overflows,
+)
+from hf_mp.diagnostics import overflow
+from hf_mp.diagnostics.overflow import OverflowExplainer
+
+NAN = float("nan")
+
+
+class Loop:
+    """A model and its optimizer, stepped batch by batch."""
+
+    def __init__(
+        self, precision: str = "fp16", scaler: Any = None, model: nn.Module | None = None, **kwargs: Any
+    ) -> None:
+        torch.manual_seed(2)
+        self.model: Any = Mlp() if model is None else model
+        self.runtime = MixedPrecision(precision, loss_scaler=scaler)
+        self.runtime.attach(self.model)
+        self.optimizer = self.runtime.attach_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.01))
+        self.explainer = explain_overflows(self.model, **kwargs)
+
+    @property
+    def reports(self) -> list[Any]:
+        return self.explainer.reports
+
+    def backward(self, batch: dict[str, Any], factor: float = 1.0) -> None:
+        (self.model(**batch).square().mean() * factor).backward()
+
+    def step(self, batch: dict[str, Any], factor: float = 1.0) -> bool:
+        """Whether the step was skipped."""
+        self.backward(batch, factor)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self.runtime.step_was_skipped
+
+
+def bad(seed: int = 0) -> dict[str, Tensor]:
+    return {"x": vectors(seed)["x"] * NAN}
+
+
+class OpLog(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+# What good steps pay
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp16-lean"])
+def test_good_steps_run_the_same_ops(precision: str) -> None:
+    logs = []
+    for explained in (True, False):
+        torch.manual_seed(2)
+        model, optimizer = hf_mp.prepare(net := gpt2().train(), torch.optim.SGD(net.parameters(), lr=0.1), precision)
+        if explained:
+            explain_overflows(model)
+        with OpLog() as log:
+            for seed in range(3):
+                model(**tokens(seed)).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        logs.append(log.ops)
+    # One view of the loss a step: no kernel, no synchronisation.
+    assert len(logs[0]) == len(logs[1]) + 3
+    assert sorted(logs[0]) == sorted([*logs[1], *["aten.detach.default"] * 3])
+
+
+def test_inputs_go_with_the_step() -> None:
+    loop = Loop()
+    batch = vectors(0)
+    alive = weakref.ref(batch["x"])
+    loop.backward(batch)
+    del batch
+    assert alive() is not None
+    loop.optimizer.step()
+    gc.collect()
+    assert alive() is None
+
+
+def test_inputs_of_a_forward_without_backward_go_with_its_outputs() -> None:
+    loop = Loop()
+    batch = vectors(0)
+    alive = weakref.ref(batch["x"])
+    outputs = loop.model(**batch)  # somebody evaluates and forgets torch.no_grad()
+    del batch
+    assert alive() is not None
+    del outputs
+    gc.collect()
+    assert alive() is None
+
+
+def test_forwards_without_grad_are_not_kept() -> None:
+    loop = Loop()
+    with torch.no_grad():
+        loop.model(**vectors(0))
+    assert loop.explainer.explain_now() is None
+
+
+# When it explains
+
+
+def test_a_headroom_scaler_that_calibrates_is_left_alone() -> None:
+    loop = Loop()
+    assert loop.step(vectors(0), factor=1e30)
+    assert loop.reports == []
+    assert not loop.step(vectors(1))
+    assert loop.step(vectors(2), factor=1e30)
+    assert [report.phase for report in loop.reports] == ["backward"]
+
+
+def test_a_loss_that_is_not_finite_is_explained_from_the_first_step_on() -> None:
+    loop = Loop(model=gpt2().train())
+    put("transformer.h.0.mlp.act", lambda x: x / (x - x))(loop.model)
+    loop.model(**tokens(0)).loss.backward()
+    loop.optimizer.step()
+    assert loop.reports[0].module == "transformer.h.0.mlp.act"
+
+
+def test_a_dynamic_scaler_that_tries_a_higher_scale_is_left_alone() -> None:
+    loop = Loop(scaler=DynamicLossScaler(2.0**30, growth_interval=2))
+    while loop.step(vectors(0)):
+        pass
+    assert loop.reports == []
+    loop.step(vectors(1))  # grows
+    loop.step(vectors(2), factor=1e30)
+    assert loop.reports == []
+    loop.step(vectors(3), factor=1e30)  # at a scale that was clean
+    assert len(loop.reports) == 1
+
+
+def test_of_skips_in_a_row_the_first_second_fourth_are_replayed_and_one_is_logged(caplog: Any) -> None:
+    loop = Loop()
+    loop.step(vectors(0))
+    for seed in range(5):
+        assert loop.step(bad(seed))
+    assert [report.step for report in loop.reports] == [2, 3, 5]
+    assert sum("'x'" in record.getMessage() for record in caplog.records) == 1
+    loop.step(vectors(1))
+    loop.step(bad(9))
+    assert loop.reports[-1].step == 8
+
+
+def test_asked_before_the_step() -> None:
+    loop = Loop()
+    loop.backward(vectors(0))
+    assert loop.explainer.explain_now() is None
+    loop.backward(bad())
+    report = loop.explainer.explain_now()
+    assert report is not None
+    assert (report.phase, report.tensor, report.micro_batch) == ("input", "x", 2)
+    assert loop.reports == [report]
+
+
+def test_training_that_stops_says_who_it_was() -> None:
+    loop = Loop(scaler=StaticLossScaler(2.0**8, max_consecutive_skips=3))
+    loop.step(bad())
+    assert loop.reports[0].skips_until_stop == 3
+    loop.step(bad())
+    with pytest.raises(LossScaleError, match=r"(?s)3 optimizer steps in a row.*inf or NaN already: 'x'"):
+        loop.step(bad())
+
+
+# What it finds in unusual steps
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_dropout_falls_the_same(seed: int) -> None:
+    class OneOverKept(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x / nn.functional.dropout(torch.ones(()), 0.5, self.training)
+
+    loop = Loop(scaler=StaticLossScaler(2.0**8))
+    loop.model.act = OneOverKept()
+    torch.manual_seed(seed)
+    skipped = loop.step(vectors(0))
+    assert [report.module for report in loop.reports] == (["act"] if skipped else [])
+
+
+def test_generators_of_python_are_kept_once_a_replay_has_shown_nothing() -> None:
+    class Gamble(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x / (0.0 if random.random() < 0.5 else 1.0)
+
+    seed = next(s for s in range(99) if (draw := random.Random(s)).random() < 0.5 <= draw.random())
+    loop = Loop(scaler=StaticLossScaler(2.0**8), model=gpt2().train())
+    loop.model.transformer.h[1].mlp.act = Gamble()
+    for _ in range(2):
+        random.seed(seed)
+        # A non-finite gradient comes in as well: the loss is not blamed for it, since the replay differs.
+        (loop.model(**tokens(0)).loss * NAN).backward()
+        loop.optimizer.step()
+        assert random.random() >= 0.5  # the replay has put the generator back
+    first, second = loop.reports
+    assert first.phase == "not found"
+    assert any("came to" in note and "in the replay" in note for note in first.notes)
+    assert (second.phase, second.module) == ("forward", "transformer.h.1.mlp.act")
+
+
+def test_two_forwards_of_one_backward() -> None:
+    loop = Loop(scaler=StaticLossScaler(2.0**8))
+    left, right = loop.model(**vectors(0)), loop.model(**bad(1))
+    (left - right).square().mean().backward()
+    loop.optimizer.step()
+    (report,) = loop.reports
+    assert (report.phase, report.tensor, report.micro_batches) == ("input", "x", 1)
+
+
+def test_a_forward_whose_input_came_from_another_graph() -> None:
+    loop = Loop(scaler=StaticLossScaler(2.0**8))
+    before = nn.Linear(16, 16)
+    loop.model.act = LargeFactorModule()
+    loop.model(x=before(vectors(0)["x"])).square().mean().backward()
+    loop.optimizer.step()
+    assert (loop.reports[0].phase, loop.reports[0].module) == ("backward", "act")
+
+
+class LargeFactorModule(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return LargeFactor.apply(x)
+
+
+def test_how_large_a_scale_may_be() -> None:
+    loop = Loop(scaler=StaticLossScaler(2.0**30))
+    assert loop.step(vectors(0))
+    (report,) = loop.reports
+    assert report.smaller_scale_helps
+    assert report.largest_finite_scale is not None
+    assert 2.0**8 <= report.largest_finite_scale < 2.0**30
+    fitting = Loop(scaler=StaticLossScaler(report.largest_finite_scale))
+    assert not fitting.step(vectors(0))
+
+
+def test_in_fp32_it_would_be_finite() -> None:
+    loop = Loop(scaler=StaticLossScaler(2.0**8))
+    put("act", lambda x: (x + 300) * (x + 300))(loop.model)
+    loop.step(vectors(0))
+    assert loop.reports[0].finite_in_fp32
+    assert "rules={'act': 'fp32'}" in loop.reports[0].to_text()
+    put("act", lambda x: x / (x - x))(loop.model)
+    loop.step(vectors(0))
+    assert loop.reports[1].finite_in_fp32 is False
+
+
+def test_statistics_that_the_forward_spoiled_are_noted() -> None:
+    loop = Loop(scaler=StaticLossScaler(2.0**8))
+    loop.step(bad())
+    assert any("norm.running_mean" in note for note in loop.reports[0].notes)
+
+
+def test_a_batch_that_changed_meanwhile_is_noted() -> None:
+    loop = Loop(scaler=StaticLossScaler(2.0**8))
+    batch = bad()
+    loop.backward(batch)
+    batch["x"].add_(1)
+    loop.optimizer.step()
+    assert any("modified in place" in note for note in loop.reports[0].notes)
+
+
+def test_gradients_spoiled_after_the_backward_are_not_blamed_on_anybody() -> None:
+    loop = Loop(scaler=StaticLossScaler(2.0**8))
+    loop.backward(vectors(0))
+    loop.model.last.weight.grad.fill_(NAN)
+    loop.optimizer.step()
+    assert loop.reports[0].phase == "not found"
+    assert "did not show" in loop.reports[0].to_text()
+
+
+def test_large_gradients_are_kept_after_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overflow, "KEPT_ELEMENTS", 16)
+    loop = Loop(scaler=StaticLossScaler(2.0**8))
+    for _ in range(2):
+        outputs = loop.model(**vectors(0))
+        (outputs / (outputs.detach() * 0.0)).sum().backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    first, second = loop.reports
+    assert first.phase == "not found"
+    assert any("too large to keep" in note for note in first.notes)
+    assert second.phase == "loss outside of the model"
+
+
+def test_a_replay_that_fails_is_told_and_training_goes_on() -> None:
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used: set[int] = set()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.used:
+                raise KeyError("used up")
+            self.used.add(1)
+            return x * NAN
+
+    loop = Loop(scaler=StaticLossScaler(2.0**8))
+    loop.model.act = Once()
+    assert loop.step(vectors(0))
+    assert loop.reports[0].notes == ("the replay failed: KeyError: 'used up'",)
+    loop.model.act = nn.ReLU()
+    loop.model.norm.reset_running_stats()
+    assert not loop.step(vectors(0))
+
+
+def test_gradients_that_are_not_there_do_not_appear() -> None:
+    loop = Loop(model=gpt2().train())
+    loop.model.gradient_checkpointing_enable({"use_reentrant": True})
+    loop.model.enable_input_require_grads()
+    put("transformer.h.0.mlp.act", LargeFactor.apply)(loop.model)
+    loop.model(**tokens(0)).loss.backward()
+    loop.optimizer.zero_grad()
+    report = loop.explainer.explain_now()
+    assert report is not None and report.phase == "backward"
+    assert all(parameter.grad is None for parameter in loop.model.parameters())
+
+
+def test_a_compiled_model_is_replayed_op_by_op() -> None:
+    model = torch.compile(Mlp(), backend="eager")
+    put("act", lambda x: x / (x - x))(model._orig_mod)
+    model, optimizer = hf_mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    explainer = explain_overflows(model)
+    model(**vectors(0)).square().mean().backward()
+    optimizer.step()
+    (report,) = explainer.reports
+    assert (report.phase, report.module.removeprefix("_orig_mod."), report.op) == ("forward", "act", "div")
+
+
+def test_several_optimizers_over_one_model() -> None:
+    model = Mlp()
+    runtime = MixedPrecision("fp16", loss_scaler=StaticLossScaler(2.0**8))
+    runtime.attach(model)
+    groups = [list(model.first.parameters()), list(model.last.parameters())]
+    optimizers = [runtime.attach_optimizer(torch.optim.SGD(group, lr=0.1)) for group in groups]
+    explainer = explain_overflows(runtime)
+    model(**bad()).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        assert runtime.step_was_skipped
+    assert len(explainer.reports) == 1
+
+
+# What it keeps on disk
+
+
+def test_the_failing_batch_is_kept(tmp_path: Path) -> None:
+    loop = Loop(scaler=StaticLossScaler(2.0**8), keep_batches=tmp_path / "kept")
+    loop.step(vectors(0))
+    batch = bad()
+    loop.step(batch)
+    (folder,) = (tmp_path / "kept").iterdir()
+    assert folder.name == "step-2-micro-batch-1"
+    assert sorted(path.name for path in folder.iterdir()) == ["batch.safetensors", "report.json"]
+    assert load_file(folder / "batch.safetensors")["x"].isnan().all()
+    written = json.loads((folder / "report.json").read_text())
+    assert written == json.loads(loop.reports[0].to_json())
+    assert (written["phase"], written["tensor"]) == ("input", "x")
+
+
+def test_a_directory_that_goes_away_costs_a_warning(tmp_path: Path, caplog: Any) -> None:
+    loop = Loop(scaler=StaticLossScaler(2.0**8), keep_batches=tmp_path / "kept")
+    (tmp_path / "kept").rmdir()
+    (tmp_path / "kept").write_text("in the way")
+    assert loop.step(bad())
+    assert "could not be kept" in caplog.text
+    assert loop.reports[0].phase == "input"
+
+
+# Bad input
+
+
+def test_bad_input_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="takes a model or its MixedPrecision, not a SGD"):
+        explain_overflows(torch.optim.SGD(Mlp().parameters()))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no mixed precision is attached to this Mlp"):
+        explain_overflows(Mlp())
+    with pytest.raises(ValueError, match="precision='fp32' skips no step"):
+        explain_overflows(MixedPrecision("fp32"))
+    loop = Loop()
+    assert explain_overflows(loop.model) is explain_overflows(loop.runtime) is loop.explainer
+    with pytest.raises(ValueError, match="explained already, with keep_batches=None"):
+        explain_overflows(loop.model, keep_batches=tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError):
+        Loop(keep_batches=tmp_path / "file")
+
+
+def test_a_detached_model_keeps_no_batch() -> None:
+    loop = Loop()
+    batch = vectors(0)
+    alive = weakref.ref(batch["x"])
+    loop.backward(batch)
+    del batch
+    loop.runtime.detach()
+    gc.collect()
+    assert alive() is None
+
+
+# Trainer and callback
+
+
+class SpoiledTrainer(Trainer):
+    """Divides the loss of the third step by zero."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        return loss / (loss.detach() * 0.0) if self.state.global_step == 2 else loss
+
+
+class SpoiledMixedTrainer(SpoiledTrainer, MixedPrecisionTrainer):
+    pass
+
+
+def train(path: Path, own: bool, callback: MixedPrecisionCallback | None = None, **settings: Any) -> Trainer:
+    common = {"output_dir": str(path), "max_steps": 4, "per_device_train_batch_size": 2, "save_strategy": "no"}
+    common |= {"report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_steps": 1}
+    rows = [{"input_ids": ids, "labels": ids} for ids in tokens(0)["input_ids"]] * 4
+    if own:
+        arguments = MixedPrecisionArguments(**common, **settings)
+        trainer: Trainer = SpoiledMixedTrainer(model=gpt2(), args=arguments, train_dataset=rows)
+    else:
+        trainer = SpoiledTrainer(
+            model=gpt2(), args=TrainingArguments(**common), train_dataset=rows, callbacks=[callback]
+        )
+    trainer.train()
+    return trainer
+
+
+def test_the_trainer_explains_by_default(tmp_path: Path) -> None:
+    trainer: Any = train(tmp_path, own=True, keep_overflow_batches=True)
+    (report,) = trainer.overflow_reports
+    assert (report.phase, report.tensor, report.step) == ("loss outside of the model", "loss", 3)
+    assert [path.name for path in (tmp_path / "overflows").iterdir()] == ["step-3-micro-batch-1"]
+
+
+def test_the_trainer_can_be_told_not_to(tmp_path: Path) -> None:
+    trainer: Any = train(tmp_path, own=True, explain_overflows=False)
+    assert trainer.overflow_reports == []
+    assert trainer.mixed_precision.stats.skipped_steps == 1
+    assert not any(isinstance(observer, OverflowExplainer) for observer in trainer.mixed_precision.observers)
+
+
+@pytest.mark.parametrize("explains", [None, False])
+def test_the_callback_explains_by_default(tmp_path: Path, explains: bool | None) -> None:
+    callback = MixedPrecisionCallback("fp16", explain_overflows=explains)
+    train(tmp_path, own=False, callback=callback)
+    found = [(report.phase, report.tensor, report.step) for report in callback.overflow_reports]
+    assert found == ([] if explains is False else [("loss outside of the model", "loss", 3)])

@@ -1,0 +1,71 @@
+"""What a report says, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from hf_mp import OverflowReport
+from hf_mp.diagnostics.values import TensorRange
+
+REPORT = OverflowReport(
+    step=7,
+    micro_batch=2,
+    micro_batches=3,
+    rank=1,
+    phase="forward",
+    module="h.0.mlp",
+    op="linear",
+    inputs=(TensorRange("input 0", "float16", (2, 4), 2.0, 0.5, 0, 0),),
+    outputs=(TensorRange("output 0", "float16", (2, 8), 60000.0, 1.0, 3, 0),),
+    nonfinite_gradients=tuple(f"h.{number}.weight" for number in range(7)),
+    loss_scale=1024.0,
+    smaller_scale_helps=False,
+    finite_in_fp32=True,
+    skips_until_stop=50,
+)
+
+
+def test_the_text_names_place_culprit_ranges_and_way_out() -> None:
+    assert REPORT.to_text().splitlines() == [
+        "Step 7 (micro-batch 2 of 3, rank 1) was skipped at loss scale 1024. The first inf or NaN was made by 'linear' "
+        "in module 'h.0.mlp', in the forward pass.",
+        "  in:  input 0 (float16, 2×4): magnitudes 0.5 to 2",
+        "  out: output 0 (float16, 2×8): magnitudes 1 to 60000, 3 inf",
+        "  gradients not finite: h.0.weight, h.1.weight, h.2.weight, h.3.weight, h.4.weight and 2 more",
+        "  No smaller loss scale helps. In FP32 the same micro-batch is finite. Compute it in FP32 "
+        "(rules={'h.0.mlp': 'fp32'}) or train in bf16. Training stops after 50 such steps in a row, this one included.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"smaller_scale_helps": True, "largest_finite_scale": 64.0}, "is finite, up to about 64, and the scaler"),
+        ({"finite_in_fp32": False}, "not finite either: it is the model or its data"),
+        ({"phase": "input", "tensor": "x", "finite_in_fp32": None}, "The batch has inf or NaN already: 'x'"),
+        ({"phase": "weight", "tensor": "w", "finite_in_fp32": None}, "'w' is not finite in FP16"),
+        ({"phase": "loss outside of the model", "tensor": "logits", "finite_in_fp32": None}, "division by zero"),
+        ({"phase": "not found", "notes": ("why",)}, "did not show who"),
+        ({"module": ""}, "the model itself"),
+    ],
+    ids=["scale", "model", "input", "weight", "loss", "not-found", "root"],
+)
+def test_each_cause_has_words_of_its_own(changes: dict[str, object], expected: str) -> None:
+    assert expected in replace(REPORT, **changes).to_text()  # type: ignore[arg-type]
+
+
+def test_json_holds_every_field() -> None:
+    written = json.loads(REPORT.to_json())
+    assert written["inputs"][0] == {
+        "name": "input 0",
+        "dtype": "float16",
+        "shape": [2, 4],
+        "largest": 2.0,
+        "smallest": 0.5,
+        "inf_count": 0,
+        "nan_count": 0,
+    }
+    assert written.keys() == OverflowReport.__dataclass_fields__.keys()

@@ -1,0 +1,125 @@
+"""Runs on each of two processes: an overflow on rank 1 alone, with and without diagnostics.
+
+Usage: torchrun ... overflow_worker.py FOLDER; writes FOLDER/rankN.pt, a dict of what each case returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import hf_mp
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
+from planted_faults import Mlp, gpt2, tokens, vectors
+
+Batch = dict[str, Tensor]
+
+
+class LargeFactorOnRank1(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (1e9 if dist.get_rank() == 1 else 1.0)
+
+
+class FaultyOnRank1(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return LargeFactorOnRank1.apply(torch.tanh(x))
+
+
+def bad_on_rank_1(batch: Batch) -> Batch:
+    return {"x": batch["x"] * 1e6} if dist.get_rank() == 1 else batch
+
+
+def train(
+    model: nn.Module,
+    batch_of: Callable[[int], Batch],
+    *,
+    plant: Callable[[nn.Module], Any] = lambda model: None,
+    spoil: Callable[[Batch], Batch] = lambda batch: batch,
+    wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel,
+    micro_batches: int = 1,
+    explained: bool = True,
+) -> dict[str, Any]:
+    """Four steps, of which the second meets the fault; it is repaired after the third."""
+    runtime = hf_mp.MixedPrecision("fp16")
+    runtime.attach(model)
+    wrapped = wrap(model)
+    optimizer = runtime.attach_optimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+    reports = hf_mp.explain_overflows(model).reports if explained else []
+    skipped = []
+    for step in range(4):
+        if step == 1:
+            plant(model)
+        for number in range(micro_batches):
+            last = number == micro_batches - 1
+            batch = batch_of(100 * dist.get_rank() + 10 * step + number)
+            with contextlib.nullcontext() if last else wrapped.no_sync():
+                outputs = wrapped(**(spoil(batch) if step == 1 and number == 0 else batch))
+                loss = outputs.square().mean() if isinstance(outputs, Tensor) else outputs.loss
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped.append(runtime.step_was_skipped)
+    state = {name: value.clone() for name, value in model.state_dict().items() if not hasattr(value, "full_tensor")}
+    found = [(r.step, r.rank, r.micro_batch, r.phase, r.module, r.op, r.notes) for r in reports]
+    return {"skipped": skipped, "state": state, "scale": runtime.scaler.get_scale(), "reports": found}
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(4)
+    return make().train()
+
+
+def without_statistics() -> nn.Module:
+    model = seeded(Mlp)
+    model.norm = nn.Identity()
+    return model
+
+
+def put_faulty(name: str) -> Callable[[nn.Module], None]:
+    parent, _, child = name.rpartition(".")
+    return lambda model: setattr(model.get_submodule(parent), child, FaultyOnRank1())
+
+
+def checkpointed() -> nn.Module:
+    model = seeded(gpt2)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    return model
+
+
+CASES: dict[str, Callable[[bool], dict[str, Any]]] = {
+    "forward": lambda on: train(without_statistics(), vectors, spoil=bad_on_rank_1, explained=on),
+    "backward": lambda on: train(without_statistics(), vectors, plant=put_faulty("act"), explained=on),
+    "first_of_two": lambda on: train(without_statistics(), vectors, spoil=bad_on_rank_1, micro_batches=2, explained=on),
+    "reentrant": lambda on: train(checkpointed(), tokens, plant=put_faulty("transformer.h.0.mlp.act"), explained=on),
+    "fsdp": lambda on: train(
+        without_statistics(), vectors, spoil=bad_on_rank_1, wrap=lambda model: fully_shard(model), explained=on
+    ),
+}
+
+
+def main(folder: str) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    results = {name: {"explained": case(True), "plain": case(False)} for name, case in CASES.items()}
+    torch.save(results, Path(folder) / f"rank{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,188 @@
+import gc
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import hf_mp
+from hf_mp.memory.footprint import Kind, memory_footprint
+
+
+def storages_of(model):
+    """Every storage that can be reached from ``model``, by walking all its objects: an independent count."""
+    seen, found, waiting = set(), {}, [model]
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen or isinstance(thing, (type, str, bytes)):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            if not thing.is_meta:
+                found[thing.untyped_storage()._cdata] = thing.untyped_storage().nbytes()
+            waiting.append(vars(thing))
+            waiting.append(thing.grad)
+        elif isinstance(thing, dict):
+            waiting.extend(thing.values())
+        elif isinstance(thing, (list, tuple, set)):
+            waiting.extend(thing)
+        elif (hasattr(thing, "__dict__") and not callable(thing)) or isinstance(thing, nn.Module):
+            waiting.append(vars(thing))
+    return sum(found.values())
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False))
+    model[1].weight = model[0].weight
+    return model
+
+
+def test_a_tied_weight_counts_once():
+    footprint = memory_footprint(tied())
+    assert footprint.total_bytes == 10 * 4 * 4
+    alias = footprint.rows[1]
+    assert (alias.shared_with, alias.is_alias, alias.counted_bytes, alias.tensor_bytes) == ("0.weight", True, 0, 160)
+    assert footprint.differences == ()
+
+
+def test_parameters_that_share_memory_without_being_one_are_explained(gpt2):
+    model = nn.Module()
+    whole = torch.zeros(8, 4)
+    model.upper, model.lower = nn.Parameter(whole[:4]), nn.Parameter(whole[4:])
+    footprint = memory_footprint(model)
+    assert footprint.total_bytes == 8 * 4 * 4
+    assert footprint.transformers_bytes == 8 * 4 * 4
+    assert sorted(one.size_bytes for one in footprint.differences) == [-64, 64]
+    assert "views of a larger storage" in footprint.differences[0].reason + footprint.differences[1].reason
+
+
+def test_buffers_gradients_and_plain_attributes_have_kinds_of_their_own():
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(3))
+    model.weight.grad = torch.zeros(3)
+    model.register_buffer("kept", torch.zeros(5, dtype=torch.float16))
+    model.register_buffer("not_saved", torch.zeros(7, dtype=torch.int8), persistent=False)
+    model.table = torch.zeros(2)
+    model.tables = [torch.zeros(1), {"x": torch.zeros(4)}]
+    footprint = memory_footprint(model)
+    assert footprint.by_kind == {"parameters": 12, "buffers": 17, "gradients": 12, "plain attributes": 28}
+    assert footprint.by_dtype == {"float32": 52, "float16": 10, "int8": 7}
+    assert footprint.by_device == {"cpu": 69}
+    assert footprint.total_bytes == storages_of(model) == 69
+    assert {one.reason.split(",")[0]: one.size_bytes for one in footprint.differences} == {
+        "gradients": 12,
+        "plain attributes": 28,
+    }
+
+
+def test_empty_and_scalar_tensors():
+    model = nn.Module()
+    model.empty, model.scalar = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.zeros(()))
+    footprint = memory_footprint(model)
+    assert [(row.shape, row.tensor_bytes) for row in footprint.rows] == [((0, 3), 0), ((), 4)]
+    assert footprint.total_bytes == 4
+
+
+def test_meta_tensors_are_named_and_hold_nothing():
+    model = nn.Linear(4, 4, device="meta")
+    footprint = memory_footprint(model)
+    assert footprint.total_bytes == 0
+    assert footprint.not_here == {"meta": 80}
+    assert [row.place for row in footprint.rows] == ["meta", "meta"]
+    assert footprint.transformers_bytes == 80
+    assert [one.size_bytes for one in footprint.differences] == [-80]
+    assert memory_footprint(model, as_if_loaded=True).total_bytes == 80
+
+
+def test_offloaded_tensors_are_named(tmp_path):
+    on_cpu = cpu_offload(nn.Sequential(nn.Linear(4, 4)), execution_device="cpu")
+    assert memory_footprint(on_cpu).not_here == {"offloaded to the CPU": 80}
+    on_disk = nn.Sequential(nn.Linear(4, 4))
+    disk_offload(on_disk, str(tmp_path), execution_device="cpu")
+    assert memory_footprint(on_disk).not_here == {"offloaded to disk": 80}
+    assert memory_footprint(on_disk).total_bytes == 0
+
+
+def test_the_tree_adds_up(gpt2):
+    footprint = memory_footprint(gpt2)
+    tree = footprint.tree
+    assert tree.total_bytes == footprint.total_bytes == gpt2.get_memory_footprint()
+
+    def check(node):
+        assert node.total_bytes >= sum(child.total_bytes for child in node.children)
+        for child in node.children:
+            check(child)
+
+    check(tree)
+    blocks = next(child for child in tree.children[0].children if child.name == "h").children
+    assert len(blocks) == 2 and blocks[0].total_bytes == blocks[1].total_bytes
+
+
+def test_a_lean_model_shows_what_its_parameters_lack_of_fp32(gpt2):
+    elements = sum(parameter.numel() for parameter in gpt2.parameters())
+    hf_mp.MixedPrecision("fp16-lean").attach(gpt2)
+    by_kind = memory_footprint(gpt2).by_kind
+    assert by_kind == {"parameters": 2 * elements, "master weights": 2 * elements}
+
+
+def test_looking_does_not_change_gradients_of_a_lean_model(gpt2, batch):
+    hf_mp.MixedPrecision("bf16-lean").attach(gpt2)
+    gpt2(**batch).loss.backward()
+    assert {row.dtype for row in memory_footprint(gpt2).rows if row.kind is Kind.GRADIENT} == {"bfloat16"}
+
+
+def test_what_is_not_a_model_is_refused():
+    with pytest.raises(TypeError, match=r"needs a loaded model.*not str.*hf_mp\.load"):
+        memory_footprint("gpt2")
+
+
+# Real loads of GPT-2 124M: the expected bytes follow from its 124,439,808 parameters, of which 84,934,656 are in the
+# linear layers of its blocks (12 x 12 x 768 x 768).
+PARAMETERS, LINEAR = 124_439_808, 84_934_656
+ROWS = 12 * (2304 + 768 + 3072 + 768)  # one scale each in INT8
+EXPECTED = {
+    "fp32": (4 * PARAMETERS, 0),
+    "fp16": (2 * PARAMETERS, 0),
+    "bf16": (2 * PARAMETERS, 0),
+    "int8": (2 * PARAMETERS - LINEAR, 4 * ROWS),
+    "nf4": (2 * PARAMETERS - 3 * LINEAR // 2, 4 * LINEAR // 64 + 48 * 16 * 4),
+    "fp4": (2 * PARAMETERS - 3 * LINEAR // 2, 4 * LINEAR // 64 + 48 * 16 * 4),
+}
+
+
+@pytest.mark.parametrize("precision", list(EXPECTED))
+def test_loaded_gpt2_is_counted_byte_for_byte(gpt2_124m, precision):
+    model = hf_mp.load(gpt2_124m, precision)
+    footprint = hf_mp.memory_footprint(model)
+    weights, state = EXPECTED[precision]
+    assert footprint.by_kind.get("parameters") == weights
+    assert footprint.by_kind.get("quantization state", 0) == state
+    assert footprint.total_bytes == storages_of(model) == weights + state
+    assert footprint.transformers_bytes == model.get_memory_footprint() == weights
+    assert sum(one.size_bytes for one in footprint.differences) == state
+    assert footprint.tree.total_bytes == weights + state
+    del model
+    gc.collect()
+
+
+def test_double_quantization_is_found_in_full(gpt2_124m):
+    model = hf_mp.load(gpt2_124m, "nf4", double_quant=True)
+    footprint = hf_mp.memory_footprint(model)
+    assert footprint.total_bytes == storages_of(model)
+    names = {row.name.rpartition("quant_state.")[2] for row in footprint.rows if row.kind is Kind.QUANTIZATION_STATE}
+    assert {"absmax", "code", "offset", "state2.absmax", "state2.code"} <= names
+    # one byte instead of four for each block of 64
+    assert footprint.by_kind["quantization state"] < EXPECTED["nf4"][1] / 2
+
+
+def test_int8_state_is_found_before_and_after_the_first_forward(tmp_path):
+    config = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=40, n_positions=16, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    model = hf_mp.load(tmp_path, "int8")
+    before = memory_footprint(model)
+    model(input_ids=torch.zeros(1, 4, dtype=torch.long))  # moves SCB and the codes into the module's state
+    after = memory_footprint(model)
+    assert before.by_kind == after.by_kind
+    assert after.total_bytes == storages_of(model)
+    assert after.by_kind["quantization state"] == 4 * (96 + 32 + 128 + 32)

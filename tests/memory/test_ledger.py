@@ -1,0 +1,72 @@
+import pytest
+
+from hf_mp.memory.ledger import Category, Ledger, Phase, profile_step
+
+
+def test_the_peak_is_found_with_what_was_in_use_then():
+    ledger = Ledger()
+    ledger.allocate(1, 100, Category.MASTER_WEIGHTS, "")
+    ledger.start_step()
+    ledger.phase = Phase.FORWARD
+    ledger.allocate(2, 30, Category.ACTIVATIONS, "mm")
+    ledger.allocate(3, 50, Category.ACTIVATIONS, "softmax")
+    ledger.phase = Phase.BACKWARD
+    ledger.free(3)
+    ledger.allocate(4, 60, Category.TEMPORARIES, "mm_backward")
+    ledger.free(2)
+    profile = profile_step(ledger.events)
+    assert profile.peak.total_bytes == 190
+    assert (profile.peak.phase, profile.peak_op) == (Phase.BACKWARD, "mm_backward")
+    in_use = {key: size for key, size in profile.peak.bytes_by_category.items() if size}
+    assert in_use == {Category.MASTER_WEIGHTS: 100, Category.ACTIVATIONS: 30, Category.TEMPORARIES: 60}
+    assert profile.timeline[-1].total_bytes == 160
+    assert set(profile.peak.bytes_by_category) == set(Category)
+
+
+def test_what_forward_frees_itself_was_temporary():
+    ledger = Ledger(phase=Phase.FORWARD)
+    ledger.allocate(1, 8, Category.ACTIVATIONS, "cast")
+    ledger.allocate(2, 4, Category.ACTIVATIONS, "mm")
+    ledger.free(1)
+    ledger.phase = Phase.BACKWARD
+    ledger.free(2)
+    assert [(event.allocation.category, event.sign) for event in ledger.events] == [
+        (Category.TEMPORARIES, 1),
+        (Category.ACTIVATIONS, 1),
+        (Category.TEMPORARIES, -1),
+        (Category.ACTIVATIONS, -1),
+    ]
+
+
+def test_what_a_storage_turns_out_to_be_for_holds_from_its_beginning():
+    ledger = Ledger(phase=Phase.BACKWARD)
+    ledger.allocate(1, 8, Category.TEMPORARIES, "mm")
+    ledger.assign(1, Category.GRADIENTS)
+    assert profile_step(ledger.events).peak.bytes_by_category[Category.GRADIENTS] == 8
+
+
+def test_unknown_storages_are_left_out():
+    ledger = Ledger()
+    ledger.free(7)
+    ledger.assign(7, Category.GRADIENTS)
+    assert ledger.events == []
+
+
+@pytest.mark.parametrize("moments", [1, 3, 10, 240])
+def test_the_timeline_is_short_and_keeps_the_peak(moments):
+    ledger = Ledger(phase=Phase.FORWARD)
+    for key in range(500):
+        ledger.allocate(key, 1 + key % 7, Category.ACTIVATIONS, "op")
+    for key in range(500):
+        ledger.free(key)
+    profile = profile_step(ledger.events, moments)
+    assert len(profile.timeline) <= moments
+    assert max(moment.total_bytes for moment in profile.timeline) == profile.peak.total_bytes
+    assert profile.peak.total_bytes == sum(1 + key % 7 for key in range(500))
+    positions = [moment.position for moment in profile.timeline]
+    assert positions == sorted(positions) and positions[0] >= 0 and positions[-1] < 1
+
+
+def test_no_events():
+    with pytest.raises(ValueError, match="nothing was recorded"):
+        profile_step([])

@@ -1,0 +1,201 @@
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+
+import pytest
+
+from hf_mp.memory.ledger import Category
+from hf_mp.memory.page import HEIGHT, WIDTH, loaded_bar, render_page, timeline, trained_bar
+from hf_mp.memory.report import gather_report
+
+from .conftest import CONFIGS
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def report():
+    return gather_report(
+        CONFIGS["gpt2-4"](), config_only=True, train=True, gpu_bytes=3 * 2**20,
+        presets=("fp32", "fp16", "fp16-lean"), batch_size=4, seq_len=32,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def page(report):
+    return render_page(report)
+
+
+class Outline(html.parser.HTMLParser):
+    """Tags with their attributes; complains about what is not closed."""
+
+    VOID = frozenset({"meta", "link", "br", "img", "line"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open, self.tags = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag, tag
+
+
+@pytest.fixture(scope="module")
+def outline(page):
+    parser = Outline()
+    parser.feed(page)
+    return parser
+
+
+def test_every_tag_is_closed(outline):
+    assert outline.open == []
+
+
+def test_the_page_asks_the_network_for_nothing(page, outline):
+    assert not re.search(r"https?://|url\(|@import", page)
+    assert not [tag for tag, _ in outline.tags if tag in ("script", "iframe", "img", "object", "embed")]
+    assert [attrs["href"] for tag, attrs in outline.tags if tag == "link"] == ["data:,"]
+    assert not [attrs for _, attrs in outline.tags if "src" in attrs]
+
+
+def test_names_from_outside_are_escaped(report):
+    evil = '<script>alert(1)</script>"&'
+    page = render_page(replace(report, model=evil, unavailable={evil: evil}))
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;&#34;&amp;" in page
+
+
+def test_bars_are_as_wide_as_their_bytes(report):
+    memory = report.training["fp16"].estimate
+    bar = trained_bar("fp16", memory, 2.0 * memory.peak_bytes, memory.peak_bytes - 1)
+    assert sum(segment.percent for segment in bar.segments) == pytest.approx(50)
+    shares = {segment.colour: segment.percent for segment in bar.segments}
+    state = memory.bytes_by_category[Category.OPTIMIZER_STATE]
+    assert shares["optimizer-state"] == pytest.approx(50 * state / memory.peak_bytes)
+    assert bar.exceeds_gpu
+    footprint = report.footprints["int8"]
+    loaded = loaded_bar("int8", footprint, footprint.total_bytes)
+    assert {segment.colour for segment in loaded.segments} == {"float16", "float32", "int8"}
+    assert sum(segment.percent for segment in loaded.segments) == pytest.approx(100)
+
+
+def test_a_timeline_is_a_stack_that_fills_the_picture(report):
+    found = timeline("fp16", report.training["fp16"].estimate)
+    assert [stretch.name for stretch in found.stretches] == ["forward", "backward", "update"]
+    assert sum(stretch.percent for stretch in found.stretches) == pytest.approx(100)
+    for area in found.areas:
+        points = [tuple(map(float, point.split(","))) for point in area.points.split()]
+        assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT + 0.05 for x, y in points)
+    highest = min(float(point.split(",")[1]) for area in found.areas for point in area.points.split())
+    assert highest == pytest.approx(found.peak_y, abs=0.06)
+
+
+def test_the_gpu_is_a_line_across_all_bars(report, outline):
+    lines = [attrs["style"] for _, attrs in outline.tags if attrs.get("class") == "gpu-line"]
+    scale = 1.02 * max(report.gpu_bytes, *(row.estimate.peak_bytes for row in report.training.values()))
+    assert lines == [f"left:{100 * report.gpu_bytes / scale:.3f}%"] * 3
+
+
+def test_without_training_there_is_no_step():
+    plain = gather_report(CONFIGS["gpt2-4"](), config_only=True, precisions=("fp32",))
+    page = render_page(plain)
+    assert "One training step" not in page and 'gpu-line"' not in page
+
+
+# In a browser
+
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium (Debian: apt-get install chromium)")
+
+_PROBE = """
+<script>
+addEventListener("load", () => {
+  const bars = [...document.querySelectorAll("#trained + section .bar")];
+  const style = getComputedStyle(document.body);
+  document.documentElement.setAttribute("data-probe", JSON.stringify({
+    overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+    bars: bars.map(bar => [...bar.children].reduce((sum, piece) => sum + piece.getBoundingClientRect().width, 0)),
+    widths: bars.map(bar => bar.getBoundingClientRect().width),
+    line: document.querySelector(".gpu-line").getBoundingClientRect().left - bars[0].getBoundingClientRect().left,
+    background: style.backgroundColor, text: style.color,
+    requests: performance.getEntriesByType("resource").length,
+    details: document.querySelectorAll("details").length,
+  }));
+});
+</script></body>
+"""
+
+
+def in_browser(page, tmp_path, *flags, frame=None):
+    """What the page looks like to its own browser: the probe's answers, from the DOM after loading."""
+    file = tmp_path / "probed.html"
+    file.write_text(page.replace("</body>", _PROBE))
+    shown = file
+    if frame is not None:  # headless windows have a least width; a frame does not
+        shown = tmp_path / "frame.html"
+        shown.write_text(
+            f'<iframe src="probed.html" style="width:{frame}px;height:2000px;border:0"></iframe><script>onload = () =>'
+            "document.documentElement.setAttribute('data-probe', document.querySelector('iframe').contentDocument"
+            ".documentElement.getAttribute('data-probe'))</script>"
+        )
+    command = [
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files",
+        f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000", *flags, "--dump-dom", shown.as_uri(),
+    ]  # fmt: skip
+    dumped = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    found = re.search(r'data-probe="([^"]*)"', dumped)
+    assert found, dumped[:500]
+    return json.loads(found.group(1).replace("&quot;", '"'))
+
+
+@needs_chromium
+def test_the_page_opens_in_a_browser(page, report, tmp_path):
+    found = in_browser(page, tmp_path, "--window-size=1200,900")
+    assert found["requests"] == 0
+    assert found["overflow"] <= 0
+    scale = 1.02 * max(report.gpu_bytes, *(row.estimate.peak_bytes for row in report.training.values()))
+    for row, bar, width in zip(report.training.values(), found["bars"], found["widths"], strict=True):
+        assert bar == pytest.approx(width * row.estimate.peak_bytes / scale, abs=1.5)
+    assert found["line"] == pytest.approx(found["widths"][0] * report.gpu_bytes / scale, abs=2)
+    assert found["details"] > 10
+
+
+@needs_chromium
+def test_the_page_fits_a_phone(page, tmp_path):
+    found = in_browser(page, tmp_path, frame=360)
+    assert found["overflow"] <= 0
+    assert 250 < found["widths"][0] < 350  # a bar has the whole width, its label is above it
+
+
+@needs_chromium
+def test_the_page_is_dark_where_a_person_wants_that(page, tmp_path):
+    def brightness(colour):
+        return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
+
+    for flags, dark in (((), False), (("--blink-settings=preferredColorScheme=0",), True)):
+        found = in_browser(page, tmp_path, *flags)
+        assert (brightness(found["background"]) < 60) == dark
+        assert abs(brightness(found["background"]) - brightness(found["text"])) > 150
+
+
+@needs_chromium
+def test_a_screenshot_shows_the_colours(page, tmp_path):
+    from PIL import Image
+
+    file, picture = tmp_path / "memory.html", tmp_path / "memory.png"
+    file.write_text(page)
+    command = [
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+        "--window-size=1100,2000", f"--screenshot={picture}", file.as_uri(),
+    ]  # fmt: skip
+    subprocess.run(command, capture_output=True, timeout=120, check=True)
+    colours = {colour for _, colour in Image.open(picture).convert("RGB").getcolors(2**20)}
+    activations, gpu_line = (0x3F, 0x8F, 0x6B), (0xB3, 0x26, 0x1E)
+    assert activations in colours and gpu_line in colours

@@ -1,0 +1,214 @@
+import json
+import os
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_mp import cli
+from hf_mp.memory import report as report_module
+from hf_mp.memory.footprint import memory_footprint
+from hf_mp.memory.models import skeleton
+from hf_mp.memory.precisions import PRECISIONS
+from hf_mp.memory.presets import TRAINING_PRESETS
+from hf_mp.memory.report import as_json, check_writable, gather_report, write_whole
+from hf_mp.memory.tables import fit_rows, loaded_rows, measured_rows, parameter_rows, training_rows
+
+STEP = {"batch_size": 2, "seq_len": 16}
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.app, ["memory", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A tiny GPT-2 in a directory."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    directory = tmp_path_factory.mktemp("tiny")
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=101, n_positions=32, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def report(saved):
+    return gather_report(
+        str(saved), train=True, measure=True, gpu_bytes=2**20, presets=("fp32", "fp16"), device="cpu", **STEP
+    )
+
+
+def test_loaded_and_planned_reports_count_the_same(saved, report):
+    planned = gather_report(str(saved), config_only=True)
+    assert list(planned.footprints) == list(report.footprints) == list(PRECISIONS)
+    for precision, footprint in planned.footprints.items():
+        assert footprint.total_bytes == report.footprints[precision].total_bytes
+    assert (planned.counted_from, report.counted_from) == ("configuration", "loaded weights")
+
+
+def test_rows_are_the_data_in_words(report):
+    fp32, *_, int8, nf4, fp4 = loaded_rows(report.footprints)
+    expected = report.footprints["fp32"].total_bytes / 2**20
+    assert fp32 == ("FP32", f"{expected:.2f} MiB", f"{expected:.2f} MiB", "0.00 MiB", "0.00 MiB", f"{expected:.2f} MiB")
+    assert (int8[0], nf4[0], fp4[0]) == ("INT8", "NF4", "FP4")
+    rows = {row[0]: row for row in parameter_rows(report.footprints)}
+    assert rows["transformer.h.0 - h.1.attn.c_attn.weight"][1:] == (
+        "32x96", "cpu", "float32", "float16", "bfloat16", "int8", "uint8", "uint8",
+    )  # fmt: skip
+    assert rows["transformer.wte.weight"][6] == "float16"
+    trained = training_rows(report.training)
+    assert [row[0] for row in trained] == ["FP32", "hf_mp fp16"]
+    assert all(len(row) == len(trained[0]) for row in trained)
+
+
+def test_predicted_stands_beside_measured(report):
+    for row, words in zip(report.training.values(), measured_rows(report.training), strict=True):
+        assert row.estimate.peak_bytes == pytest.approx(row.measurement.peak_bytes, rel=0.03)
+        assert words[3] in ("+0.00%", "-0.00%") or abs(float(words[3].rstrip("%"))) < 3
+
+
+def test_what_fits_in_the_gpu(report):
+    for row, words in zip(report.training.values(), fit_rows(report), strict=True):
+        assert words[1] == ("fits" if row.estimate.peak_bytes <= 2**20 else "does not fit")
+        largest = row.largest_batch
+        assert largest.next_peak_bytes > 2**20
+        assert largest.batch_size == 0 or largest.peak_bytes <= 2**20
+
+
+def test_json_holds_every_byte_with_units_and_versions(report):
+    values = json.loads(json.dumps(as_json(report), allow_nan=False))
+    assert values["units"] == "bytes"
+    assert {"torch", "transformers", "hf_mp", "bitsandbytes"} <= set(values["versions"])
+    for precision, footprint in report.footprints.items():
+        stored = values["loaded"][precision]
+        assert stored["total_bytes"] == footprint.total_bytes == sum(t["counted_bytes"] for t in stored["tensors"])
+        assert (
+            stored["get_memory_footprint_bytes"] + sum(d["bytes"] for d in stored["differences"])
+            == stored["total_bytes"]
+        )
+        assert stored["modules"]["bytes_each"] == footprint.total_bytes
+    step = values["training"]["fp16"]["estimate"]
+    assert step["peak_bytes"] == sum(step["bytes_by_category"].values())
+    assert step["settings"]["batch_size"] == 2
+    assert max(sum(m["bytes_by_category"].values()) for m in step["timeline"]) == step["peak_bytes"]
+    assert values["training"]["fp32"]["measurement"]["measured"] is True
+
+
+def test_a_missing_package_leaves_the_rest(saved, monkeypatch):
+    def missing(precision, *args):
+        raise ImportError("needs bitsandbytes: pip install bitsandbytes")
+
+    monkeypatch.setattr("hf_mp.memory.precisions.check_bitsandbytes", missing)
+    found = gather_report(str(saved), config_only=True)
+    assert list(found.footprints) == ["fp32", "fp16", "bf16"]
+    assert set(found.unavailable) == {"int8", "nf4", "fp4"}
+
+
+def test_a_preset_with_its_own_optimizer_keeps_it(saved):
+    found = gather_report(
+        str(saved), config_only=True, train=True, precisions=("fp32",), presets=("fp32", "fp16-adamw8bit"),
+        optimizer="sgd", **STEP,
+    )  # fmt: skip
+    optimizers = [row.estimate.settings.optimizer for row in found.training.values()]
+    assert optimizers == ["sgd", "adamw_bnb_8bit"]
+
+
+# The command
+
+
+def test_the_command_prints_tables(saved):
+    result = run(saved, "--train", "--batch-size", 2, "--seq-len", 16, "--precision", "fp16", "--gpu", "1GiB")
+    assert result.exit_code == 0, result.output
+    for words in ("Loaded", "INT8", "transformer.h.0 - h.1.ln_1.weight", "One training step on a GPU", "In 1.00 GiB"):
+        assert words in result.stdout
+    assert "not measured on a GPU yet" in result.stdout
+
+
+def test_the_command_prints_json_alone(saved):
+    result = run(saved, "--json", "--config-only")
+    assert result.exit_code == 0, result.output
+    values = json.loads(result.stdout)
+    assert (
+        values["loaded"]["fp32"]["total_bytes"]
+        == memory_footprint(skeleton(report_module.find_config(str(saved)), "fp32"), as_if_loaded=True).total_bytes
+    )
+    assert values["training"] == {}
+
+
+def test_gpt2_without_weights(monkeypatch):
+    monkeypatch.setattr("hf_mp.memory.models.ask_hub", lambda name: pytest.fail("the Hub was asked"))
+    values = json.loads(run("gpt2", "--config-only", "--json").stdout)
+    mib = {name: round(found["get_memory_footprint_bytes"] / 2**20, 2) for name, found in values["loaded"].items()}
+    assert mib == {"fp32": 474.70, "fp16": 237.35, "bf16": 237.35, "int8": 156.35, "nf4": 115.85, "fp4": 115.85}
+
+
+def test_the_command_is_quick_and_importing_hf_mp_stays_free_of_it():
+    import resource
+    import subprocess
+    import sys
+
+    code = "import sys, hf_mp; print([name for name in sys.modules if name.split('.')[0] in ('torch', 'jinja2')])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = "from hf_mp.cli import app; app(['memory', 'gpt2', '--config-only'])"
+    subprocess.run([sys.executable, "-c", command], capture_output=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 15  # CPU seconds
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["no-such/model", "--config-only"], "is not a directory, not a file.*gpt2, gpt2-medium, gpt2-large, gpt2-xl"),
+        (["gpt2", "--gpu", "24GB"], "'24GB' has a decimal or incomplete unit: write GiB"),
+        (["gpt2", "--gpu", "big"], "'big' is not a size of memory"),
+        (["gpt2", "--config-only", "--train", "--seq-len", "2000"], "longer than the 1024 positions"),
+        (["gpt2", "--config-only", "--train", "--batch-size", "0"], "batch_size=0 is not possible"),
+        (["gpt2", "--config-only", "--precision", "fp4"], "'fp4' is not known for training"),
+        (["gpt2", "--config-only", "--train", "--optimizer", "x"], "optimizer='x' cannot be made"),
+        (["gpt2", "--config-only", "--train", "--device", "tpu"], "device='tpu' cannot be estimated"),
+        (["gpt2", "--json", "--html", "x.html"], "--json and --html are both given"),
+        (["gpt2", "--html", "no/such/directory/x.html"], "there is no directory no/such/directory"),
+        (["gpt2", "--html", "."], "is a directory: name a file"),
+    ],
+    ids=["name", "decimal", "no size", "seq_len", "batch", "precision", "optimizer", "device", "both", "parent", "dir"],
+)
+def test_bad_input_ends_in_one_line_and_nothing_is_written(flags, message, tmp_path, monkeypatch):
+    import re
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hf_mp.memory.models.ask_hub", lambda name: ConnectionError("no network"))
+    result = run(*flags)
+    assert result.exit_code == 2
+    assert re.search(message, result.output.replace("\n", " "))
+    assert "Traceback" not in result.output
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_report_that_fails_half_way_leaves_an_older_page_alone(saved, tmp_path, monkeypatch):
+    page = tmp_path / "memory.html"
+    page.write_text("older")
+    monkeypatch.setattr("hf_mp.memory.command.render_page", lambda report: 1 / 0)
+    result = run(saved, "--config-only", "--html", page)
+    assert isinstance(result.exception, ZeroDivisionError)
+    assert page.read_text() == "older"
+    assert os.listdir(tmp_path) == ["memory.html"]
+
+
+def test_a_file_is_written_at_once_or_not_at_all(tmp_path):
+    page = tmp_path / "memory.html"
+    page.write_text("older")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(page, "half \ud800")
+    assert page.read_text() == "older"
+    write_whole(page, "whole")
+    assert page.read_text() == "whole"
+    assert os.listdir(tmp_path) == ["memory.html"]
+    check_writable(page)
+
+
+def test_every_preset_has_its_own_name():
+    labels = [preset.label for preset in TRAINING_PRESETS.values()]
+    assert len(set(labels)) == len(labels)

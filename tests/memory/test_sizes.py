@@ -1,0 +1,47 @@
+import pytest
+
+from hf_mp.memory.sizes import in_mib, parse_size, readable
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [
+        ("24GiB", 24 * 2**30),
+        ("24 gib", 24 * 2**30),
+        ("1.5 MiB", 3 * 2**19),
+        ("512KiB", 2**19),
+        ("1TiB", 2**40),
+        ("7 B", 7),
+        (4096, 4096),
+    ],
+)
+def test_sizes_are_read(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("24GB", r"'24GB' has a decimal.*24GiB"),
+        ("24g", r"'24g' has a decimal.*24GiB"),
+        ("24", r"'24' is not a size of memory.*24GiB"),
+        ("much", r"'much' is not a size"),
+        ("-1GiB", r"'-1GiB' is not a size"),
+        ("0GiB", r"must be above 0"),
+        ("", r"'' is not a size"),
+        ("1e3GiB", r"is not a size"),
+        ("nanGiB", r"is not a size"),
+        (0, r"0 bytes is not a size"),
+        (True, r"'?True'? is not a size"),
+    ],
+)
+def test_what_is_not_a_size_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_size(text)
+
+
+def test_sizes_are_written_in_1024_based_units():
+    assert [readable(size) for size in (0, 1023, 1024, 2**20, 3 * 2**29, 2**40)] == [
+        "0 B", "1,023 B", "1.00 KiB", "1.00 MiB", "1.50 GiB", "1.00 TiB",
+    ]  # fmt: skip
+    assert in_mib(497759232) == "474.70 MiB"
