@@ -29,7 +29,7 @@ memory: $(INSTALLED) ## show what GPT-2 takes in memory, as a table, a page and 
 
 # One thread a worker: with more, tiny models spend their time waiting for threads.
 test: $(INSTALLED) ## run the tests (ARGS="tests/test_cli.py" runs those of one file)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not exhaustive" $(ARGS)
 
 faults: $(INSTALLED) ## kill, damage and starve trainings by the hundred, and store what was lost (half an hour)
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/inject_faults.py $(ARGS)

@@ -124,7 +124,7 @@ def test_without_the_remainder_the_value_is_lost(dtype: torch.dtype) -> None:
     assert torch.equal(merge(*halves), value)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_fp32_values(dtype: torch.dtype) -> None:
