@@ -273,6 +273,24 @@ def test_a_handler_of_the_program_stays(tmp_path: Path) -> None:
     assert caught == [signal.SIGTERM] and trainer.state.global_step == 6
 
 
+def test_a_checkpoint_of_transformers_jit_callback_is_put_in_place_whole(tmp_path: Path) -> None:
+    class Request(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                jit.jit_manager.is_checkpoint_requested = True
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        trainer = make(tmp_path, enable_jit_checkpoint=True, save_strategy="no", callbacks=[Request()])
+        (jit,) = (cb for cb in trainer.callback_handler.callbacks if hasattr(cb, "jit_manager"))
+        trainer.train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    (checkpoint,) = list_checkpoints(tmp_path)
+    assert read_manifest(checkpoint) is not None and find_problems(checkpoint) == []
+    assert not (checkpoint / "checkpoint-is-incomplete.txt").exists()
+
+
 def test_signals_are_left_alone_where_that_is_asked(tmp_path: Path) -> None:
     class Look(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
