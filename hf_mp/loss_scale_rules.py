@@ -237,7 +237,8 @@ def headroom_left(scale: float, magnitude: float) -> float:
 def check_scale(scale: object) -> None:
     """Raise a ValueError unless ``scale`` is a positive number that FP32 holds, and whose inverse is finite there."""
     if not _is_real(scale) or not 0.0 < scale < math.inf:
-        raise ValueError(f"a loss scale must be a positive, finite number, not {scale!r}")
+        hint = ". It is for all devices: leave torch's device out" if isinstance(scale, str) else ""
+        raise ValueError(f"a loss scale must be a positive, finite number, not {scale!r}{hint}")
     if not SMALLEST_SCALE <= scale <= FP32_MAX:
         raise ValueError(f"a loss scale must lie between 2**-126 and {FP32_MAX:.4g}, FP32's range, not {scale!r}")
 

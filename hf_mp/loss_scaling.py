@@ -146,11 +146,16 @@ class LossScaler(ExplicitScaling, Generic[State]):
         self.state = self.adjust(report)
         if gives_up:
             skips = self.state.consecutive_skips
+            scale = self.state.scale
+            where = (
+                " without loss scaling"
+                if scale == 1.0 and self.kind == "static"
+                else (f" even at loss scale {scale:g}, the smallest allowed")
+            )
             raise LossScaleError(
                 f"{skips} optimizer steps in a row were skipped (since step {self.state.steps - skips + 1}): gradients "
-                f"are inf or NaN even at loss scale {self.state.scale:g}, the smallest allowed"
-                f"{_listed(nonfinite())}. The model or its data makes them, not the scale: look for NaN in the inputs, "
-                "lower the learning rate, or train in bf16"
+                f"are inf or NaN{where}{_listed(nonfinite())}. The model or its data makes them, not the scale: look "
+                "for NaN in the inputs, lower the learning rate, or train in a precision of wider range"
             )
 
     def _skips_once_too_often(self) -> bool:
@@ -173,6 +178,8 @@ class LossScaler(ExplicitScaling, Generic[State]):
         """
         if not self._enabled:
             return
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"the state of a loss scaler is a mapping, not a {type(state_dict).__name__}")
         if not state_dict:
             raise RuntimeError(
                 "the state is empty, as that of a disabled scaler is: resume without it, or disable this one"

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hf_mp.autocasting.activations import class_forward, install_activations, remove_activations
@@ -41,6 +42,7 @@ from hf_mp.master_weights.split_parameter import (
     raw_gradient,
 )
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
+from hf_mp.step_guard import StepGuard
 
 DEFERRED_ELEMENTS = 2**20  # outputs from this size on are cast to FP32 only when they are read
 
@@ -288,12 +290,13 @@ class MixedPrecision:
         self.stats = PrecisionStats.before_first_step(self.scaler.get_scale())
         self._model: weakref.ref[nn.Module] | None = None
         self._wrapped: list[weakref.ref[nn.Module]] = []
-        self._guards: list[_StepGuard] = []
+        self._guards: list[StepGuard] = []
         self._ranks = Ranks()
         self._largest: Tensor | None = None  # of the unscaled gradients since the last step
         self._measured = Measured()
         self.measures_norm = False  # set by who clips with gradient_norm()
         self._graph_task: int | None = None
+        self._warned_unguarded = False
         self.observers: list[Observer] = []
 
     def _inverse_scale(self, device: torch.device) -> Tensor | None:
@@ -332,6 +335,11 @@ class MixedPrecision:
         if self.model is not None:
             raise ValueError("this MixedPrecision has a model already: detach() it, or make another one")
         check_attachable(model)
+        if self.policy.is_lean and isinstance(model, DistributedDataParallel):
+            raise ValueError(
+                f"precision={str(self.policy)!r} leaves 16-bit gradients, which DistributedDataParallel would sum: use "
+                f"{str(self.policy).removesuffix('-lean')!r} on several processes"
+            )
         if isinstance(self.scaler.factors(torch.device("cpu")), ScaleTensors):
             check_reachable(model)
         self.region = self._make_region(model)
@@ -375,21 +383,33 @@ class MixedPrecision:
             The same optimizer; in the lean layouts a :class:`MasterWeightOptimizer` around it, to be used from now on.
 
         Raises:
-            ValueError: if no model is attached, or for an optimizer that cannot step without a closure (LBFGS).
+            TypeError: for anything but one optimizer.
+            ValueError: if no model is attached, for an optimizer of another model's parameters, or for one that cannot
+                step without a closure (LBFGS).
         """
         if not self.policy.is_mixed:
             return optimizer
         if self._model is None:
             raise ValueError("attach a model before its optimizer: MixedPrecision(...).attach(model)")
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"attach_optimizer takes one torch optimizer, not {type(optimizer).__name__}: call it once for each"
+            )
         if _needs_closure(optimizer):
             raise ValueError(
                 f"{type(optimizer).__name__} calls its closure several times in a step, and what overflowed in one of "
                 "them cannot be skipped: use an optimizer whose step() works without a closure, or precision='fp32'"
             )
+        model = self.model
+        if model is not None and not _share_parameters(model, optimizer):
+            raise ValueError(
+                f"no parameter of this {type(optimizer).__name__} belongs to the attached {type(model).__name__}: make "
+                "the optimizer from model.parameters()"
+            )
         if self.policy.is_lean and not isinstance(optimizer, MasterWeightOptimizer):
             optimizer = MasterWeightOptimizer(optimizer, layout="split")
         if not any(guard.optimizer is optimizer for guard in self._guards):
-            self._guards.append(_StepGuard(self, optimizer))
+            self._guards.append(StepGuard(self, optimizer))
         return optimizer
 
     def detach(self) -> None:
@@ -431,8 +451,11 @@ class MixedPrecision:
         """Take over a state that :meth:`state_dict` gave; one of another loss scaling only warns and is left.
 
         Raises:
+            TypeError: for anything but a mapping.
             ValueError: for another version, or the state of another kind of scaler.
         """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"a mixed precision state is a mapping, not a {type(state_dict).__name__}")
         if state_dict.get("version") != 1 or "loss_scaler" not in state_dict:
             raise ValueError(
                 f"not a mixed precision state of version 1: version={state_dict.get('version')!r}, "
@@ -440,9 +463,9 @@ class MixedPrecision:
             )
         saved = PrecisionPolicy.parse(str(state_dict.get("precision", self.policy)))
         if saved.loss_scale != self.policy.loss_scale:
+            was, now = saved.loss_scale or "none", self.policy.loss_scale or "none"
             warnings.warn(
-                f"the saved run scaled its loss by {saved.loss_scale}, this one by {self.policy.loss_scale}: the loss "
-                "scale starts anew",
+                f"loss_scale was {was} in the saved run, and is {now} here: the loss scale starts anew",
                 stacklevel=2,
             )
             return
@@ -517,10 +540,21 @@ class MixedPrecision:
             self._graph_task = task
             model = self.model
             if model is not None and all(raw is None for raw in map(raw_gradient, model.parameters())):
+                if self._largest is not None and not self._guards:
+                    self._warn_unguarded()
                 self._largest = None  # what was measured before was thrown away without a step
             # Two callbacks deep: the first of DDP's follow this one, and its all-reduce may write .grad till then.
             queue = torch.autograd.Variable._execution_engine.queue_callback
             queue(lambda: queue(self._measure_gradients))
+
+    def _warn_unguarded(self) -> None:
+        if not self._warned_unguarded:
+            self._warned_unguarded = True
+            warnings.warn(
+                "this model is attached to a MixedPrecision that knows no optimizer of it: updates that overflow are "
+                "not skipped, and the loss scale stands still. Call attach_optimizer(optimizer), or detach()",
+                stacklevel=2,
+            )
 
     def _measure_gradients(self) -> None:
         model = self.model
@@ -544,7 +578,8 @@ class MixedPrecision:
 
     # What the guard does
 
-    def _report(self, optimizer: Optimizer) -> StepReport:
+    def report(self, optimizer: Optimizer) -> StepReport:
+        """What the gradients of ``optimizer`` are like, on all ranks."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(is_dtensor(parameter) for parameter in parameters):
             self.working_copies.keep_none()  # also where FSDP shards a module around the model, unseen from inside
@@ -561,7 +596,12 @@ class MixedPrecision:
     def _is_scaled(self) -> bool:
         return isinstance(self.scaler.factors(torch.device("cpu")), ScaleTensors)
 
-    def _finish_step(self, report: StepReport) -> None:
+    def parameters_changed(self) -> None:
+        """Round the masters into the working copies."""
+        self.working_copies.refresh_all()
+
+    def finish_step(self, report: StepReport) -> None:
+        """Take in that a step was applied or skipped; sets the next loss scale."""
         self._largest, self._measured = None, Measured()
         self.step_was_skipped = report.overflow
         if (model := self.model) is not None:
@@ -645,68 +685,43 @@ def check_attachable(model: nn.Module) -> None:
         raise ValueError(f"this {type(model).__name__} is attached to a MixedPrecision already: detach() that first")
 
 
-class _StepGuard:
-    """Stands in front of one optimizer's ``step``."""
-
-    def __init__(self, runtime: MixedPrecision, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self._previous = optimizer.__dict__.get("step")
-        unguarded = optimizer.step
-        self.is_active = True
-
-        # A plain function bound to the optimizer: torch's LR schedulers look at ``step.__func__``.
-        @functools.wraps(unguarded.__func__)  # type: ignore[attr-defined]
-        def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-            if not self.is_active:
-                return unguarded(closure, **kwargs) if closure is not None else unguarded(**kwargs)
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            report = runtime._report(optimizer)
-            if not report.overflow:
-                result = unguarded(**kwargs)
-                loss = result if closure is None else loss
-                runtime.working_copies.refresh_all()
-            runtime._finish_step(report)
-            return loss
-
-        step.hf_mp_guard = self  # type: ignore[attr-defined]  # for scalers, which must not unscale again
-        self._step = types.MethodType(step, optimizer)
-        optimizer.step = self._step  # type: ignore[method-assign]
-
-    def remove(self) -> None:
-        """Give the optimizer its own ``step`` back; under a wrapper put on later, become transparent."""
-        self.is_active = False
-        if self.optimizer.__dict__.get("step") is self._step:
-            if self._previous is None:
-                del self.optimizer.step
-            else:
-                self.optimizer.step = self._previous  # type: ignore[method-assign]
-
-
 def prepare(
-    model: nn.Module, optimizer: Optimizer, precision: PrecisionPolicy | str = "fp16"
+    model: nn.Module, optimizer: Optimizer, precision: PrecisionPolicy | str = "fp16", **settings: Any
 ) -> tuple[nn.Module, Optimizer]:
     """Mixed precision for a loop of one's own: attach a policy to a model and its optimizer.
 
-    The loop stays as it is for FP32: ``loss.backward()``, clip, ``optimizer.step()``, ``optimizer.zero_grad()``.
+    The loop stays as it is for FP32: ``loss.backward()``, clip, ``optimizer.step()``, ``optimizer.zero_grad()``. An LR
+    scheduler that is to stand still with a skipped update asks ``optimizer.step_was_skipped``.
 
     Args:
         model: any ``nn.Module``; one loaded in FP16/BF16 is given FP32 masters.
         optimizer: over parameters of ``model``, not stepped yet.
         precision: ``"fp16"`` (default), ``"bf16"``, ``"fp16-lean"``, ``"bf16-lean"``, ``"fp32"`` (nothing is changed)
             or a :class:`PrecisionPolicy`.
+        settings: as for :class:`MixedPrecision`: ``loss_scaler``, ``tables``, ``rules``.
 
     Returns:
         The same model, and the optimizer to use from now on: the same one, whose ``step`` skips updates that
         overflowed, or in the lean layouts a :class:`MasterWeightOptimizer` around it.
 
     Raises:
-        ValueError: for an unknown precision or a model that cannot be attached.
+        TypeError: for anything but a module and an optimizer.
+        ValueError: for an unknown precision, a model that cannot be attached, or an optimizer of another model.
     """
-    runtime = MixedPrecision(precision)
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"prepare takes a model and its optimizer, not {type(model).__name__} and {type(optimizer).__name__}; "
+            "several optimizers: MixedPrecision(...).attach(model), then attach_optimizer(optimizer) for each"
+        )
+    runtime = MixedPrecision(precision, **settings)
     return runtime.attach(model), runtime.attach_optimizer(optimizer)
+
+
+def _share_parameters(model: nn.Module, optimizer: Optimizer) -> bool:
+    own = {id(parameter) for parameter in model.parameters()}
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # FSDP puts shards in the places of parameters, in the model or in the optimizer first.
+    return any(id(parameter) in own or is_dtensor(parameter) for parameter in given)
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

@@ -148,5 +148,5 @@ def load_runtime_state(runtime: MixedPrecision, checkpoint: Path) -> None:
             runtime.reset_stats()
         else:
             logger.warning(f"{checkpoint} has no {STATE_NAME}: the loss scale starts anew")
-    except (ValueError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
+    except (ValueError, TypeError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"cannot resume the loss scale from {path}: {error}") from error

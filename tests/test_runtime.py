@@ -567,7 +567,7 @@ def test_a_rule_that_matches_no_module_is_refused(gpt2: GPT2LMHeadModel) -> None
 def test_a_state_of_another_loss_scaling_warns_and_starts_anew() -> None:
     fp16 = MixedPrecision("fp16")
     before = fp16.scaler.state
-    with pytest.warns(UserWarning, match="the saved run scaled its loss by None, this one by headroom.*starts anew"):
+    with pytest.warns(UserWarning, match="loss_scale was none in the saved run, and is headroom here.*starts anew"):
         fp16.load_state_dict(MixedPrecision("bf16").state_dict())
     assert fp16.scaler.state == before
 
@@ -731,3 +731,64 @@ class TestMeasuring:
         assert runtime.gradient_norm(list(gpt2.parameters())) is not None
         optimizer.step()
         assert runtime.stats.headroom is None
+
+
+class TestPrepare:
+    def test_settings_of_the_runtime(self, gpt2: GPT2LMHeadModel) -> None:
+        scaler = DynamicLossScaler(max_scale=2.0**24)
+        hf_mp.prepare(gpt2, torch.optim.SGD(gpt2.parameters(), lr=0.1), loss_scaler=scaler, tables="cuda")
+        assert runtime_of(gpt2).scaler is scaler
+        assert runtime_of(gpt2).region.tables == "cuda"
+
+    def test_a_loop_is_told_of_a_skipped_step(self, gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+        model, optimizer = hf_mp.prepare(gpt2, torch.optim.SGD(gpt2.parameters(), lr=0.1))
+        skips = []
+        for factor in (1.0, float("inf"), 1.0):
+            (model(**batch).loss * factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            skips.append(optimizer.step_was_skipped)
+        assert skips == [False, True, False]
+        runtime_of(gpt2).detach()
+        assert not hasattr(optimizer, "step_was_skipped")
+
+    def test_bad_input(self, gpt2: GPT2LMHeadModel) -> None:
+        optimizer = torch.optim.SGD(gpt2.parameters(), lr=0.1)
+        with pytest.raises(TypeError, match="not SGD and GPT2LMHeadModel"):
+            hf_mp.prepare(optimizer, gpt2)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="not GPT2LMHeadModel and list; several optimizers"):
+            hf_mp.prepare(gpt2, [optimizer])  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="no parameter of this SGD belongs to the attached GPT2LMHeadModel"):
+            hf_mp.prepare(gpt2, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("scheduler", [False, True], ids=["bare", "scheduler"])
+def test_torchs_scaler_in_front_of_a_guarded_optimizer_is_refused(
+    gpt2: GPT2LMHeadModel, batch: Batch, scheduler: bool
+) -> None:
+    model, optimizer = hf_mp.prepare(gpt2, torch.optim.SGD(gpt2.parameters(), lr=0.1))
+    if scheduler:
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(model(**batch).loss).backward()
+    with pytest.raises(RuntimeError, match=r"a torch.amp.GradScaler steps the optimizer of an attached model"):
+        scaler.step(optimizer)
+
+
+def test_training_without_a_guard_is_warned_of_once(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    MixedPrecision("fp16").attach(gpt2)
+    optimizer = torch.optim.SGD(gpt2.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=r"knows no optimizer of it.*attach_optimizer") as caught:
+        for _ in range(4):
+            gpt2(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len([warning for warning in caught if "knows no optimizer" in str(warning.message)]) == 1
+
+
+def test_a_state_that_is_no_mapping_is_refused() -> None:
+    runtime = MixedPrecision("fp16")
+    with pytest.raises(TypeError, match="a mixed precision state is a mapping, not a list"):
+        runtime.load_state_dict([1])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="the state of a loss scaler is a mapping, not a list"):
+        runtime.scaler.load_state_dict([1])  # type: ignore[arg-type]

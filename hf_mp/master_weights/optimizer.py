@@ -63,7 +63,7 @@ class MasterWeightOptimizer(Optimizer):
             parameter lacks (:mod:`hf_mp.master_weights.split`), and puts masters together for the step only.
 
     Raises:
-        TypeError: for parameters that are not floating.
+        TypeError: for parameters that are not floating, and for anything but an optimizer.
         ValueError: for an unknown layout, or an optimizer that was stepped already.
     """
 
@@ -72,6 +72,11 @@ class MasterWeightOptimizer(Optimizer):
     layout: MasterLayout
 
     def __init__(self, optimizer: Optimizer, *, layout: MasterLayout = "whole") -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"MasterWeightOptimizer wraps an optimizer, not {optimizer!r}: give it "
+                "torch.optim.AdamW(model.parameters()) or the like"
+            )
         if layout not in get_args(MasterLayout):
             raise ValueError(f"layout={layout!r} is not known: use one of {', '.join(get_args(MasterLayout))}")
         if isinstance(optimizer, MasterWeightOptimizer):

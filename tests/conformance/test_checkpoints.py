@@ -150,7 +150,7 @@ def test_a_state_of_another_scaler_warns_and_starts_anew(tmp_path: Path) -> None
     begun = make("callback", tmp_path / "a", "fp16", max_steps=2)
     begun.train()
     resumed = make("callback", tmp_path / "b", "bf16")
-    with pytest.warns(UserWarning, match="scaled its loss by headroom, this one by None"):
+    with pytest.warns(UserWarning, match="loss_scale was headroom in the saved run, and is none here"):
         resumed.train(resume_from_checkpoint=str(checkpoint(begun, 2)))
     assert scaler_state(resumed)["loss_scaler"]["steps"] == 4
 
