@@ -248,7 +248,7 @@ class Cases:
         expected = self.undisturbed(ranks)[0]
         run = self._harness.train(folder, ranks=ranks, resume=True, **self._settings)
         if run.finished is None:
-            lines = run.text.strip().splitlines()
+            lines = run.text.replace(f"{self._harness.folder}/", "").strip().splitlines()
             return Outcome(fault, seed, where, f"does not resume: {lines[-1][:200] if lines else run.exit_codes}")
         if run.finished != expected:
             return Outcome(fault, seed, where, f"resumes from step {run.begun_at}, with other weights at its end")
@@ -264,21 +264,26 @@ class Cases:
             self._operations = int(re.findall(r"^operations (\d+)$", run.text, re.MULTILINE)[0])
         return self._operations
 
+    def _wait_at_random(self, folder: Path, chance: random.Random, ranks: int) -> tuple[Run, str]:
+        """Start a run and wait for a step and a part of the next: says which."""
+        step, part = chance.randrange(WHOLE_RUN["max_steps"]), chance.random()
+        step_seconds = self.undisturbed(ranks)[1] / WHOLE_RUN["max_steps"]
+        run = self._harness.start(folder, ranks=ranks, **self._settings)
+        run.wait_for(f"step {step}$" if step else "begins")
+        time.sleep(part * step_seconds)
+        return run, f"{part * step_seconds:.2f} s after step {step}"
+
     def kill(self, seed: int, *, ranks: int = 1) -> Outcome:
-        """``kill -9``: for even seeds at an operation on the disk, where there is a compiler; else after a time."""
+        """``kill -9``: for even seeds at an operation on the disk, where there is a compiler; else at some time."""
         chance, folder = random.Random(seed), self._new(f"kill-{ranks}-{seed}")
         if seed % 2 == 0 and self._harness.strikes_exactly:
             at = chance.randint(1, self.operations())
             run = self._harness.train(folder, ranks=ranks, kill_at=at, **self._settings)
             where = f"operation {at}"
         else:
-            after = chance.random() * self.undisturbed(ranks)[1]
-            run = self._harness.start(folder, ranks=ranks, **self._settings)
-            run.wait_for("begins")
-            time.sleep(after)
+            run, where = self._wait_at_random(folder, chance, ranks)
             run.signal(signal.SIGKILL, ranks=[chance.randrange(ranks)])
             run.wait()
-            where = f"after {after:.2f} s"
         if run.finished is not None:
             where += " (the run had ended)"
         return self._resumed("kill -9", seed, f"{where}, {ranks} processes", folder, ranks)
@@ -298,17 +303,14 @@ class Cases:
         return Outcome("damage", seed, outcome.where) if manifest_gone else outcome
 
     def terminate(self, seed: int, *, ranks: int = 1) -> Outcome:
-        """SIGTERM or SIGUSR1 after a time, to all processes or one."""
+        """SIGTERM or SIGUSR1 at some time, to all processes or one."""
         chance, folder = random.Random(seed), self._new(f"terminate-{ranks}-{seed}")
         number = signal.SIGUSR1 if seed % 5 == 4 else signal.SIGTERM
-        after = chance.random() * 0.9 * self.undisturbed(ranks)[1]
-        run = self._harness.start(folder, ranks=ranks, **self._settings)
-        run.wait_for("begins")
-        time.sleep(after)
+        run, place = self._wait_at_random(folder, chance, ranks)
         seen = run.steps
         run.signal(number, ranks=None if chance.random() < 0.5 else [chance.randrange(ranks)])
         run.wait()
-        where = f"{signal.Signals(number).name} after {after:.2f} s, step {seen}, {ranks} processes"
+        where = f"{signal.Signals(number).name} {place}, {ranks} processes"
         if run.finished is None and set(run.exit_codes) != {75}:
             return Outcome("signal", seed, where, f"exit codes {run.exit_codes}: {run.text[-300:]}")
         # the step that ran when it came; one more, since its line may be printed after we looked
