@@ -36,6 +36,7 @@ class DeferredOutput(Tensor):
         wrapper = Tensor._make_wrapper_subclass(
             cls, source.shape, strides=source.stride(), dtype=torch.float32, device=source.device
         )
+        torch._C._set_throw_on_mutable_data_ptr(wrapper)  # extensions that read memory themselves would read at 0
         wrapper._source = source.detach()
         wrapper._value = None
         return wrapper
@@ -46,6 +47,10 @@ class DeferredOutput(Tensor):
             self._value = self._source.to(torch.float32)
             del self._source
         return self._value
+
+    def data_ptr(self) -> int:
+        """As ``Tensor.data_ptr``, of the FP32 values: kernels written in Triton ask for it."""
+        return self.value().data_ptr()
 
     def numpy(self, *, force: bool = False) -> Any:
         """As ``Tensor.numpy``."""

@@ -92,6 +92,13 @@ class Ranks:
         """Whether a forward since the last step ran in a DDP of several processes."""
         return any(torch.distributed.get_world_size(group) > 1 for group in self._groups)
 
+    def gradients_are_final(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether nobody reduces gradients after a backward: DDP and FSDP have done so, or there is one process.
+
+        Other loops of several processes may call ``all_reduce`` on them, which raises no version counter.
+        """
+        return not is_running() or bool(self._groups) or any(is_dtensor(parameter) for parameter in parameters)
+
     def agree(self, report: StepReport, parameters: Iterable[Tensor]) -> StepReport:
         """:func:`agree` over the processes that train ``parameters``; ``report`` itself on a single process."""
         if not is_running():

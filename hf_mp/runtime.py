@@ -6,17 +6,18 @@ import copy
 import functools
 import inspect
 import math
+import operator
 import sys
 import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from accelerate.utils import recursively_apply
+from accelerate.utils.operations import honor_type
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -87,7 +88,7 @@ class PrecisionStats:
             loss_scale=next_scale,
             loss_scale_min=min(self.loss_scale_min, used_scale),
             loss_scale_max=max(self.loss_scale_max, used_scale),
-            headroom=self.headroom if largest is None else headroom_left(next_scale, largest),
+            headroom=headroom_left(next_scale, largest) if largest else self.headroom,  # none for gradients of zero
         )
 
 
@@ -574,7 +575,11 @@ class MixedPrecision:
         Bit for bit that of ``torch.nn.utils.get_total_norm``, measured along with the largest magnitude while
         ``measures_norm`` is set.
         """
-        return self._measured.norm if self._measured.still_covers(parameters) else None
+        return self._measured.norm if self._are_unchanged(parameters) and self._measured.is_all(parameters) else None
+
+    def _are_unchanged(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether the gradients are those that were measured when the backward ended."""
+        return self._ranks.gradients_are_final(parameters) and self._measured.still_covers(parameters)
 
     # What the guard does
 
@@ -584,7 +589,7 @@ class MixedPrecision:
         if any(is_dtensor(parameter) for parameter in parameters):
             self.working_copies.keep_none()  # also where FSDP shards a module around the model, unseen from inside
         measured = None if self._largest is None else self._largest.item()
-        seen = measured is not None and self._measured.still_covers(parameters)
+        seen = measured is not None and self._are_unchanged(parameters)
         overflow = not seen and not torch.isfinite(_largest_true_magnitude(parameters)).item()
         # Clipping by value, or a repair by hand, may have hidden what the backward gave.
         overflow = overflow or (measured is not None and not math.isfinite(measured))
@@ -636,6 +641,10 @@ class Measured:
         gradients = [gradient for gradient in map(raw_gradient, parameters) if gradient is not None]
         return bool(gradients) and all(self._is_unchanged(gradient) for gradient in gradients)
 
+    def is_all(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether no gradient was seen that is not among those of ``parameters``."""
+        return self._versions.keys() <= {id(gradient) for gradient in map(raw_gradient, parameters)}
+
     def _is_unchanged(self, gradient: Tensor) -> bool:
         reference, version = self._versions.get(id(gradient), (None, None))
         # The version counter of a DTensor knows nothing of writes into its shard.
@@ -653,18 +662,49 @@ def _measure(parameters: Sequence[nn.Parameter], *, with_norm: bool) -> tuple[Te
 
 
 def _has_loss(outputs: Any) -> bool:
-    first = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0] if isinstance(outputs, tuple) else None
+    if isinstance(outputs, Mapping):
+        first = outputs.get("loss")
+    else:
+        first = outputs[0] if isinstance(outputs, tuple) and outputs else None
     return isinstance(first, Tensor) and first.dim() == 0 and first.requires_grad
 
 
 def apply_to_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """``value`` with ``function`` applied to its tensors, in lists, tuples, mappings, dataclasses and namespaces."""
-    if (is_dataclass(value) and not isinstance(value, (type, Mapping))) or isinstance(value, types.SimpleNamespace):
-        copied = copy.copy(value)
-        for name, found in vars(value).items():
-            object.__setattr__(copied, name, apply_to_tensors(function, found))
-        return copied
-    return recursively_apply(function, value)
+    """``value`` with ``function`` applied to its tensors, in lists, tuples, mappings, dataclasses and namespaces.
+
+    What holds no tensor that changes is returned itself: a model may write into the containers that it is given.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        items = [apply_to_tensors(function, item) for item in value]
+        return value if all(map(operator.is_, items, value)) else honor_type(value, items)
+    found = _entries(value)
+    changed = {key: new for key, old in found.items() if (new := apply_to_tensors(function, old)) is not old}
+    return _with_entries(value, changed) if changed else value
+
+
+def _entries(value: Any) -> dict[Any, Any]:
+    if isinstance(value, Mapping):
+        return dict(value.items())
+    if isinstance(value, types.SimpleNamespace):
+        return vars(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        names = dict.fromkeys([*getattr(value, "__dict__", ()), *(field.name for field in fields(value))])
+        return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return {}
+
+
+def _with_entries(value: Any, entries: Mapping[Any, Any]) -> Any:
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return type(value)({**value, **entries})  # type: ignore[call-arg]
+    copied = copy.copy(value)
+    for key, entry in entries.items():
+        if isinstance(value, Mapping):
+            copied[key] = entry
+        else:
+            object.__setattr__(copied, key, entry)
+    return copied
 
 
 def check_attachable(model: nn.Module) -> None:

@@ -183,7 +183,8 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
             runtime = self.mixed_precision = make_runtime(self.precision_policy, self.args)
         if runtime.model is None:
             runtime.attach(model)
-        runtime.measures_norm = True
+        # A training_step of one's own may write gradients so that no version counter rises (`.data`, NumPy).
+        runtime.measures_norm = type(self).training_step is Trainer.training_step
         self._explain_overflows(runtime)
         runtime.wrap_forwards()  # Liger's kernels set a forward of their own after the Trainer is made
         return runtime

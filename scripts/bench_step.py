@@ -25,7 +25,13 @@ from _results import alternate, median_and_spread, save_result
 
 Step = Callable[[], None]
 AUTOCAST = {"torch.autocast bf16": torch.bfloat16, "torch.autocast fp16": torch.float16}
-OURS = {"hf_mp fp16": "fp16", "hf_mp bf16": "bf16", "fp32": "fp32"}
+OURS = {
+    "hf_mp fp16": "fp16",
+    "hf_mp fp16-lean": "fp16-lean",
+    "hf_mp bf16": "bf16",
+    "hf_mp bf16-lean": "bf16-lean",
+    "fp32": "fp32",
+}
 
 
 def make_step(contender: str, config: GPT2Config, ids: Tensor, device: str) -> Step:
@@ -33,9 +39,9 @@ def make_step(contender: str, config: GPT2Config, ids: Tensor, device: str) -> S
     torch.manual_seed(0)
     model: nn.Module = GPT2LMHeadModel(config).train()
     model.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if contender in OURS:
-        hf_mp.prepare(model, optimizer, OURS[contender])
+        model, optimizer = hf_mp.prepare(model, optimizer, OURS[contender])
     fp16 = contender == "torch.autocast fp16"
     scaler = torch.amp.GradScaler(device, enabled=fp16, init_scale=2.0**10)
 
@@ -49,8 +55,14 @@ def make_step(contender: str, config: GPT2Config, ids: Tensor, device: str) -> S
             loss = model(input_ids=ids, labels=ids).loss
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
+        if isinstance(optimizer, hf_mp.MasterWeightOptimizer):
+            optimizer.clip_grad_norm_(1.0)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if scaler.is_enabled():
+            scaler.step(optimizer)
+        else:
+            optimizer.step()
         scaler.update()
         optimizer.zero_grad()
 
@@ -76,7 +88,7 @@ def main(
         embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     ids = torch.randint(0, vocab, (batch, seq), device=device)
-    contenders = ["fp32", "hf_mp fp16", "hf_mp bf16", "torch.autocast bf16"]
+    contenders = ["fp32", "torch.autocast bf16", *(name for name in OURS if name != "fp32")]
     seconds = alternate({c: make_step(c, config, ids, device) for c in contenders}, rounds=rounds, warmup=2)
     if torch_fp16_rounds:
         slow = {"torch.autocast fp16": make_step("torch.autocast fp16", config, ids, device)}

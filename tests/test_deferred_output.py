@@ -101,6 +101,11 @@ def test_it_leaves_pytorch_as_an_ordinary_tensor() -> None:
     assert type(copy.deepcopy(output.detach())) is Tensor
 
 
+def test_a_kernel_that_asks_for_the_memory_gets_that_of_the_values() -> None:
+    output = DeferredOutput(torch.randn(4, 5).half())
+    assert output.data_ptr() == output.value().data_ptr() != 0
+
+
 def test_the_source_goes_when_the_values_are_there() -> None:
     output = deferred_output()
     output.sum()

@@ -7,8 +7,9 @@ import gc
 import io
 import pickle
 import weakref
+from collections import defaultdict
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -665,6 +666,52 @@ def test_detach_reaches_what_was_attached_when_the_outer_model_is_gone(gpt2: GPT
     MixedPrecision("fp16").attach(gpt2)
 
 
+@dataclass(slots=True)
+class Slotted:
+    logits: Tensor
+
+
+@pytest.mark.parametrize(
+    ("wrap", "unwrap"),
+    [
+        (lambda y: (SimpleNamespace(logits=y), 1), lambda found: found[0].logits),
+        (lambda y: {"head": [SimpleNamespace(logits=y)]}, lambda found: found["head"][0].logits),
+        (Slotted, lambda found: found.logits),
+        (lambda y: defaultdict(list, logits=y), lambda found: found["logits"]),
+        (lambda y: MappingProxyType({"logits": y}), lambda found: found["logits"]),
+    ],
+    ids=["namespace in a tuple", "namespace in a dict", "slots", "defaultdict", "mapping proxy"],
+)
+def test_containers_of_every_kind_cross_the_border(wrap: Any, unwrap: Any) -> None:
+    class Wrapping(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return wrap(super().forward(x))
+
+    gradients = []
+    for precision in ("fp32", "fp16"):
+        torch.manual_seed(0)
+        model = Wrapping(8, 8)
+        model, _ = hf_mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), precision)
+        unwrap(model(torch.randn(4, 8))).square().sum().backward()
+        gradients.append(model.weight.grad)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0.02, atol=0.02)
+
+
+def test_a_model_may_write_into_the_containers_that_it_is_given() -> None:
+    class Writing(nn.Linear):
+        def forward(self, batch: dict[str, Any], seen: list[int]) -> Any:  # type: ignore[override]
+            seen.append(1)
+            batch["hidden"] = super().forward(batch["x"])
+            return ()
+
+    model = Writing(8, 8)
+    hf_mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch: dict[str, Any] = defaultdict(list, x=torch.randn(2, 8))
+    seen: list[int] = []
+    assert model(batch, seen) == ()
+    assert seen == [1] and "hidden" in batch
+
+
 class TestMeasuring:
     @pytest.fixture
     def scans(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -721,6 +768,15 @@ class TestMeasuring:
         assert torch.equal(norm, nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         nn.utils.clip_grad_norm_(parameters, 1e-3)
         assert runtime.gradient_norm(parameters) is None
+
+    def test_the_norm_is_not_that_of_more_gradients_than_there_are(self, gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+        runtime = MixedPrecision("fp16")
+        runtime.attach(gpt2)
+        runtime.measures_norm = True
+        gpt2(**batch).loss.backward()
+        assert runtime.gradient_norm(list(gpt2.transformer.h.parameters())) is None
+        gpt2.transformer.wte.weight.grad = None
+        assert runtime.gradient_norm(list(gpt2.parameters())) is None
 
     def test_bfloat16_has_no_headroom_to_tell_of(self, gpt2: GPT2LMHeadModel, batch: Batch) -> None:
         runtime = MixedPrecision("bf16")
@@ -792,3 +848,10 @@ def test_a_state_that_is_no_mapping_is_refused() -> None:
         runtime.load_state_dict([1])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the state of a loss scaler is a mapping, not a list"):
         runtime.scaler.load_state_dict([1])  # type: ignore[arg-type]
+
+
+def test_gradients_of_zero_have_no_headroom_to_log(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    model, optimizer = hf_mp.prepare(gpt2, torch.optim.SGD(gpt2.parameters(), lr=0.1))
+    (model(**batch).loss * 0.0).backward()
+    optimizer.step()
+    assert "headroom" not in runtime_of(gpt2).stats.log_entries()

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 import torch.utils.checkpoint as torch_checkpoint
 
 
@@ -33,7 +34,8 @@ def reenter_in_recomputation(active: Callable[[], AbstractContextManager[Any] | 
 
     def within(function: Callable[..., Any]) -> Callable[..., Any]:
         context = active()
-        if context is None:
+        # A compiled graph runs with all modes off: its casts are in it.
+        if context is None or torch._C._is_torch_function_all_disabled():
             return function
 
         @functools.wraps(function, updated=())

@@ -15,12 +15,14 @@ import torch._dynamo  # first: what follows cannot be imported without it
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.ctx_manager import AutocastModeVariable
+from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable, TorchHigherOrderOperatorVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 
 _PATCHED = (
     (AutogradFunctionVariable, ("call_method",)),
     (AutocastModeVariable, ("enter", "exit")),
     (OutputGraph, ("call_user_compiler",)),
+    (TorchHigherOrderOperatorVariable, ("call_function", "_call_function")),
 )
 
 
@@ -92,6 +94,26 @@ def trace_islands(enter: Callable[[bool], bool], leave: Callable[[], None]) -> N
 
     AutocastModeVariable.enter = enter_variable  # type: ignore[method-assign]
     AutocastModeVariable.exit = exit_variable  # type: ignore[method-assign]
+
+
+def trace_checkpoints_inside(active: Callable[[], Any]) -> None:
+    """Trace a checkpointed function with the autocast active around it, as it is outside of compiled code.
+
+    The compiler hands the call of ``torch.utils.checkpoint.checkpoint`` to the mode, and traces the function inside
+    with that mode off: neither casts nor borders. Python hands no such call to a mode.
+
+    Args:
+        active: the autocast of the calling thread, or None.
+    """
+    original = CheckpointHigherOrderVariable.call_function
+
+    @functools.wraps(original)
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if active() is None:
+            return original(self, tx, args, kwargs)
+        return self._call_function(tx, args, kwargs)
+
+    CheckpointHigherOrderVariable.call_function = call_function  # type: ignore[method-assign]
 
 
 def run_graphs_without_modes(active: Callable[[], Any]) -> None:

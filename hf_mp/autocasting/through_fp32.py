@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -63,8 +64,8 @@ def run_through_fp32(
     """Run an op on ``dtype`` inputs in FP32 and round its floating results to ``dtype``.
 
     What autograd saves for backward stays in ``dtype``: an FP32 input of the op is kept as the 16-bit tensor that it
-    was made from and is cast again in backward, which is exact. Gradients are rounded to ``dtype`` where they leave the
-    op, as the result is.
+    was made from and is cast again in backward, which is exact. Attention's probabilities and dropout masks are kept
+    rounded, as a 16-bit kernel has them. Gradients are rounded to ``dtype`` where they leave the op, as the result is.
 
     Args:
         function: a torch op.
@@ -96,7 +97,7 @@ def _run_and_save_inputs(
     dtype: torch.dtype,
     upcast: Callable[[Tensor], Tensor],
 ) -> Any:
-    saved = _SavedInputs(dtype)
+    saved = _SavedInputs(dtype, _attention_square(args) if function in _ATTENTION else None)
 
     def remember(tensor: Tensor) -> Tensor:
         return saved.remember(tensor, upcast(tensor))
@@ -107,6 +108,19 @@ def _run_and_save_inputs(
         result = function(*upcast_args, **upcast_kwargs)
     saved.forget_upcasts()  # the graph holds on to the hooks
     return result
+
+
+_ATTENTION = frozenset({F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention})
+
+
+def _attention_square(args: Sequence[Any]) -> tuple[int, int] | None:
+    """Lengths of query and key, if they are given by position.
+
+    Probabilities and dropout masks are as large as their product, and lie between 0 and 1 / (1 - dropout probability).
+    """
+    if len(args) < 2:
+        return None
+    return args[0].shape[-2], args[1].shape[-2]
 
 
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -125,10 +139,14 @@ class _SavedInput:
 
 
 class _SavedInputs:
-    """Saved-tensor hooks that keep an op's upcast inputs in 16 bits; all other saved tensors go on unchanged."""
+    """Saved-tensor hooks that keep an op's upcast inputs in 16 bits; all other saved tensors go on unchanged.
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    Of attention, what has the shape of its probabilities, ``square``, is kept in 16 bits as well.
+    """
+
+    def __init__(self, dtype: torch.dtype, square: tuple[int, int] | None = None) -> None:
         self._dtype = dtype
+        self._square = square
         self._sources: dict[int, tuple[Tensor, Tensor]] = {}
         # Only the innermost hooks run. Those outside (gradient checkpointing, offloading) are called from here.
         self._outer: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -175,7 +193,7 @@ class _SavedInputs:
             return _SavedInput(self._keep(source), source._version, upcast.stride(), *place)
         # Some ops copy an operand inside (matmul that broadcasts, einsum): of such a copy, 16 bits hold everything.
         source = tensor.detach().to(self._dtype).contiguous()
-        if not torch.equal(source.float(), tensor):
+        if tensor.shape[-2:] != self._square and not torch.equal(source.float(), tensor):
             return self._keep(tensor)
         return _SavedInput(self._keep(source), source._version, source.stride(), source.size(), source.stride(), 0)
 

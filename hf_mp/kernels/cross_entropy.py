@@ -152,9 +152,11 @@ class _CrossEntropy(BorderFunction):
             logits = _Reconnect.apply(connector, ctx.logits)
             loss = cross_entropy_reference(logits, labels, **ctx.settings._asdict())
             return *torch.autograd.grad(loss, logits, gradient, create_graph=True), None, None, None
-        overwrite = not torch._C._autograd._get_current_graph_task_keep_graph() and not is_shared(ctx.logits)
-        result = ctx.logits if overwrite else torch.empty_like(ctx.logits)
+        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        result = torch.empty_like(ctx.logits) if keeps_graph or is_shared(ctx.logits) else ctx.logits
         _write_gradient(result, ctx, labels, gradient if ctx.count is None else gradient / ctx.count)
+        if not keeps_graph:
+            ctx.logits = ctx.denominators = None  # whoever holds the loss does not hold them
         return result, None, None, None
 
 

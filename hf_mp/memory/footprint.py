@@ -10,7 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_mp.master_weights.split_parameter import SplitParameter, raw_gradient
+from hf_mp.master_weights.split_parameter import SplitParameter
+
+_GRAD: Any = Tensor.grad  # the property itself, which split parameters override
+_SCALED_GRADIENT = "_scaled_gradient"  # of a SplitParameter
 
 
 class Kind(StrEnum):
@@ -241,10 +244,11 @@ def tensors_of(model: nn.Module) -> Iterator[FoundTensor]:
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if (gradient := raw_gradient(parameter)) is not None:
+            for gradient in gradients_of(parameter):
                 yield FoundTensor(_join(path, name, "grad"), path, Kind.GRADIENT, gradient)
             kind = Kind.MASTER_WEIGHTS if isinstance(parameter, SplitParameter) else Kind.QUANTIZATION_STATE
-            for suffix, tensor in _inside(vars(parameter)):
+            kept = {key: value for key, value in vars(parameter).items() if key != _SCALED_GRADIENT}
+            for suffix, tensor in _inside(kept):
                 yield FoundTensor(_join(path, name, suffix), path, kind, tensor)
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules"):
@@ -252,6 +256,12 @@ def tensors_of(model: nn.Module) -> Iterator[FoundTensor]:
             kind = Kind.QUANTIZATION_STATE if _is_bitsandbytes(value) else Kind.ATTRIBUTE
             for suffix, tensor in _inside({name: value}):
                 yield FoundTensor(_join(path, suffix), path, kind, tensor)
+
+
+def gradients_of(parameter: nn.Parameter) -> list[Tensor]:
+    """The gradients that a parameter holds, as they lie: reading ``.grad`` of a split parameter would change them."""
+    held = (_GRAD.__get__(parameter), vars(parameter).get(_SCALED_GRADIENT))
+    return [gradient for gradient in held if gradient is not None]
 
 
 def _inside(values: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_mp.master_weights.split_parameter import raw_gradient
-from hf_mp.memory.footprint import Kind, tensors_of
+from hf_mp.memory.footprint import Kind, gradients_of, tensors_of
 from hf_mp.memory.ledger import Category, Ledger, Phase
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
@@ -45,6 +44,7 @@ class MemoryRecorder(TorchDispatchMode):
         self._references: dict[int, weakref.ref[Any]] = {}
         self._parameters: set[int] = set()
         self._in_head = False
+        self._model: nn.Module | None = None
 
     @classmethod
     def for_device(cls, device: torch.device) -> MemoryRecorder:
@@ -110,24 +110,23 @@ class MemoryRecorder(TorchDispatchMode):
     def start_phase(self, phase: Phase) -> None:
         """A new part of the step begins."""
         self.ledger.phase = phase
+        self._take_gradients()
         if phase is not Phase.BACKWARD:  # backward begins with the loss, where forward ended
             self._in_head = False
 
     @contextlib.contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
         """Tell gradients, weights and logits of ``model`` apart from the rest."""
-        handles = [
-            parameter.register_post_accumulate_grad_hook(self._take_gradient)
-            for parameter in model.parameters()
-            if parameter.requires_grad
-        ]
+        handles = []
         head = output_head(model)
         if head is not None:
             handles.append(head.register_forward_pre_hook(self._enter_head))
         self.take_weights(model)
+        self._model = model
         try:
             yield
         finally:
+            self._model = None
             for handle in handles:
                 handle.remove()
 
@@ -147,10 +146,10 @@ class MemoryRecorder(TorchDispatchMode):
         for state in optimizer.state.values():
             self.take((value for value in state.values() if isinstance(value, Tensor)), Category.OPTIMIZER_STATE)
 
-    def _take_gradient(self, parameter: Tensor) -> None:
-        gradient = raw_gradient(cast(nn.Parameter, parameter))
-        if gradient is not None:
-            self.take([gradient], Category.GRADIENTS)
+    def _take_gradients(self) -> None:
+        # Not in hooks of the parameters: those of the lean layouts treat gradients that are looked at in another way.
+        for parameter in [] if self._model is None else self._model.parameters():
+            self.take(gradients_of(parameter), Category.GRADIENTS)
 
     def _enter_head(self, head: nn.Module, args: Any) -> None:
         self._in_head = True

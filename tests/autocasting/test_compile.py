@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.func import functional_call, grad, jvp, vmap
+from torch.utils.checkpoint import checkpoint
 from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_mp.autocasting.mode import active_autocast, autocast
@@ -435,3 +436,26 @@ def test_einsum_in_a_compiled_island() -> None:
     compiled = torch.compile(lambda x: torch.einsum("ij,kj->ik", x, x), backend="aot_eager", fullgraph=True)
     with autocast(BF16, tables="cpu"), autocast(enabled=False):
         assert compiled(x).dtype is FP32
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.before, self.inside, self.use_reentrant = nn.Linear(8, 8), nn.Linear(8, 8), use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside: Tensor = checkpoint(self.inside, self.before(x), use_reentrant=self.use_reentrant)
+        return inside
+
+
+@BACKENDS
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_parts_of_a_compiled_model_have_their_casts_and_borders(backend: str, use_reentrant: bool) -> None:
+    x = torch.randn(4, 8)
+    model = Checkpointed(use_reentrant)
+    reference = copy.deepcopy(model)
+    reference(x).square().sum().backward()
+    MixedPrecision("fp16", loss_scaler=StaticLossScaler(1024.0)).attach(model)
+    torch.compile(model, backend=backend)(x).square().sum().backward()
+    for found, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=0.02, atol=0.02)

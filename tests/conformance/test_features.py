@@ -78,6 +78,13 @@ class FromLogits(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class SmallerGradients(Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.model.transformer.wte.weight.grad.data.mul_(0.1)
+        return loss
+
+
 class OwnLog(Trainer):
     """Hands the Trainer another dictionary than it was given."""
 
@@ -174,6 +181,10 @@ FEATURES = {
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     ),
     "torch_compile": Feature({"torch_compile": True, "torch_compile_backend": "aot_eager"}),
+    "torch_compile, checkpointing": Feature(
+        {"torch_compile": True, "torch_compile_backend": "aot_eager", "gradient_checkpointing": True}
+    ),
+    "gradients written through .data": Feature(trainer=SmallerGradients),
     "auto_find_batch_size": Feature({"auto_find_batch_size": True}),
     "user callbacks": Feature(named=lambda: {"callbacks": [StopAfterThree()]}),
     "frozen weights": Feature(model=frozen_but_norms),

@@ -240,6 +240,18 @@ def processes_of_their_own() -> dict[str, Any]:
     return train_alone(model, optimizer, ids)
 
 
+def averaged_by_hand() -> dict[str, Any]:
+    """Gradients that the loop itself averages: what overflows on one process is infinite on both."""
+    model, optimizer = prepared()
+
+    def average(step: int) -> None:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad.data.div_(dist.get_world_size())
+
+    return train(model, optimizer, batches(6), plant=overflow_at(3, rank=0), after_backward=average)
+
+
 def train_alone(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> dict[str, Any]:
     for batch in ids:
         model(input_ids=batch, labels=batch).loss.backward()
@@ -517,10 +529,10 @@ def refusals() -> dict[str, str]:
 ONE_PROCESS = [one, one_unclipped, one_bf16, by_hand_in_fp32, fsdp_of_frozen_fp16]
 CASES = [
     ddp, ddp_overflow, ddp_headroom_differs, ddp_accumulation, ddp_options, ddp_around_prepared_model,
-    ddp_wrapped_after_a_forward, processes_of_their_own, ddp_join, fsdp, fsdp_bf16, fsdp_shard_overflow,
-    fsdp_loss_overflow, fsdp_accumulation, fsdp_of_fp16_model, fsdp_before_prepare, fsdp_checkpointing,
-    compiled, fsdp_without_resharding, fsdp_of_frozen_fp16, fsdp_hybrid, fsdp_outside_of_model, fsdp_saves_no_copies,
-    fsdp_detach, deferred_outputs, refusals,
+    ddp_wrapped_after_a_forward, processes_of_their_own, averaged_by_hand, ddp_join, fsdp, fsdp_bf16,
+    fsdp_shard_overflow, fsdp_loss_overflow, fsdp_accumulation, fsdp_of_fp16_model, fsdp_before_prepare,
+    fsdp_checkpointing, compiled, fsdp_without_resharding, fsdp_of_frozen_fp16, fsdp_hybrid, fsdp_outside_of_model,
+    fsdp_saves_no_copies, fsdp_detach, deferred_outputs, refusals,
 ]  # fmt: skip
 
 

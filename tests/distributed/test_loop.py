@@ -118,6 +118,13 @@ def test_processes_without_ddp_or_fsdp_never_wait_for_each_other(two: Results) -
     assert [rank["processes_of_their_own"]["steps"] for rank in two] == [3, 1]
 
 
+def test_gradients_that_a_loop_averages_itself_are_looked_at_afterwards(two: Results) -> None:
+    first, second = (rank["averaged_by_hand"] for rank in two)
+    assert first["skipped"] == second["skipped"] == [False] * 3 + [True] + [False] * 2
+    assert same_weights(first["weights"], second["weights"])
+    assert all(bool(torch.isfinite(weight).all()) for weight in first["weights"].values())
+
+
 def test_uneven_inputs_under_join_do_not_hang(two: Results) -> None:
     assert [rank["ddp_join"]["steps"] for rank in two] == [3, 2]
 

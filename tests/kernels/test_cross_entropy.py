@@ -146,6 +146,20 @@ class TestInPlace:
         assert torch.equal(logits, before)
         loss.backward()
 
+    @pytest.mark.parametrize("hold", [False, True])
+    def test_a_loss_that_is_kept_does_not_keep_the_logits(self, hold: bool) -> None:
+        leaf = torch.randn(6, 50).half().requires_grad_()
+        logits = leaf * 1
+        loss = cross_entropy(logits, torch.arange(6))
+        node = loss.grad_fn
+        kept = logits if hold else None
+        del logits
+        loss.backward()
+        assert node is not None and node.logits is None  # type: ignore[attr-defined]
+        del kept
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+
     def test_logits_that_were_written_meanwhile_are_noticed(self) -> None:
         logits = torch.randn(6, 50).half().requires_grad_() * 1
         loss = cross_entropy(logits, torch.arange(6))

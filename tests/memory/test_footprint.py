@@ -129,7 +129,10 @@ def test_a_lean_model_shows_what_its_parameters_lack_of_fp32(gpt2):
 def test_looking_does_not_change_gradients_of_a_lean_model(gpt2, batch):
     hf_mp.MixedPrecision("bf16-lean").attach(gpt2)
     gpt2(**batch).loss.backward()
-    assert {row.dtype for row in memory_footprint(gpt2).rows if row.kind is Kind.GRADIENT} == {"bfloat16"}
+    for _ in range(2):  # a second look finds what the first one found
+        dtypes = {row.name: row.dtype for row in memory_footprint(gpt2).rows if row.kind is Kind.GRADIENT}
+        assert dtypes["transformer.h.0.attn.c_attn.weight.grad"] == "bfloat16"
+        assert dtypes["transformer.wte.weight.grad"] == "float32"  # a tied weight sums its gradients in FP32
 
 
 def test_what_is_not_a_model_is_refused():
