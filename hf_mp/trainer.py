@@ -13,7 +13,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import SCALER_NAME
 from transformers.utils import logging
 
