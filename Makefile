@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune loops memory test lint clean
+.PHONY: help finetune loops memory test faults lint clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -30,6 +30,9 @@ memory: $(INSTALLED) ## show what GPT-2 takes in memory, as a table, a page and 
 # One thread a worker: with more, tiny models spend their time waiting for threads.
 test: $(INSTALLED) ## run the tests (ARGS="tests/test_cli.py" runs those of one file)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not exhaustive" $(ARGS)
+
+faults: $(INSTALLED) ## kill, damage and starve trainings by the hundred, and store what was lost (half an hour)
+	@OMP_NUM_THREADS=1 $(BIN)/python scripts/inject_faults.py $(ARGS)
 
 lint: $(INSTALLED) ## check the style and the types
 	@$(BIN)/python -m ruff check

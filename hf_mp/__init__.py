@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from hf_mp.autocasting.functions import custom_bwd, custom_fwd
     from hf_mp.autocasting.mode import autocast
     from hf_mp.callback import MixedPrecisionCallback
+    from hf_mp.checkpoints.manifest import CheckpointError, NoCheckpointError
+    from hf_mp.checkpoints.preemption import Preempted
     from hf_mp.diagnostics.overflow import explain_overflows
     from hf_mp.diagnostics.overflow_report import OverflowReport
     from hf_mp.loss_scaling import (
@@ -54,12 +56,16 @@ _HOME = {
     "MixedPrecision": "hf_mp.runtime",
     "PrecisionStats": "hf_mp.runtime",
     "prepare": "hf_mp.runtime",
+    "CheckpointError": "hf_mp.checkpoints.manifest",
+    "NoCheckpointError": "hf_mp.checkpoints.manifest",
+    "Preempted": "hf_mp.checkpoints.preemption",
     "MixedPrecisionCallback": "hf_mp.callback",
     "MixedPrecisionArguments": "hf_mp.trainer",
     "MixedPrecisionTrainer": "hf_mp.trainer",
 }
 
 __all__ = [
+    "CheckpointError",
     "DynamicLossScaler",
     "HeadroomLossScaler",
     "LargestBatch",
@@ -70,9 +76,11 @@ __all__ = [
     "MixedPrecisionArguments",
     "MixedPrecisionCallback",
     "MixedPrecisionTrainer",
+    "NoCheckpointError",
     "OverflowReport",
     "PrecisionPolicy",
     "PrecisionStats",
+    "Preempted",
     "StaticLossScaler",
     "TrainingMemory",
     "__version__",

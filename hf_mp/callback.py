@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from hf_mp.autocasting.rules import Rules
 from hf_mp.autocasting.tables import TableName
+from hf_mp.checkpoints.finishing import finish
 from hf_mp.diagnostics.overflow import explain_overflows
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.loss_scaling import make_loss_scaler
@@ -195,12 +196,17 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
             latest.update(entries)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write the file that :class:`MixedPrecisionTrainer` resumes from."""
-        checkpoint = _checkpoint_of(args, state)
-        if self.mixed_precision is None or not args.should_save or args.save_only_model or checkpoint is None:
+        """Write the file that :class:`MixedPrecisionTrainer` resumes from, and the manifest of the checkpoint."""
+        if self.mixed_precision is None or args.save_only_model:
+            return
+        if args.world_size > 1:
+            torch.distributed.barrier()  # the others may still be writing their random numbers
+        if not args.should_save or (checkpoint := _checkpoint_of(args, state)) is None:
             return
         text = json.dumps(self.mixed_precision.state_dict(), indent=2)
         Path(checkpoint, STATE_NAME).write_text(text + "\n", encoding="utf-8")
+        precision = str(self.mixed_precision.policy)
+        finish(checkpoint, step=state.global_step, world_size=args.world_size, precision=precision)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

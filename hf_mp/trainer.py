@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from hf_mp.callback import MixedPrecisionCallback
 from hf_mp.checkpoint_files import check_readable
+from hf_mp.checkpoints.crash_safe_trainer import SAVE_FAILURES, CrashSafeTrainer
 from hf_mp.diagnostics.overflow import explain_overflows
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.loss_scaling import make_loss_scaler
@@ -68,6 +69,18 @@ class MixedPrecisionArguments(TrainingArguments):
         default=None,
         metadata={"help": 'Settings of the loss scaler as JSON, e.g. \'{"init_scale": 4096, "headroom": 4}\'.'},
     )
+    save_failure: str = field(
+        default="continue",
+        metadata={
+            "help": "What to do when a checkpoint cannot be saved (disk full, read-only): continue (training goes on, "
+            "the next save tries again) or stop.",
+            "choices": SAVE_FAILURES,
+        },
+    )
+    handle_preemption: bool = field(
+        default=True,
+        metadata={"help": "Have SIGTERM and SIGUSR1 end the run in a checkpoint, with exit code 75."},
+    )
 
     # On: good steps pay nothing for it, and whoever needs the answer did not know so beforehand.
     explain_overflows: bool = field(
@@ -81,6 +94,8 @@ class MixedPrecisionArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.save_failure not in SAVE_FAILURES:
+            raise ValueError(f"save_failure={self.save_failure!r}: choose one of {', '.join(SAVE_FAILURES)}")
         policy = self.precision_policy
         if policy.is_mixed:
             make_loss_scaler(policy.loss_scale, **self.loss_scaler_settings)  # refuse wrong settings now
@@ -110,7 +125,7 @@ class _TellAccelerate(TrainerCallback):
         tell_accelerate(self._trainer.optimizer, self._trainer.mixed_precision)
 
 
-class MixedPrecisionTrainer(Trainer):
+class MixedPrecisionTrainer(CrashSafeTrainer):
     """A ``Trainer`` that trains in our mixed precision; with ``precision="fp32"`` it is the stock Trainer, bit for bit.
 
     All arguments of ``Trainer``, and:

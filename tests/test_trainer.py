@@ -22,6 +22,7 @@ from transformers import (
 
 import hf_mp.trainer_support
 from hf_mp import MixedPrecisionArguments, MixedPrecisionTrainer, PrecisionPolicy
+from hf_mp.checkpoints.manifest import MANIFEST_NAME
 from hf_mp.trainer_support import STATE_NAME, refuse_other_precision
 
 Rows = list[dict[str, Tensor]]
@@ -214,7 +215,8 @@ def test_a_broken_state_file_is_named(tmp_path: Path, gpt2_config: GPT2Config, r
     args = arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
     MixedPrecisionTrainer(model_of(gpt2_config), args, train_dataset=rows).train()
     state = Path(args.output_dir) / "checkpoint-2" / STATE_NAME
-    state.write_text(state.read_text()[:30])
+    (state.parent / MANIFEST_NAME).unlink()
+    state.write_text('{"version": 1}')
     again = MixedPrecisionTrainer(model_of(gpt2_config), arguments(tmp_path / "b", max_steps=4), train_dataset=rows)
     with pytest.raises(ValueError, match=f"cannot resume the loss scale from .*{STATE_NAME}"):
         again.train(resume_from_checkpoint=str(state.parent))

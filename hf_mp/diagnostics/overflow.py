@@ -61,7 +61,9 @@ class OverflowExplainer:
         is_kept = output.numel() <= KEPT_ELEMENTS or self._keeps_all
 
         # Until a backward comes through it, the graph alone holds the call: it goes where no backward comes.
-        def gradient_arrives(gradient: Tensor) -> None:
+        def gradient_arrives(gradient: Tensor | None) -> None:
+            if gradient is None:  # DDP looking for unused parameters hands one on for each output that has none
+                return
             task = torch._C._current_graph_task_id()
             if not self._backwards or self._backwards[-1].task != task:
                 self._backwards.append(KeptBackward(task))

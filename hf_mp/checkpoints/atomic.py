@@ -1,0 +1,144 @@
+"""A directory that is there whole or not at all: written aside, synced to disk, renamed into place.
+
+Beside the checkpoints lies the folder ``.saving`` while one is written::
+
+    run/.saving/checkpoint-20             being written
+    run/.saving/replaced-checkpoint-20    the older one of that name, for the moment between two renames
+    run/.saving/removed-checkpoint-10     being removed
+
+What a killed run leaves there, :func:`recover` brings to its end.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+STAGING_FOLDER = ".saving"
+_REPLACED, _REMOVED = "replaced-", "removed-"
+
+
+def staging_folder(run_directory: Path) -> Path:
+    """Where checkpoints of ``run_directory`` are written: on its file system, so that a rename is one operation."""
+    return run_directory / STAGING_FOLDER
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write a UTF-8 file and have it on disk.
+
+    Raises:
+        OSError: where that fails.
+    """
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_tree(directory: Path) -> None:
+    """Have all files and folders below ``directory``, and itself, on disk.
+
+    Raises:
+        OSError: also for an earlier write that the disk could not take.
+    """
+    for folder, _, names in os.walk(directory, topdown=False):
+        for name in names:
+            _sync(Path(folder, name))
+        sync_folder(Path(folder))
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in ``folder`` on disk; on Windows, which does not open folders, nothing."""
+    if os.name != "nt":
+        _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish(staged: Path, target: Path) -> None:
+    """Move a synced directory from the staging folder to its place, where one of that name gives way.
+
+    A kill at any moment leaves the old or the new one in place, or both in the staging folder for :func:`recover`.
+
+    Raises:
+        OSError: where that fails.
+    """
+    replaced = staged.with_name(_REPLACED + target.name)
+    if target.exists():
+        _remove_tree(replaced)
+        os.rename(target, replaced)
+    try:
+        os.rename(staged, target)
+    except OSError:
+        if replaced.exists():
+            os.rename(replaced, target)
+        raise
+    sync_folder(target.parent)
+    sync_folder(staged.parent)
+    _remove_tree(replaced)
+    _remove_if_empty(staged.parent)
+
+
+def remove(directory: Path) -> None:
+    """Remove a checkpoint so that no half of it is ever seen under its name.
+
+    Raises:
+        OSError: where it cannot be moved away.
+    """
+    aside = staging_folder(directory.parent) / (_REMOVED + directory.name)
+    aside.parent.mkdir(exist_ok=True)
+    _remove_tree(aside)
+    os.rename(directory, aside)
+    sync_folder(directory.parent)
+    _remove_tree(aside)
+    _remove_if_empty(aside.parent)
+
+
+def recover(run_directory: Path, is_whole: Callable[[Path], bool]) -> list[Path]:
+    """Finish the renames that a killed run had begun, and clear what it had not written to its end.
+
+    Args:
+        run_directory: the folder of the checkpoints; no other process writes to it.
+        is_whole: whether a directory in the staging folder was written to its end.
+
+    Returns:
+        the checkpoints that came into place.
+
+    Raises:
+        OSError: where that fails.
+    """
+    folder = staging_folder(run_directory)
+    recovered = []
+    # The newer one of a pair first: "checkpoint-" sorts before "replaced-checkpoint-".
+    for staged in sorted(folder.iterdir()) if folder.is_dir() else []:
+        target = run_directory / staged.name.removeprefix(_REPLACED)
+        if not staged.name.startswith(_REMOVED) and not target.exists() and is_whole(staged):
+            os.rename(staged, target)
+            recovered.append(target)
+    clear(run_directory)
+    if recovered:
+        sync_folder(run_directory)
+    return recovered
+
+
+def clear(run_directory: Path) -> None:
+    """Remove the staging folder with all that is in it, as far as that goes."""
+    _remove_tree(staging_folder(run_directory))
+
+
+def _remove_tree(directory: Path) -> None:
+    # What stays is in the staging folder, where nothing takes it for a checkpoint and the next save clears it.
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    if not any(folder.iterdir()):
+        folder.rmdir()

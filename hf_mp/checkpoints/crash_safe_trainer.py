@@ -1,0 +1,363 @@
+"""``CrashSafeTrainer``: the stock Trainer whose checkpoints are whole or not there, and whose runs survive signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+from hf_mp.checkpoints.atomic import clear, publish, recover, staging_folder
+from hf_mp.checkpoints.finishing import finish
+from hf_mp.checkpoints.inspection import (
+    Lookup,
+    find_newest_whole,
+    find_problems,
+    is_finished,
+    list_checkpoints,
+    step_of,
+)
+from hf_mp.checkpoints.lock import DirectoryLock
+from hf_mp.checkpoints.manifest import MANIFEST_NAME, CheckpointError, NoCheckpointError, read_manifest
+from hf_mp.checkpoints.preemption import Preempted, PreemptionCallback, SignalWatch
+from hf_mp.checkpoints.rotation import is_damaged, rotate
+from hf_mp.distributed import is_running
+
+logger = logging.get_logger(__name__)
+
+SAVE_FAILURES = ("continue", "stop")
+_OTHER_PROCESS = "the process that saves said why"
+
+
+class _Saving(NamedTuple):
+    """A save in progress: where it is written, where it will be, and what went wrong in this process."""
+
+    staged: Path
+    target: Path
+    errors: list[BaseException]
+
+
+class CrashSafeTrainer(Trainer):
+    """A ``Trainer`` that trains as the stock one, and keeps its checkpoints as ``docs/faults.md`` promises.
+
+    Reads from its arguments, where they have them (:class:`hf_mp.MixedPrecisionArguments`): ``save_failure``
+    (``"continue"``, the default, or ``"stop"``) and ``handle_preemption`` (default True).
+
+    Raises:
+        CheckpointError: from ``train``, where another run holds the output directory, no checkpoint can be resumed
+            from, or one could not be saved and ``save_failure="stop"``.
+        NoCheckpointError: from ``train(resume_from_checkpoint=True)``, where none has been saved yet.
+        Preempted: from ``train``, after a signal and a checkpoint; a ``SystemExit``.
+    """
+
+    _saving: _Saving | None = None
+    _last_save_failed = False
+    _resumed_from: Path | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._preemption = PreemptionCallback(SignalWatch(), self._largest)
+        self.add_callback(self._preemption)
+        self.add_callback(_BestBeside(self))
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As the stock Trainer's, with the output directory locked and signals watched.
+
+        ``resume_from_checkpoint=True`` takes the newest checkpoint that is whole, and a warning says which ones were
+        passed over and why. A path is refused where that checkpoint is damaged or could run code.
+        """
+        watch, lock = self._preemption.watch, DirectoryLock(Path(str(self.args.output_dir)))
+        try:
+            checkpoint = self._begin(lock, resume_from_checkpoint)
+            if getattr(self.args, "handle_preemption", True):
+                watch.start()
+            output = super().train(checkpoint, *args, **kwargs)
+        finally:
+            watch.stop()
+            lock.__exit__(None, None, None)
+        if self._preemption.requested:
+            self._end_preempted()
+        if watch.received is not None:  # after the last step: as without us
+            signal.raise_signal(getattr(signal, watch.received))
+        return output
+
+    def _begin(self, lock: DirectoryLock, wanted: str | bool | None) -> str | bool | None:
+        """Lock, clear up after a killed run, and find the checkpoint to resume from."""
+        run_directory = Path(str(self.args.output_dir))
+
+        def begin() -> int:
+            lock.__enter__()
+            try:
+                for path in recover(run_directory, is_finished):
+                    logger.warning(f"{path} was saved by a run that was killed before it could be put in its place")
+            except OSError as error:
+                logger.warning(f"{run_directory} cannot be cleared of what a killed run left ({error})")
+            if wanted is True:
+                return _choose(run_directory)
+            if isinstance(wanted, (str, os.PathLike)):
+                _refuse_problems(Path(wanted))
+            return 0
+
+        # The lowest, where each node has a directory of its own.
+        step = self._for_all(begin)
+        checkpoint = str(run_directory / f"{PREFIX_CHECKPOINT_DIR}-{step}") if wanted is True else wanted
+        self._resumed_from = Path(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else None
+        if self._resumed_from is not None:
+            _warn_of_other_world_size(self._resumed_from, self.args.world_size)
+        return checkpoint
+
+    def _end_preempted(self) -> None:
+        step = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        name = self._preemption.watch.received or "a signal to another process"
+        if self._last_save_failed:
+            raise CheckpointError(f"{name} ended the run, and {step} could not be saved: the messages above say why")
+        raise Preempted(name, str(Path(str(self.args.output_dir), step)))
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        # The stock loop looks whether it is at its end after a step only: resumed there, it would train one step more.
+        if 0 < self.state.max_steps <= self.state.global_step:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
+    # Several processes
+
+    def _largest(self, number: int) -> int:
+        """The largest of ``number`` over all processes."""
+        if not is_running():
+            return number
+        tensor = torch.tensor([number], device=self.args.device)
+        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+        return int(tensor.item())
+
+    def _for_all(self, action: Callable[[], int]) -> int:
+        """What ``action`` gives in the process that saves (the lowest, if several do); its failure is that of all.
+
+        Raises:
+            CheckpointError: what ``action`` raised; in other processes, that it did.
+        """
+        least, error = -(2**62), None
+        if self.args.should_save:
+            try:
+                least = -action()
+            except CheckpointError as failure:
+                error = failure
+        kinds = (CheckpointError, NoCheckpointError)
+        failed = self._largest(0 if error is None else 1 + kinds.index(type(error)))
+        if error is not None:
+            raise error
+        if failed:
+            raise kinds[failed - 1](_OTHER_PROCESS)
+        return -self._largest(least)
+
+    # Saving
+
+    def _get_output_dir(self, trial: Any) -> str:
+        if self._saving is not None:
+            return str(self._saving.staged.parent)
+        return str(super()._get_output_dir(trial))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the stock Trainer's."""
+        # Inside of a save, a process that left here would leave the others at the barrier that follows.
+        with self._noting_failures() if _internal_call and self._saving is not None else _nothing():
+            super().save_model(output_dir, _internal_call=_internal_call)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._saving is None:  # else once it is in place
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    @contextmanager
+    def _noting_failures(self) -> Iterator[None]:
+        assert self._saving is not None
+        try:
+            yield
+        except BaseException as error:
+            if not (_is_write_failure(error) or (self._saving.errors and isinstance(error, Exception))):
+                raise
+            self._saving.errors.append(error)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        run_directory = Path(self._get_output_dir(trial))
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        staged, target = staging_folder(run_directory) / name, run_directory / name
+        best_before = self.state.best_model_checkpoint
+        self._saving = saving = _Saving(staged, target, [])
+        try:
+            self._save_step(self._clear_staging)
+            if not (failed := self._anyone_failed()):
+                with self._noting_failures():
+                    super()._save_checkpoint(model, trial)
+                self._save_step(self._correct_best)
+                failed = self._anyone_failed()
+            if not failed:
+                self._save_step(self._finish)
+                failed = self._anyone_failed()
+        finally:
+            self._saving = None
+        self._last_save_failed = failed
+        if failed:
+            self.state.best_model_checkpoint = best_before
+            self._report_failure(saving)
+            return
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(target))
+        if self.args.should_save:
+            self._rotate(target)
+
+    def _save_step(self, action: Callable[[_Saving], None]) -> None:
+        """Do a part of a save that is ours, in the process that saves."""
+        assert self._saving is not None
+        if self.args.should_save and not self._saving.errors:
+            with self._noting_failures():
+                action(self._saving)
+
+    def _anyone_failed(self) -> bool:
+        assert self._saving is not None
+        return bool(self._largest(int(bool(self._saving.errors))))
+
+    def _clear_staging(self, saving: _Saving) -> None:
+        clear(saving.target.parent)
+        saving.staged.mkdir(parents=True, exist_ok=True)
+
+    def _correct_best(self, saving: _Saving) -> None:
+        """Name the best checkpoint by its place: the Trainer wrote down where it lies while it is being saved."""
+        if self.state.best_model_checkpoint == str(saving.staged):
+            self.state.best_model_checkpoint = str(saving.target)
+            self.state.save_to_json(str(saving.staged / TRAINER_STATE_NAME))
+
+    def _finish(self, saving: _Saving) -> None:
+        finish(
+            saving.staged,
+            step=self.state.global_step,
+            world_size=self.args.world_size,
+            precision=str(getattr(self, "precision_policy", "fp32")),
+        )
+        publish(saving.staged, saving.target)
+
+    def _report_failure(self, saving: _Saving) -> None:
+        reason = str(saving.errors[0]) if saving.errors else _OTHER_PROCESS
+        message = f"{saving.target} could not be saved: {reason}"
+        stops = getattr(self.args, "save_failure", SAVE_FAILURES[0]) == "stop"
+        if self.args.should_save:
+            clear(saving.target.parent)
+            message += f". The last whole checkpoint is {_last_whole(saving.target.parent)}"
+        if stops:
+            raise CheckpointError(f"{message}. The run ends here (save_failure='stop')") from next(
+                iter(saving.errors), None
+            )
+        logger.error(f"{message}. Training goes on and tries again at the next save (save_failure='stop' would end it)")
+
+    def _rotate(self, written: Path) -> None:
+        best = self.state.best_model_checkpoint
+        try:
+            rotate(written.parent, self.args.save_total_limit, written=written, keep=[Path(best)] if best else [])
+        except OSError as error:
+            logger.warning(f"older checkpoints in {written.parent} could not be removed ({error})")
+
+    # Loading
+
+    def _load_best_model(self) -> None:
+        best = Path(str(self.state.best_model_checkpoint))
+
+        def check() -> int:
+            _refuse_problems(best)
+            return 0
+
+        self._for_all(check)
+        super()._load_best_model()
+
+
+class _BestBeside(TrainerCallback):
+    """Has a resumed run take the best model from beside its checkpoints, wherever the checkpoint says it lies."""
+
+    def __init__(self, trainer: CrashSafeTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        resumed, said = self._trainer._resumed_from, state.best_model_checkpoint
+        if resumed is None or said is None:
+            return
+        name = Path(said).name
+        places = [folder / name for folder in (resumed.parent, Path(str(args.output_dir)))]
+        found = [place for place in places if step_of(place) is not None and place.is_dir()]
+        if any(place.resolve() == Path(said).resolve() for place in found):
+            return
+        state.best_model_checkpoint = str(found[0]) if found else None
+        logger.warning(
+            f"{resumed} names {said!r} as the best checkpoint, which does not lie beside it: "
+            + (
+                f"{found[0]} is taken"
+                if found
+                else "the best model is sought anew; copy that checkpoint here to keep it"
+            )
+        )
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _choose(run_directory: Path) -> int:
+    lookup = find_newest_whole(list_checkpoints(run_directory))
+    if lookup.chosen is None:
+        message = f"No valid checkpoint found in output directory ({run_directory})"
+        if not lookup.passed_over:
+            raise NoCheckpointError(f"{message}: there is none yet")
+        raise CheckpointError(f"{message}:\n{lookup.describe()}")
+    if lookup.passed_over:
+        logger.warning(f"resuming from {lookup.chosen}; newer ones were passed over:\n{lookup.describe()}")
+    return step_of(lookup.chosen) or 0
+
+
+def _refuse_problems(checkpoint: Path) -> None:
+    if checkpoint.is_dir() and (problems := find_problems(checkpoint)):
+        raise CheckpointError(
+            f"{Lookup(None, ((checkpoint, tuple(problems)),)).describe().strip()}\n{checkpoint} is not loaded: take "
+            "another checkpoint (resume_from_checkpoint=True finds the newest whole one). If you changed a file "
+            f"yourself, remove {MANIFEST_NAME}"
+        )
+
+
+def _warn_of_other_world_size(checkpoint: Path, world_size: int) -> None:
+    try:
+        manifest = read_manifest(checkpoint)
+    except CheckpointError:
+        return  # of another node: the process that saves has checked it
+    if manifest is not None and manifest.world_size != world_size:
+        logger.warning(
+            f"{checkpoint} was saved by {manifest.world_size} processes and this run has {world_size}: it goes on, but "
+            "not bit for bit as the other would have"
+        )
+
+
+def _last_whole(run_directory: Path) -> str:
+    try:
+        found = [path for path in list_checkpoints(run_directory) if not is_damaged(path)]
+    except OSError as error:
+        return f"not known ({error})"
+    return str(found[-1]) if found else "none yet"
+
+
+def _is_write_failure(error: BaseException) -> bool:
+    """Whether ``error`` comes from the disk, in the words of Python, safetensors, torch.save or its sharded form."""
+    if isinstance(error, RuntimeError):
+        text = str(error)
+        return any(part in text for part in ("inline_container", "PytorchStreamWriter", "iostream", "Parent directory"))
+    shards: Any = getattr(error, "failures", None)  # CheckpointException of torch.distributed.checkpoint, by rank
+    if isinstance(shards, dict):
+        return any(_is_write_failure(failure[0]) for failure in shards.values())
+    return isinstance(error, (OSError, SafetensorError))

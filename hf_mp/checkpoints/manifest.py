@@ -1,0 +1,221 @@
+"""The manifest of a checkpoint: which files it has, of which size and checksum, and what wrote them.
+
+It is written last, so a checkpoint with a manifest was finished, and one whose files match it is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+MANIFEST_NAME = "hf_mp_manifest.json"
+FORMAT = 1
+MAX_MANIFEST_BYTES = 16 * 2**20  # a file takes about 150 bytes of it
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be saved, or must not be loaded; the message names the file, the reason and the way out."""
+
+
+class NoCheckpointError(CheckpointError):
+    """A directory to resume from has no checkpoint at all, as before the first save: train anew."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What a file was when it was written."""
+
+    size_bytes: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        if type(self.size_bytes) is not int or self.size_bytes < 0:
+            raise CheckpointError(f"size_bytes must be a number of bytes, not {_short(self.size_bytes)}")
+        if not isinstance(self.sha256, str) or not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
+            raise CheckpointError(f"sha256 must be 64 hexadecimal digits, not {_short(self.sha256)}")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of.
+
+    Attributes:
+        step: the optimizer step after which it was written.
+        world_size: the number of processes that wrote it.
+        precision: the policy that trained it, as text.
+        versions: package to version.
+        files: path inside the checkpoint, with ``/``, to :class:`FileEntry`; the manifest itself is not among them.
+
+    Raises:
+        CheckpointError: for values of another type, negative counts and paths that lead out of the checkpoint.
+    """
+
+    step: int
+    world_size: int
+    precision: str
+    versions: Mapping[str, str]
+    files: Mapping[str, FileEntry]
+
+    def __post_init__(self) -> None:
+        for name, least in (("step", 0), ("world_size", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise CheckpointError(f"{name} must be an integer from {least} on, not {_short(value)}")
+        if not isinstance(self.precision, str):
+            raise CheckpointError(f"precision must be text, not {_short(self.precision)}")
+        if not all(isinstance(text, str) for item in self.versions.items() for text in item):
+            raise CheckpointError(f"versions must map text to text, not {_short(self.versions)}")
+        for name in self.files:
+            if not is_inside(name):
+                raise CheckpointError(f"{_short(name)} is not a path inside the checkpoint")
+
+    def to_json(self) -> str:
+        """The text of the file; its last entry is a checksum over all others."""
+        content = {"format": FORMAT, **asdict(self)}
+        return _dump({**content, "manifest_sha256": _checksum(content)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """The manifest that :meth:`to_json` wrote.
+
+        Raises:
+            CheckpointError: for any other text, also where a single character differs.
+        """
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"not JSON ({_short(error)})") from error
+        expected = {"format", "manifest_sha256", *cls.__dataclass_fields__}
+        if not isinstance(content, dict) or set(content) != expected:
+            found = sorted(content) if isinstance(content, dict) else type(content).__name__
+            raise CheckpointError(f"expected the keys {sorted(expected)}, found {_short(found)}")
+        if content["format"] != FORMAT:
+            raise CheckpointError(
+                f"format {_short(content['format'])}, this version of hf_mp reads format {FORMAT}: resume with the "
+                "version that wrote it"
+            )
+        # Compared as text, so that bytes between the values count as well.
+        if _dump(content) != text or content["manifest_sha256"] != _checksum(_without_checksum(content)):
+            raise CheckpointError("its own checksum does not match: the manifest was damaged or edited")
+        if not isinstance(content["files"], dict) or not isinstance(content["versions"], dict):
+            raise CheckpointError("files and versions must be objects")
+        files = {name: _entry(name, value) for name, value in content["files"].items()}
+        fields = {name: content[name] for name in cls.__dataclass_fields__}
+        return cls(**{**fields, "files": files})
+
+
+def _entry(name: str, value: Any) -> FileEntry:
+    if not isinstance(value, dict) or set(value) != {"size_bytes", "sha256"}:
+        raise CheckpointError(f"{_short(name)}: expected size_bytes and sha256, found {_short(value)}")
+    return FileEntry(**value)
+
+
+def _dump(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+
+def _without_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in content.items() if name != "manifest_sha256"}
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_dump(content).encode()).hexdigest()
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return repr(text if len(text) <= 100 else text[:100] + "…")
+
+
+def is_inside(name: str) -> bool:
+    """Whether ``name`` is a plain relative path that stays below the directory it is joined to, on any system."""
+    path = PurePosixPath(name)
+    return (
+        bool(path.parts)
+        and str(path) == name
+        and ".." not in path.parts
+        and not path.is_absolute()
+        and not PureWindowsPath(name).anchor
+        and not set(name) & {"\\", "\0"}
+    )
+
+
+# On disk
+
+
+def build_manifest(
+    directory: Path, *, step: int, world_size: int, precision: str, versions: Mapping[str, str]
+) -> Manifest:
+    """The manifest of all files below ``directory``, as they are on disk now.
+
+    Raises:
+        OSError: where a file cannot be read.
+        CheckpointError: for a name that a manifest cannot hold.
+    """
+    files = {
+        name: FileEntry((directory / name).stat().st_size, _sha256(directory / name)) for name in file_names(directory)
+    }
+    return Manifest(step=step, world_size=world_size, precision=precision, versions=dict(versions), files=files)
+
+
+def file_names(directory: Path) -> list[str]:
+    """The files below ``directory`` but its manifest, sorted, with ``/``; links to directories are not followed."""
+    return sorted(name for name in _walk(directory) if name != MANIFEST_NAME)
+
+
+def _walk(directory: Path) -> Iterator[str]:
+    for folder, _, names in os.walk(directory):
+        yield from ((Path(folder) / name).relative_to(directory).as_posix() for name in names)
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """The manifest of a checkpoint; None where it has none, as those of the stock Trainer.
+
+    Raises:
+        CheckpointError: for one that is damaged.
+    """
+    path = directory / MANIFEST_NAME
+    if not path.exists():
+        return None
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_MANIFEST_BYTES + 1)
+        if len(content) > MAX_MANIFEST_BYTES:
+            raise CheckpointError(f"more than {MAX_MANIFEST_BYTES} bytes long")
+        return Manifest.from_json(content.decode("utf-8"))
+    except (CheckpointError, OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{MANIFEST_NAME}: {error}") from error
+
+
+def find_damage(directory: Path, manifest: Manifest) -> list[str]:
+    """What differs between the files of a checkpoint and its manifest: one line a file, empty where it is whole.
+
+    Reads every file whose size is right. Files that the manifest does not list are no damage: callbacks add some.
+    """
+    return [line for name, entry in sorted(manifest.files.items()) if (line := _difference(directory, name, entry))]
+
+
+def _difference(directory: Path, name: str, entry: FileEntry) -> str | None:
+    path = directory / name
+    try:
+        if not path.is_file():
+            return f"{name} is missing"
+        size_bytes = path.stat().st_size
+        if size_bytes != entry.size_bytes:
+            return f"{name} has {size_bytes} bytes, {entry.size_bytes} were written"
+        if _sha256(path) != entry.sha256:
+            return f"{name} is not what was written (its SHA-256 differs)"
+    except OSError as error:
+        return f"{name} cannot be read ({error})"
+    return None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,128 @@
+"""A signal that ends a run in a checkpoint: SIGTERM of a spot machine or a scheduler, SIGUSR1 of a batch system.
+
+Transformers' own ``enable_jit_checkpoint`` waits three seconds, knows SIGTERM alone, may save between backward and
+update, where resuming repeats a batch with other random numbers, and lets the program end as if it had finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+# torchrun passes a signal on to workers that the scheduler has sent it to already.
+_FORWARDED_SECONDS = 5.0
+
+
+class Preempted(SystemExit):
+    """``train()`` saved a checkpoint because of a signal; uncaught, the program ends with :data:`PREEMPTED_EXIT_CODE`.
+
+    Attributes:
+        checkpoint: the directory that was saved.
+    """
+
+    def __init__(self, signal_name: str, checkpoint: str) -> None:
+        super().__init__(PREEMPTED_EXIT_CODE)
+        self.checkpoint = checkpoint
+        self.message = f"{signal_name} ended the run after it saved {checkpoint}"
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class SignalWatch:
+    """Notes the first of :data:`SIGNALS`; the second one ends the process at once, as without us.
+
+    A signal for which the program has a handler of its own is left to it.
+
+    Attributes:
+        received: the name of the signal that came, or None.
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._since = 0.0
+        self._watched: list[int] = []
+
+    def start(self) -> None:
+        """Watch from now on; only in the main thread, where Python delivers signals."""
+        self.received = None
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning("train() runs outside of the main thread: a signal will not end it in a checkpoint")
+            return
+        for number in SIGNALS:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, self._handle)
+                self._watched.append(number)
+            else:
+                name = signal.Signals(number).name
+                logger.info(f"{name} has a handler already: it will not end the run in a checkpoint")
+
+    def stop(self) -> None:
+        """Give the signals back."""
+        for number in self._watched:
+            signal.signal(number, signal.SIG_DFL)
+        self._watched.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        name, now = signal.Signals(number).name, time.monotonic()
+        if self.received is None:
+            self.received, self._since = name, now
+            # Not by logging: the signal may have come while it held its lock.
+            _say(f"{name}: saving a checkpoint after this step, then ending; a second signal ends at once\n")
+        elif "TORCHELASTIC_RUN_ID" not in os.environ or now - self._since > _FORWARDED_SECONDS:
+            _say(f"{name}: a second signal, ending at once\n")
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it: no reason to die
+        os.write(2, text.encode())
+
+
+class PreemptionCallback(TrainerCallback):
+    """Has the Trainer save and stop at the end of the step in which a signal came to any of its processes.
+
+    Args:
+        watch: notes the signals.
+        agree: the largest of a number over all processes; a collective call.
+    """
+
+    def __init__(self, watch: SignalWatch, agree: Callable[[int], int]) -> None:
+        self.watch = watch
+        self._agree = agree
+        self.requested = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.requested = False
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Save and stop if a signal came; an evaluation that is due here would take the time there is not."""
+        if self._agree(int(self.watch.received is not None)):
+            self.requested = True
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The epoch has not ended, only the run."""
+        if self.requested:
+            control.should_save = control.should_evaluate = False
+            # With it, the end of training would load the best model and, at save_total_limit=1, remove the checkpoint.
+            state.best_model_checkpoint = None

@@ -1,0 +1,81 @@
+"""One run at a time in an output directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_mp.checkpoints.lock as lock
+from hf_mp import CheckpointError
+from hf_mp.checkpoints.lock import HOLDER_NAME, DirectoryLock
+
+# without the package's imports, which take seconds
+HOLD = """
+import os, sys, time
+from filelock import FileLock
+held = FileLock(sys.argv[1] + "/.hf_mp.lock")
+held.acquire(timeout=0)
+child = os.fork()
+if child == 0:
+    time.sleep(60)  # as a worker of a DataLoader that outlives its run
+print(child, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(lock.logger, "warning", found.append)
+    return found
+
+
+def test_a_second_run_is_told_who_holds_the_directory(tmp_path: Path) -> None:
+    message = rf"in use by another run \(process {os.getpid()} on .*, since 20"
+    with DirectoryLock(tmp_path / "run"), pytest.raises(CheckpointError, match=message):
+        DirectoryLock(tmp_path / "run").__enter__()
+    with DirectoryLock(tmp_path / "run"):
+        pass
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_the_lock_of_a_killed_run_is_taken_over(tmp_path: Path, warnings: list[str]) -> None:
+    (tmp_path / HOLDER_NAME).write_text(json.dumps({"process": 17, "host": "spot-1", "since": "2026-01-01"}))
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    child = int(holder.stdout.readline())
+    try:
+        with pytest.raises(CheckpointError, match="process 17 on spot-1"):
+            DirectoryLock(tmp_path).__enter__()
+        holder.send_signal(signal.SIGKILL)
+        holder.wait(30)
+        with DirectoryLock(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        holder.kill()
+        holder.wait(30)
+        holder.stdout.close()
+    assert len(warnings) == 1 and "ended without unlocking it" in warnings[0] and "17 on spot-1" in warnings[0]
+    assert not (tmp_path / HOLDER_NAME).exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"process": "x"}', "[" * 50_000], ids=range(5))
+def test_a_broken_note_of_the_holder_does_no_harm(tmp_path: Path, warnings: list[str], text: str) -> None:
+    (tmp_path / HOLDER_NAME).write_text(text)
+    with DirectoryLock(tmp_path):
+        pass
+    assert "it has not said which" in warnings[0]
+
+
+def test_where_nothing_can_be_locked_the_run_goes_on_with_a_warning(tmp_path: Path, warnings: list[str]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with DirectoryLock(tmp_path / "file" / "run"):
+        pass
+    assert "cannot be locked" in warnings[0] and "second run" in warnings[0]

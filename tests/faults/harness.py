@@ -1,0 +1,366 @@
+"""Starts trainings in real processes, strikes them, and looks at what is left; a seed says where each fault strikes.
+
+The processes come from a server that has imported torch and Transformers already (``multiprocessing``'s forkserver), so
+that one costs a second. ``disk_faults.c``, where a C compiler is there, strikes at a chosen operation on the disk, the
+same one for the same seed; without it a kill comes after a chosen time, which reproduces as well as a clock does.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TIMEOUT_SECONDS = 120.0
+WHOLE_RUN = {"max_steps": 12, "save_steps": 2}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one case ended.
+
+    Attributes:
+        fault: its kind.
+        seed: reproduces it.
+        where: what it struck.
+        lost: None where the promise held, else what happened.
+    """
+
+    fault: str
+    seed: int
+    where: str
+    lost: str | None = None
+
+
+class Harness:
+    """Runs the worker in ``folder``; ``close`` ends what is left of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.strikes_exactly = False
+        self._running: list[Any] = []
+        self._log = 0
+
+    def __enter__(self) -> Harness:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        library = build_library(self.folder)
+        self.strikes_exactly = library is not None
+        # read by the server when it starts
+        self._environment = {
+            "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "LD_PRELOAD": str(library or ""),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "ACCELERATE_USE_CPU": "true",
+        }
+        with _variables(self._environment):
+            self._context = multiprocessing.get_context("forkserver")
+            self._context.set_forkserver_preload(["worker"])
+            process = self._context.Process(target=int)  # have the server started with these variables
+            process.start()
+            process.join()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for process in self._running:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+    def start(self, output: Path, *, ranks: int = 1, **settings: Any) -> Run:
+        """Begin a training in ``output``."""
+        self._log += 1
+        log = self.folder / f"log-{self._log}.txt"
+        log.touch()
+        port, processes = str(free_port()), []
+        for rank in range(ranks):
+            variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": port}
+            variables = {**variables, "MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": str(ranks)} if ranks > 1 else {}
+            # only rank 0 strikes itself
+            given = settings if rank == 0 else {key: v for key, v in settings.items() if key != "kill_at"}
+            process = self._context.Process(target=_begin, args=(str(log), variables, str(output), given))
+            process.start()
+            processes.append(process)
+        self._running += processes
+        return Run(processes, log)
+
+    def train(self, output: Path, **settings: Any) -> Run:
+        """Run a training to its end."""
+        run = self.start(output, **settings)
+        run.wait()
+        return run
+
+
+def _begin(log: str, variables: dict[str, str], output: str, settings: dict[str, Any]) -> None:
+    import worker
+
+    worker.start(log, variables, output, settings)
+
+
+class Run:
+    """A training in one or more processes."""
+
+    def __init__(self, processes: Sequence[Any], log: Path) -> None:
+        self.processes = processes
+        self._log = log
+
+    @property
+    def text(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    @property
+    def exit_codes(self) -> list[int | None]:
+        return [process.exitcode for process in self.processes]
+
+    @property
+    def finished(self) -> str | None:
+        """The fingerprint of its end."""
+        found = re.search(r"^finished \d+ (\w+)$", self.text, re.MULTILINE)
+        return found[1] if found else None
+
+    @property
+    def begun_at(self) -> int | None:
+        """The step from which it went on."""
+        found = re.findall(r"^begins (\d+)$", self.text, re.MULTILINE)
+        return int(found[-1]) if found else None
+
+    @property
+    def steps(self) -> int:
+        return len(re.findall(r"^step \d+$", self.text, re.MULTILINE))
+
+    def signal(self, number: int, *, ranks: Sequence[int] | None = None) -> None:
+        for rank, process in enumerate(self.processes):
+            if (ranks is None or rank in ranks) and process.is_alive():
+                os.kill(process.pid, number)
+
+    def wait_for(self, line: str) -> None:
+        """Wait until a line begins so, or the run ends."""
+        self._until(lambda: re.search(rf"^{line}", self.text, re.MULTILINE) or not self._alive())
+
+    def wait(self) -> None:
+        """Wait for all processes; when one fails, kill the others, as a launcher does."""
+        self._until(lambda: not self._alive() or any(process.exitcode for process in self.processes))
+        if any(process.exitcode and process.exitcode < 0 for process in self.processes):
+            self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.join(TIMEOUT_SECONDS)
+
+    def _alive(self) -> bool:
+        return any(process.is_alive() for process in self.processes)
+
+    def _until(self, condition: Any) -> None:
+        end = time.monotonic() + TIMEOUT_SECONDS
+        while not condition():
+            if time.monotonic() > end:
+                self.signal(signal.SIGKILL)
+                raise TimeoutError(f"nothing for {TIMEOUT_SECONDS} s:\n{self.text[-4000:]}")
+            time.sleep(0.005)
+
+
+@contextmanager
+def _variables(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    path = list(sys.path)
+    os.environ.update(values)
+    sys.path.insert(0, str(HERE))  # multiprocessing hands it to the server
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def build_library(folder: Path) -> Path | None:
+    """``disk_faults.c``, compiled; None where there is no C compiler, or another system than Linux."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None or not sys.platform.startswith("linux"):
+        return None
+    library = folder / "disk_faults.so"
+    command = [compiler, "-O1", "-shared", "-fPIC", "-o", str(library), str(HERE / "disk_faults.c"), "-ldl"]
+    return library if subprocess.run(command, capture_output=True, timeout=60).returncode == 0 else None
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# The cases
+
+
+class Cases:
+    """One method a fault; each makes its case from a seed and says how it ended."""
+
+    def __init__(self, harness: Harness, trainer: str = "ours") -> None:
+        self._harness = harness
+        self._settings: dict[str, Any] = {**WHOLE_RUN, "trainer": trainer}
+        if trainer == "stock":
+            self._settings["precision"] = "fp32"
+        self._undisturbed: dict[int, tuple[str, float, Path]] = {}
+        self._operations = 0
+
+    @property
+    def strikes_exactly(self) -> bool:
+        """Whether faults can strike at a chosen operation."""
+        return self._harness.strikes_exactly
+
+    def _new(self, name: str) -> Path:
+        folder = self._harness.folder / name
+        shutil.rmtree(folder, ignore_errors=True)
+        return folder
+
+    def undisturbed(self, ranks: int = 1) -> tuple[str, float, Path]:
+        """The end of a run that nothing struck, the seconds from its begin to its end, and its folder."""
+        if ranks in self._undisturbed:
+            return self._undisturbed[ranks]
+        folder = self._new(f"undisturbed-{ranks}")
+        run = self._harness.start(folder, ranks=ranks, save_total_limit=None, **self._settings)
+        run.wait_for("begins")
+        begin = time.monotonic()
+        run.wait()
+        assert run.finished is not None, run.text
+        self._undisturbed[ranks] = (run.finished, time.monotonic() - begin, folder)
+        return self._undisturbed[ranks]
+
+    def _resumed(self, fault: str, seed: int, where: str, folder: Path, ranks: int, *, named: str = "") -> Outcome:
+        """Go on after a fault: the run must end as the undisturbed one, and tell what it found."""
+        expected = self.undisturbed(ranks)[0]
+        run = self._harness.train(folder, ranks=ranks, resume=True, **self._settings)
+        if run.finished is None:
+            lines = run.text.replace(f"{self._harness.folder}/", "").strip().splitlines()
+            return Outcome(fault, seed, where, f"does not resume: {lines[-1][:200] if lines else run.exit_codes}")
+        if run.finished != expected:
+            return Outcome(fault, seed, where, f"resumes from step {run.begun_at}, with other weights at its end")
+        if named not in run.text:
+            return Outcome(fault, seed, where, f"resumes from step {run.begun_at}, and does not name {named}")
+        shutil.rmtree(folder)
+        return Outcome(fault, seed, f"{where}, resumed from step {run.begun_at}")
+
+    def operations(self) -> int:
+        """How many operations on its output directory a run makes."""
+        if not self._operations:
+            run = self._harness.train(self._new("count"), kill_at=10**9, **self._settings)
+            self._operations = int(re.findall(r"^operations (\d+)$", run.text, re.MULTILINE)[0])
+        return self._operations
+
+    def _wait_at_random(self, folder: Path, chance: random.Random, ranks: int) -> tuple[Run, str]:
+        """Start a run and wait for a step and a part of the next: says which."""
+        step, part = chance.randrange(WHOLE_RUN["max_steps"]), chance.random()
+        step_seconds = self.undisturbed(ranks)[1] / WHOLE_RUN["max_steps"]
+        run = self._harness.start(folder, ranks=ranks, **self._settings)
+        run.wait_for(f"step {step}$" if step else "begins")
+        time.sleep(part * step_seconds)
+        return run, f"{part * step_seconds:.2f} s after step {step}"
+
+    def kill(self, seed: int, *, ranks: int = 1) -> Outcome:
+        """``kill -9``: for even seeds at an operation on the disk, where there is a compiler; else at some time."""
+        chance, folder = random.Random(seed), self._new(f"kill-{ranks}-{seed}")
+        if seed % 2 == 0 and self._harness.strikes_exactly:
+            at = chance.randint(1, self.operations())
+            run = self._harness.train(folder, ranks=ranks, kill_at=at, **self._settings)
+            where = f"operation {at}"
+        else:
+            run, where = self._wait_at_random(folder, chance, ranks)
+            run.signal(signal.SIGKILL, ranks=[chance.randrange(ranks)])
+            run.wait()
+        if run.finished is not None:
+            where += " (the run had ended)"
+        return self._resumed("kill -9", seed, f"{where}, {ranks} processes", folder, ranks)
+
+    def damage(self, seed: int) -> Outcome:
+        """A byte of a file flipped, or its end cut off, or the file removed, in the newest checkpoint."""
+        chance, folder = random.Random(seed), self._new(f"damage-{seed}")
+        original = self.undisturbed()[2]
+        for step in (6, 8):
+            shutil.copytree(original / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+        files = sorted(path for path in (folder / "checkpoint-8").iterdir())
+        path = files[seed % len(files)]
+        how = damage_file(path, chance)
+        outcome = self._resumed("damage", seed, f"{path.name}: {how}", folder, 1, named=path.name)
+        manifest_gone = how == "removed" and path.name == "hf_mp_manifest.json"
+        # Without its manifest it is a checkpoint of the stock Trainer, and whole.
+        return Outcome("damage", seed, outcome.where) if manifest_gone else outcome
+
+    def terminate(self, seed: int, *, ranks: int = 1) -> Outcome:
+        """SIGTERM or SIGUSR1 at some time, to all processes or one."""
+        chance, folder = random.Random(seed), self._new(f"terminate-{ranks}-{seed}")
+        number = signal.SIGUSR1 if seed % 5 == 4 else signal.SIGTERM
+        run, place = self._wait_at_random(folder, chance, ranks)
+        seen = run.steps
+        run.signal(number, ranks=None if chance.random() < 0.5 else [chance.randrange(ranks)])
+        run.wait()
+        where = f"{signal.Signals(number).name} {place}, {ranks} processes"
+        if run.finished is None and set(run.exit_codes) != {75}:
+            return Outcome("signal", seed, where, f"exit codes {run.exit_codes}: {run.text[-300:]}")
+        # the step that ran when it came; one more, since its line may be printed after we looked
+        if run.finished is None and run.steps > seen + 2:
+            return Outcome("signal", seed, where, f"went on until step {run.steps}")
+        if run.finished is None and not (folder / f"checkpoint-{run.steps}" / "hf_mp_manifest.json").is_file():
+            return Outcome("signal", seed, where, f"no checkpoint of step {run.steps}")
+        return self._resumed("signal", seed, where, folder, ranks)
+
+    def terminate_twice(self) -> Run:
+        """A second SIGTERM while the step is still running in which the first one came."""
+        run = self._harness.start(self._new("twice"), step_seconds=20.0, **self._settings)
+        run.wait_for("step 1")
+        run.signal(signal.SIGTERM)
+        run.wait_for("SIGTERM: saving")
+        run.signal(signal.SIGTERM)
+        run.wait()
+        return run
+
+    def full_disk(self) -> list[Outcome]:
+        """The disk full at every operation of a save, one save after the other in one run."""
+        settings = {**self._settings, "save_steps": 1, "max_steps": 400, "full_disks": True}
+        run = self._harness.train(self._new("full"), **settings)
+        outcomes = []
+        for line in re.findall(r"^full (.*)$", run.text, re.MULTILINE):
+            operation, reached, there, whole, broken = json.loads(line)
+            lost = None
+            if broken or not whole:
+                lost = f"whole: {whole}, damaged: {broken}"
+            elif not reached and not there:
+                lost = "not saved, although the disk had room"
+            if operation:
+                outcomes.append(Outcome("disk full", operation, f"operation {operation}", lost))
+        if run.finished is None or "No space left" not in run.text:
+            outcomes.append(Outcome("disk full", 0, "the run", f"ended early or silently: {run.text[-500:]}"))
+        return outcomes
+
+
+def damage_file(path: Path, chance: random.Random) -> str:
+    """Flip a byte, cut off the end, or remove the file; says which."""
+    content = bytearray(path.read_bytes())
+    kind = chance.choice(["flip", "flip", "cut", "remove"])
+    if kind == "remove":
+        path.unlink()
+        return "removed"
+    place = chance.randrange(len(content))
+    if kind == "cut":
+        path.write_bytes(content[:place])
+        return f"cut at byte {place} of {len(content)}"
+    flipped = chance.randint(1, 255)
+    content[place] ^= flipped
+    path.write_bytes(content)
+    return f"byte {place} of {len(content)} flipped by {flipped:#04x}"
