@@ -110,3 +110,7 @@ def memory(
     except (ValueError, ImportError) as error:
         typer.echo(f"hf-mp memory: error: {error}", err=True)
         raise typer.Exit(2) from error
+
+
+if __name__ == "__main__":
+    app()

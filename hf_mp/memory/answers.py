@@ -55,8 +55,12 @@ class AnswerAsIfAllWentWell(TorchDispatchMode):
         if func.namespace == "bitsandbytes" and (found := _without_outliers(func, args)) is not None:
             return found
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.dtype is torch.float32:
-            self._follow(result, func, args)
+        if isinstance(result, Tensor):
+            if result.dtype is torch.float32:
+                self._follow(result, func, args)
+        elif isinstance(result, (tuple, list)):  # new memory, which may lie where some lay that is gone
+            keys = (value.untyped_storage()._cdata for value in result if isinstance(value, Tensor))
+            self._exact_in_16_bits.difference_update(keys)
         return result
 
     def _follow(self, result: Tensor, func: Any, args: Any) -> None:

@@ -176,7 +176,9 @@ def replace_tensors(model: nn.Module, device: torch.device) -> nn.Module:
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
                 for name, value in vars(tensor).items():  # bitsandbytes keeps codes and scales there
-                    setattr(new, name, renew(value) if isinstance(value, Tensor) else value)
+                    if isinstance(value, Tensor):  # and the weight itself by a second name
+                        value = new.detach() if _is_same_memory(value, tensor) else renew(value)
+                    setattr(new, name, value)
             memo[id(tensor)] = new
         return memo[id(tensor)]
 
@@ -186,3 +188,7 @@ def replace_tensors(model: nn.Module, device: torch.device) -> nn.Module:
                 if isinstance(value, Tensor):
                     registry[name] = renew(value)  # type: ignore[assignment]
     return model
+
+
+def _is_same_memory(left: Tensor, right: Tensor) -> bool:
+    return left.shape == right.shape and left.untyped_storage()._cdata == right.untyped_storage()._cdata

@@ -166,6 +166,7 @@ def _fake_tensors(device: torch.device) -> Iterator[None]:
         contexts.enter_context(warnings.catch_warnings())
         # Working copies compare addresses, which are 0 for all fake tensors.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        warnings.filterwarnings("ignore", "MatMul8bitLt: inputs will be cast")  # said of every product
         contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         contexts.enter_context(AnswerAsIfAllWentWell())
         contexts.enter_context(unseen_by_transformers())

@@ -55,6 +55,33 @@ def test_predicted_peaks_hold_for_other_settings(settings, precision):
     assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.03)
 
 
+def where_weights_dominate() -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=256, intermediate_size=688, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=500, max_position_embeddings=128,
+    )  # fmt: skip
+
+
+def test_int8_weights_are_there_once_from_the_start():
+    settings = {"batch_size": 1, "seq_len": 16, "gradient_checkpointing": True, "device": "cpu"}
+    predicted = estimate_training_memory(where_weights_dominate(), "int8-lora", **settings)
+    measured = hf_mp.measure_training_memory(where_weights_dominate(), "int8-lora", **settings)
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.03)
+
+
+def test_checkpointing_with_accumulation_keeps_attentions_sums_as_training_does():
+    settings = {
+        "batch_size": 2,
+        "seq_len": 96,
+        "gradient_checkpointing": True,
+        "accumulation_steps": 3,
+        "device": "cpu",
+    }
+    predicted = estimate_training_memory(where_weights_dominate(), "fp16", **settings)
+    measured = hf_mp.measure_training_memory(where_weights_dominate(), "fp16", **settings)
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.03)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "fp16-lean", "int8-lora"])
 def test_the_measured_peak_is_the_allocators(precision):
     measured = hf_mp.measure_training_memory(CONFIGS["llama"](), precision, **STEP, device="cpu", ask_allocator=True)
