@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -715,7 +716,7 @@ def test_a_file_cut_in_half_is_named_and_the_others_are_left_alone(
             model_of(gpt2_config), arguments(tmp_path / "b", precision="fp16-lean", max_steps=4), train_dataset=rows
         )
         before = masters(again.model)
-        with pytest.raises(ValueError, match=f"cannot resume .*{path.name}"):
+        with pytest.raises(ValueError, match=re.escape(path.name)):
             again.train(resume_from_checkpoint=str(checkpoint))
         assert same(before, masters(again.model)) or path.name == STATE_NAME
         assert all(p.read_bytes() == other for p, other in whole.items() if p != path)
