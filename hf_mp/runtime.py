@@ -32,7 +32,7 @@ from hf_mp.autocasting.working_copies import WorkingCopies
 from hf_mp.borders import check_reachable, input_border, output_border, parameter_border
 from hf_mp.causal_lm_loss import install_causal_lm_loss, remove_causal_lm_loss
 from hf_mp.distributed import Ranks, check_parallelism, is_dtensor, is_running, is_sharded, local_part
-from hf_mp.kernels.gradient_scan import largest_magnitude, largest_magnitude_and_norm
+from hf_mp.kernels.gradient_scan import all_finite, largest_magnitude, largest_magnitude_and_norm
 from hf_mp.loss_scaling import LossScaleError, LossScaler, ScaleTensors, StepReport, headroom_left, make_loss_scaler
 from hf_mp.master_weights.lean import restore_parameters, split_trainable_parameters
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer
@@ -590,7 +590,8 @@ class MixedPrecision:
             self.working_copies.keep_none()  # also where FSDP shards a module around the model, unseen from inside
         measured = None if self._largest is None else self._largest.item()
         seen = measured is not None and self._are_unchanged(parameters)
-        overflow = not seen and not torch.isfinite(_largest_true_magnitude(parameters)).item()
+        gradients = (local_part(gradient) for p in parameters if (gradient := raw_gradient(p)) is not None)
+        overflow = not seen and not all_finite(gradients)
         # Clipping by value, or a repair by hand, may have hidden what the backward gave.
         overflow = overflow or (measured is not None and not math.isfinite(measured))
         # Without loss scaling there is no headroom to tell of.

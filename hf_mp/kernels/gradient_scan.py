@@ -43,6 +43,20 @@ def largest_magnitude(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack([_to_fp32(extreme.abs()).to(device) for extreme in extremes]).max()
 
 
+@torch.no_grad()
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether no element of any tensor is inf or NaN; as :func:`largest_magnitude` tells, at less cost on a CPU.
+
+    A finite norm says so at once. One that is not may be the sum of squares that left FP32, so it is looked at again.
+    """
+    values = [values for tensor in tensors if (values := _values(tensor)).numel()]
+    if all(tensor.device.type == "cpu" and tensor.dtype is torch.float32 for tensor in values):
+        norms = [torch.linalg.vector_norm(tensor) for tensor in values]
+        if not norms or torch.stack(norms).isfinite().all():
+            return True
+    return bool(largest_magnitude(values).isfinite())
+
+
 def largest_magnitude_and_norm_reference(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Plain form of :func:`largest_magnitude_and_norm`."""
     return largest_magnitude_reference(tensors), get_total_norm(tensors)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_mp.kernels.gradient_scan import (
+    all_finite,
     largest_magnitude,
     largest_magnitude_and_norm,
     largest_magnitude_and_norm_reference,
@@ -160,3 +161,20 @@ class TestWithNorm:
     def test_neither_is_finite_if_an_element_is_not(self, poison: float) -> None:
         tensors = [torch.ones(3), torch.tensor([1.0, poison]), torch.ones(2, 2)]
         assert not any(value.isfinite() for value in largest_magnitude_and_norm(tensors))
+
+
+class TestAllFinite:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+    @pytest.mark.parametrize("poison", [0.0, 1e4, float("inf"), -float("inf"), float("nan")])
+    def test_it_says_what_the_largest_magnitude_says(self, dtype: torch.dtype, poison: float) -> None:
+        tensors = [torch.ones(3, dtype=dtype), torch.tensor([1.0, poison], dtype=dtype), torch.zeros(0, dtype=dtype)]
+        assert all_finite(tensors) is bool(largest_magnitude(tensors).isfinite())
+
+    def test_a_sum_of_squares_beyond_fp32_is_no_overflow(self) -> None:
+        assert all_finite([torch.full((4,), 3e38)])
+        assert not all_finite([torch.full((4,), 3e38), torch.tensor([float("inf")])])
+
+    def test_nothing_is_finite_and_sparse_duplicates_add_up(self) -> None:
+        assert all_finite([])
+        twice = torch.sparse_coo_tensor([[0, 0]], [3e38, 3e38], (2,))
+        assert not all_finite([twice])
