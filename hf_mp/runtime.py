@@ -40,7 +40,7 @@ from hf_mp.master_weights.split_parameter import (
     SplitParameter,
     gradient_and_factor,
     keep_scale_of_gradients,
-    raw_gradient,
+    raw_gradients,
 )
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 from hf_mp.step_guard import StepGuard
@@ -234,9 +234,9 @@ class AttachedForward:
             kwargs = apply_to_tensors(runtime.input_border, kwargs)
         with runtime.working_copies.saving(), runtime.region:
             outputs = self.original(*args, **kwargs)
-        outputs = apply_to_tensors(
-            runtime.output_border if not _has_loss(outputs) else runtime.border_beside_loss, outputs
-        )
+        # Beside a loss, large outputs may stay unread.
+        border = functools.partial(runtime.output_border, may_defer=_has_loss(outputs))
+        outputs = apply_to_tensors(border, outputs)
         runtime.forward_ended(observed, outputs)
         return outputs
 
@@ -519,14 +519,9 @@ class MixedPrecision:
             ended(outputs)
 
     @torch.compiler.disable
-    def output_border(self, output: Tensor) -> Tensor:
-        """The border that a tensor crosses on its way out of the model."""
-        return output_border(output, self.scaler.factors(output.device).scale, self.backward_begins)
-
-    @torch.compiler.disable
-    def border_beside_loss(self, output: Tensor) -> Tensor:
-        """As :meth:`output_border`, for a model that gives its loss as well: large outputs may stay unread."""
-        deferred = output.numel() >= DEFERRED_ELEMENTS
+    def output_border(self, output: Tensor, *, may_defer: bool = False) -> Tensor:
+        """The border that a tensor crosses on its way out of the model; large ones may be cast when they are read."""
+        deferred = may_defer and output.numel() >= DEFERRED_ELEMENTS
         return output_border(output, self.scaler.factors(output.device).scale, self.backward_begins, deferred=deferred)
 
     @torch.compiler.disable
@@ -540,7 +535,7 @@ class MixedPrecision:
         if task != self._graph_task and (self._is_scaled or self.measures_norm):
             self._graph_task = task
             model = self.model
-            if model is not None and all(raw is None for raw in map(raw_gradient, model.parameters())):
+            if model is not None and not raw_gradients(model.parameters()):
                 if self._largest is not None and not self._guards:
                     self._warn_unguarded()
                 self._largest = None  # what was measured before was thrown away without a step
@@ -563,7 +558,7 @@ class MixedPrecision:
         if self.working_copies.keeps_none:  # FSDP may leave whole parameters in the places of those with gradients
             shards = (p for guard in self._guards for group in guard.optimizer.param_groups for p in group["params"])
             parameters = list({id(p): p for p in (*parameters, *shards)}.values())
-        if any(raw_gradient(p) is not None for p in parameters):  # none while FSDP accumulates without reducing them
+        if raw_gradients(parameters):  # none while FSDP accumulates without reducing them
             largest, self._measured = _measure(parameters, with_norm=self.measures_norm)
             self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
             for observer in self.observers:
@@ -590,8 +585,7 @@ class MixedPrecision:
             self.working_copies.keep_none()  # also where FSDP shards a module around the model, unseen from inside
         measured = None if self._largest is None else self._largest.item()
         seen = measured is not None and self._are_unchanged(parameters)
-        gradients = (local_part(gradient) for p in parameters if (gradient := raw_gradient(p)) is not None)
-        overflow = not seen and not all_finite(gradients)
+        overflow = not seen and not all_finite(map(local_part, raw_gradients(parameters)))
         # Clipping by value, or a repair by hand, may have hidden what the backward gave.
         overflow = overflow or (measured is not None and not math.isfinite(measured))
         # Without loss scaling there is no headroom to tell of.
@@ -639,12 +633,12 @@ class Measured:
 
     def still_covers(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether the gradients of ``parameters`` are those that were seen, and unchanged since."""
-        gradients = [gradient for gradient in map(raw_gradient, parameters) if gradient is not None]
+        gradients = raw_gradients(parameters)
         return bool(gradients) and all(self._is_unchanged(gradient) for gradient in gradients)
 
     def is_all(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether no gradient was seen that is not among those of ``parameters``."""
-        return self._versions.keys() <= {id(gradient) for gradient in map(raw_gradient, parameters)}
+        return self._versions.keys() <= set(map(id, raw_gradients(parameters)))
 
     def _is_unchanged(self, gradient: Tensor) -> bool:
         reference, version = self._versions.get(id(gradient), (None, None))
@@ -655,7 +649,7 @@ class Measured:
 
 def _measure(parameters: Sequence[nn.Parameter], *, with_norm: bool) -> tuple[Tensor, Measured]:
     """The largest magnitude of the unscaled gradients, and what was measured."""
-    gradients = [gradient for gradient in map(raw_gradient, parameters) if gradient is not None]
+    gradients = raw_gradients(parameters)
     if with_norm and all(type(g) is Tensor and g.dtype is torch.float32 and not g.is_sparse for g in gradients):
         largest, norm = largest_magnitude_and_norm(gradients)
         return largest, Measured(gradients, norm)

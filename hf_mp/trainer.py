@@ -14,11 +14,9 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer import SCALER_NAME
 from transformers.utils import logging
 
 from hf_mp.callback import MixedPrecisionCallback
-from hf_mp.checkpoint_files import check_readable
 from hf_mp.checkpoints.crash_safe_trainer import SAVE_FAILURES, CrashSafeTrainer
 from hf_mp.diagnostics.overflow import explain_overflows
 from hf_mp.diagnostics.overflow_report import OverflowReport
@@ -253,7 +251,6 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         if self.precision_policy.is_mixed:
-            check_readable(Path(resume_from_checkpoint), exclude=(STATE_NAME, SCALER_NAME))
             self._attach()  # a model that model_init made in FP16 would round the weights
         super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from step_reports import CLEAN, FP32_MAX, OVERFLOW, SMALLEST_FP32, is_power_of_two, magnitudes, record, saw
 
 from hf_mp.loss_scale_rules import power_of_two_below, to_fp32
 from hf_mp.loss_scaling import (
@@ -21,7 +22,6 @@ from hf_mp.loss_scaling import (
     HeadroomLossScaler,
     HeadroomSettings,
     HeadroomState,
-    LossScaler,
     ScalerState,
     StepReport,
     adjust_dynamic,
@@ -29,30 +29,6 @@ from hf_mp.loss_scaling import (
     headroom_left,
     scale_with_headroom,
 )
-
-CPU = torch.device("cpu")
-CLEAN, OVERFLOW = StepReport(False), StepReport(True)
-FP32_MAX = torch.finfo(torch.float32).max
-SMALLEST_FP32 = 2.0**-149
-
-magnitudes = st.floats(min_value=SMALLEST_FP32, max_value=FP32_MAX, width=32)
-
-
-def saw(largest: float | None) -> StepReport:
-    return StepReport(False, largest)
-
-
-def record(scaler: LossScaler[Any], reports: Iterable[StepReport]) -> list[Any]:
-    """The state after each of ``reports``."""
-    states = []
-    for report in reports:
-        scaler.record_step(report)
-        states.append(scaler.state)
-    return states
-
-
-def is_power_of_two(scale: float) -> bool:
-    return math.frexp(scale)[0] == 0.5
 
 
 class TestDynamic:

@@ -2,13 +2,13 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import strategies as st
+from step_reports import CLEAN, CPU, OVERFLOW, record, saw
 
 from hf_mp.loss_scaling import (
     DynamicLossScaler,
@@ -24,30 +24,6 @@ from hf_mp.loss_scaling import (
     StepReport,
     make_loss_scaler,
 )
-
-CPU = torch.device("cpu")
-CLEAN, OVERFLOW = StepReport(False), StepReport(True)
-FP32_MAX = torch.finfo(torch.float32).max
-SMALLEST_FP32 = 2.0**-149
-
-magnitudes = st.floats(min_value=SMALLEST_FP32, max_value=FP32_MAX, width=32)
-
-
-def saw(largest: float | None) -> StepReport:
-    return StepReport(False, largest)
-
-
-def record(scaler: LossScaler[Any], reports: Iterable[StepReport]) -> list[Any]:
-    """The state after each of ``reports``."""
-    states = []
-    for report in reports:
-        scaler.record_step(report)
-        states.append(scaler.state)
-    return states
-
-
-def is_power_of_two(scale: float) -> bool:
-    return math.frexp(scale)[0] == 0.5
 
 
 def test_a_static_scale_stays_and_counts() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_mp.kernels.gradient_scan import largest_magnitude
+from hf_mp.kernels.gradient_scan import largest_magnitude, real_values
 
 _LOOKED_AT = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
 
@@ -31,7 +31,7 @@ def finiteness(tensor: Tensor) -> Finiteness:
         return Finiteness.FINITE
     if torch.isfinite(largest_magnitude([tensor])).item():
         return Finiteness.FINITE
-    values = _real_values(tensor)
+    values = real_values(tensor.detach())
     return Finiteness.NOT_FINITE if bool((values.isnan() | values.isposinf()).any()) else Finiteness.MINUS_INF
 
 
@@ -60,7 +60,7 @@ class TensorRange:
     @torch.no_grad()
     def of(cls, name: str, tensor: Tensor) -> TensorRange:
         """The range of a floating tensor; reads it, which synchronises with a GPU."""
-        values = _real_values(tensor)
+        values = real_values(tensor.detach())
         magnitudes = values[values.isfinite()].abs().to(torch.float64)
         some = magnitudes.numel() > 0
         return cls(
@@ -97,9 +97,3 @@ def named_tensors(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
     elif (is_dataclass(value) and not isinstance(value, type)) or isinstance(value, SimpleNamespace):
         items = vars(value).items()
     return [found for key, item in items for found in named_tensors(item, f"{name}.{key}" if name else str(key))]
-
-
-def _real_values(tensor: Tensor) -> Tensor:
-    values = tensor.detach()
-    values = values.coalesce().values() if values.is_sparse else values
-    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values

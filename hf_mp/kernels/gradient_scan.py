@@ -13,7 +13,7 @@ def largest_magnitude_reference(tensors: Iterable[Tensor]) -> Tensor:
     """Plain form of :func:`largest_magnitude`."""
     largest = torch.zeros((), dtype=torch.float32)
     for tensor in tensors:
-        values = _values(tensor)
+        values = real_values(tensor)
         if values.numel():
             largest = torch.maximum(largest, _to_fp32(values.detach().abs().max()).to("cpu"))
     return largest
@@ -31,7 +31,7 @@ def largest_magnitude(tensors: Iterable[Tensor]) -> Tensor:
         (``nan`` wins), FP32's largest number for finite FP64 values beyond it. Reading its value is the one
         synchronisation with a GPU.
     """
-    values = [values for tensor in tensors if (values := _values(tensor)).numel()]
+    values = [values for tensor in tensors if (values := real_values(tensor)).numel()]
     if not values:
         return torch.zeros((), dtype=torch.float32)
     if all(tensor.device.type == "cpu" for tensor in values):
@@ -49,7 +49,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
     A finite norm says so at once. One that is not may be the sum of squares that left FP32, so it is looked at again.
     """
-    values = [values for tensor in tensors if (values := _values(tensor)).numel()]
+    values = [values for tensor in tensors if (values := real_values(tensor)).numel()]
     if all(tensor.device.type == "cpu" and tensor.dtype is torch.float32 for tensor in values):
         norms = [torch.linalg.vector_norm(tensor) for tensor in values]
         if not norms or torch.stack(norms).isfinite().all():
@@ -88,7 +88,8 @@ def _to_fp32(magnitude: Tensor) -> Tensor:
     return torch.where(magnitude.isfinite(), magnitude.clamp(max=largest), magnitude).to(torch.float32)
 
 
-def _values(tensor: Tensor) -> Tensor:
+def real_values(tensor: Tensor) -> Tensor:
+    """The values of ``tensor`` as real numbers: those of a sparse one coalesced, real and imaginary parts apart."""
     # Duplicate coordinates of a sparse gradient add up when they are coalesced, and only then may overflow.
     values = tensor.coalesce().values() if tensor.is_sparse else tensor
     return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values

@@ -311,6 +311,11 @@ def raw_gradient(parameter: nn.Parameter) -> Tensor | None:
     return gradient_and_factor(parameter)[0]
 
 
+def raw_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The gradients that there are, as backward left them."""
+    return [gradient for gradient in map(raw_gradient, parameters) if gradient is not None]
+
+
 def unscaled(gradient: Tensor, factor: Tensor | None) -> Tensor:
     """``gradient`` times ``factor`` (None for 1), as a new tensor in FP32."""
     true = gradient.to(torch.float32, copy=True)

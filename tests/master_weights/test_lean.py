@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
+from trainer_runs import quick_arguments, token_rows
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -42,23 +43,11 @@ Batch = dict[str, Tensor]
 
 @pytest.fixture
 def rows() -> Rows:
-    ids = torch.randint(0, 199, (64, 24), generator=torch.Generator().manual_seed(2))
-    return [{"input_ids": row, "labels": row} for row in ids]
+    return token_rows(64)
 
 
 def arguments(path: Path, cls: type[TrainingArguments] = MixedPrecisionArguments, **settings: Any) -> Any:
-    defaults: dict[str, Any] = {
-        "output_dir": str(path / "run"),
-        "max_steps": 6,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return cls(**{**defaults, **settings})
+    return quick_arguments(path / "run", cls, **{"max_steps": 6, "learning_rate": 1e-3, **settings})
 
 
 def model_of(config: GPT2Config) -> GPT2LMHeadModel:

@@ -39,14 +39,11 @@ def tiny_gpt2(dtype: torch.dtype = torch.float32, **settings: Any) -> GPT2LMHead
     return GPT2LMHeadModel(GPT2Config(**{**config, **settings})).to(dtype)
 
 
-def arguments(path: Path, cls: type[TrainingArguments] = TrainingArguments, **settings: Any) -> Any:
-    """Of a short run with SGD: AdamW hardly notices a wrong factor on all gradients."""
+def quick_arguments(path: Path, cls: type[TrainingArguments] = TrainingArguments, **settings: Any) -> Any:
+    """Of a run on the CPU that writes no checkpoint and tells of each step."""
     defaults: dict[str, Any] = {
         "output_dir": str(path),
-        "max_steps": 4,
         "per_device_train_batch_size": 4,
-        "optim": "sgd",
-        "learning_rate": 0.5,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": [],
@@ -54,6 +51,11 @@ def arguments(path: Path, cls: type[TrainingArguments] = TrainingArguments, **se
         "use_cpu": True,
     }
     return cls(**{**defaults, **settings})
+
+
+def arguments(path: Path, cls: type[TrainingArguments] = TrainingArguments, **settings: Any) -> Any:
+    """Of a short run with SGD: AdamW hardly notices a wrong factor on all gradients."""
+    return quick_arguments(path, cls, **{"max_steps": 4, "optim": "sgd", "learning_rate": 0.5, **settings})
 
 
 def make_trainer(
