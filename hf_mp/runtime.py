@@ -2,47 +2,39 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import inspect
 import math
-import operator
 import sys
-import threading
-import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from accelerate.utils.operations import honor_type
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from hf_mp.attached_forward import AttachedForward
 from hf_mp.autocasting.activations import class_forward, install_activations, remove_activations
-from hf_mp.autocasting.composites import call
-from hf_mp.autocasting.mode import autocast
-from hf_mp.autocasting.products import Factor
 from hf_mp.autocasting.rules import Rules
 from hf_mp.autocasting.tables import TableName
 from hf_mp.autocasting.working_copies import WorkingCopies
-from hf_mp.borders import check_reachable, input_border, output_border, parameter_border
+from hf_mp.borders import check_reachable, input_border, output_border
 from hf_mp.causal_lm_loss import install_causal_lm_loss, remove_causal_lm_loss
 from hf_mp.distributed import Ranks, check_parallelism, is_dtensor, is_running, is_sharded, local_part
-from hf_mp.kernels.gradient_scan import all_finite, largest_magnitude, largest_magnitude_and_norm
+from hf_mp.kernels.gradient_scan import all_finite
 from hf_mp.loss_scaling import LossScaleError, LossScaler, ScaleTensors, StepReport, headroom_left, make_loss_scaler
 from hf_mp.master_weights.lean import restore_parameters, split_trainable_parameters
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer
 from hf_mp.master_weights.split_parameter import (
-    SplitParameter,
-    gradient_and_factor,
     keep_scale_of_gradients,
     raw_gradients,
 )
+from hf_mp.measured_gradients import Measured, largest_true_magnitude, measure
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
+from hf_mp.region import Region
 from hf_mp.step_guard import StepGuard
 
 DEFERRED_ELEMENTS = 2**20  # outputs from this size on are cast to FP32 only when they are read
@@ -111,147 +103,6 @@ class Observer(Protocol):
 
     def forget(self) -> None:
         """The model is detached."""
-
-
-class Region(autocast):
-    """Autocast inside an attached model: reads working copies and puts the parameter border around every use."""
-
-    takes_products = True
-
-    def __init__(
-        self, policy: PrecisionPolicy, scaler: LossScaler[Any], working_copies: WorkingCopies, **settings: Any
-    ) -> None:
-        super().__init__(policy.compute, **settings)
-        self._scaler = scaler
-        self._copies = working_copies
-        self._local = threading.local()
-
-    @property
-    def entered(self) -> bool:
-        """Whether this thread is inside the region."""
-        return getattr(self._local, "depth", 0) > 0
-
-    def __enter__(self) -> Region:
-        super().__enter__()
-        self._local.depth = getattr(self._local, "depth", 0) + 1
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._local.depth -= 1
-        super().__exit__(*exc_info)
-
-    def cast_parameter(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        has_copy = (
-            dtype is self._copies.dtype and parameter.dtype is torch.float32 and not torch.compiler.is_compiling()
-        )
-        if has_copy and not torch.is_grad_enabled():
-            return self._copies.get(parameter)
-        inverse = self._scaler.factors(parameter.device).inverse
-        if has_copy:
-            return parameter_border(parameter, self._copies.get(parameter), inverse)
-        if torch.compiler.is_compiling() and isinstance(parameter, SplitParameter) and inverse is not None:
-            inside = _border_outside_of_graphs(parameter, inverse)
-        else:
-            inside = parameter_border(parameter, None, inverse)
-        return inside if inside.dtype is dtype else inside.to(dtype)
-
-    def factor(self, tensor: Tensor) -> Factor:
-        if not isinstance(tensor, nn.Parameter) or tensor.dtype is not torch.float32 or torch.compiler.is_compiling():
-            return super().factor(tensor)
-        return Factor(tensor, self._copies.get(tensor), self._scaler.factors(tensor.device).inverse)
-
-    def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            # It cannot look into the set below; a border that nothing differentiates through, a graph drops.
-            args = tuple([self._inside(arg) for arg in args])
-            return call(func, args, {key: self._inside(value) for key, value in kwargs.items()})
-        if not torch.is_grad_enabled() or func in _KEEP_PARAMETERS:
-            return func(*args, **kwargs)
-        return func(*[self._inside(arg) for arg in args], **{key: self._inside(arg) for key, arg in kwargs.items()})
-
-    def border_argument(self, value: Any) -> Any:
-        return self._inside(value) if torch.is_grad_enabled() else value
-
-    def _inside(self, value: Any) -> Any:
-        if type(value) is Tensor:
-            return value
-        if isinstance(value, nn.Parameter):
-            return self.cast_parameter(value, value.dtype) if value.requires_grad else value
-        if type(value) in (list, tuple):
-            return type(value)(self._inside(item) for item in value)
-        return value
-
-
-# A graph gives its inputs gradients of their own dtype: unscaled, they would underflow in FP16.
-_border_outside_of_graphs = torch.compiler.disable(
-    lambda parameter, inverse: parameter_border(parameter, None, inverse), reason="FP16 gradients leave graphs scaled"
-)
-
-
-def _keep_parameters() -> frozenset[Callable[..., Any]]:
-    """Calls that need the parameter itself: properties that carry no gradient, writers, hooks."""
-    names = """
-        register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad backward set_ share_memory_
-        size dim ndimension stride numel nelement element_size data_ptr storage untyped_storage storage_offset
-        is_contiguous is_floating_point is_complex is_shared is_pinned get_device type __len__ __hash__ __repr__
-        __format__ __deepcopy__ __reduce_ex__ __setstate__ __dir__ detach
-    """
-    calls = {getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name)}
-    carries_gradient = {"T", "mT", "H", "mH", "real", "imag"}
-    for name in dir(Tensor):
-        descriptor = getattr(Tensor, name)
-        if hasattr(descriptor, "__set__") and not callable(descriptor):
-            calls.add(descriptor.__set__)
-            if name not in carries_gradient:
-                calls.add(descriptor.__get__)
-    calls |= {torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel}
-    return frozenset(calls)
-
-
-_KEEP_PARAMETERS = _keep_parameters()
-
-
-class AttachedForward:
-    """Takes the place of ``model.forward`` while attached: borders around the model's own forward, in its region."""
-
-    def __init__(self, runtime: MixedPrecision, module: nn.Module, original: Callable[..., Any]) -> None:
-        self.runtime = runtime
-        self.module = weakref.ref(module)
-        self.original = original
-        functools.update_wrapper(self, original)
-
-    # torch.compile leaves this frame alone and compiles the model's own forward, in the region, as one graph.
-    @torch.compiler.disable(recursive=False)
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        runtime = self.runtime
-        # Detached: a library that put its own forward over this one still calls it.
-        if runtime.region.entered or runtime.detached:
-            return self.original(*args, **kwargs)
-        runtime.before_forward()
-        observed = runtime.observe_forward(self, args, kwargs)
-        if torch.is_grad_enabled():
-            args = apply_to_tensors(runtime.input_border, args)
-            kwargs = apply_to_tensors(runtime.input_border, kwargs)
-        with runtime.working_copies.saving(), runtime.region:
-            outputs = self.original(*args, **kwargs)
-        # Beside a loss, large outputs may stay unread.
-        border = functools.partial(runtime.output_border, may_defer=_has_loss(outputs))
-        outputs = apply_to_tensors(border, outputs)
-        runtime.forward_ended(observed, outputs)
-        return outputs
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # Deep-copying a model copies its attributes, this one too: the copy must run the copied weights.
-        module = self.module()
-        copied = memo.get(id(module))
-        if copied is None:
-            raise TypeError("an attached forward is copied only together with its model: copy.deepcopy(model)")
-        return self.runtime.copy_for(memo).attached_forward(copied)
-
-    def __reduce__(self) -> Any:
-        # A pickled model is an ordinary FP32 model.
-        module: Any = self.module()
-        return class_forward, (module,)
 
 
 class MixedPrecision:
@@ -559,7 +410,7 @@ class MixedPrecision:
             shards = (p for guard in self._guards for group in guard.optimizer.param_groups for p in group["params"])
             parameters = list({id(p): p for p in (*parameters, *shards)}.values())
         if raw_gradients(parameters):  # none while FSDP accumulates without reducing them
-            largest, self._measured = _measure(parameters, with_norm=self.measures_norm)
+            largest, self._measured = measure(parameters, with_norm=self.measures_norm)
             self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
             for observer in self.observers:
                 observer.backward_ended(largest)
@@ -620,86 +471,7 @@ class MixedPrecision:
     def _nonfinite_gradients(self) -> list[str]:
         model = self.model
         named = [] if model is None else model.named_parameters()
-        return [name for name, p in named if not torch.isfinite(_largest_true_magnitude([p])).item()]
-
-
-class Measured:
-    """Which gradients a measurement has seen, and their norm where it was asked for."""
-
-    def __init__(self, gradients: Iterable[Tensor] = (), norm: Tensor | None = None) -> None:
-        # Weakly: whoever frees gradients early frees their memory.
-        self._versions = {id(gradient): (weakref.ref(gradient), gradient._version) for gradient in gradients}
-        self.norm = norm
-
-    def still_covers(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether the gradients of ``parameters`` are those that were seen, and unchanged since."""
-        gradients = raw_gradients(parameters)
-        return bool(gradients) and all(self._is_unchanged(gradient) for gradient in gradients)
-
-    def is_all(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether no gradient was seen that is not among those of ``parameters``."""
-        return self._versions.keys() <= set(map(id, raw_gradients(parameters)))
-
-    def _is_unchanged(self, gradient: Tensor) -> bool:
-        reference, version = self._versions.get(id(gradient), (None, None))
-        # The version counter of a DTensor knows nothing of writes into its shard.
-        is_plain = type(gradient) is Tensor
-        return is_plain and reference is not None and reference() is gradient and version == gradient._version
-
-
-def _measure(parameters: Sequence[nn.Parameter], *, with_norm: bool) -> tuple[Tensor, Measured]:
-    """The largest magnitude of the unscaled gradients, and what was measured."""
-    gradients = raw_gradients(parameters)
-    if with_norm and all(type(g) is Tensor and g.dtype is torch.float32 and not g.is_sparse for g in gradients):
-        largest, norm = largest_magnitude_and_norm(gradients)
-        return largest, Measured(gradients, norm)
-    return _largest_true_magnitude(parameters), Measured(gradients)
-
-
-def _has_loss(outputs: Any) -> bool:
-    if isinstance(outputs, Mapping):
-        first = outputs.get("loss")
-    else:
-        first = outputs[0] if isinstance(outputs, tuple) and outputs else None
-    return isinstance(first, Tensor) and first.dim() == 0 and first.requires_grad
-
-
-def apply_to_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """``value`` with ``function`` applied to its tensors, in lists, tuples, mappings, dataclasses and namespaces.
-
-    What holds no tensor that changes is returned itself: a model may write into the containers that it is given.
-    """
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, (list, tuple)):
-        items = [apply_to_tensors(function, item) for item in value]
-        return value if all(map(operator.is_, items, value)) else honor_type(value, items)
-    found = _entries(value)
-    changed = {key: new for key, old in found.items() if (new := apply_to_tensors(function, old)) is not old}
-    return _with_entries(value, changed) if changed else value
-
-
-def _entries(value: Any) -> dict[Any, Any]:
-    if isinstance(value, Mapping):
-        return dict(value.items())
-    if isinstance(value, types.SimpleNamespace):
-        return vars(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        names = dict.fromkeys([*getattr(value, "__dict__", ()), *(field.name for field in fields(value))])
-        return {name: getattr(value, name) for name in names if hasattr(value, name)}
-    return {}
-
-
-def _with_entries(value: Any, entries: Mapping[Any, Any]) -> Any:
-    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
-        return type(value)({**value, **entries})  # type: ignore[call-arg]
-    copied = copy.copy(value)
-    for key, entry in entries.items():
-        if isinstance(value, Mapping):
-            copied[key] = entry
-        else:
-            object.__setattr__(copied, key, entry)
-    return copied
+        return [name for name, p in named if not torch.isfinite(largest_true_magnitude([p])).item()]
 
 
 def check_attachable(model: nn.Module) -> None:
@@ -762,20 +534,6 @@ def _share_parameters(model: nn.Module, optimizer: Optimizer) -> bool:
 def _needs_closure(optimizer: Optimizer) -> bool:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def _largest_true_magnitude(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The largest magnitude of the unscaled gradients; those that are still scaled are not touched for it."""
-    by_factor: dict[Tensor | None, list[Tensor]] = {}
-    for parameter in parameters:
-        gradient, factor = gradient_and_factor(parameter)
-        if gradient is not None:
-            by_factor.setdefault(factor, []).append(local_part(gradient))
-    found = [
-        largest_magnitude(gradients) if factor is None else largest_magnitude(gradients) * factor.squeeze()
-        for factor, gradients in by_factor.items()
-    ]
-    return torch.stack([magnitude.to(found[0].device) for magnitude in found]).max() if found else torch.zeros(())
 
 
 @torch.no_grad()

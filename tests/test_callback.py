@@ -35,7 +35,7 @@ from hf_mp import (
     PrecisionPolicy,
     prepare,
 )
-from hf_mp.runtime import AttachedForward
+from hf_mp.attached_forward import AttachedForward
 
 
 def trainer_with(

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 
 import hf_mp
-from hf_mp import runtime as runtime_module
+from hf_mp import measured_gradients
+from hf_mp.attached_forward import AttachedForward
 from hf_mp.autocasting import active_autocast
 from hf_mp.loss_scaling import DynamicLossScaler, StaticLossScaler
-from hf_mp.runtime import AttachedForward, MixedPrecision
+from hf_mp.runtime import MixedPrecision
 
 Batch = dict[str, Tensor]
 # FP16 has 11 significant bits: a chain of a few dozen roundings leaves gradients within about 10 half-ulps (2**-11).
@@ -717,14 +718,14 @@ class TestMeasuring:
     def scans(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         """Filled with the number of gradients of every scan."""
         counts: list[int] = []
-        original = runtime_module.largest_magnitude
+        original = measured_gradients.largest_magnitude
 
         def counted(tensors: Any) -> Tensor:
             tensors = list(tensors)
             counts.append(len(tensors))
             return original(tensors)
 
-        monkeypatch.setattr(runtime_module, "largest_magnitude", counted)
+        monkeypatch.setattr(measured_gradients, "largest_magnitude", counted)
         return counts
 
     def trained(self, gpt2: GPT2LMHeadModel, batch: Batch) -> tuple[MixedPrecision, torch.optim.Optimizer]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
 from hf_mp.borders import output_border
+from hf_mp.containers import apply_to_tensors
 from hf_mp.diagnostics.call_sites import CallSites
 from hf_mp.diagnostics.kept_calls import KeptBackward, KeptCall
 from hf_mp.diagnostics.origins import LargestSeen, Origin, OriginTracker
@@ -22,7 +23,7 @@ from hf_mp.diagnostics.values import Finiteness, finiteness, named_tensors, rang
 from hf_mp.distributed import is_dtensor, is_running, is_sharded
 from hf_mp.loss_scale_rules import FP16_MAX, power_of_two_below
 from hf_mp.master_weights.split_parameter import raw_gradient
-from hf_mp.runtime import MixedPrecision, apply_to_tensors
+from hf_mp.runtime import MixedPrecision
 
 
 class CannotReplay(RuntimeError):
