@@ -56,9 +56,9 @@ class Scale:
     layers: int = 2
     heads: int = 4
     batch: int = 32
-    pretraining_steps: int = 400
+    pretraining_steps: int = 300
     pretraining_rate: float = 2e-3
-    steps: int = 120
+    steps: int = 60
     measure_every: int = 20
     documents: int | None = None  # to read of each text; None reads all
 
