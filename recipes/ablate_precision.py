@@ -56,15 +56,16 @@ class Scale:
     layers: int = 2
     heads: int = 4
     batch: int = 32
-    pretraining_steps: int = 300
+    pretraining_steps: int = 400
     pretraining_rate: float = 2e-3
-    steps: int = 60
+    steps: int = 120
     measure_every: int = 20
     documents: int | None = None  # to read of each text; None reads all
 
 
 SCALES = {
     "full": Scale(),
+    "medium": Scale(width=64, heads=2, pretraining_steps=200, steps=40),
     "small": Scale(
         vocab_size=300, context=32, width=32, layers=1, heads=2, batch=8, pretraining_steps=60, steps=12,
         measure_every=4, documents=60,
