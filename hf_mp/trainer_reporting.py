@@ -89,7 +89,8 @@ class TrainerReporting:
 
     def log_entries(self) -> dict[str, float]:
         """What a training log is to carry besides the stats."""
-        return {} if self.recorder is None or self.recorder.latest is None else self.recorder.latest.log_entries()
+        latest = None if self.recorder is None else self.recorder.latest
+        return {} if latest is None else latest.shares().log_entries()
 
     def end(self) -> None:
         """Training has come to its end: write the page, if that was asked for."""

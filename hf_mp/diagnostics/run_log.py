@@ -17,7 +17,8 @@ from typing import Any
 
 from transformers.utils import logging
 
-from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, from_record
+from hf_mp.diagnostics.overflow_report import OverflowReport
+from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, StepShares, from_record
 
 logger = logging.get_logger(__name__)
 
@@ -105,10 +106,11 @@ class RunRecords:
     Attributes:
         directory: whose name is the run's.
         starts: the settings of each start, oldest first.
-        steps: one a step, in their order; of a step that was taken again after a resume, the last.
-        overflows: overflow reports as dictionaries.
-        magnitudes: one a recorded step, as for ``steps``.
-        memory: one a recorded step.
+        steps: one a step, in their order; of steps that were taken again after a resume, the last.
+        overflows: overflow reports by step, micro-batch and rank.
+        shares: what 16 bits would lose, one a step that histograms were taken of.
+        latest, latest_updated: the last histograms, and the last ones of a step that was not skipped.
+        memory: one a step, as for ``shares``.
         has_ended: whether the last start came to its end.
         missing: what is not there or could not be read, one sentence each.
     """
@@ -116,8 +118,10 @@ class RunRecords:
     directory: Path
     starts: list[dict[str, Any]] = field(default_factory=list)
     steps: dict[int, StepRecord] = field(default_factory=dict)
-    overflows: dict[str, dict[str, Any]] = field(default_factory=dict)
-    magnitudes: dict[int, StepMagnitudes] = field(default_factory=dict)
+    overflows: dict[tuple[int, int, int], OverflowReport] = field(default_factory=dict)
+    shares: dict[int, StepShares] = field(default_factory=dict)
+    latest: StepMagnitudes | None = None
+    latest_updated: StepMagnitudes | None = None
     memory: dict[int, MemoryRecord] = field(default_factory=dict)
     has_ended: bool = False
     missing: list[str] = field(default_factory=list)
@@ -188,7 +192,7 @@ def _read_log(run: RunRecords) -> bool:
         run.missing.append(f"{LOG_NAME} has no record of the run's start: settings and versions are missing")
     if number and not run.has_ended:
         run.missing.append("the run has not come to its end: it was killed, or it is still going on")
-    if number and not run.magnitudes:
+    if number and not run.shares:
         run.missing.append("there are no histograms: histogram_steps=50 takes one every 50 steps")
     return True
 
@@ -196,6 +200,9 @@ def _read_log(run: RunRecords) -> bool:
 def _take_start(run: RunRecords, record: Mapping[str, Any]) -> None:
     if record["version"] != VERSION:
         raise ValueError(f"version {record['version']!r}")
+    for name in ("model", "precision", "loss_scaler", "device"):
+        if not isinstance(record[name], str):
+            raise TypeError(f"{name}={record[name]!r} is no text")
     run.starts.append({key: value for key, value in record.items() if key not in ("record", "version")})
     run.has_ended = False
 
@@ -207,20 +214,31 @@ def _take_step(run: RunRecords, record: Mapping[str, Any]) -> None:
     )
     if not 0.0 < step.loss_scale < float("inf"):
         raise ValueError(f"loss scale {step.loss_scale}")
-    run.steps.pop(step.step, None)  # taken again after a resume
+    if run.steps and next(reversed(run.steps)) >= step.step:
+        _take_back(run, step.step)
     run.steps[step.step] = step
 
 
+def _take_back(run: RunRecords, step: int) -> None:
+    """Forget what came from ``step`` on: the run was resumed before it, or begun anew."""
+    of_steps: tuple[dict[int, Any], ...] = (run.steps, run.shares, run.memory)
+    for records in of_steps:
+        for later in [number for number in records if number >= step]:
+            del records[later]
+    for key in [key for key in run.overflows if key[0] >= step]:
+        del run.overflows[key]
+
+
 def _take_overflow(run: RunRecords, record: Mapping[str, Any]) -> None:
-    report = record["report"]
-    for name in ("step", "micro_batch", "rank"):
-        int(report[name])
-    run.overflows[f"{report['step']}-{report['micro_batch']}-{report['rank']}"] = dict(report)
+    report = OverflowReport.from_dict(record["report"])
+    run.overflows[report.step, report.micro_batch, report.rank] = report
 
 
 def _take_magnitudes(run: RunRecords, record: Mapping[str, Any]) -> None:
     step = from_record(record)
-    run.magnitudes[step.step] = step
+    run.shares[step.step] = step.shares()
+    run.latest = step
+    run.latest_updated = run.latest_updated if step.skipped else step
 
 
 def _take_memory(run: RunRecords, record: Mapping[str, Any]) -> None:

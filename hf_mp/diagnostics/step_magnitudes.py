@@ -91,15 +91,39 @@ class StepMagnitudes:
         """Names of the layers that anything was found of, in the order of the model."""
         return tuple(dict.fromkeys(tensor.layer for tensor in self.tensors))
 
+    def shares(self) -> StepShares:
+        """What 16 bits would lose of this step."""
+        gradients, (fp16, bf16) = self.of(Kind.WEIGHT_GRADIENTS), self.swamped()
+        has_gradients = gradients.finite_nonzero > 0
+        return StepShares(
+            step=self.step,
+            underflowed=gradients.share_underflowed() if has_gradients else None,
+            underflowed_scaled=gradients.share_underflowed(self.log2_scale) if has_gradients else None,
+            swamped_fp16=fp16.share if fp16.updates else None,
+            swamped_bf16=bf16.share if bf16.updates else None,
+        )
+
+
+@dataclass(frozen=True)
+class StepShares:
+    """What 16 bits would lose of a step: 0 to 1, None where nothing was seen.
+
+    Attributes:
+        step: number of the optimizer step.
+        underflowed, underflowed_scaled: of the weight gradients, without loss scaling and at the scale in force.
+        swamped_fp16, swamped_bf16: of the updates, were the weights FP16 or BF16.
+    """
+
+    step: int
+    underflowed: float | None
+    underflowed_scaled: float | None
+    swamped_fp16: float | None
+    swamped_bf16: float | None
+
     def log_entries(self) -> dict[str, float]:
-        """For a training log, as found: ``underflowed_share`` of the weight gradients at the loss scale in force,
-        ``swamped_share`` of the updates, were the weights FP16."""
-        entries = {}
-        if gradients := self.of(Kind.WEIGHT_GRADIENTS).finite_nonzero:
-            entries["underflowed_share"] = self.of(Kind.WEIGHT_GRADIENTS).share_underflowed(self.log2_scale)
-        if gradients and self.swamped()[0].updates:
-            entries["swamped_share"] = self.swamped()[0].share
-        return entries
+        """For a training log: ``underflowed_share`` at the scale in force, and ``swamped_share`` for FP16 weights."""
+        entries = {"underflowed_share": self.underflowed_scaled, "swamped_share": self.swamped_fp16}
+        return {name: share for name, share in entries.items() if share is not None}
 
 
 def total_histogram(tensors: Iterable[TensorMagnitudes]) -> Histogram:
