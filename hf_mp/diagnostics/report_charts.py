@@ -42,6 +42,26 @@ LIMITS = (
     Limit(axis_percent(FP16_SMALLEST_NORMAL), FP16_SMALLEST_NORMAL, "smallest normal"),
     Limit(axis_percent(FP16_OVERFLOW), FP16_OVERFLOW, "largest: 65504"),
 )
+
+
+@dataclass(frozen=True)
+class Zone:
+    """A part of the axis that FP16 does not hold, or not with all its bits; in units of ``WIDTH``."""
+
+    colour: str
+    x: int
+    width: int
+
+
+def _zone(colour: str, first: int, last: int) -> Zone:
+    return Zone(colour, OCTAVE_WIDTH * (first - LOWEST), OCTAVE_WIDTH * (last - first))
+
+
+ZONES = (
+    _zone("lost", LOWEST, FP16_SMALLEST),
+    _zone("subnormal", FP16_SMALLEST, FP16_SMALLEST_NORMAL),
+    _zone("lost", FP16_OVERFLOW, HIGHEST),
+)
 TICKS = tuple((axis_percent(log2), log2) for log2 in range(LOWEST + 8, HIGHEST, 8))
 
 
