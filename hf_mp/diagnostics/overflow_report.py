@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from hf_mp.diagnostics.values import TensorRange
 
@@ -126,3 +127,20 @@ class OverflowReport:
     def to_json(self) -> str:
         """All fields, as a JSON object."""
         return json.dumps(asdict(self), indent=2, allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> OverflowReport:
+        """The report whose fields, as :meth:`to_json` writes them, are ``values``.
+
+        Raises:
+            ValueError, TypeError, KeyError: for anything else.
+        """
+        ranges = {
+            name: tuple(TensorRange(**{**found, "shape": tuple(map(int, found["shape"]))}) for found in values[name])
+            for name in ("inputs", "outputs")
+        }
+        texts = {name: tuple(map(str, values[name])) for name in ("nonfinite_gradients", "notes")}
+        counts = {name: int(values[name]) for name in ("step", "micro_batch", "micro_batches", "rank")}
+        report = cls(**{**values, **ranges, **texts, **counts})
+        report.to_text()  # what cannot be told is no report
+        return report
