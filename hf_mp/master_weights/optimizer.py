@@ -180,10 +180,16 @@ class MasterWeightOptimizer(Optimizer):
             self.optimizer.zero_grad(set_to_none=False)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the global 2-norm of the gradients to ``max_norm``; returns the norm before, FP32 of shape ().
+        """Clip the global 2-norm of the gradients.
 
         As ``torch.nn.utils.clip_grad_norm_`` (``error_if_nonfinite=False``), without FP32 copies of gradients that are
-        still scaled: those keep the factor, for whoever reads them. ``max_norm=inf`` only measures.
+        still scaled: those keep the factor, for whoever reads them.
+
+        Args:
+            max_norm: the largest norm to leave; ``inf`` only measures.
+
+        Returns:
+            The norm before, of the unscaled gradients: FP32, of shape ().
         """
         norms = []
         for parameter in self._parameters():
@@ -203,12 +209,15 @@ class MasterWeightOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the masters, and the parameters with them; returns what the wrapped optimizer's step returns.
+        """Update the masters, and the parameters with them.
 
         In the split layout, gradients are freed as they are used.
 
         Args:
             closure: recomputes the loss on the parameters and calls ``backward``; as often as the optimizer asks for.
+
+        Returns:
+            What the wrapped optimizer's ``step`` returns.
         """
         if closure is not None:
             return self._step_on(self._parameters(), closure)

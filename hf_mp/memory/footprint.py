@@ -182,7 +182,11 @@ def memory_footprint(model: nn.Module, *, as_if_loaded: bool = False) -> MemoryF
 
     Args:
         model: any ``nn.Module``, on any device; offloaded and ``meta`` tensors are listed without being in the total.
-        as_if_loaded: count ``meta`` tensors as if they had memory, for a model that is only planned.
+        as_if_loaded: count ``meta`` tensors as if they had memory, for a model that is only planned; default False.
+
+    Returns:
+        The bytes, in all and by dtype, kind, device and module, beside what ``get_memory_footprint()`` of Transformers
+        says of the model.
 
     Raises:
         TypeError: for something that is not an ``nn.Module``.

@@ -114,8 +114,8 @@ def estimate_training_memory(
 ) -> TrainingMemory:
     """Predict the memory of fine-tuning, without memory and without a GPU.
 
-    A model of fake tensors takes real training steps: forward, backward, clipping and update, with the runtime, the
-    autocast and the optimizer that training uses. Nothing is computed by formula.
+    A model of fake tensors (torch's ``FakeTensorMode``) takes real training steps: forward, backward, clipping and
+    update, with the runtime, the autocast and the optimizer that training uses. Nothing is computed by formula.
 
     Args:
         model: a name, a directory, a ``config.json``, a configuration or a model (of which only its configuration

@@ -1,0 +1,255 @@
+"""A hook of MkDocs: the pages of the documentation site that are made from what is in the checkout already.
+
+The front page is the README, the reference is made from the public names, the page on the command from the command, the
+page on results from the stored results. Files that a page links to, such as recipes, come as pages with their source.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from posixpath import normpath, relpath
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import get_plugin_logger
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from typer.cli import get_docs_for_click
+from typer.main import get_command
+
+from hf_mp import _HOME
+from hf_mp.cli import app
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = "scripts/results"
+
+# a link or picture in Markdown that is neither a web address nor a place on the same page
+LINK = re.compile(r"\]\((?!\w+:|#)(?P<path>[^)\s#]+)(?P<place>#[^)\s]*)?\)")
+
+logger = get_plugin_logger("docs_pages")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A page of the reference.
+
+    Attributes:
+        file: its name, without ``.md``.
+        title: its heading.
+        modules: where its public names come from: modules, or packages with all that is in them.
+        besides: full paths of what the public names take or return, without being public names of ``hf_mp``.
+    """
+
+    file: str
+    title: str
+    modules: tuple[str, ...]
+    besides: tuple[str, ...] = ()
+
+    def holds(self, module: str) -> bool:
+        """Whether the public names of ``module`` belong here."""
+        return any(module == own or module.startswith(f"{own}.") for own in self.modules)
+
+
+SECTIONS = (
+    Section("training", "Training", ("hf_mp.trainer", "hf_mp.callback", "hf_mp.runtime", "hf_mp.policy")),
+    Section(
+        "autocast",
+        "Autocast",
+        ("hf_mp.autocasting",),
+        (
+            "hf_mp.autocasting.explain.Explanation",
+            "hf_mp.autocasting.explain.ExplainedOp",
+            "hf_mp.autocasting.rules.parse_rules",
+        ),
+    ),
+    Section("loss_scaling", "Loss scaling", ("hf_mp.loss_scaling",), ("hf_mp.loss_scaling.LossScaler",)),
+    Section("master_weights", "Master weights", ("hf_mp.master_weights",)),
+    Section(
+        "diagnostics",
+        "Diagnostics",
+        ("hf_mp.diagnostics",),
+        ("hf_mp.diagnostics.overflow.OverflowExplainer", "hf_mp.diagnostics.values.TensorRange"),
+    ),
+    Section(
+        "memory",
+        "Memory",
+        ("hf_mp.memory",),
+        (
+            "hf_mp.memory.footprint.TensorRow",
+            "hf_mp.memory.footprint.Kind",
+            "hf_mp.memory.footprint.ModuleBytes",
+            "hf_mp.memory.footprint.Difference",
+            "hf_mp.memory.training.TrainingSettings",
+            "hf_mp.memory.ledger.Category",
+            "hf_mp.memory.ledger.Phase",
+            "hf_mp.memory.ledger.Moment",
+        ),
+    ),
+    Section("checkpoints", "Checkpoints", ("hf_mp.checkpoints",)),
+)
+
+# Of these, only the methods that a person calls; the others are for the rest of the package.
+MEMBERS = {
+    "MixedPrecision": ("attach", "attach_optimizer", "detach", "model", "state_dict", "load_state_dict"),
+    "MixedPrecisionCallback": ("detach",),
+    "MixedPrecisionTrainer": ("train",),
+    "PrecisionStats": ("log_entries",),
+    "autocast": ("explain",),
+    "LossScaler": (
+        *("scale", "unscale_", "step", "update", "get_scale", "is_enabled"),
+        *("state", "smallest_scale", "state_dict", "load_state_dict"),
+    ),
+    "DynamicLossScaler": (
+        *("get_growth_factor", "get_backoff_factor", "get_growth_interval"),
+        *("set_growth_factor", "set_backoff_factor", "set_growth_interval"),
+    ),
+    "HeadroomLossScaler": (),
+    "StaticLossScaler": (),
+}
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add the generated pages, and a page or a copy for each file that a page links to."""
+    pages = {file.src_uri: file.content_string for file in files.documentation_pages()}
+    pages["index.md"] = "---\nhide: [navigation]\n---\n" + (ROOT / "README.md").read_text(encoding="utf-8")
+    pages["recipes.md"] = _recipes()
+    pages["results.md"] = _results()
+    pages["reference/command_line.md"] = _command_line()
+    for section in SECTIONS:
+        pages[f"reference/{section.file}.md"] = _reference(section)
+    for name in sorted(_HOME):
+        if not any(section.holds(_HOME[name]) for section in SECTIONS):
+            logger.warning(f"hf_mp.{name} is on no page of the reference: add {_HOME[name]} to SECTIONS in {__file__}")
+
+    generated = {uri: text for uri, text in pages.items() if files.get_file_from_path(uri) is None}
+    for uri, text in generated.items():
+        files.append(File.generated(config, uri, content=text))
+    for path in sorted({path for uri, text in pages.items() for path in _linked_files(uri, text)}):
+        target = _place_of(path)
+        if target.startswith("source/"):
+            files.append(File.generated(config, target, content=_source(path)))
+        elif target == path:
+            files.append(File.generated(config, target, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, **kwargs: Any) -> str:
+    """Have links to files of the checkout lead to where those are on the site."""
+    uri = page.file.src_uri
+
+    def place(link: re.Match[str]) -> str:
+        path = _path_in_checkout(uri, link["path"])
+        if not (ROOT / path).exists():
+            return link[0]  # a page of the site, or wrong: MkDocs tells
+        return f"]({relpath(_place_of(path), str(PurePosixPath(uri).parent))}{link['place'] or ''})"
+
+    return LINK.sub(place, markdown)
+
+
+def _linked_files(uri: str, markdown: str) -> Iterator[str]:
+    for link in LINK.finditer(markdown):
+        if (ROOT / (path := _path_in_checkout(uri, link["path"]))).is_file():
+            yield path
+
+
+def _path_in_checkout(uri: str, link: str) -> str:
+    """What a link on a page means in the checkout, where the README lies one folder above the other pages."""
+    folder = "." if uri in ("index.md", "recipes.md", "results.md") else str(PurePosixPath("docs", uri).parent)
+    return normpath(f"{folder}/{link}")
+
+
+def _place_of(path: str) -> str:
+    """Where a file of the checkout is on the site."""
+    if path == "README.md":
+        return "index.md"
+    if path == RESULTS:
+        return "results.md"
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    if path.endswith((".png", ".svg", ".json")):
+        return path
+    return f"source/{path}.md"
+
+
+def _source(path: str) -> str:
+    language = {".py": "python"}.get(PurePosixPath(path).suffix, "text")
+    code = (ROOT / path).read_text(encoding="utf-8")
+    header = "---\nsearch:\n  exclude: true\nhide: [toc]\n---\n"
+    return f"{header}# {PurePosixPath(path).name}\n\n~~~~~~ {{.{language} title={path!r}}}\n{code}~~~~~~\n"
+
+
+def _results() -> str:
+    rows = []
+    for file in sorted((ROOT / RESULTS).glob("*.json")):
+        record = json.loads(file.read_text(encoding="utf-8"))
+        device, versions = record["device"], record["versions"]
+        machine = device["CPU"] if device["GPU"].startswith("none") else device["GPU"]
+        _, script, *options = shlex.split(record["command"])
+        cells = (
+            f"[{file.stem}]({RESULTS}/{file.name})",
+            f"[{script}]({script}) {f'`{shlex.join(options)}`' if options else ''}",
+            *(record["date"][:10], machine, versions["torch"], versions["transformers"]),
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(
+        [
+            "---\nhide: [navigation, toc]\n---\n# Results\n",
+            "Each figure that was measured comes from one of these files, which hold the device, the versions, the",
+            "date and the command as well.\n",
+            "| result | command | date | device | torch | Transformers |",
+            "|---|---|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def _recipes() -> str:
+    rows = []
+    for file in sorted((ROOT / "recipes").glob("[a-z]*.py")):
+        about = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        rows.append(f"| [{file.name}](recipes/{file.name}) | {about.partition(chr(10))[0]} |")
+    return "\n".join(
+        [
+            "---\nhide: [navigation, toc]\n---\n# Recipes\n",
+            "Programs to run and to copy, each to be read from top to bottom. `--help` lists the options of those",
+            "that have any.\n",
+            "| recipe | what it does |",
+            "|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def _command_line() -> str:
+    group: Any = get_command(app)
+    context = group.make_context("hf-mp", [], resilient_parsing=True)
+    commands = (
+        get_docs_for_click(obj=group.get_command(context, name), ctx=context, indent=1, name=name, call_prefix="hf-mp")
+        for name in group.list_commands(context)
+    )
+    return "\n".join(["# Command line\n", f"{group.help}\n", *commands])
+
+
+def _reference(section: Section) -> str:
+    names = [name for name in sorted(_HOME, key=str.lower) if section.holds(_HOME[name])]
+    entries = [_entry(f"hf_mp.{name}") for name in names]
+    if section.besides:
+        entries += ["## What these take and return\n", *(_entry(path, level=3) for path in section.besides)]
+    return "\n".join([f"# {section.title}\n", *entries])
+
+
+def _entry(path: str, level: int = 2) -> str:
+    name = path.rpartition(".")[2]
+    options: dict[str, Any] = {"heading_level": level}
+    if name in MEMBERS:
+        options.update(members=MEMBERS[name] or False, inherited_members=MEMBERS[name])
+    lines = (f"      {option}: {json.dumps(value)}" for option, value in options.items())
+    return "\n".join([f"::: {path}", "    options:", *lines, ""])
