@@ -51,8 +51,8 @@ def _names(obj: Object) -> Iterator[tuple[str, str]]:
 
 
 def _rewrite(obj: Object, known: Mapping[str, list[str]]) -> None:
-    if isinstance(obj, Attribute) and obj.docstring is None and (text := _help_of(obj)) is not None:
-        obj.docstring = Docstring(text, parent=obj)
+    if isinstance(obj, Attribute):
+        _read_field(obj)
     if obj.docstring is not None:
         linked = ROLE.sub(lambda role: _link(role[1], obj, known), obj.docstring.value)
         obj.docstring.value = re.sub(r"::$", ":", linked, flags=re.MULTILINE)
@@ -91,13 +91,15 @@ def _find(start: str, rest: str, obj: Object) -> str | None:
         return None
 
 
-def _help_of(attribute: Attribute) -> str | None:
-    """The ``help`` in the metadata of ``dataclasses.field(...)``, which HfArgumentParser shows on the command line."""
+def _read_field(attribute: Attribute) -> None:
+    """Show ``dataclasses.field(...)`` as its default, explained by the ``help`` that HfArgumentParser shows as well."""
     value = attribute.value
     if not isinstance(value, ExprCall) or value.canonical_path != "dataclasses.field":
-        return None
-    for argument in value.arguments:
-        if isinstance(argument, ExprKeyword) and argument.name == "metadata" and isinstance(argument.value, ExprDict):
-            entries = {str(key): text for key, text in zip(argument.value.keys, argument.value.values, strict=True)}
-            return ast.literal_eval(str(entries["'help'"])) if "'help'" in entries else None
-    return None
+        return
+    arguments = {argument.name: argument.value for argument in value.arguments if isinstance(argument, ExprKeyword)}
+    attribute.value = arguments.get("default")
+    metadata = arguments.get("metadata")
+    if attribute.docstring is None and isinstance(metadata, ExprDict):
+        entries = {str(key): text for key, text in zip(metadata.keys, metadata.values, strict=True)}
+        if "'help'" in entries:
+            attribute.docstring = Docstring(ast.literal_eval(str(entries["'help'"])), parent=attribute)

@@ -51,9 +51,10 @@ class Section:
     modules: tuple[str, ...]
     besides: tuple[str, ...] = ()
 
-    def holds(self, module: str) -> bool:
-        """Whether the public names of ``module`` belong here."""
-        return any(module == own or module.startswith(f"{own}.") for own in self.modules)
+    def rank(self, module: str) -> int | None:
+        """Where the public names of ``module`` come on the page; None if they belong elsewhere."""
+        own = (rank for rank, own in enumerate(self.modules) if f"{module}.".startswith(f"{own}."))
+        return next(own, None)
 
 
 SECTIONS = (
@@ -85,6 +86,7 @@ SECTIONS = (
             "hf_mp.memory.footprint.Kind",
             "hf_mp.memory.footprint.ModuleBytes",
             "hf_mp.memory.footprint.Difference",
+            "hf_mp.memory.presets.TRAINING_PRESETS",
             "hf_mp.memory.training.TrainingSettings",
             "hf_mp.memory.ledger.Category",
             "hf_mp.memory.ledger.Phase",
@@ -99,7 +101,9 @@ MEMBERS = {
     "MixedPrecision": ("attach", "attach_optimizer", "detach", "model", "state_dict", "load_state_dict"),
     "MixedPrecisionCallback": ("detach",),
     "MixedPrecisionTrainer": ("train",),
+    "OverflowExplainer": ("explain_now",),
     "PrecisionStats": ("log_entries",),
+    "TensorRange": (),
     "autocast": ("explain",),
     "LossScaler": (
         *("scale", "unscale_", "step", "update", "get_scale", "is_enabled"),
@@ -121,10 +125,11 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     pages["recipes.md"] = _recipes()
     pages["results.md"] = _results()
     pages["reference/command_line.md"] = _command_line()
+    pages["reference/autocast_ops.md"] = _autocast_ops()
     for section in SECTIONS:
         pages[f"reference/{section.file}.md"] = _reference(section)
     for name in sorted(_HOME):
-        if not any(section.holds(_HOME[name]) for section in SECTIONS):
+        if all(section.rank(_HOME[name]) is None for section in SECTIONS):
             logger.warning(f"hf_mp.{name} is on no page of the reference: add {_HOME[name]} to SECTIONS in {__file__}")
 
     generated = {uri: text for uri, text in pages.items() if files.get_file_from_path(uri) is None}
@@ -238,9 +243,41 @@ def _command_line() -> str:
     return "\n".join(["# Command line\n", f"{group.help}\n", *commands])
 
 
+def _autocast_ops() -> str:
+    from hf_mp.autocasting.tables import TABLES, CastRule
+
+    meaning = {
+        CastRule.LOWER_PRECISION: "Lower-precision ops: in FP16 or BF16",
+        CastRule.FP32: "FP32 ops: their inputs are cast",
+        CastRule.FP32_OUTPUT: "FP32 ops: their result is FP32",
+        CastRule.FP32_NORM: "FP32 ops: their result is FP32, but for forms of `norm` without a dtype",
+        CastRule.WIDEST: "Widest-type ops: in the widest dtype among the inputs",
+        CastRule.WRITTEN_OUT: "Written out: each op inside by its own list",
+        CastRule.BANNED: "Banned ops: an error says what to use instead",
+    }
+    by_name = {name: {op: rule for rule, op in tables.entries()} for name, tables in TABLES.items()}
+    lines = [
+        "# Autocast's op lists\n",
+        "Which op runs in which dtype under `hf_mp.autocast`, as in torch's AMP documentation.",
+        "Ops that no list names run in the dtypes that they are given. `hf_mp.autocast.explain(model, **batch)` tells",
+        "what ran in a model of yours.\n",
+    ]
+    for name in ("cuda", "cpu"):
+        lines.append(f'## tables="{name}"\n')
+        for rule, words in meaning.items():
+            ops = [f"`{op}`" for op, its_rule in sorted(by_name[name].items()) if its_rule is rule]
+            lines += [f"### {words}\n", f"{', '.join(ops)}\n"] if ops else []
+    lines += ['## tables="compact"\n', 'As `"cuda"`, but for these:\n', "| op | by list | here |", "|---|---|---|"]
+    for op, rule in sorted(by_name["cuda"].items()):
+        here = by_name["compact"].get(op)
+        if here is not rule:
+            lines.append(f"| `{op}` | {rule.value} | {here.value if here else 'in the dtype that it is given'} |")
+    return "\n".join([*lines, ""])
+
+
 def _reference(section: Section) -> str:
-    names = [name for name in sorted(_HOME, key=str.lower) if section.holds(_HOME[name])]
-    entries = [_entry(f"hf_mp.{name}") for name in names]
+    ranks = {name: rank for name, module in _HOME.items() if (rank := section.rank(module)) is not None}
+    entries = [_entry(f"hf_mp.{name}") for name in sorted(ranks, key=lambda name: (ranks[name], name.lower()))]
     if section.besides:
         entries += ["## What these take and return\n", *(_entry(path, level=3) for path in section.besides)]
     return "\n".join([f"# {section.title}\n", *entries])

@@ -40,7 +40,8 @@ class TensorRow:
         name: full name, as in ``named_parameters()``; of quantization state with the weight's name before it.
         module: name of the module that holds it; empty for the model itself.
         kind: what it is to the model.
-        dtype, device: as torch prints them, without ``torch.``.
+        dtype: as torch prints it, without ``torch.``.
+        device: as torch prints it.
         shape: its shape.
         tensor_bytes: elements times their size.
         counted_bytes: what it adds to the total: the bytes of its storage, or 0 where that was counted under another
