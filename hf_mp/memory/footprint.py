@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_mp.master_weights.split_parameter import SplitParameter
+from hf_mp.memory.sizes import largest_first, readable
 
 _GRAD: Any = Tensor.grad  # the property itself, which split parameters override
 _SCALED_GRADIENT = "_scaled_gradient"  # of a SplitParameter
@@ -72,7 +73,7 @@ class Difference:
     size_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ModuleBytes:
     """A module in the tree, or several equal ones that follow each other.
 
@@ -90,8 +91,12 @@ class ModuleBytes:
     children: tuple[ModuleBytes, ...] = ()
     count: int = 1
 
+    def __repr__(self) -> str:
+        size = f"{self.count} of {readable(self.total_bytes)} each" if self.count > 1 else readable(self.total_bytes)
+        return f"<ModuleBytes {self.name or 'the model'} ({self.class_name}): {size}, {len(self.children)} inside>"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class MemoryFootprint:
     """What a model takes, tensor by tensor; made by :func:`memory_footprint`.
 
@@ -102,6 +107,10 @@ class MemoryFootprint:
 
     rows: tuple[TensorRow, ...]
     tree: ModuleBytes
+
+    def __repr__(self) -> str:
+        parts = largest_first(self.by_kind)
+        return f"<MemoryFootprint: {readable(self.total_bytes)} in {len(self.rows)} tensors ({parts or 'none here'})>"
 
     @property
     def total_bytes(self) -> int:
