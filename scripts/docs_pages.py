@@ -32,6 +32,9 @@ RESULTS = "scripts/results"
 # a link or picture in Markdown that is neither a web address nor a place on the same page
 LINK = re.compile(r"\]\((?!\w+:|#)(?P<path>[^)\s#]+)(?P<place>#[^)\s]*)?\)")
 
+# A public name in the text of a page, and not in a link already; short ones (`load`) mean ours only after `hf_mp.`.
+MENTION = re.compile(rf'(?<!">)<code>(?P<package>hf_mp\.)?(?P<name>{"|".join(_HOME)})(?:\(\))?</code>')
+
 logger = get_plugin_logger("docs_pages")
 
 
@@ -155,6 +158,20 @@ def on_page_markdown(markdown: str, *, page: Page, **kwargs: Any) -> str:
         return f"]({relpath(_place_of(path), str(PurePosixPath(uri).parent))}{link['place'] or ''})"
 
     return LINK.sub(place, markdown)
+
+
+def on_page_content(html: str, *, page: Page, **kwargs: Any) -> str:
+    """Link the public names that a guide mentions to their entries in the reference."""
+    if page.file.src_uri.startswith(("reference/", "source/")):
+        return html
+
+    def entry(mention: re.Match[str]) -> str:
+        name = mention["name"]
+        if mention["package"] is None and not re.search("[A-Z_]", name):
+            return mention[0]
+        return f'<autoref identifier="hf_mp.{name}" optional>{mention[0]}</autoref>'
+
+    return MENTION.sub(entry, html)
 
 
 def _linked_files(uri: str, markdown: str) -> Iterator[str]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import griffe
 import pytest
@@ -131,26 +132,51 @@ def test_no_markup_of_other_systems_is_left(site: Path) -> None:
 # From the site alone
 
 
-class Loads(HTMLParser):
-    """Collects what a page loads."""
+class Addresses(HTMLParser):
+    """Collects what a page loads, what it links to, and its places that can be linked to."""
 
-    def __init__(self) -> None:
+    def __init__(self, page: Path) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.loads: list[str] = []
+        self.links: list[str] = []
+        self.places: set[str] = set()
+        self.feed(page.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = dict(attrs)
+        values = {name: value or "" for name, value in attrs}
         if tag in LOADING and (address := values.get(LOADING[tag])):
-            self.found.append(address)
-        self.found += [part.split()[0] for part in (values.get("srcset") or "").split(",") if part.strip()]
+            self.loads.append(address)
+        self.loads += [part.split()[0] for part in values.get("srcset", "").split(",") if part.strip()]
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+        self.places |= {values[name] for name in ("id", "name") if name in values}
 
 
-def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
-    loads = {}
-    for page in site.rglob("*.html"):
-        parser = Loads()
-        parser.feed(page.read_text(encoding="utf-8"))
-        loads[page] = parser.found
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Addresses]:
+    return {page.resolve(): Addresses(page) for page in site.rglob("*.html") if page.name != "404.html"}
+
+
+def test_each_link_leads_to_a_page_and_a_place_on_it(pages: dict[Path, Addresses]) -> None:
+    lost = []
+    for page, addresses in pages.items():
+        for link in addresses.links:
+            path, _, place = link.partition("#")
+            target = (page.parent / unquote(path)).resolve() if path else page
+            if path.startswith(FROM_ELSEWHERE) or path in ("", "."):
+                continue
+            if not target.exists() or (place and target in pages and unquote(place) not in pages[target].places):
+                lost.append((page.name, link))
+    assert not lost
+
+
+def test_guides_link_public_names_to_the_reference(pages: dict[Path, Addresses]) -> None:
+    links = {link for page, addresses in pages.items() for link in addresses.links if page.name == "loss_scaling.html"}
+    assert "reference/loss_scaling.html#hf_mp.HeadroomLossScaler" in links
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Addresses]) -> None:
+    loads = {page: addresses.loads for page, addresses in pages.items()}
     assert all(loads.values())
     assert not [(page, address) for page in loads for address in loads[page] if address.startswith(FROM_ELSEWHERE)]
     for sheet in [*site.rglob("*.css"), *site.rglob("*.svg"), *site.rglob("*.html")]:

@@ -59,7 +59,7 @@ class MasterWeightOptimizer(Optimizer):
 
     Args:
         optimizer: over floating parameters, not stepped yet. Step this wrapper from now on, not it.
-        layout: ``"whole"`` (default) keeps a FP32 tensor per parameter; ``"split"`` keeps the 16 bits that the
+        layout: ``"whole"`` (default) keeps an FP32 tensor per parameter; ``"split"`` keeps the 16 bits that the
             parameter lacks (:mod:`hf_mp.master_weights.split`), and puts masters together for the step only.
 
     Raises:
@@ -345,7 +345,7 @@ class MasterWeightOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, and under ``masters`` the FP32 masters that no model's ``state_dict()`` holds.
 
-        ``masters`` maps the index of a parameter (as in ``state``) to a FP32 tensor of its shape, in either layout.
+        ``masters`` maps the index of a parameter (as in ``state``) to an FP32 tensor of its shape, in either layout.
         Models in a lean layout save their masters themselves. Other optimizers can load the state, without masters.
         """
         saved = {}
