@@ -55,7 +55,10 @@ class MixedPrecisionArguments(TrainingArguments):
 
     precision: str = field(
         default="fp16",
-        metadata={"help": "fp16, bf16, fp32 (the stock Trainer), or 'params=fp32,compute=fp16,loss_scale=dynamic'."},
+        metadata={
+            "help": "fp16, bf16, fp16-lean, bf16-lean (which store the model in 16 bits), fp32 (the stock Trainer), or "
+            "'params=fp32,compute=fp16,loss_scale=dynamic'."
+        },
     )
     loss_scale: str | None = field(
         default=None,
