@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import hashlib
 import importlib
 import json
@@ -31,6 +32,8 @@ from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisio
 from hf_mp.checkpoints.inspection import find_problems, list_checkpoints
 from hf_mp.trainer_support import unwrap_optimizer
 
+gc.collect()
+gc.freeze()  # accelerate collects garbage at each start, which would look at all of torch and Transformers
 logging.set_verbosity_warning()
 logging.disable_progress_bar()
 
