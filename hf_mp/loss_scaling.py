@@ -32,6 +32,7 @@ from hf_mp.loss_scale_rules import (
     adjust_dynamic,
     adjust_headroom,
     check_scale,
+    check_whole,
     count_step,
     headroom_left,
     is_power_of_two,
@@ -78,8 +79,9 @@ class LossScaler(ExplicitScaling, Generic[State]):
     kind: ClassVar[str]
 
     def __init__(self, state: State, *, max_consecutive_skips: int, min_scale: float, enabled: bool = True) -> None:
-        if max_consecutive_skips < 1:
-            raise ValueError(f"max_consecutive_skips={max_consecutive_skips} must be at least 1 step")
+        check_whole(1, max_consecutive_skips=max_consecutive_skips)
+        if not isinstance(enabled, (bool, int)):
+            raise TypeError(f"enabled={enabled!r} must be True or False")
         self._state = state
         self._max_consecutive_skips = max_consecutive_skips
         self._min_scale = to_fp32(min_scale)

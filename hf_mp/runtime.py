@@ -24,7 +24,7 @@ from hf_mp.autocasting.working_copies import WorkingCopies
 from hf_mp.borders import check_reachable, input_border, output_border
 from hf_mp.causal_lm_loss import install_causal_lm_loss, remove_causal_lm_loss
 from hf_mp.distributed import Ranks, check_parallelism, is_dtensor, is_running, is_sharded, local_part
-from hf_mp.kernels.gradient_scan import all_finite
+from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite
 from hf_mp.loss_scaling import LossScaleError, LossScaler, ScaleTensors, StepReport, headroom_left, make_loss_scaler
 from hf_mp.master_weights.lean import restore_parameters, split_trainable_parameters
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer
@@ -445,8 +445,13 @@ class MixedPrecision:
         if any(is_dtensor(parameter) for parameter in parameters):
             self.working_copies.keep_none()  # also where FSDP shards a module around the model, unseen from inside
         measured = None if self._largest is None else self._largest.item()
-        seen = measured is not None and self._are_unchanged(parameters)
-        overflow = not seen and not all_finite(map(local_part, raw_gradients(parameters)))
+        # In a loop of one's own, gradients may be written so that no version counter rises (`.data`, NumPy).
+        seen = measured is not None and self.measures_norm and self._are_unchanged(parameters)
+        # A gradient too large to be squared would make Adam's second moment inf for good.
+        if measured is not None and seen:
+            overflow = not measured < SQUARES_BELOW
+        else:
+            overflow = not all_finite(map(local_part, raw_gradients(parameters)), SQUARES_BELOW)
         # Clipping by value, or a repair by hand, may have hidden what the backward gave.
         overflow = overflow or (measured is not None and not math.isfinite(measured))
         # Without loss scaling there is no headroom to tell of.

@@ -184,9 +184,11 @@ def read_manifest(directory: Path) -> Manifest | None:
         CheckpointError: for one that is damaged.
     """
     path = directory / MANIFEST_NAME
-    if not path.exists():
+    if not path.exists() and not path.is_symlink():
         return None
     try:
+        if not path.is_file():  # a pipe would wait for ever
+            raise CheckpointError("no file that can be read")
         with path.open("rb") as file:
             content = file.read(MAX_MANIFEST_BYTES + 1)
         if len(content) > MAX_MANIFEST_BYTES:

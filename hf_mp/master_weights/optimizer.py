@@ -365,11 +365,16 @@ class MasterWeightOptimizer(Optimizer):
         their own masters.
 
         Raises:
+            TypeError: for masters that are no tensors.
             ValueError: for masters of another shape or dtype, and as ``torch.optim.Optimizer.load_state_dict``.
         """
         parameters = self._parameters()
         given: Mapping[int, Tensor] = state_dict.get("masters", {})
+        if not isinstance(given, Mapping):
+            raise TypeError(f"masters must map indices of parameters to FP32 tensors, and is a {type(given).__name__}")
         for index, tensor in given.items():
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"masters[{index!r}] must be a FP32 tensor, not {tensor!r:.200}")
             if index not in range(len(parameters)) or tensor.shape != parameters[index].shape:
                 shape = tuple(parameters[index].shape) if index in range(len(parameters)) else "no parameter"
                 raise ValueError(f"masters[{index}] has shape {tuple(tensor.shape)}, but there is {shape} here")
