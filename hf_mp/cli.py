@@ -108,5 +108,22 @@ def memory(
         raise typer.Exit(2) from error
 
 
+@app.command()
+def report(
+    run_directory: Annotated[Path, typer.Argument(help="Output directory of a training run.")],
+    html: Annotated[
+        Path | None, typer.Option(help="Where to write the page. Default: RUN_DIR/precision_report.html.")
+    ] = None,
+) -> None:
+    """Write one HTML page about the precision of a run: its loss scale, overflows, and where its values lie."""
+    from hf_mp.diagnostics.report import report_command
+
+    try:
+        typer.echo(report_command(run_directory, html), nl=False)
+    except (ValueError, OSError) as error:
+        typer.echo(f"hf-mp report: error: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
 if __name__ == "__main__":
     app()
