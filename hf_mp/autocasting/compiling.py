@@ -115,7 +115,7 @@ def trace_operators_inside(active: Callable[[], Any], border_argument: Callable[
     dispatching = TorchHigherOrderOperatorVariable.call_function
     for variable in _subclasses(TorchHigherOrderOperatorVariable):
         if inspect.unwrap(variable.call_function) is dispatching:  # the others ask no mode
-            variable.call_function = _tracing_inside(variable.call_function, active, border_argument)  # type: ignore[method-assign]
+            variable.call_function = _tracing_inside(variable.call_function, active, border_argument)
             add_hop_context(variable)
 
 
@@ -135,7 +135,7 @@ def _tracing_inside(
     return call_function
 
 
-def _subclasses(variable: type) -> list[type]:
+def _subclasses(variable: Any) -> list[Any]:
     return [found for direct in variable.__subclasses__() for found in (direct, *_subclasses(direct))]
 
 
