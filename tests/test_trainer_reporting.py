@@ -148,6 +148,19 @@ def test_the_progress_bar_has_a_live_line(contender: str, tmp_path: Path) -> Non
     assert [line.rpartition("skipped ")[2].rstrip("]") for line in lines] == ["0", "1", "1"]
 
 
+@pytest.mark.parametrize("contender", CONTENDERS)
+def test_a_line_of_somebody_else_stays(contender: str, tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    class Own(ProgressCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            lines.append(str(self.training_bar.postfix))  # type: ignore[attr-defined]
+            self.training_bar.set_postfix(loss=1.5)  # type: ignore[attr-defined]
+
+    train(contender, tmp_path, callbacks=[Own()], max_steps=3)
+    assert lines[0].startswith("loss scale ") and lines[1:] == ["loss=1.5", "loss=1.5"]
+
+
 def test_the_live_line_says_what_is_known() -> None:
     assert live_line(PrecisionStats(loss_scale=2048.0, headroom=5.26, skipped_steps=1)) == (
         "loss scale 2,048, headroom 5.3, skipped 1"
