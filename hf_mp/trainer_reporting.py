@@ -100,10 +100,16 @@ class TrainerReporting:
         latest = None if self.recorder is None else self.recorder.latest
         return {} if latest is None else latest.shares().log_entries()
 
-    def end(self) -> None:
+    def end(self, args: TrainingArguments) -> None:
         """Training has come to its end: write the page, if that was asked for."""
         if self.recorder is None:
             return
+        if self._settings.precision_report:
+            self.recorder.predict_memory(
+                optimizer=_as_text(args.optim),
+                accumulation_steps=args.gradient_accumulation_steps,
+                gradient_checkpointing=args.gradient_checkpointing,
+            )
         self.recorder.end()
         if self._settings.precision_report:
             try:

@@ -52,6 +52,8 @@ def test_a_run_that_is_asked_to_leaves_a_log_and_a_page(contender: str, tmp_path
     assert "in the model itself, in the backward pass" in run.steps[2].cause
     assert list(run.shares) == [1, 3, 5]
     assert run.starts[0]["settings"]["learning_rate"] == 0.5 and run.starts[0]["histogram_steps"] == 2
+    assert run.predicted_memory is not None and run.predicted_memory.peak_bytes > 2**17
+    assert (run.predicted_memory.batch_size, run.predicted_memory.seq_len) == (4, 24)
     assert "1 of 5 steps skipped." in (tmp_path / PAGE_NAME).read_text(encoding="utf-8")
     assert str(tmp_path) not in (tmp_path / LOG_NAME).read_text(encoding="utf-8")
 
@@ -92,6 +94,15 @@ def test_both_contenders_record_the_same(contender: str, tmp_path: Path) -> None
     train("subclass", tmp_path / "other", histogram_steps=2)
     found, other = read_run(tmp_path / contender), read_run(tmp_path / "other")
     assert found.latest == other.latest and found.steps == other.steps
+
+
+def test_memory_that_cannot_be_predicted_is_missing_by_name(tmp_path: Path) -> None:
+    model = tiny_gpt2()
+    model.transformer.wpe.weight.requires_grad_(False)
+    train("callback", tmp_path, model=model, precision_report=True)
+    assert read_run(tmp_path).missing[0] == (
+        "the memory over the step by category is not there: it is predicted for whole models of Transformers alone"
+    )
 
 
 # Logs and TensorBoard

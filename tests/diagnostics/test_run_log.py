@@ -129,6 +129,8 @@ def test_a_resumed_run_goes_on_where_it_was_resumed(tmp_path: Path) -> None:
         '{"record":"overflow","report":{"step":1}}', '{"record":"memory","step":1,"source":"","points":[["a",-1]]}',
         '{"record":"magnitudes","step":1,"loss_scale":1,"skipped":false,"notes":[],"tensors":[["x"]],"bins":[0,1],'
         '"counts":""}',
+        '{"record":"predicted memory","batch_size":1,"seq_len":1,"device":"cpu","peak_bytes":1,"peak_phase":"update",'
+        '"timeline":[[0,"lunch",{}]]}',
         "[" * 100_000,
     ],
     ids=lambda line: line[:40] + str(len(line)),
