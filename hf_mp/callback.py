@@ -63,7 +63,8 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
             :class:`MixedPrecisionArguments`, else ``"fp16"``.
         loss_scaler_settings: keyword arguments for the loss scaler that the policy names, as in
             ``{"init_scale": 4096, "headroom": 4}``; default: those of ``MixedPrecisionArguments``, else none.
-        tables, rules: as for :class:`hf_mp.autocast`.
+        tables: whose op lists autocast applies, as for :class:`hf_mp.MixedPrecision`; default ``"compact"``.
+        rules: own rules of autocast by op and by module name, as for :class:`hf_mp.autocast`; default none.
         explain_overflows: have skipped steps explained (:func:`hf_mp.explain_overflows`); default: what
             ``MixedPrecisionArguments`` say, else True.
         histogram_steps, histogram_layers, precision_report: as in :class:`MixedPrecisionArguments`; default: what they

@@ -1,6 +1,5 @@
 """The ``hf-mp`` command. Each command prints what a function of its own module gathered."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -34,24 +33,21 @@ def main(
 
 @app.command()
 def env(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the tables.")] = False,
 ) -> None:
-    """Show what mixed precision runs on here: versions, CPU, GPUs. Put it into a bug report."""
-    from hf_mp.environment import gather_environment
+    """Show what mixed precision runs on here, and the preset that suits it. Put it into a bug report."""
+    from hf_mp.machine.report import examine_machine, screen
 
-    rows = gather_environment()
+    machine = examine_machine()
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        typer.echo(machine.to_json())
         return
 
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
-    table = Table("environment", "value", show_edge=False)
-    for label, value in rows.items():
-        table.add_row(label, Text(value))
-    Console().print(table)
+    console = Console(highlight=False)
+    for part in screen(machine):
+        console.print(part)
 
 
 @app.command()

@@ -20,7 +20,7 @@ from hf_mp.callback import MixedPrecisionCallback
 from hf_mp.checkpoints.crash_safe_trainer import SAVE_FAILURES, CrashSafeTrainer
 from hf_mp.diagnostics.overflow import explain_overflows
 from hf_mp.diagnostics.overflow_report import OverflowReport
-from hf_mp.loss_scaling import make_loss_scaler
+from hf_mp.loss_scaling import LossScaleError, make_loss_scaler
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer
 from hf_mp.policy import PrecisionPolicy, parse_loss_scale
 from hf_mp.runtime import MixedPrecision, check_attachable
@@ -55,7 +55,10 @@ class MixedPrecisionArguments(TrainingArguments):
 
     precision: str = field(
         default="fp16",
-        metadata={"help": "fp16, bf16, fp32 (the stock Trainer), or 'params=fp32,compute=fp16,loss_scale=dynamic'."},
+        metadata={
+            "help": "fp16, bf16, fp16-lean, bf16-lean (which store the model in 16 bits), fp32 (the stock Trainer), or "
+            "'params=fp32,compute=fp16,loss_scale=dynamic'."
+        },
     )
     loss_scale: str | None = field(
         default=None,
@@ -173,6 +176,13 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
             ``ACCELERATE_MIXED_PRECISION`` beside ours, or for a model without floating parameters.
     """
 
+    stuck_errors = (LossScaleError,)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the last two steps were skipped: a single one is how a scaler finds its level."""
+        return self.mixed_precision is not None and self.mixed_precision.scaler.state.consecutive_skips > 1
+
     def __init__(
         self,
         model: nn.Module | None = None,
@@ -214,8 +224,11 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
             runtime = self.mixed_precision = make_runtime(self.precision_policy, self.args)
         if runtime.model is None:
             runtime.attach(model)
-        # A training_step of one's own may write gradients so that no version counter rises (`.data`, NumPy).
-        runtime.measures_norm = type(self).training_step is Trainer.training_step
+        # Code of one's own may write gradients so that no version counter rises (`.data`, NumPy).
+        runtime.measures_norm = type(self).training_step is Trainer.training_step and not any(
+            type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
+            for callback in self.callback_handler.callbacks
+        )
         self._explain_overflows(runtime)
         self.reporting.begin(runtime, self.args, ReportSettings.of(self.args))
         runtime.wrap_forwards()  # Liger's kernels set a forward of their own after the Trainer is made

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils import logging
@@ -192,7 +193,7 @@ class OverflowExplainer:
             folder.mkdir(parents=True, exist_ok=True)
             save_file(tensors, folder / "batch.safetensors")
             (folder / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             logger.warning(f"the failing batch could not be kept in {folder}: {error}")
 
 

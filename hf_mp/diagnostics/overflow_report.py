@@ -18,7 +18,8 @@ class OverflowReport:
 
     Attributes:
         step: number of the optimizer step, from 1.
-        micro_batch, micro_batches: which backward of the step it was, from 1, and how many there were.
+        micro_batch: which backward of the step it was, from 1.
+        micro_batches: how many backwards the step had.
         rank: the process, in distributed training; else 0.
         phase: where the first inf or NaN came from. ``"input"``: it was in the batch. ``"weight"``: in a parameter or
             buffer, or in its FP16 rounding. ``"forward"``, ``"backward"``: an op made it from finite values.
@@ -27,7 +28,8 @@ class OverflowReport:
         module: name of the module in the attached model; ``""`` is the model itself.
         op: torch's name of the function that the module called; in backward, of the one whose backward it was.
         tensor: name of the input, weight or output that is at fault; ``""`` for an op.
-        inputs, outputs: what went into the op and what came out.
+        inputs: the range of each tensor that went into the op.
+        outputs: the range of each tensor that came out.
         nonfinite_gradients: names of the parameters whose gradient was inf or NaN in this micro-batch.
         loss_scale: the loss scale that was in force.
         smaller_scale_helps: whether the same backward is finite at a smaller loss scale; None where it was not tried.
