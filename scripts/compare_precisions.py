@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-import matplotlib
 import torch
 from transformers import ProgressCallback, Trainer, TrainingArguments
 
+from _plots import draw_losses
 from _recipe import recipe_trainer
 from _results import RESULTS, save_result
 
-COLOURS = {"fp32": "#4c566a", "hf_mp fp16": "#d08770", "torch.autocast bf16": "#5e81ac"}
+CONTENDERS = ("fp32", "hf_mp fp16", "torch.autocast bf16")
 
 
 @dataclass(frozen=True)
@@ -34,13 +33,14 @@ class Curve:
 
 def main(flags: list[str]) -> None:
     """Train the three runs, store the numbers, draw the curves."""
-    curves = {name: run(name, flags) for name in COLOURS}
+    curves = {name: run(name, flags) for name in CONTENDERS}
     reference = curves["fp32"].eval_loss
     for name, curve in curves.items():
         off = 100 * (curve.eval_loss / reference - 1)
         print(f"{name:20} evaluation loss {curve.eval_loss:.4f} ({off:+.3f}%), training {curve.train_seconds:.1f} s")
-    path = save_result("compare_precisions", {name: asdict(curve) for name, curve in curves.items()})
-    draw(curves, path.with_suffix(".png"))
+    payload = {name: asdict(curve) for name, curve in curves.items()}
+    path = save_result("compare_precisions", payload)
+    draw_losses(payload, path.with_suffix(".png"))
     print(f"stored in {path.relative_to(RESULTS.parent.parent)} and {path.with_suffix('.png').name}")
 
 
@@ -76,29 +76,6 @@ def stock_trainer(ours: Trainer) -> Trainer:
     )
     trainer.remove_callback(ProgressCallback)
     return trainer
-
-
-def draw(curves: dict[str, Curve], path: Path) -> None:
-    """The training losses over the steps, as a PNG."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (top, bottom) = pyplot.subplots(
-        2, 1, figsize=(8, 6.5), sharex=True, height_ratios=(3, 1), layout="constrained"
-    )
-    reference = curves["fp32"].losses
-    for name, curve in curves.items():
-        top.plot(curve.steps, curve.losses, label=f"{name}: {curve.eval_loss:.4f} held out", color=COLOURS[name])
-        difference = [100 * (ours / theirs - 1) for ours, theirs in zip(curve.losses, reference, strict=True)]
-        bottom.plot(curve.steps, difference, color=COLOURS[name])
-    top.set_ylabel("training loss")
-    top.legend(frameon=False)
-    bottom.set_ylabel("off FP32, %")
-    bottom.set_xlabel("step")
-    for axes in (top, bottom):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":
