@@ -56,8 +56,8 @@ def step(results: StoredResults) -> str:
         [
             paragraph(
                 f"One training step (forward, backward, clipping, AdamW) of {workload(stored)} "
-                f"({script('bench_step')}). The floor is its matrix products at the best rate that this machine reached "
-                "in that dtype, and the bytes of its update at the bandwidth of a copy; utilisation is the products at "
+                f"({script('bench_step')}). The floor is its matrix products at the best rate that this machine "
+                "reached in that dtype, and the bytes of its update at the bandwidth of a copy; utilisation is the products at "
                 "that rate over the step; the peak counts all tensors, model and optimizer included:"
             ),
             table(STEP_HEADER, step_rows(stored)),
@@ -179,8 +179,8 @@ def autocast(results: StoredResults) -> str:
             paragraph(
                 f"{stored['dtype'].text.upper()}, {workload(stored)}, and {stored['generated_tokens'].number:.0f} "
                 f"tokens generated with {stored['generation_layers'].number:.0f} layers, as multiples of "
-                f"`torch.autocast`'s time ({script('bench_autocast')}). The floor of training is its matrix products, that of generation "
-                "to read the weights for each token:"
+                f"`torch.autocast`'s time ({script('bench_autocast')}). The floor of training is its matrix "
+                "products, that of generation to read the weights for each token:"
             ),
             table(
                 (
@@ -198,8 +198,8 @@ def autocast(results: StoredResults) -> str:
                 f"leaves alone and {listed['hf_mp']['median_microseconds'].number:.1f} to one that it looks up "
                 f"(`torch.autocast`: {unlisted['torch.autocast']['median_microseconds'].number:.1f} and "
                 f"{listed['torch.autocast']['median_microseconds'].number:.1f}). Casting all weights of the trained "
-                f"model takes {1e3 * stored['cast_all_weights']['median_seconds'].number:.1f} ms, at the bandwidth of a "
-                f"copy {1e3 * stored['floor_seconds']['cast_all_weights'].number:.1f} ms."
+                f"model takes {1e3 * stored['cast_all_weights']['median_seconds'].number:.1f} ms, at the bandwidth of "
+                f"a copy {1e3 * stored['floor_seconds']['cast_all_weights'].number:.1f} ms."
             ),
         ]
     )
