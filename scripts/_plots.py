@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,14 @@ import matplotlib
 matplotlib.use("Agg")
 
 _COLOURS = ("#d08770", "#5e81ac", "#4c566a", "#a3be8c", "#b48ead", "#ebcb8b")
+_COLOUR_OF_RUN = {
+    "fp32": "#4c566a",
+    "hf_mp fp16": "#d08770",
+    "hf_mp fp16-lean": "#bf616a",
+    "hf_mp bf16": "#8fae6e",
+    "hf_mp bf16-lean": "#b48ead",
+    "torch.autocast bf16": "#5e81ac",
+}
 _DRAWN_FROM = "Source"  # a keyword that PNG knows
 
 
@@ -24,9 +31,9 @@ def draw_losses(result: Mapping[str, Any], path: Path) -> None:
     figure, (top, bottom) = pyplot.subplots(
         2, 1, figsize=(8, 6.5), sharex=True, height_ratios=(3, 1), layout="constrained"
     )
-    colours = itertools.cycle((_COLOURS[2], *_COLOURS[:2], *_COLOURS[3:]))  # FP32, which is first, is grey
     reference = result["fp32"]["losses"]
-    for (name, curve), colour in zip(result.items(), colours, strict=False):
+    for name, curve in result.items():
+        colour = _COLOUR_OF_RUN[name]
         top.plot(curve["steps"], curve["losses"], label=f"{name}: {curve['eval_loss']:.4f} held out", color=colour)
         difference = [100 * (ours / theirs - 1) for ours, theirs in zip(curve["losses"], reference, strict=True)]
         bottom.plot(curve["steps"], difference, color=colour)

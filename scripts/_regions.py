@@ -217,17 +217,27 @@ def callback(results: StoredResults) -> str:
 
 
 def precisions(results: StoredResults) -> str:
-    """The recipe in several precisions."""
-    stored = results("compare_precisions")
-    losses = [f"{curve['eval_loss'].number:.4f} in {name}" for name, curve in stored.parts()]
-    skipped = max(curve["skipped_steps"].number for _, curve in stored.parts() if "skipped_steps" in curve)
+    """The recipe in every precision, and GPT-2 of the real width where it was trained as well."""
+    larger = "compare_precisions_768"
+    names = ["compare_precisions", *([larger] if larger in results else [])]
+    runs = [results(name) for name in names]
+    commands = " and ".join(f"`{run.root['command'].text}`" for run in runs)
+    rows = [[name] for name, _ in runs[0].parts()]
+    for run in runs:
+        fp32 = run["fp32"]["eval_loss"].number
+        for cells in rows:
+            found = run[cells[0]]
+            off = found["eval_loss"].number / fp32 - 1
+            cells.append(f"{found['eval_loss'].number:.4f} ({100 * off:+.3f}%)")
+            cells.append(f"{found['skipped_steps'].number:.0f}" if "skipped_steps" in found else "")
+    steps = [f"{run['fp32']['steps'].value[-1]:.0f} steps" for run in runs]
     return "\n\n".join(
         [
             paragraph(
-                f"The recipe trained with one seed and one order of the data ({script('compare_precisions')}): "
-                f"evaluation loss {', '.join(losses)} (the last is the stock Trainer's `bf16=True`); "
-                f"{'no step' if not skipped else f'{skipped:.0f} steps'} skipped."
+                "Evaluation loss of the recipe trained with one seed and one order of the data, and how far it is off "
+                f"FP32's; the last is the stock Trainer's `bf16=True` ({commands}):"
             ),
+            table(("", *(cell for step in steps for cell in (step, "skipped"))), rows),
             "![training losses of the runs](scripts/results/compare_precisions.png)",
         ]
     )
