@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from typing import Any
 
@@ -29,7 +30,9 @@ class StepByStep:
         self._ended = False
         self._is_closing = False
         trainer.add_callback(_Pause(self))
-        self._thread = threading.Thread(target=self._train, args=(trainer,), daemon=True)
+        # torch keeps settings, those of its compiler among them, for each context
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._train, trainer), daemon=True)
         self._thread.start()
         self._wait()
         self._state = _accelerate_state()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState
 from transformers import GPT2LMHeadModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -51,6 +52,20 @@ def test_what_the_training_raises_reaches_the_caller(make_trainer):
     steps = StepByStep(make_trainer(fails=Fails()))
     with pytest.raises(KeyError, match="planted"):
         steps.step()
+
+
+def test_the_training_sees_the_settings_of_torch_that_the_caller_made(make_trainer, monkeypatch):
+    class Limit(TrainerCallback):
+        def __init__(self):
+            self.seen = []
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.seen.append(torch._dynamo.config.recompile_limit)
+
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 57)
+    watch = Limit()
+    StepByStep(make_trainer(watch=watch)).close()
+    assert watch.seen == [57]
 
 
 def test_each_trainer_keeps_its_own_precision(make_trainer):
