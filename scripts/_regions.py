@@ -17,8 +17,8 @@ def machine(results: StoredResults) -> str:
     return paragraph(
         f"{hardware(stored)}, torch {versions['torch'].text.partition('+')[0]}, Transformers "
         f"{versions['transformers'].text}, {stored.root['date'].text[:10]}. Each table is one run with the contenders "
-        "in turns, each time a median with the distance of the quartiles; device, versions, date and command are in "
-        "the files of [`scripts/results/`](scripts/results/). `make tables` writes this section from them."
+        "in turns, each time a median ± the distance of the quartiles; device, versions, date and command are in the "
+        "files of [`scripts/results/`](scripts/results/). `make tables` writes this section from them."
     )
 
 
@@ -194,10 +194,10 @@ def autocast(results: StoredResults) -> str:
                 rows,
             ),
             paragraph(
-                f"Autocast adds {unlisted['hf_mp']['median_microseconds'].number:.1f} microseconds to a call that it "
-                f"leaves alone and {listed['hf_mp']['median_microseconds'].number:.1f} to one that it looks up "
-                f"(`torch.autocast`: {unlisted['torch.autocast']['median_microseconds'].number:.1f} and "
-                f"{listed['torch.autocast']['median_microseconds'].number:.1f}). Casting all weights of the trained "
+                f"Autocast adds {unlisted['hf_mp']['median_microseconds'].number:z.1f} microseconds to a call that it "
+                f"leaves alone and {listed['hf_mp']['median_microseconds'].number:z.1f} to one that it looks up "
+                f"(`torch.autocast`: {unlisted['torch.autocast']['median_microseconds'].number:z.1f} and "
+                f"{listed['torch.autocast']['median_microseconds'].number:z.1f}). Casting all weights of the trained "
                 f"model takes {1e3 * stored['cast_all_weights']['median_seconds'].number:.1f} ms, at the bandwidth of "
                 f"a copy {1e3 * stored['floor_seconds']['cast_all_weights'].number:.1f} ms."
             ),
