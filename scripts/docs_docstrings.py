@@ -1,7 +1,8 @@
 """An extension of griffe: what mkdocstrings is to know of this project's docstrings.
 
-Our docstrings name things as Sphinx does (``:class:`Name```) and end a line before an example with ``::``; in editors
-and in ``help()`` both read well. The site is Markdown: roles become links, and the second colon goes.
+Our docstrings name things as Sphinx does (``:class:`Name```), end a line before an example with ``::`` and explain what
+belongs together in one line (``inputs, outputs: ...``); in editors and in ``help()`` that reads well. The site is
+Markdown, where roles become links, the second colon goes, and each name has an entry.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from griffe import (
 )
 
 ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):`~?([\w.]+)`")
+
+# In a section, names that are explained together, with all lines of the explanation.
+TOGETHER = re.compile(r"^    (?P<names>\w+(?:, \w+)+): (?P<text>.*(?:\n {5,}.*)*)", re.MULTILINE)
 
 # Through mkdocs' log, so that a strict build fails.
 logger = get_logger("mkdocs.plugins.docs_docstrings")
@@ -55,10 +59,14 @@ def _rewrite(obj: Object, known: Mapping[str, list[str]]) -> None:
         _read_field(obj)
     if obj.docstring is not None:
         linked = ROLE.sub(lambda role: _link(role[1], obj, known), obj.docstring.value)
-        obj.docstring.value = re.sub(r"::$", ":", linked, flags=re.MULTILINE)
+        obj.docstring.value = re.sub(r"::$", ":", TOGETHER.sub(_one_by_one, linked), flags=re.MULTILINE)
     for member in obj.members.values():
         if isinstance(member, Object):
             _rewrite(member, known)
+
+
+def _one_by_one(together: re.Match[str]) -> str:
+    return "\n".join(f"    {name}: {together['text']}" for name in together["names"].split(", "))
 
 
 def _link(name: str, obj: Object, known: Mapping[str, list[str]]) -> str:

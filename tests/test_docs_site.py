@@ -92,7 +92,8 @@ def test_each_guide_is_in_the_navigation(site: Path) -> None:
 
 @pytest.fixture(scope="module")
 def package() -> griffe.Object:
-    found = griffe.load("hf_mp", search_paths=[ROOT], docstring_parser="google")
+    extensions = griffe.load_extensions(str(ROOT / "scripts" / "docs_docstrings.py"))
+    found = griffe.load("hf_mp", search_paths=[ROOT], docstring_parser="google", extensions=extensions)
     assert isinstance(found, griffe.Object)
     return found
 
