@@ -106,6 +106,8 @@ class MagnitudeCollector:
             self._notes = (SHARDED,)
         else:
             self._parameters = _trainable(layers)
+            # Before the backward: some optimizers update inside of it.
+            self._weights = {key: _Sampled.of_master(p) for key, p in self._parameters.items()}
         if _is_compiled(model):
             self._notes = (*self._notes, COMPILED)
             return
@@ -162,8 +164,6 @@ class MagnitudeCollector:
             gradient, factor = gradient_and_factor(parameter)
             if gradient is not None:
                 self._gradients[key] = _Sampled.of(gradient, factor)
-            if key not in self._weights:
-                self._weights[key] = _Sampled.of_master(parameter)
 
     def finish(self, report: StepReport) -> StepMagnitudes:
         """Count what was seen of the step, which has just been taken or skipped."""
@@ -199,9 +199,11 @@ class MagnitudeCollector:
         rows = {}
         for key, before in self._weights.items():
             after = _Sampled.of_master(self._parameters[key])
-            if after.values.shape != before.values.shape or key not in self._gradients:
+            if after.values.shape != before.values.shape:  # somebody replaced the weight
                 continue
             update = after.values - before.values
+            if key not in self._gradients and not update.any():
+                continue  # it had no part in the step
             rows[(*key, Kind.UPDATES)] = TensorMagnitudes(
                 Kind.UPDATES,
                 *key,
