@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_mp.autocasting.fp32_products import fp32_product
 from hf_mp.autocasting.through_fp32 import must_be_plain, run_through_fp32
 from hf_mp.borders import BorderFunction, parameter_border, unscale
 
@@ -200,12 +201,8 @@ def _forward_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     for row in _blocks(rows, inner):
         x32 = x[row].float()
         for column in _blocks(outer, max(inner, row.stop - row.start)):
-            weight32 = weight[column].float()
-            if bias is None:
-                block = torch.mm(x32, weight32.t())
-            else:
-                block = torch.addmm(bias[column].float(), x32, weight32.t())
-            result[row, column].copy_(block)
+            bias32 = None if bias is None else bias[column].float()
+            result[row, column].copy_(fp32_product(x32, weight[column].float().t(), bias32))
     return result
 
 
@@ -246,13 +243,13 @@ def _backward_blocks(backward: _Backward) -> None:
         for column in _blocks(outer, max(inner, row.stop - row.start)):
             gradient32 = gradient[row, column].float()
             if grad_x is not None and weight is not None:
-                sum_x.addmm_(gradient32, weight[column].float())
+                sum_x.add_(fp32_product(gradient32, weight[column].float()))
             if grad_bias is not None:
                 sum_bias[column] += gradient32.sum(0)
             if sum_weight is not None and x32 is not None:
-                sum_weight[column].addmm_(gradient32.t(), x32)
+                sum_weight[column].add_(fp32_product(gradient32.t(), x32))
             elif grad_weight is not None and x32 is not None:
-                _leave(torch.mm(gradient32.t(), x32), dtype, inverse, grad_weight[column])
+                _leave(fp32_product(gradient32.t(), x32), dtype, inverse, grad_weight[column])
         if grad_x is not None:
             grad_x[row].copy_(sum_x)
     if grad_weight is not None and sum_weight is not None:
