@@ -197,15 +197,17 @@ def test_the_timeline_tells_the_parts_in_order():
 
 
 def test_a_gpu_keeps_no_matrix_of_attention_scores():
-    def activations(seq_len, device):
+    def activations(seq_len, device, precision="fp16"):
         config = GPT2Config(
             n_layer=1, n_embd=32, n_head=4, vocab_size=64, n_positions=512, bos_token_id=0, eos_token_id=0
         )
-        found = estimate_training_memory(config, "fp16", batch_size=1, seq_len=seq_len, device=device)
+        found = estimate_training_memory(config, precision, batch_size=1, seq_len=seq_len, device=device)
         return max(m.bytes_by_category[Category.ACTIVATIONS] for m in found.timeline)
 
     assert activations(512, "cuda") == pytest.approx(2 * activations(256, "cuda"), rel=0.05)
-    assert activations(512, "cpu") > 3 * activations(256, "cpu")  # with dropout, a CPU does
+    # with dropout, torch's attention on a CPU does; ours keeps a bit for each score
+    assert activations(512, "cpu", "fp32") > 3 * activations(256, "cpu", "fp32")
+    assert activations(512, "cpu") < 2.2 * activations(256, "cpu")
 
 
 def test_a_gpus_sizes_are_multiples_of_its_blocks():
