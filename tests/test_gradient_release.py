@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from trainer_runs import arguments, tiny_gpt2, token_rows
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_mp
 from hf_mp.master_weights.split_parameter import master_value, raw_gradient
-from tests.shared.trainer_runs import arguments, tiny_gpt2, token_rows
 
 SETTINGS: dict[str, Any] = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "use_cache": False}
 CONFIG = GPT2Config(

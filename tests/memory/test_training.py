@@ -293,3 +293,23 @@ def test_measuring_leaves_a_given_model_alone(gpt2):
     assert found.process_peak_bytes is None or found.process_peak_bytes > found.peak_bytes
     assert all(torch.equal(value, before[name]) for name, value in gpt2.state_dict().items())
     assert not any(parameter.grad is not None for parameter in gpt2.parameters())
+
+
+@pytest.mark.parametrize("precision", ["fp16-lean", "bf16-lean"])
+def test_gradients_freed_in_backward_are_predicted(precision):
+    settings = {"batch_size": 1, "seq_len": 8, "device": "cpu"}
+    config = where_weights_dominate()
+    kept = estimate_training_memory(config, precision, **settings)
+    found = estimate_training_memory(config, precision, free_gradients="backward", **settings)
+    measured = hf_mp.measure_training_memory(config, precision, free_gradients="backward", **settings)
+    assert found.settings.free_gradients == "backward"
+    assert found.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+    # the two bytes of each gradient, but for the largest one
+    assert found.peak_bytes < kept.peak_bytes - found.parameters
+
+
+def test_gradients_freed_in_backward_cannot_be_accumulated():
+    with pytest.raises(ValueError, match="accumulation_steps=2 adds gradients up"):
+        estimate(precision="fp16-lean", free_gradients="backward", accumulation_steps=2)
+    with pytest.raises(ValueError, match="needs a lean layout"):
+        estimate(precision="trainer-fp16", free_gradients="backward")
