@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from hf_mp.borders import BorderFunction, accumulates
-from hf_mp.kernels.gradient_scan import all_finite
+from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite
 from hf_mp.loss_scale_rules import StepReport
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer, clip_factor, norm_of
 from hf_mp.master_weights.split_parameter import SplitParameter, multiply_gradients, raw_gradient, split_parameters
@@ -175,7 +175,8 @@ class GradientRelease:
         backward.largest = [largest]
         self._on_measured(largest)
         # a norm that leaves FP32 would clip everything to nothing
-        backward.overflow = not all_finite([largest, *backward.norms.values()])
+        is_sound = bool(largest < SQUARES_BELOW) and all_finite(backward.norms.values())
+        backward.overflow = not is_sound
         backward.phase = _Phase.DISCARD if backward.overflow else _Phase.UPDATE
         if self.max_grad_norm is not None and backward.norms:
             assert self._optimizer is not None
@@ -210,7 +211,7 @@ class GradientRelease:
         norm = self._optimizer.gradient_norm(parameter)
         measured = backward.norms.get(parameter)
         if measured is None:
-            is_sound = bool(largest_true_magnitude([parameter]).isfinite())
+            is_sound = bool(largest_true_magnitude([parameter]) < SQUARES_BELOW)
         else:
             is_sound = bool((norm - measured).abs() <= _PASSES_AGREE_WITHIN * measured)
         if not is_sound:

@@ -16,13 +16,12 @@ from collections.abc import Callable
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.debug_utils import DebugUnderflowOverflow
 from transformers.utils import logging
 
+from _benchmarks import number, show_table
 from _results import alternate, median_and_spread, save_result
 from hf_mp import MixedPrecision, explain_overflows
 from hf_mp.loss_scaling import StaticLossScaler
@@ -70,15 +69,14 @@ def main(width: int = 256, layers: int = 4, batch_size: int = 4, length: int = 1
     seconds = alternate({name: make_step(name, config, bad) for name in ("off", "explain_overflows")}, rounds=5)
     bad_steps = {name: median_and_spread(found) for name, found in seconds.items()}
 
-    table = Table("step", "diagnostics", "seconds", "spread", "ratio to off")
+    rows: list[tuple[str, ...]] = []
     ratios: dict[str, dict[str, float]] = {}
     for kind, timings in (("good", good_steps), ("bad", bad_steps)):
         off = timings["off"].median_seconds
         ratios[kind] = {name: timing.median_seconds / off for name, timing in timings.items()}
         for name, timing in timings.items():
-            cells = f"{timing.median_seconds:.4f}", f"{timing.spread_seconds:.4f}", f"{ratios[kind][name]:.3f}"
-            table.add_row(kind, name, *cells)
-    Console().print(table)
+            rows.append((f"{kind}: {name}", *map(number, (*timing, ratios[kind][name]))))
+    show_table("Steps with and without diagnostics", ("step", "seconds", "spread", "ratio to off"), rows)
     path = save_result(
         "bench_diagnostics",
         {

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
+
+SQUARES_BELOW = 2.0**64  # FP32 holds the square of every smaller number
 
 
 def largest_magnitude_reference(tensors: Iterable[Tensor]) -> Tensor:
@@ -44,17 +47,21 @@ def largest_magnitude(tensors: Iterable[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no element of any tensor is inf or NaN; as :func:`largest_magnitude` tells, at less cost on a CPU.
+def all_finite(tensors: Iterable[Tensor], limit: float = math.inf) -> bool:
+    """Whether all elements are smaller than ``limit`` and none is NaN; on a CPU cheaper than the largest magnitude.
 
     A finite norm says so at once. One that is not may be the sum of squares that left FP32, so it is looked at again.
+
+    Args:
+        tensors: as for :func:`largest_magnitude`.
+        limit: at least :data:`SQUARES_BELOW`, which a finite norm stays below; default inf.
     """
     values = [values for tensor in tensors if (values := real_values(tensor)).numel()]
     if all(tensor.device.type == "cpu" and tensor.dtype is torch.float32 for tensor in values):
         norms = [torch.linalg.vector_norm(tensor) for tensor in values]
         if not norms or torch.stack(norms).isfinite().all():
             return True
-    return bool(largest_magnitude(values).isfinite())
+    return bool(largest_magnitude(values) < limit)
 
 
 def largest_magnitude_and_norm_reference(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

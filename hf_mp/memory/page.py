@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-import jinja2
-
 from hf_mp.environment import describe_hardware, package_versions
+from hf_mp.html_page import page_template
 from hf_mp.memory.folding import fold_tree
 from hf_mp.memory.footprint import MemoryFootprint
 from hf_mp.memory.ledger import Category, Moment, Phase
@@ -77,19 +76,11 @@ class Timeline:
 
 def render_page(report: MemoryReport) -> str:
     """The page as text. Whatever came from a model or a person is escaped."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("hf_mp.memory", ""),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["readable"] = readable
     estimates = {preset: row.estimate for preset, row in report.training.items()}
     trained_scale = _scale([e.peak_bytes for e in estimates.values()], report.gpu_bytes)
     loaded_scale = _scale([footprint.total_bytes for footprint in report.footprints.values()], None)
     first = next(iter(estimates.values()), None)
-    return environment.get_template("page.html.j2").render(
+    return page_template("memory/page.html.j2").render(
         report=report,
         loaded=[loaded_bar(name, footprint, loaded_scale) for name, footprint in report.footprints.items()],
         dtypes=_dtypes(report.footprints.values()),

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, ViTConfig
@@ -313,3 +315,15 @@ def test_gradients_freed_in_backward_cannot_be_accumulated():
         estimate(precision="fp16-lean", free_gradients="backward", accumulation_steps=2)
     with pytest.raises(ValueError, match="needs a lean layout"):
         estimate(precision="trainer-fp16", free_gradients="backward")
+
+
+def test_evaluated_by_itself_it_is_one_readable_line():
+    memory = estimate(device="cpu")
+    text = repr(memory)
+    assert text.startswith("<TrainingMemory of GPT2LMHeadModel in fp32, 2 x 32 tokens, estimated on cpu: peak ")
+    assert f"MiB in {memory.peak_phase} (" in text
+    sizes = re.findall(r"([\d.]+) MiB[,)]", text)
+    assert sizes == sorted(sizes, key=float, reverse=True)
+    assert "frozen weights" not in text
+    assert len(text) < 400
+    assert re.fullmatch(r"<Moment at 0\.\d{3}, forward: [\d.]+ MiB>", repr(memory.timeline[0]))
