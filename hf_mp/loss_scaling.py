@@ -44,7 +44,11 @@ from hf_mp.policy import LossScaleKind, parse_loss_scale
 
 
 class LossScaleError(RuntimeError):
-    """Training cannot go on: gradients overflow even at the smallest loss scale allowed."""
+    """Training cannot go on: gradients overflow even at the smallest loss scale allowed.
+
+    Raised by ``optimizer.step()``, or by ``update()`` of a scaler, after ``max_consecutive_skips`` skipped steps in a
+    row. The message names the step since which, the scale, and some of the gradients that are not finite.
+    """
 
 
 class ScaleTensors(NamedTuple):
@@ -67,7 +71,7 @@ _TORCH_KEYS = ("scale", *_TORCH_SETTINGS, "_growth_tracker")
 
 
 class LossScaler(ExplicitScaling, Generic[State]):
-    """What all scalers share: the scale as a number and as tensors, the step record, the saved state.
+    """What all scalers share: the methods of ``torch.amp.GradScaler``, and a saved state of plain numbers.
 
     A disabled scaler (``enabled=False``) passes losses through, never skips, and saves an empty state.
     """
@@ -429,7 +433,8 @@ class HeadroomLossScaler(LossScaler[HeadroomState]):
         headroom: doublings kept between the largest recent gradient and FP16's largest number; default 6.
         half_life: steps after which an old peak counts half; default 100.
         backoff_factor: factor on an overflow; default 0.5.
-        min_scale, max_scale: bounds of the scale; default 2**-14 and 2**40.
+        min_scale: the scale is not lowered below this; default 2**-14.
+        max_scale: the scale does not grow above this; default 2**40, None for no bound but FP32's.
         ceiling_interval: clean steps before the ceiling doubles; default 2000.
         max_consecutive_skips: skipped steps in a row at ``min_scale`` after which :class:`LossScaleError` is raised;
             default 50.

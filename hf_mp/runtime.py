@@ -48,7 +48,9 @@ class PrecisionStats:
         steps: optimizer steps, skipped ones included.
         skipped_steps: of those, the ones skipped for an overflow.
         loss_scale: the loss scale in force; 1.0 where nothing is scaled.
-        loss_scale_first, loss_scale_min, loss_scale_max: over the steps of the run, as used.
+        loss_scale_first: the loss scale of the first step.
+        loss_scale_min: the smallest that a step used.
+        loss_scale_max: the largest that a step used.
         headroom: doublings that the scale could still take at the last clean step; None where not measured.
     """
 
@@ -117,9 +119,16 @@ class MixedPrecision:
         loss_scaler: the scaler to use instead of the one that the policy names.
         tables: as for :class:`hf_mp.autocast`; default ``"compact"``: torch's lists for CUDA, and no FP32 copies where
             a kernel computes in FP32 registers anyway. ``"cuda"`` and ``"cpu"`` are torch's lists to the letter.
-        rules: as for :class:`hf_mp.autocast`; module names are those of the attached model.
+        rules: as for :class:`hf_mp.autocast`; module names are those of the attached model; default none.
+
+    Attributes:
+        policy: the :class:`PrecisionPolicy`.
+        scaler: the loss scaler.
+        stats: the :class:`PrecisionStats` of the steps so far.
+        step_was_skipped: whether the last optimizer step was skipped for an overflow.
 
     Raises:
+        TypeError: for a policy that is neither text nor a :class:`PrecisionPolicy`.
         ValueError: for an unknown policy.
     """
 
@@ -166,14 +175,15 @@ class MixedPrecision:
 
     @property
     def model(self) -> nn.Module | None:
-        """The attached model."""
+        """The attached model; None where none is, or where it is gone."""
         return None if self._model is None else self._model()
 
     def attach(self, model: nn.Module) -> nn.Module:
         """Run ``model`` under this policy from now on; returns the same model.
 
         Trainable FP16/BF16 parameters are cast to FP32 in place (the Parameter objects stay, so an optimizer made
-        before keeps working); frozen ones stay as they are. Attach before the optimizer's first step.
+        before keeps working); frozen ones stay as they are. Attach before the optimizer's first step. A policy of
+        FP32 changes nothing.
 
         Lean layouts: trainable parameters become :class:`SplitParameter`, in FP16/BF16, with their FP32 value kept in
         16 bits more. ``state_dict()`` and ``save_pretrained()`` of the model give FP32 values all the same.
@@ -503,7 +513,8 @@ def prepare(
     """Mixed precision for a loop of one's own: attach a policy to a model and its optimizer.
 
     The loop stays as it is for FP32: ``loss.backward()``, clip, ``optimizer.step()``, ``optimizer.zero_grad()``. An LR
-    scheduler that is to stand still with a skipped update asks ``optimizer.step_was_skipped``.
+    scheduler that is to stand still with a skipped update asks ``optimizer.step_was_skipped``. What a step does
+    is in section 3 of Micikevicius et al. 2017 (arXiv 1710.03740).
 
     Args:
         model: any ``nn.Module``; one loaded in FP16/BF16 is given FP32 masters.

@@ -20,7 +20,10 @@ MAX_MANIFEST_BYTES = 16 * 2**20  # a file takes about 150 bytes of it
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be saved, or must not be loaded; the message names the file, the reason and the way out."""
+    """A checkpoint cannot be saved, or must not be loaded; the message names the file, the reason and the way out.
+
+    Raised by ``train()`` of :class:`hf_mp.MixedPrecisionTrainer`.
+    """
 
 
 class NoCheckpointError(CheckpointError):

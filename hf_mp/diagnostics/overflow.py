@@ -221,7 +221,7 @@ def explain_overflows(
             ``keep_batches`` than before.
         OSError: if the directory cannot be made.
     """
-    runtime = _runtime_of(model)
+    runtime = runtime_of(model, "explain_overflows")
     if not runtime.policy.is_mixed:
         raise ValueError(f"precision={str(runtime.policy)!r} skips no step: there is nothing to explain")
     directory = None if keep_batches is None else Path(keep_batches)
@@ -240,12 +240,13 @@ def explain_overflows(
     return explainer
 
 
-def _runtime_of(model: Any) -> MixedPrecision:
+def runtime_of(model: Any, caller: str) -> MixedPrecision:
+    """The runtime that is attached to ``model``, or ``model`` if it is one; ``caller`` is for the message of errors."""
     if isinstance(model, MixedPrecision):
         return model
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"explain_overflows takes a model or its MixedPrecision, not a {type(model).__name__}: give it what "
+            f"{caller} takes a model or its MixedPrecision, not a {type(model).__name__}: give it what "
             "hf_mp.prepare(...) returned first"
         )
     for module in model.modules():
