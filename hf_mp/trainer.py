@@ -153,7 +153,7 @@ class _AfterSteps(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._trainer.reporting.end()
+        self._trainer.reporting.end(args)
 
 
 class MixedPrecisionTrainer(CrashSafeTrainer):

@@ -16,12 +16,13 @@ from hf_mp.diagnostics.layers import select_layers
 from hf_mp.diagnostics.magnitudes import histogram, sample, sampling_stride, swamped
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
 from hf_mp.diagnostics.values import named_tensors
-from hf_mp.distributed import local_part
+from hf_mp.distributed import is_sharded, local_part
 from hf_mp.loss_scale_rules import StepReport
 from hf_mp.master_weights.split_parameter import gradient_and_factor, master_sample
 from hf_mp.runtime import MixedPrecision
 
 COMPILED = "activations and their gradients: the model is compiled, and its modules are not seen from outside"
+SHARDED = "weights, weight gradients and updates: FSDP gathers and shards the parameters meanwhile"
 NO_GRADIENTS = "weight gradients: none were there when the backward ended (an optimizer may use them up inside of it)"
 
 
@@ -101,9 +102,12 @@ class MagnitudeCollector:
         self.abandon()
         self.is_active = True
         layers = select_layers(model, self._patterns)
-        self._parameters = _trainable(layers)
+        if is_sharded(model):  # gathered parameters are gone when the backward ends
+            self._notes = (SHARDED,)
+        else:
+            self._parameters = _trainable(layers)
         if _is_compiled(model):
-            self._notes = (COMPILED,)
+            self._notes = (*self._notes, COMPILED)
             return
         entry = forward.module()  # what it returns has left the scaled region
         for name, module in layers.items():
@@ -164,7 +168,7 @@ class MagnitudeCollector:
     def finish(self, report: StepReport) -> StepMagnitudes:
         """Count what was seen of the step, which has just been taken or skipped."""
         self._remove_hooks()
-        missing = [] if self._gradients else [NO_GRADIENTS]
+        missing = [] if self._gradients or not self._parameters else [NO_GRADIENTS]
         found: dict[tuple[str, str, Kind], TensorMagnitudes] = {}
         for kind, samples in (
             (Kind.ACTIVATIONS, self._activations),

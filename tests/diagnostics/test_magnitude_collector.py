@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_mp
 from hf_mp import MixedPrecision, StaticLossScaler, record_precision
+from hf_mp.diagnostics import magnitude_collector
 from hf_mp.diagnostics.magnitude_collector import COMPILED
 from hf_mp.diagnostics.magnitudes import histogram
 from hf_mp.diagnostics.precision_recorder import PrecisionRecorder
@@ -337,6 +338,15 @@ def test_gradients_that_are_gone_when_the_backward_ends_are_named(tmp_path: Path
     loop.backward(0)
     loop.step()
     assert any("weight gradients: none were there" in note for note in loop.found.notes)
+
+
+def test_of_a_sharded_model_the_parameters_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(magnitude_collector, "is_sharded", lambda model: True)
+    loop = Loop(tmp_path)
+    loop.backward(0)
+    loop.step()
+    assert loop.found.notes == (magnitude_collector.SHARDED,)
+    assert {tensor.kind for tensor in loop.found.tensors} == {Kind.ACTIVATIONS, Kind.ACTIVATION_GRADIENTS}
 
 
 def test_a_loss_outside_of_the_model_is_followed(tmp_path: Path) -> None:
