@@ -229,7 +229,7 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Write the run's report, if asked; leave an ordinary FP32 model, unless it is to stay attached."""
-        self.reporting.end()
+        self.reporting.end(args)
         self._callbacks = []
         if not self.keep_attached:
             self.detach()

@@ -63,6 +63,7 @@ class TrainerReporting:
         self.recorder: PrecisionRecorder | None = None
         self._settings = ReportSettings()
         self._shown: StepMagnitudes | None = None
+        self._line = ""
 
     def begin(self, runtime: MixedPrecision, args: TrainingArguments, settings: ReportSettings) -> None:
         """Have ``runtime`` recorded if that is asked for, on the first process alone; once for each runtime."""
@@ -83,19 +84,32 @@ class TrainerReporting:
         is_new, self._shown = latest is not self._shown, latest
         for callback in callbacks:
             if isinstance(callback, ProgressCallback):
-                _show_in_progress_bar(callback, stats)
+                self._show_in_progress_bar(callback, stats)
             elif isinstance(callback, TensorBoardCallback) and latest is not None and is_new:
                 _add_histograms(callback.tb_writer, latest, step)
+
+    def _show_in_progress_bar(self, callback: ProgressCallback, stats: PrecisionStats) -> None:
+        bar: Any = callback.training_bar
+        if bar is None or (bar.postfix and bar.postfix != self._line):  # somebody shows a line of their own
+            return
+        self._line = live_line(stats)
+        bar.set_postfix_str(self._line, refresh=False)  # drawn along with the next step
 
     def log_entries(self) -> dict[str, float]:
         """What a training log is to carry besides the stats."""
         latest = None if self.recorder is None else self.recorder.latest
         return {} if latest is None else latest.shares().log_entries()
 
-    def end(self) -> None:
+    def end(self, args: TrainingArguments) -> None:
         """Training has come to its end: write the page, if that was asked for."""
         if self.recorder is None:
             return
+        if self._settings.precision_report:
+            self.recorder.predict_memory(
+                optimizer=_as_text(args.optim),
+                accumulation_steps=args.gradient_accumulation_steps,
+                gradient_checkpointing=args.gradient_checkpointing,
+            )
         self.recorder.end()
         if self._settings.precision_report:
             try:
@@ -121,12 +135,6 @@ def live_line(stats: PrecisionStats) -> str:
     """The stats in a few words: ``loss scale 2,048, headroom 5.3, skipped 1``."""
     headroom = [] if stats.headroom is None else [f"headroom {stats.headroom:.1f}"]
     return ", ".join([f"loss scale {stats.loss_scale:,g}", *headroom, f"skipped {stats.skipped_steps}"])
-
-
-def _show_in_progress_bar(callback: ProgressCallback, stats: PrecisionStats) -> None:
-    bar: Any = callback.training_bar
-    if bar is not None:
-        bar.set_postfix_str(live_line(stats), refresh=False)  # drawn along with the next step
 
 
 def _add_histograms(writer: Any, magnitudes: StepMagnitudes, step: int) -> None:

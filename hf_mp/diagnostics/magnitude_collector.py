@@ -16,12 +16,13 @@ from hf_mp.diagnostics.layers import select_layers
 from hf_mp.diagnostics.magnitudes import histogram, sample, sampling_stride, swamped
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
 from hf_mp.diagnostics.values import named_tensors
-from hf_mp.distributed import local_part
+from hf_mp.distributed import is_sharded, local_part
 from hf_mp.loss_scale_rules import StepReport
 from hf_mp.master_weights.split_parameter import gradient_and_factor, master_sample
 from hf_mp.runtime import MixedPrecision
 
 COMPILED = "activations and their gradients: the model is compiled, and its modules are not seen from outside"
+SHARDED = "weights, weight gradients and updates: FSDP gathers and shards the parameters meanwhile"
 NO_GRADIENTS = "weight gradients: none were there when the backward ended (an optimizer may use them up inside of it)"
 
 
@@ -101,9 +102,14 @@ class MagnitudeCollector:
         self.abandon()
         self.is_active = True
         layers = select_layers(model, self._patterns)
-        self._parameters = _trainable(layers)
+        if is_sharded(model):  # gathered parameters are gone when the backward ends
+            self._notes = (SHARDED,)
+        else:
+            self._parameters = _trainable(layers)
+            # Before the backward: some optimizers update inside of it.
+            self._weights = {key: _Sampled.of_master(p) for key, p in self._parameters.items()}
         if _is_compiled(model):
-            self._notes = (COMPILED,)
+            self._notes = (*self._notes, COMPILED)
             return
         entry = forward.module()  # what it returns has left the scaled region
         for name, module in layers.items():
@@ -158,13 +164,11 @@ class MagnitudeCollector:
             gradient, factor = gradient_and_factor(parameter)
             if gradient is not None:
                 self._gradients[key] = _Sampled.of(gradient, factor)
-            if key not in self._weights:
-                self._weights[key] = _Sampled.of_master(parameter)
 
     def finish(self, report: StepReport) -> StepMagnitudes:
         """Count what was seen of the step, which has just been taken or skipped."""
         self._remove_hooks()
-        missing = [] if self._gradients else [NO_GRADIENTS]
+        missing = [] if self._gradients or not self._parameters else [NO_GRADIENTS]
         found: dict[tuple[str, str, Kind], TensorMagnitudes] = {}
         for kind, samples in (
             (Kind.ACTIVATIONS, self._activations),
@@ -174,7 +178,7 @@ class MagnitudeCollector:
         for kind, of_parameters in ((Kind.WEIGHTS, self._weights), (Kind.WEIGHT_GRADIENTS, self._gradients)):
             found.update({(*key, kind): _counted(kind, *key, taken) for key, taken in of_parameters.items()})
         if not report.overflow:
-            found.update({(*row[:2], row[2]): tensor for row, tensor in self._updates()})
+            found.update(self._updates())
         order = {layer: place for place, layer in enumerate(self._layers())}
         tensors = sorted(found.values(), key=lambda t: (order.get(t.layer, len(order)), list(Kind).index(t.kind)))
         step = StepMagnitudes(
@@ -191,14 +195,16 @@ class MagnitudeCollector:
         model = self._runtime.model
         return [] if model is None else list(select_layers(model, self._patterns))
 
-    def _updates(self) -> list[tuple[tuple[str, str, Kind], TensorMagnitudes]]:
-        rows = []
+    def _updates(self) -> dict[tuple[str, str, Kind], TensorMagnitudes]:
+        rows = {}
         for key, before in self._weights.items():
             after = _Sampled.of_master(self._parameters[key])
-            if after.values.shape != before.values.shape or key not in self._gradients:
+            if after.values.shape != before.values.shape:  # somebody replaced the weight
                 continue
             update = after.values - before.values
-            row = TensorMagnitudes(
+            if key not in self._gradients and not update.any():
+                continue  # it had no part in the step
+            rows[(*key, Kind.UPDATES)] = TensorMagnitudes(
                 Kind.UPDATES,
                 *key,
                 after.dtype,
@@ -207,7 +213,6 @@ class MagnitudeCollector:
                 swamped_fp16=swamped(before.values, update, torch.float16),
                 swamped_bf16=swamped(before.values, update, torch.bfloat16),
             )
-            rows.append(((*key, Kind.UPDATES), row))
         return rows
 
     def _remove_hooks(self) -> None:

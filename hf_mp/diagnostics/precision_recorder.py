@@ -17,6 +17,8 @@ from hf_mp.diagnostics.magnitude_collector import MagnitudeCollector
 from hf_mp.diagnostics.memory_in_use import memory_in_use, memory_source
 from hf_mp.diagnostics.overflow import OverflowExplainer, runtime_of
 from hf_mp.diagnostics.overflow_report import OverflowReport
+from hf_mp.diagnostics.predicted_memory import CannotPredictError, predict_memory
+from hf_mp.diagnostics.predicted_memory import as_record as as_memory_record
 from hf_mp.diagnostics.run_log import VERSION, RunLog
 from hf_mp.diagnostics.scale_level import is_finding_its_level
 from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, as_record
@@ -56,11 +58,14 @@ class PrecisionRecorder:
         self._clean_scale: float | None = None
         self._memory: list[tuple[str, int]] = []
         self.settings: dict[str, Any] = {}
+        self._batch_shape: tuple[int, ...] | None = None
 
     # What the runtime tells
 
     def forward_begins(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Look at this step if it is one of those."""
+        if self._batch_shape is None and isinstance(ids := kwargs.get("input_ids"), Tensor):
+            self._batch_shape = tuple(ids.shape)
         collector = self._collector
         if collector is None:
             return _ignore
@@ -118,6 +123,22 @@ class PrecisionRecorder:
         self._log.close()
 
     # For who runs it
+
+    def predict_memory(self, **settings: Any) -> None:
+        """Write down the memory over a step by category, as predicted for the run's first batch; takes seconds.
+
+        Args:
+            settings: as for :func:`hf_mp.estimate_training_memory`: ``optimizer``, ``accumulation_steps``,
+                ``gradient_checkpointing``.
+        """
+        runtime, device = self._runtime, self._device.type
+        self._begin()
+        try:
+            predicted = predict_memory(runtime.model, runtime.policy, self._batch_shape, device=device, **settings)
+        except CannotPredictError as error:
+            self._log.write("predicted memory", reason=str(error))
+        else:
+            self._log.write("predicted memory", **as_memory_record(predicted))
 
     def end(self) -> None:
         """The run has come to its end."""
@@ -219,7 +240,8 @@ def record_precision(
     ``recorder.write_report()`` and ``hf-mp report RUN_DIR`` make a page of it. The training is bit for bit the same.
 
     Of activations and their gradients, the first micro-batch of a step counts; of several optimizers, the first that
-    steps. With several processes each keeps to its own shard or batch: call this on one of them.
+    steps. With several processes each sees its own batch: call this on one of them. What cannot be seen (modules inside
+    of a compiled model, parameters under FSDP) is named in the record.
 
     Args:
         model: a model that mixed precision is attached to, or its :class:`hf_mp.MixedPrecision`.

@@ -10,10 +10,13 @@ from typing import Any
 
 from hf_mp.diagnostics import report_charts as charts
 from hf_mp.diagnostics.magnitudes import Swamped
+from hf_mp.diagnostics.predicted_memory import PredictedMemory
 from hf_mp.diagnostics.report_charts import percent
 from hf_mp.diagnostics.run_log import RunRecords, StepRecord, read_run
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, StepShares
 from hf_mp.html_page import check_writable, page_template, write_whole
+from hf_mp.memory import page as memory_page
+from hf_mp.memory.ledger import Category
 from hf_mp.memory.sizes import readable
 
 PAGE_NAME = "precision_report.html"
@@ -123,6 +126,11 @@ def render_report(run: RunRecords) -> str:
         swamped=[] if updated is None else swamped_rows(updated),
         memory_step=max(run.memory, default=None),
         memory=memory_rows(run),
+        predicted=run.predicted_memory,
+        timeline=None if run.predicted_memory is None else _drawn_memory(run.predicted_memory),
+        timeline_width=memory_page.WIDTH,
+        timeline_height=memory_page.HEIGHT,
+        category_list=list(Category),
         memory_source=run.memory[max(run.memory)].source if run.memory else "",
         settings=_settings(start),
         charts=charts,
@@ -208,6 +216,10 @@ def swamped_rows(step: StepMagnitudes) -> list[SwampedRow]:
 
 def _swamped_row(layer: str, fp16: Swamped, bf16: Swamped) -> SwampedRow:
     return SwampedRow(layer, percent(fp16.share), percent(bf16.share), 100 * fp16.share, 100 * bf16.share)
+
+
+def _drawn_memory(predicted: PredictedMemory) -> memory_page.Timeline:
+    return memory_page.draw_timeline("training step", predicted.timeline, predicted.peak_bytes, predicted.peak_phase)
 
 
 def memory_rows(run: RunRecords) -> list[MemoryRow]:

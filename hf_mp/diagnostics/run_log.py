@@ -2,8 +2,8 @@
 
 ``RUN_DIR/precision_log.jsonl`` holds one JSON object a line, under ``record``: ``run`` (settings and versions, once
 for each start), ``step`` (loss scale, headroom, whether it was skipped and why), ``overflow`` (an overflow report),
-``magnitudes`` (histograms), ``memory`` and ``end``. Each line is handed to the operating system as it comes, so a
-killed process leaves all of them but the one that it was writing.
+``magnitudes`` (histograms), ``memory``, ``predicted memory`` and ``end``. Each line is handed to the operating system
+as it comes, so a killed process leaves all of them but the one that it was writing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any
 from transformers.utils import logging
 
 from hf_mp.diagnostics.overflow_report import OverflowReport
+from hf_mp.diagnostics.predicted_memory import PredictedMemory
+from hf_mp.diagnostics.predicted_memory import from_record as from_memory_record
 from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, StepShares, from_record
 
 logger = logging.get_logger(__name__)
@@ -111,6 +113,7 @@ class RunRecords:
         shares: what 16 bits would lose, one a step that histograms were taken of.
         latest, latest_updated: the last histograms, and the last ones of a step that was not skipped.
         memory: one a step, as for ``shares``.
+        predicted_memory: the training step by category; None where it was not predicted.
         has_ended: whether the last start came to its end.
         missing: what is not there or could not be read, one sentence each.
     """
@@ -123,6 +126,7 @@ class RunRecords:
     latest: StepMagnitudes | None = None
     latest_updated: StepMagnitudes | None = None
     memory: dict[int, MemoryRecord] = field(default_factory=dict)
+    predicted_memory: PredictedMemory | None = None
     has_ended: bool = False
     missing: list[str] = field(default_factory=list)
 
@@ -248,6 +252,13 @@ def _take_memory(run: RunRecords, record: Mapping[str, Any]) -> None:
     run.memory[int(record["step"])] = MemoryRecord(int(record["step"]), str(record["source"]), points)
 
 
+def _take_predicted_memory(run: RunRecords, record: Mapping[str, Any]) -> None:
+    if "reason" in record:
+        run.missing.append(f"the memory over the step by category is not there: {record['reason']}")
+    else:
+        run.predicted_memory = from_memory_record(record)
+
+
 def _take_end(run: RunRecords, record: Mapping[str, Any]) -> None:
     run.has_ended = True
 
@@ -258,6 +269,7 @@ _TAKE = {
     "overflow": _take_overflow,
     "magnitudes": _take_magnitudes,
     "memory": _take_memory,
+    "predicted memory": _take_predicted_memory,
     "end": _take_end,
 }
 

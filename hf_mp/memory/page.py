@@ -135,19 +135,23 @@ def trained_bar(preset: str, memory: TrainingMemory, scale: float, gpu_bytes: in
 
 def timeline(preset: str, memory: TrainingMemory) -> Timeline:
     """A training step as stacked areas, each as high as its category was at that moment."""
-    moments = memory.timeline
-    top = 1.06 * memory.peak_bytes
+    return draw_timeline(TRAINING_PRESETS[preset].label, memory.timeline, memory.peak_bytes, memory.peak_phase)
+
+
+def draw_timeline(label: str, moments: Sequence[Moment], peak_bytes: int, peak_phase: Phase) -> Timeline:
+    """As :func:`timeline`, of what a timeline is made of."""
+    top = 1.06 * peak_bytes
     below = [0] * len(moments)
     areas = []
-    for category in _categories([memory]):
+    for category in _categories_in(moments):
         above = [low + moment.bytes_by_category[category] for low, moment in zip(below, moments, strict=True)]
         areas.append(Area(slug(category), category.value, _polygon(moments, below, above, top)))
         below = above
     peak = max(moments, key=lambda moment: moment.total_bytes)
     return Timeline(
-        label=TRAINING_PRESETS[preset].label,
-        peak=readable(memory.peak_bytes),
-        where=memory.peak_phase.value,
+        label=label,
+        peak=readable(peak_bytes),
+        where=peak_phase.value,
         peak_x=WIDTH * peak.position,
         peak_y=HEIGHT * (1 - peak.total_bytes / top),
         areas=tuple(areas),
@@ -174,7 +178,10 @@ def _stretches(moments: Sequence[Moment]) -> tuple[Stretch, ...]:
 
 
 def _categories(memories: Iterable[TrainingMemory]) -> list[Category]:
-    moments = [moment for memory in memories for moment in memory.timeline]
+    return _categories_in([moment for memory in memories for moment in memory.timeline])
+
+
+def _categories_in(moments: Sequence[Moment]) -> list[Category]:
     return [category for category in Category if any(moment.bytes_by_category[category] for moment in moments)]
 
 
