@@ -183,7 +183,10 @@ COLOURS = ("#4c566a", "#5e81ac", "#d08770", "#bf616a", "#b48ead", "#ebcb8b", "#a
 
 
 def draw(ablation: Ablation, path: Path, window: int = 10) -> None:
-    """Training losses, and their differences to FP32 on the same batches, as a PNG; means over seeds and 10 steps."""
+    """Training losses, and their differences to FP32 on the same batches, as a PNG.
+
+    A point is the mean over the seeds and over ten steps, of which it stands at the first.
+    """
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
