@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from _ablation_region import techniques
 from _docs_regions import faults, footprints, training_memory
 from _markdown import MIB, hardware, otherwise, paragraph, ratio, script, table, timing, workload
 from _stored import Stored, StoredResults
@@ -362,6 +363,7 @@ REGIONS: dict[str, Region] = {
     "loss": loss,
     "precisions": precisions,
     "scalers": scalers,
+    "techniques": techniques,
     "loops": loops,
     "autocast": autocast,
     "callback": callback,
