@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune loops memory docs test faults lint clean
+.PHONY: help finetune loops memory docs test faults tables lint clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -37,6 +37,9 @@ test: $(INSTALLED) ## run the tests (ARGS="tests/test_cli.py" runs those of one 
 
 faults: $(INSTALLED) ## kill, damage and starve trainings by the hundred, and store what was lost (half an hour)
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/inject_faults.py $(ARGS)
+
+tables: $(INSTALLED) ## write the stored results into the README and docs/ (ARGS="--check" only compares)
+	@$(BIN)/python scripts/make_tables.py $(ARGS)
 
 lint: $(INSTALLED) ## check the style and the types
 	@$(BIN)/python -m ruff check

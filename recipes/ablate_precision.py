@@ -65,6 +65,7 @@ class Scale:
 
 SCALES = {
     "full": Scale(),
+    "medium": Scale(width=64, heads=2, pretraining_steps=200, steps=40),
     "small": Scale(
         vocab_size=300, context=32, width=32, layers=1, heads=2, batch=8, pretraining_steps=60, steps=12,
         measure_every=4, documents=60,

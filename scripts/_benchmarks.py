@@ -26,7 +26,7 @@ from _tensor_memory import peak_tensor_bytes as peak_tensor_bytes
 DEFAULT_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _SQUARE = {"cpu": 2048, "cuda": 8192}  # of a product that is limited by arithmetic alone
-_COPIED_ELEMENTS = 2**26  # 256 MiB in FP32
+_COPIED_ELEMENTS = {"cpu": 2**26, "cuda": 2**29}  # in FP32: far more than caches hold
 _REPETITIONS = 3
 
 
@@ -192,7 +192,7 @@ def matmul_flops_per_second(dtype: torch.dtype, device: str, shapes: Iterable[tu
 
 def copy_bytes_per_second(device: str) -> float:
     """Bytes read and written by the fastest of several copies of a large tensor."""
-    source = torch.ones(_COPIED_ELEMENTS, device=device)
+    source = torch.ones(_COPIED_ELEMENTS[device], device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / fastest_seconds(lambda: target.copy_(source), device)
 

@@ -13,24 +13,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-import matplotlib
 import torch
 from transformers import ProgressCallback, Trainer, TrainingArguments
 
+from _plots import draw_losses
 from _recipe import recipe_trainer
 from _results import RESULTS, save_result
 
 STOCK_BF16 = "torch.autocast bf16"
-COLOURS = {
-    "fp32": "#4c566a",
-    "hf_mp fp16": "#d08770",
-    "hf_mp fp16-lean": "#bf616a",
-    "hf_mp bf16": "#8fae6e",
-    "hf_mp bf16-lean": "#b48ead",
-    STOCK_BF16: "#5e81ac",
-}
+CONTENDERS = ("fp32", "hf_mp fp16", "hf_mp fp16-lean", "hf_mp bf16", "hf_mp bf16-lean", STOCK_BF16)
 
 
 @dataclass(frozen=True)
@@ -52,8 +44,9 @@ def main(argv: Sequence[str]) -> None:
     for name, curve in curves.items():
         off = 100 * (curve.eval_loss / reference - 1)
         print(f"{name:20} evaluation loss {curve.eval_loss:.4f} ({off:+.3f}%), training {curve.train_seconds:.1f} s")
-    path = save_result(arguments.store_as, {name: asdict(curve) for name, curve in curves.items()})
-    draw(curves, path.with_suffix(".png"))
+    payload = {name: asdict(curve) for name, curve in curves.items()}
+    path = save_result(arguments.store_as, payload)
+    draw_losses(payload, path.with_suffix(".png"))
     print(f"stored in {path.relative_to(RESULTS.parent.parent)} and {path.with_suffix('.png').name}")
 
 
@@ -62,7 +55,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    choices = {name.replace(" ", "-"): name for name in COLOURS}
+    choices = {name.replace(" ", "-"): name for name in CONTENDERS}
     parser.add_argument("--runs", nargs="+", choices=choices, default=list(choices), help="beside fp32; default: all")
     parser.add_argument("--store-as", default="compare_precisions", help="name of the result; default: %(default)s")
     arguments, flags = parser.parse_known_args(argv)
@@ -102,29 +95,6 @@ def stock_trainer(ours: Trainer) -> Trainer:
     )
     trainer.remove_callback(ProgressCallback)
     return trainer
-
-
-def draw(curves: dict[str, Curve], path: Path) -> None:
-    """The training losses over the steps, as a PNG."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (top, bottom) = pyplot.subplots(
-        2, 1, figsize=(8, 6.5), sharex=True, height_ratios=(3, 1), layout="constrained"
-    )
-    reference = curves["fp32"].losses
-    for name, curve in curves.items():
-        top.plot(curve.steps, curve.losses, label=f"{name}: {curve.eval_loss:.4f} held out", color=COLOURS[name])
-        difference = [100 * (ours / theirs - 1) for ours, theirs in zip(curve.losses, reference, strict=True)]
-        bottom.plot(curve.steps, difference, color=COLOURS[name])
-    top.set_ylabel("training loss")
-    top.legend(frameon=False)
-    bottom.set_ylabel("off FP32, %")
-    bottom.set_xlabel("step")
-    for axes in (top, bottom):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -118,7 +118,8 @@ def _hazard_of_torch_file(path: Path) -> str | None:
         with safe_globals():
             if unsafe := _unsafe(get_unsafe_globals_in_checkpoint(str(path))):
                 return unsafe
-            return _larger_than_its_data(torch.load(path, map_location="meta", weights_only=True))
+            # mapped: only what is looked at is read
+            return _larger_than_its_data(torch.load(str(path), map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:  # whatever a stranger's bytes bring about: the file is refused by name
         return f"is not a whole file of torch.save ({_first_line(error)})"
 

@@ -50,16 +50,16 @@ def largest_magnitude(tensors: Iterable[Tensor]) -> Tensor:
 def all_finite(tensors: Iterable[Tensor], limit: float = math.inf) -> bool:
     """Whether all elements are smaller than ``limit`` and none is NaN; on a CPU cheaper than the largest magnitude.
 
-    A finite norm says so at once. One that is not may be the sum of squares that left FP32, so it is looked at again.
+    A norm below it says so at once. One that is not may be the sum of squares that left FP32, so it is looked at again.
 
     Args:
         tensors: as for :func:`largest_magnitude`.
-        limit: at least :data:`SQUARES_BELOW`, which a finite norm stays below; default inf.
+        limit: default inf.
     """
     values = [values for tensor in tensors if (values := real_values(tensor)).numel()]
     if all(tensor.device.type == "cpu" and tensor.dtype is torch.float32 for tensor in values):
         norms = [torch.linalg.vector_norm(tensor) for tensor in values]
-        if not norms or torch.stack(norms).isfinite().all():
+        if not norms or (torch.stack(norms) < limit).all():
             return True
     return bool(largest_magnitude(values) < limit)
 
