@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+_BLOCK_ELEMENTS_PER_THREAD = 2**15  # as many as torch gives a thread; in FP32, they stay in its cache
+
 
 def largest_magnitude_reference(tensors: Iterable[Tensor]) -> Tensor:
     """Plain form of :func:`largest_magnitude`."""
@@ -79,6 +81,28 @@ def largest_magnitude_and_norm(tensors: Sequence[Tensor]) -> tuple[Tensor, Tenso
         return torch.zeros(()), torch.zeros(())
     largest = torch.stack([extreme for extremes, _ in found for extreme in extremes]).abs().max()
     return largest, torch.linalg.vector_norm(torch.stack([norm for _, norm in found]))
+
+
+@torch.no_grad()
+def norm(tensor: Tensor) -> Tensor:
+    """``torch.linalg.vector_norm(tensor, dtype=torch.float32)``, without a FP32 copy of a FP16/BF16 tensor.
+
+    On a CPU such a tensor is cast a block at a time and the norms of the blocks are put together, so the sum is taken
+    in another order: it differs from torch's by rounding.
+
+    Args:
+        tensor: FP32, FP16 or BF16.
+
+    Returns:
+        A FP32 scalar tensor.
+    """
+    blocks = torch.get_num_threads() * _BLOCK_ELEMENTS_PER_THREAD
+    is_whole = tensor.device.type != "cpu" or tensor.dtype is torch.float32 or tensor.numel() <= blocks
+    if is_whole or not tensor.is_contiguous() or type(tensor) is not Tensor:
+        return torch.linalg.vector_norm(tensor, dtype=torch.float32)
+    scratch = torch.empty(blocks)
+    parts = (scratch[: part.numel()].copy_(part) for part in tensor.view(-1).split(blocks))
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in parts]))
 
 
 def _to_fp32(magnitude: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp.autocasting.working_copies import version_of, watch
+from hf_mp.kernels.gradient_scan import norm
+from hf_mp.master_weights.fused_adamw import step_fused
 from hf_mp.master_weights.split import split
 from hf_mp.master_weights.split_parameter import (
     SplitParameter,
@@ -191,11 +193,11 @@ class MasterWeightOptimizer(Optimizer):
             if gradient is None:
                 continue
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            norm = torch.linalg.vector_norm(values, dtype=torch.float32)
-            norms.append(norm if factor is None else norm * factor.squeeze())
+            found = norm(values)
+            norms.append(found if factor is None else found * factor.squeeze())
         if not norms:
             return torch.zeros(())
-        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+        total = torch.linalg.vector_norm(torch.stack([found.to(norms[0].device) for found in norms]))
         if math.isfinite(max_norm):
             clip_factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
             multiply_gradients(self._parameters(), clip_factor)
@@ -213,6 +215,13 @@ class MasterWeightOptimizer(Optimizer):
         if closure is not None:
             return self._step_on(self._parameters(), closure)
         result = None
+        parameters = self._parameters()
+        for parameter in parameters if self._loaded else ():
+            self._take_over_loaded(parameter)
+        if step_fused(self.optimizer, parameters) and not any(
+            gradient_and_factor(p)[0] is not None for p in parameters
+        ):
+            return result
         for bucket in self._buckets():
             result = self._step_on(bucket)
         return result

@@ -13,6 +13,7 @@ from hf_mp.kernels.gradient_scan import (
     largest_magnitude_and_norm,
     largest_magnitude_and_norm_reference,
     largest_magnitude_reference,
+    norm,
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -178,3 +179,18 @@ class TestAllFinite:
         assert all_finite([])
         twice = torch.sparse_coo_tensor([[0, 0]], [3e38, 3e38], (2,))
         assert not all_finite([twice])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("count", [0, 1, 5, 64, 1000])
+def test_norm_in_blocks(count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_mp.kernels.gradient_scan._BLOCK_ELEMENTS_PER_THREAD", 64)
+    tensor = torch.randn(count).to(dtype)
+    expected = torch.linalg.vector_norm(tensor.double()).float()
+    torch.testing.assert_close(norm(tensor), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(norm(tensor[::2]), torch.linalg.vector_norm(tensor[::2].float()), rtol=1e-6, atol=0)
+    if count:
+        tensor[-1] = math.inf
+        assert norm(tensor).item() == math.inf
+        tensor[0] = math.nan
+        assert norm(tensor).isnan()
