@@ -24,6 +24,9 @@ class GuardingRuntime(Protocol):
     def finish_step(self, report: StepReport) -> None:
         """Take in that a step was applied or skipped."""
 
+    def step_fused(self, optimizer: Optimizer, own_step: Callable[..., Any] | None) -> bool:
+        """Take the step of ``optimizer`` and refresh working copies in one kernel; False where there is none."""
+
     def parameters_changed(self) -> None:
         """The optimizer has written the parameters."""
 
@@ -52,7 +55,7 @@ class StepGuard:
                 with torch.enable_grad():
                     loss = closure()
             report = runtime.report(optimizer)
-            if not report.overflow:
+            if not report.overflow and (kwargs or not runtime.step_fused(optimizer, self._previous)):
                 result = unguarded(**kwargs)
                 loss = result if closure is None else loss
                 runtime.parameters_changed()

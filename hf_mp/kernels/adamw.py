@@ -6,13 +6,15 @@ Decoupled weight decay: Loshchilov and Hutter 2019 (arXiv 1711.05101), Algorithm
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hf_mp.kernels.registry import chosen
 from hf_mp.master_weights.split import REMAINDER_DTYPE, merge, split_into
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
@@ -40,6 +42,11 @@ class AdamWSettings:
     decoupled: bool = True
     maximize: bool = False
 
+    @property
+    def lerps_from_gradient(self) -> bool:
+        """Whether torch's ``lerp`` to the gradient starts from there: its weight is at least one half."""
+        return not 1.0 - self.beta1 < 0.5
+
 
 class AdamWTensors(NamedTuple):
     """What belongs to one parameter; all of its shape, but for ``step``.
@@ -60,6 +67,14 @@ class AdamWTensors(NamedTuple):
     master: Tensor | None = None
     working: Tensor | None = None
     remainder: Tensor | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> AdamWTensors:
+        """``function`` of each tensor that there is."""
+        return AdamWTensors(*[None if tensor is None else function(tensor) for tensor in self])  # type: ignore[arg-type]
+
+    def floating_state(self) -> list[Tensor]:
+        """As :meth:`state`, without a remainder."""
+        return [tensor for tensor in self.state() if tensor.is_floating_point()]
 
     def state(self) -> list[Tensor]:
         """What the update writes, without ``step``."""
@@ -82,10 +97,55 @@ def adamw_reference(
         master = _whole_master(tensors)
         gradient = tensors.gradient.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         _fused(tensors, [master], [gradient if factor is None else gradient.mul_(factor.squeeze())], settings)
-        if tensors.working is not None and tensors.remainder is not None:
-            split_into(master, tensors.working, tensors.remainder)
-        elif tensors.working is not None:
-            tensors.working.copy_(master)
+        _write_working(tensors, master)
+
+
+@torch.no_grad()
+def adamw_written_out(
+    parameters: Sequence[AdamWTensors],
+    settings: AdamWSettings,
+    factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """:func:`adamw_reference` operation by operation, each rounded to FP32: what the Triton kernel gives bit for bit.
+
+    torch's fused AdamW fuses one product and sum, in the first moment, and so differs from it by rounding.
+    """
+    if found_inf is not None and found_inf.item():
+        return
+    for tensors in parameters:
+        tensors.step.add_(1)
+        steps = tensors.step.item()
+        master = _whole_master(tensors)
+        gradient = tensors.gradient.float()
+        if factor is not None:
+            gradient = gradient * factor.squeeze()
+        if settings.maximize:
+            gradient = -gradient
+        if settings.decoupled:
+            decayed = master * (1.0 - settings.lr * settings.weight_decay)
+        else:
+            decayed, gradient = master, gradient + master * settings.weight_decay
+        weight = 1.0 - settings.beta1
+        difference = gradient - tensors.exp_avg
+        if settings.lerps_from_gradient:
+            tensors.exp_avg.copy_(gradient + difference * (torch.tensor(weight) - 1.0).item())
+        else:
+            tensors.exp_avg.copy_(tensors.exp_avg + difference * weight)
+        square = gradient * (1.0 - settings.beta2) * gradient
+        tensors.exp_avg_sq.copy_(tensors.exp_avg_sq * settings.beta2 + square)
+        root = tensors.exp_avg_sq.double().sqrt().float()  # torch's FP32 root on a CPU may be off by one ulp
+        denominator = root / root.new_tensor(math.sqrt(1.0 - settings.beta2**steps)) + settings.eps
+        step_size = settings.lr / (1.0 - settings.beta1**steps)
+        master.copy_(decayed + tensors.exp_avg * -step_size / denominator)
+        _write_working(tensors, master)
+
+
+def _write_working(tensors: AdamWTensors, master: Tensor) -> None:
+    if tensors.working is not None and tensors.remainder is not None:
+        split_into(master, tensors.working, tensors.remainder)
+    elif tensors.working is not None:
+        tensors.working.copy_(master)
 
 
 @torch.no_grad()
@@ -109,7 +169,11 @@ def adamw_(
         ValueError: for tensors that do not fit together; the message names which.
     """
     for tensors in parameters:
-        _check(tensors)
+        check_tensors(tensors)
+    read = [tensor for tensors in parameters for tensor in (tensors.gradient, *tensors.floating_state())]
+    if (kernel := chosen("adamw", read)) is not None:
+        kernel(parameters, settings, factor, found_inf)
+        return
     if found_inf is not None and found_inf.item():
         return
     for tensors in parameters:
@@ -121,7 +185,8 @@ def adamw_(
         update(tensors, settings, None if factor is None else factor.squeeze())
 
 
-def _check(tensors: AdamWTensors) -> None:
+def check_tensors(tensors: AdamWTensors) -> None:
+    """Raise ``ValueError`` for tensors of one parameter that do not fit together."""
     shape, device = tensors.gradient.shape, tensors.gradient.device
     for name, tensor in zip(tensors._fields, tensors, strict=True):
         if tensor is None:

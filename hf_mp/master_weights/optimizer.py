@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp.autocasting.working_copies import version_of, watch
-from hf_mp.kernels.gradient_scan import norm
-from hf_mp.master_weights.fused_adamw import step_fused
+from hf_mp.kernels.gradient_scan import total_norm
+from hf_mp.master_weights.fused_adamw import step_split
 from hf_mp.master_weights.split import split
 from hf_mp.master_weights.split_parameter import (
     SplitParameter,
@@ -187,17 +187,19 @@ class MasterWeightOptimizer(Optimizer):
         As ``torch.nn.utils.clip_grad_norm_`` (``error_if_nonfinite=False``), without FP32 copies of gradients that are
         still scaled: those keep the factor, for whoever reads them. ``max_norm=inf`` only measures.
         """
-        norms = []
+        by_factor: dict[tuple[torch.device, Tensor | None], list[Tensor]] = {}
         for parameter in self._parameters():
             gradient, factor = gradient_and_factor(parameter)
-            if gradient is None:
-                continue
-            values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            found = norm(values)
-            norms.append(found if factor is None else found * factor.squeeze())
+            if gradient is not None:
+                values = gradient.coalesce().values() if gradient.is_sparse else gradient
+                by_factor.setdefault((gradient.device, factor), []).append(values)
+        norms = [
+            total_norm(values) if factor is None else total_norm(values) * factor.squeeze()
+            for (_, factor), values in by_factor.items()
+        ]
         if not norms:
             return torch.zeros(())
-        total = torch.linalg.vector_norm(torch.stack([found.to(norms[0].device) for found in norms]))
+        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
         if math.isfinite(max_norm):
             clip_factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
             multiply_gradients(self._parameters(), clip_factor)
@@ -218,7 +220,7 @@ class MasterWeightOptimizer(Optimizer):
         parameters = self._parameters()
         for parameter in parameters if self._loaded else ():
             self._take_over_loaded(parameter)
-        if step_fused(self.optimizer, parameters) and not any(
+        if step_split(self.optimizer, parameters) and not any(
             gradient_and_factor(p)[0] is not None for p in parameters
         ):
             return result

@@ -13,7 +13,8 @@ from hf_mp.kernels.gradient_scan import (
     largest_magnitude_and_norm,
     largest_magnitude_and_norm_reference,
     largest_magnitude_reference,
-    norm,
+    scan_reference,
+    total_norm,
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -187,10 +188,22 @@ def test_norm_in_blocks(count: int, dtype: torch.dtype, monkeypatch: pytest.Monk
     monkeypatch.setattr("hf_mp.kernels.gradient_scan._BLOCK_ELEMENTS_PER_THREAD", 64)
     tensor = torch.randn(count).to(dtype)
     expected = torch.linalg.vector_norm(tensor.double()).float()
-    torch.testing.assert_close(norm(tensor), expected, rtol=1e-6, atol=0)
-    torch.testing.assert_close(norm(tensor[::2]), torch.linalg.vector_norm(tensor[::2].float()), rtol=1e-6, atol=0)
+    torch.testing.assert_close(total_norm([tensor]), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        total_norm([tensor[::2]]), torch.linalg.vector_norm(tensor[::2].float()), rtol=1e-6, atol=0
+    )
     if count:
         tensor[-1] = math.inf
-        assert norm(tensor).item() == math.inf
+        assert total_norm([tensor]).item() == math.inf
         tensor[0] = math.nan
-        assert norm(tensor).isnan()
+        assert total_norm([tensor]).isnan()
+
+
+def test_total_norm_of_several() -> None:
+    tensors = [torch.full((3,), 2.0).half(), torch.empty(0), torch.full((4,), -1.0)]
+    assert total_norm(tensors) == 4.0
+    assert total_norm([]) == 0.0
+    assert scan_reference(tensors).norm == 4.0 and scan_reference(tensors).largest == 2.0
+    assert scan_reference(tensors).found_inf == 0.0
+    assert scan_reference([*tensors, torch.tensor([math.nan])]).found_inf == 1.0
+    assert scan_reference([]) == (0.0, 0.0)

@@ -12,7 +12,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from hf_mp import MasterWeightOptimizer
 from hf_mp.master_weights import optimizer as module
-from hf_mp.master_weights.fused_adamw import step_fused
+from hf_mp.master_weights.fused_adamw import step_split
 
 DTYPES = [torch.float16, torch.bfloat16]
 SHAPES = [(3, 5), (40_000,), (), (0, 4)]
@@ -53,13 +53,13 @@ def test_bit_for_bit_the_optimizers_own_step(make: Any, dtype: torch.dtype, monk
     calls: list[bool] = []
 
     def counted(*args: Any) -> bool:
-        calls.append(step_fused(*args))
+        calls.append(step_split(*args))
         return calls[-1]
 
-    monkeypatch.setattr(module, "step_fused", counted)
+    monkeypatch.setattr(module, "step_split", counted)
     fast = run(make, dtype)
     assert calls == [True] * 3
-    monkeypatch.setattr(module, "step_fused", lambda *args: False)
+    monkeypatch.setattr(module, "step_split", lambda *args: False)
     for found, expected in zip(fast, run(make, dtype), strict=True):
         assert torch.equal(found, expected)
 
@@ -79,7 +79,7 @@ def test_what_the_kernel_does_not_compute_is_left_to_the_optimizer(make: Any) ->
     optimizer = MasterWeightOptimizer(make(weights), layout="split")
     for weight in weights:
         weight.grad = torch.ones(weight.shape)
-    assert not step_fused(optimizer.optimizer, weights)
+    assert not step_split(optimizer.optimizer, weights)
     assert all(weight.grad is not None for weight in weights)
 
 
@@ -90,7 +90,7 @@ def test_moments_that_are_not_contiguous_are_left_to_the_optimizer() -> None:
     optimizer.step()
     optimizer.state[weight]["exp_avg"] = torch.zeros(4, 3).t()
     weight.grad = torch.ones(3, 4)
-    assert not step_fused(optimizer.optimizer, [weight])
+    assert not step_split(optimizer.optimizer, [weight])
 
 
 def test_a_gradient_that_is_not_contiguous_is_read_by_its_shape() -> None:
