@@ -45,7 +45,7 @@ class StepGuard:
         self._has_stepped = False
 
         # A plain function bound to the optimizer: torch's LR schedulers look at ``step.__func__``.
-        @functools.wraps(unguarded.__func__)
+        @functools.wraps(getattr(unguarded, "__func__", unguarded))  # an LR scheduler made before leaves a function
         def step(optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             if not self.is_active:
                 return unguarded(closure, **kwargs) if closure is not None else unguarded(**kwargs)

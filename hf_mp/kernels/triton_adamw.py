@@ -102,9 +102,10 @@ def adamw_kernel(
     BLOCK: tl.constexpr,
 ):
     """Each program updates one block; the order of operations is that of ``adamw_written_out``."""
-    tensor, offsets, mask = place_of(numels, block_tensor, block_index, ALIGNED, BLOCK)
-    if HAS_FOUND_INF:
-        mask = mask & (tl.load(found_inf) == 0.0)  # nothing is read or written in a skipped step
+    is_wanted = 1
+    if HAS_FOUND_INF:  # nothing is read or written in a skipped step
+        is_wanted = (tl.load(found_inf) == 0.0).to(tl.int64)
+    tensor, offsets, mask = place_of(numels, block_tensor, block_index, is_wanted, ALIGNED, BLOCK)
     gradient_address = tl.load(addresses + tensor)
     exp_avg_address = tl.load(addresses + tensors + tensor)
     exp_avg_sq_address = tl.load(addresses + 2 * tensors + tensor)

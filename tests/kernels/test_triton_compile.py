@@ -92,6 +92,7 @@ def test_gradient_scan(dtype: int, aligned: bool) -> None:
 def test_adamw(gradient: int, working: int, split: bool, flags: dict[str, Any]) -> None:
     constants = {"GRADIENT": gradient, "WORKING": working, "SPLIT": split, **flags}
     result = compiled(triton_adamw.adamw_kernel, ADAMW, constants, enable_fp_fusion=False)
+    assert ("ld.global.v4.b32" in result.asm["ptx"]) == flags["ALIGNED"]
     assert "fma.rn.f32" not in result.asm["ptx"]  # the order of operations is that of the plain form
     assert "div.rn.f32" in result.asm["ptx"] and "sqrt.rn.f32" in result.asm["ptx"]
 
