@@ -18,8 +18,8 @@ from hf_mp.kernels.registry import chosen
 from hf_mp.master_weights.split import REMAINDER_DTYPE, merge, split_into
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
-# torch gives a thread this many elements of an elementwise op; blocks of so many a thread stay in its L2 cache.
-_BLOCK_ELEMENTS_PER_THREAD = 2**15
+# Small enough that what one operation leaves is in a core's cache for the next, large enough for some 20 calls a block.
+_BLOCK_ELEMENTS_PER_THREAD = 2**17
 _MINUS_UNIT = -(2.0**-25)  # a remainder counts units of 2**-25 of its working copy's binade, and is negated here
 _FP16_EXPONENT, _FP16_SMALLEST_BINADE, _FP16_LARGEST_BINADE = 0x7C00, 0x0400, 0x7800
 
@@ -283,7 +283,7 @@ def _blocks(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[_Block]:
 
 
 def _update_split_fp16(tensors: AdamWTensors, settings: AdamWSettings, factor: Tensor | None) -> None:
-    mask, upscale = torch.tensor(_FP16_EXPONENT, dtype=torch.int16), torch.tensor(2.0**25)
+    mask, zero = torch.tensor(_FP16_EXPONENT, dtype=torch.int16), torch.zeros(())
     for part, working, remainder, gradient, master, floats, units, shorts in _blocks(tensors, factor):
         bits, binade = working.view(torch.int16), shorts.view(torch.float16)
         torch.bitwise_and(bits, mask, out=shorts).clamp_(_FP16_SMALLEST_BINADE, _FP16_LARGEST_BINADE)
@@ -299,7 +299,7 @@ def _update_split_fp16(tensors: AdamWTensors, settings: AdamWSettings, factor: T
             continue
         units.copy_(shorts.clamp_(min=_FP16_SMALLEST_BINADE).view(torch.float16))
         floats.copy_(working)
-        remainder.copy_(master.sub_(floats).mul_(upscale).div_(units))
+        remainder.copy_(torch.addcdiv(zero, master.sub_(floats), units, value=2.0**25, out=master))
 
 
 def _update_split_bf16(tensors: AdamWTensors, settings: AdamWSettings, factor: Tensor | None) -> None:

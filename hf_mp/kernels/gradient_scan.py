@@ -11,7 +11,7 @@ from torch.nn.utils import get_total_norm
 
 from hf_mp.kernels.registry import chosen
 
-_BLOCK_ELEMENTS_PER_THREAD = 2**15  # as many as torch gives a thread; in FP32, they stay in its cache
+_BLOCK_ELEMENTS_PER_THREAD = 2**17  # in FP32, half of what a core's cache of 1 MiB holds
 
 
 class Scan(NamedTuple):
