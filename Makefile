@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune loops memory test faults lint clean
+.PHONY: help finetune loops memory docs test faults tables lint clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -27,6 +27,10 @@ loops: $(INSTALLED) ## the loops of the tutorials, with torch.amp and with hf_mp
 memory: $(INSTALLED) ## show what GPT-2 takes in memory, as a table, a page and a picture (ARGS="--help")
 	@$(BIN)/python recipes/memory_report.py $(ARGS)
 
+# The variable silences a notice about the end of MkDocs' support, which comes at each build.
+docs: $(INSTALLED) ## build the documentation site in site/ (python -m http.server -d site shows it)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+
 # One thread a worker: with more, tiny models spend their time waiting for threads.
 test: $(INSTALLED) ## run the tests (ARGS="tests/test_cli.py" runs those of one file)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not exhaustive" $(ARGS)
@@ -34,13 +38,16 @@ test: $(INSTALLED) ## run the tests (ARGS="tests/test_cli.py" runs those of one 
 faults: $(INSTALLED) ## kill, damage and starve trainings by the hundred, and store what was lost (half an hour)
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/inject_faults.py $(ARGS)
 
+tables: $(INSTALLED) ## write the stored results into the README and docs/ (ARGS="--check" only compares)
+	@$(BIN)/python scripts/make_tables.py $(ARGS)
+
 lint: $(INSTALLED) ## check the style and the types
 	@$(BIN)/python -m ruff check
 	@$(BIN)/python -m ruff format --check
 	@$(BIN)/python -m mypy
 
 clean: ## remove the environment, caches and built packages; outputs/ stays
-	@rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first: every other package is then content with the tested one.

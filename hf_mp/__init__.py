@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hf_mp.checkpoints.preemption import Preempted
     from hf_mp.diagnostics.overflow import explain_overflows
     from hf_mp.diagnostics.overflow_report import OverflowReport
+    from hf_mp.diagnostics.precision_recorder import record_precision
     from hf_mp.loss_scaling import (
         DynamicLossScaler,
         HeadroomLossScaler,
@@ -39,6 +40,7 @@ _HOME = {
     "custom_fwd": "hf_mp.autocasting.functions",
     "explain_overflows": "hf_mp.diagnostics.overflow",
     "OverflowReport": "hf_mp.diagnostics.overflow_report",
+    "record_precision": "hf_mp.diagnostics.precision_recorder",
     "DynamicLossScaler": "hf_mp.loss_scaling",
     "HeadroomLossScaler": "hf_mp.loss_scaling",
     "LossScaleError": "hf_mp.loss_scaling",
@@ -94,6 +96,7 @@ __all__ = [
     "measure_training_memory",
     "memory_footprint",
     "prepare",
+    "record_precision",
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.loss_scaling import make_loss_scaler
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 from hf_mp.runtime import MixedPrecision
+from hf_mp.trainer_reporting import ReportSettings, TrainerReporting
 from hf_mp.trainer_support import (
     STATE_NAME,
     asks_for_explanation,
@@ -62,9 +63,12 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
             :class:`MixedPrecisionArguments`, else ``"fp16"``.
         loss_scaler_settings: keyword arguments for the loss scaler that the policy names, as in
             ``{"init_scale": 4096, "headroom": 4}``; default: those of ``MixedPrecisionArguments``, else none.
-        tables, rules: as for :class:`hf_mp.autocast`.
+        tables: whose op lists autocast applies, as for :class:`hf_mp.MixedPrecision`; default ``"compact"``.
+        rules: own rules of autocast by op and by module name, as for :class:`hf_mp.autocast`; default none.
         explain_overflows: have skipped steps explained (:func:`hf_mp.explain_overflows`); default: what
             ``MixedPrecisionArguments`` say, else True.
+        histogram_steps, histogram_layers, precision_report: as in :class:`MixedPrecisionArguments`; default: what they
+            say, else nothing is recorded.
         keep_attached: leave the model attached after ``train()``, so that evaluation and ``generate`` run under
             autocast; default False.
 
@@ -92,6 +96,9 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
         tables: TableName = "compact",
         rules: Rules | None = None,
         explain_overflows: bool | None = None,
+        histogram_steps: int | None = None,
+        histogram_layers: Sequence[str] | None = None,
+        precision_report: bool | None = None,
         keep_attached: bool = False,
     ) -> None:
         self.precision = precision
@@ -100,9 +107,17 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
         self.tables: TableName = tables
         self.rules = rules
         self.keep_attached = keep_attached
+        self.report_settings: dict[str, Any] = {
+            "histogram_steps": histogram_steps,
+            "histogram_layers": histogram_layers,
+            "precision_report": precision_report,
+        }
+        self.reporting = TrainerReporting()
+        ReportSettings(**_given(self.report_settings))  # refuse wrong settings now
         self.mixed_precision: MixedPrecision | None = None
         self.overflow_reports: list[OverflowReport] = []
         self._model: weakref.ref[nn.Module] | None = None  # that mixed_precision was made for
+        self._callbacks: list[TrainerCallback] = []  # of the Trainer, while it trains
         self._warned_of_order = False
         json.dumps(self.loss_scaler_settings)  # the Trainer writes them into its checkpoints
         if precision is not None:  # refuse wrong settings now
@@ -175,8 +190,10 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
         optimizer: Optimizer | None = None,
         **kwargs: Any,
     ) -> None:
-        """Tell accelerate of a skipped step."""
+        """Tell accelerate of a skipped step, and show how the loss scale is."""
         tell_accelerate(optimizer, self.mixed_precision)
+        if self.mixed_precision is not None:
+            self.reporting.after_step(self.mixed_precision.stats, self._callbacks, state.global_step + 1)
 
     def on_log(
         self,
@@ -189,7 +206,7 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
         """Add to a training log, in the history and for the callbacks that come after this one."""
         if self.mixed_precision is None or logs is None or "loss" not in logs:
             return
-        entries = self.mixed_precision.stats.log_entries()
+        entries = {**self.mixed_precision.stats.log_entries(), **self.reporting.log_entries()}
         logs.update(entries)
         latest = state.log_history[-1] if state.log_history else {}
         if "loss" in latest and latest.get("step") == state.global_step:
@@ -211,7 +228,9 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave an ordinary FP32 model, unless it is to stay attached."""
+        """Write the run's report, if asked; leave an ordinary FP32 model, unless it is to stay attached."""
+        self.reporting.end(args)
+        self._callbacks = []
         if not self.keep_attached:
             self.detach()
 
@@ -231,6 +250,7 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
                 "loss_scaler_settings": self.loss_scaler_settings,
                 "tables": self.tables,
                 "explain_overflows": self.explain_overflows,
+                **self.report_settings,
                 "keep_attached": self.keep_attached,
             },
             "attributes": {} if runtime is None else {"saved_state": runtime.state_dict()},
@@ -274,6 +294,8 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
             self.mixed_precision, self._model = runtime, weakref.ref(model)
             _runtimes.add(runtime)
         self._explain_overflows(runtime, args)
+        asked = {**vars(ReportSettings.of(args)), **_given(self.report_settings)}
+        self.reporting.begin(runtime, args, ReportSettings(**asked))
         return runtime
 
     def _explain_overflows(self, runtime: MixedPrecision, args: TrainingArguments) -> None:
@@ -307,6 +329,11 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
             )
         callbacks.remove(self)
         callbacks.insert(0, self)
+        self._callbacks = callbacks
+
+
+def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _calling_callbacks(callback: TrainerCallback) -> list[TrainerCallback] | None:

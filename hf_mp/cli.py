@@ -1,6 +1,5 @@
 """The ``hf-mp`` command. Each command prints what a function of its own module gathered."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -34,24 +33,21 @@ def main(
 
 @app.command()
 def env(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the tables.")] = False,
 ) -> None:
-    """Show what mixed precision runs on here: versions, CPU, GPUs. Put it into a bug report."""
-    from hf_mp.environment import gather_environment
+    """Show what mixed precision runs on here, and the preset that suits it. Put it into a bug report."""
+    from hf_mp.machine.report import examine_machine, screen
 
-    rows = gather_environment()
+    machine = examine_machine()
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        typer.echo(machine.to_json())
         return
 
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
-    table = Table("environment", "value", show_edge=False)
-    for label, value in rows.items():
-        table.add_row(label, Text(value))
-    Console().print(table)
+    console = Console(highlight=False)
+    for part in screen(machine):
+        console.print(part)
 
 
 @app.command()
@@ -109,6 +105,23 @@ def memory(
         )
     except (ValueError, ImportError) as error:
         typer.echo(f"hf-mp memory: error: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+@app.command()
+def report(
+    run_directory: Annotated[Path, typer.Argument(help="Output directory of a training run.")],
+    html: Annotated[
+        Path | None, typer.Option(help="Where to write the page. Default: RUN_DIR/precision_report.html.")
+    ] = None,
+) -> None:
+    """Write one HTML page about the precision of a run: its loss scale, overflows, and where its values lie."""
+    from hf_mp.diagnostics.report import report_command
+
+    try:
+        typer.echo(report_command(run_directory, html), nl=False)
+    except (ValueError, OSError) as error:
+        typer.echo(f"hf-mp report: error: {error}", err=True)
         raise typer.Exit(2) from error
 
 

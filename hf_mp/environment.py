@@ -15,14 +15,6 @@ _CPU_FLAGS_16_BIT = ("avx512_fp16", "amx_fp16", "fphp", "asimdhp", "avx512_bf16"
 _GIB = 2**30
 
 
-def gather_environment() -> Mapping[str, str]:
-    """The rows that ``hf-mp env`` shows, in their order: label to readable value.
-
-    Initialises CUDA where there is a GPU.
-    """
-    return {**package_versions(), **describe_hardware()}
-
-
 def package_versions() -> Mapping[str, str]:
     """Version of Python, of hf_mp and of the packages that decide its numerics, or ``"not installed"``."""
     return {

@@ -101,6 +101,7 @@ class DynamicSettings:
     consecutive_hysteresis: bool = False
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         if not 1.0 < self.growth_factor < math.inf:
             raise ValueError(f"growth_factor={self.growth_factor} must be above 1.0 and finite")
         if not -math.inf < self.backoff_factor < 1.0:
@@ -166,6 +167,7 @@ class HeadroomSettings:
     max_scale: float | None = 2.0**40
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         if not 0.0 <= self.headroom <= 30.0:
             raise ValueError(f"headroom={self.headroom} must be 0 to 30 doublings (FP16 has 40 in all)")
         if not 1 <= self.half_life < math.inf:
@@ -252,6 +254,13 @@ def check_bounds(min_scale: float, max_scale: float | None) -> None:
         )
     if max_scale is not None and not max_scale >= min_scale:
         raise ValueError(f"max_scale={max_scale} must be at least min_scale={min_scale}")
+
+
+def check_numbers(settings: DynamicSettings | HeadroomSettings) -> None:
+    """Raise a TypeError unless all settings are numbers, where None is no bound."""
+    for name, value in vars(settings).items():
+        if not isinstance(value, numbers.Real) and not (value is None and name == "max_scale"):
+            raise TypeError(f"{name}={value!r} must be a number")
 
 
 def check_whole(smallest: int, **counts: object) -> None:

@@ -32,6 +32,7 @@ from hf_mp.loss_scale_rules import (
     adjust_dynamic,
     adjust_headroom,
     check_scale,
+    check_whole,
     count_step,
     headroom_left,
     is_power_of_two,
@@ -43,7 +44,11 @@ from hf_mp.policy import LossScaleKind, parse_loss_scale
 
 
 class LossScaleError(RuntimeError):
-    """Training cannot go on: gradients overflow even at the smallest loss scale allowed."""
+    """Training cannot go on: gradients overflow even at the smallest loss scale allowed.
+
+    Raised by ``optimizer.step()``, or by ``update()`` of a scaler, after ``max_consecutive_skips`` skipped steps in a
+    row. The message names the step since which, the scale, and some of the gradients that are not finite.
+    """
 
 
 class ScaleTensors(NamedTuple):
@@ -66,7 +71,7 @@ _TORCH_KEYS = ("scale", *_TORCH_SETTINGS, "_growth_tracker")
 
 
 class LossScaler(ExplicitScaling, Generic[State]):
-    """What all scalers share: the scale as a number and as tensors, the step record, the saved state.
+    """What all scalers share: the methods of ``torch.amp.GradScaler``, and a saved state of plain numbers.
 
     A disabled scaler (``enabled=False``) passes losses through, never skips, and saves an empty state.
     """
@@ -74,8 +79,9 @@ class LossScaler(ExplicitScaling, Generic[State]):
     kind: ClassVar[str]
 
     def __init__(self, state: State, *, max_consecutive_skips: int, min_scale: float, enabled: bool = True) -> None:
-        if max_consecutive_skips < 1:
-            raise ValueError(f"max_consecutive_skips={max_consecutive_skips} must be at least 1 step")
+        check_whole(1, max_consecutive_skips=max_consecutive_skips)
+        if not isinstance(enabled, (bool, int)):
+            raise TypeError(f"enabled={enabled!r} must be True or False")
         self._state = state
         self._max_consecutive_skips = max_consecutive_skips
         self._min_scale = to_fp32(min_scale)
@@ -427,7 +433,8 @@ class HeadroomLossScaler(LossScaler[HeadroomState]):
         headroom: doublings kept between the largest recent gradient and FP16's largest number; default 6.
         half_life: steps after which an old peak counts half; default 100.
         backoff_factor: factor on an overflow; default 0.5.
-        min_scale, max_scale: bounds of the scale; default 2**-14 and 2**40.
+        min_scale: the scale is not lowered below this; default 2**-14.
+        max_scale: the scale does not grow above this; default 2**40, None for no bound but FP32's.
         ceiling_interval: clean steps before the ceiling doubles; default 2000.
         max_consecutive_skips: skipped steps in a row at ``min_scale`` after which :class:`LossScaleError` is raised;
             default 50.

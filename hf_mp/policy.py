@@ -54,13 +54,15 @@ class PrecisionPolicy:
     ``masters``, and ``compute`` is the dtype of the products.
 
     Attributes:
-        params: dtype in which the model's own parameters are stored. ``float32`` (default layout) makes them the
-            master weights; ``float16``/``bfloat16`` (lean layouts) makes them the working copies.
-        compute: dtype of autocast's lower-precision ops. ``float32`` switches mixed precision off.
+        params: dtype in which the model's own parameters are stored. ``float32`` (the default) makes them the master
+            weights; ``float16``/``bfloat16`` (lean layouts) makes them the working copies.
+        compute: dtype of autocast's lower-precision ops, ``float16`` by default. ``float32`` switches mixed precision
+            off.
         masters: dtype in which the optimizer updates weights; always ``float32``.
         output: dtype in which floating outputs leave the model; always ``float32``.
-        loss_scale: ``"headroom"`` (default for FP16), ``"dynamic"`` (torch's algorithm), a positive number (static),
-            or None (default for BF16 and FP32: their exponent range needs no scaling).
+        loss_scale: ``"headroom"`` (of the presets for FP16), ``"dynamic"`` (torch's algorithm), a positive number
+            (static), or None (the default here, and of the presets for BF16 and FP32, whose exponent range needs no
+            scaling).
 
     Raises:
         TypeError: for a dtype that is none.
@@ -104,11 +106,15 @@ class PrecisionPolicy:
 
     @classmethod
     def parse(cls, text: str | PrecisionPolicy) -> PrecisionPolicy:
-        """Make a policy from a preset (``"fp16"``, ``"bf16-lean"`` …) or from ``"params=fp32,compute=fp16,..."``.
+        """Make a policy from a preset or from a policy that is spelled out.
 
-        Unnamed fields of the long form take the defaults of the ``fp16`` preset. A policy is returned as it is.
+        Args:
+            text: ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"fp16-lean"``, ``"bf16-lean"``, or fields as in
+                ``"params=fp32,compute=fp16,loss_scale=dynamic"``, where those that are not named have the values of
+                ``"fp16"``. A policy is returned as it is.
 
         Raises:
+            TypeError: for anything but text and a policy.
             ValueError: for an unknown preset, field or dtype.
         """
         if isinstance(text, cls):

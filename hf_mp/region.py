@@ -90,7 +90,9 @@ class Region(autocast):
 
 # A graph gives its inputs gradients of their own dtype: unscaled, they would underflow in FP16.
 _border_outside_of_graphs = torch.compiler.disable(
-    lambda parameter, inverse: parameter_border(parameter, None, inverse), reason="FP16 gradients leave graphs scaled"
+    lambda parameter, inverse: parameter_border(parameter, None, inverse),
+    reason="FP16 gradients leave graphs scaled; inside of torch.cond and its kind, where a graph cannot end, use "
+    "precision='fp16' instead of 'fp16-lean'",
 )
 
 

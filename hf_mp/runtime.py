@@ -24,7 +24,7 @@ from hf_mp.autocasting.working_copies import WorkingCopies
 from hf_mp.borders import check_reachable, input_border, output_border
 from hf_mp.causal_lm_loss import install_causal_lm_loss, remove_causal_lm_loss
 from hf_mp.distributed import Ranks, check_parallelism, is_dtensor, is_running, is_sharded, local_part
-from hf_mp.kernels.gradient_scan import all_finite
+from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite
 from hf_mp.loss_scaling import LossScaleError, LossScaler, ScaleTensors, StepReport, headroom_left, make_loss_scaler
 from hf_mp.master_weights.fused_adamw import step_whole
 from hf_mp.master_weights.lean import restore_parameters, split_trainable_parameters
@@ -49,7 +49,9 @@ class PrecisionStats:
         steps: optimizer steps, skipped ones included.
         skipped_steps: of those, the ones skipped for an overflow.
         loss_scale: the loss scale in force; 1.0 where nothing is scaled.
-        loss_scale_first, loss_scale_min, loss_scale_max: over the steps of the run, as used.
+        loss_scale_first: the loss scale of the first step.
+        loss_scale_min: the smallest that a step used.
+        loss_scale_max: the largest that a step used.
         headroom: doublings that the scale could still take at the last clean step; None where not measured.
     """
 
@@ -118,9 +120,16 @@ class MixedPrecision:
         loss_scaler: the scaler to use instead of the one that the policy names.
         tables: as for :class:`hf_mp.autocast`; default ``"compact"``: torch's lists for CUDA, and no FP32 copies where
             a kernel computes in FP32 registers anyway. ``"cuda"`` and ``"cpu"`` are torch's lists to the letter.
-        rules: as for :class:`hf_mp.autocast`; module names are those of the attached model.
+        rules: as for :class:`hf_mp.autocast`; module names are those of the attached model; default none.
+
+    Attributes:
+        policy: the :class:`PrecisionPolicy`.
+        scaler: the loss scaler.
+        stats: the :class:`PrecisionStats` of the steps so far.
+        step_was_skipped: whether the last optimizer step was skipped for an overflow.
 
     Raises:
+        TypeError: for a policy that is neither text nor a :class:`PrecisionPolicy`.
         ValueError: for an unknown policy.
     """
 
@@ -167,14 +176,15 @@ class MixedPrecision:
 
     @property
     def model(self) -> nn.Module | None:
-        """The attached model."""
+        """The attached model; None where none is, or where it is gone."""
         return None if self._model is None else self._model()
 
     def attach(self, model: nn.Module) -> nn.Module:
         """Run ``model`` under this policy from now on; returns the same model.
 
         Trainable FP16/BF16 parameters are cast to FP32 in place (the Parameter objects stay, so an optimizer made
-        before keeps working); frozen ones stay as they are. Attach before the optimizer's first step.
+        before keeps working); frozen ones stay as they are. Attach before the optimizer's first step. A policy of
+        FP32 changes nothing.
 
         Lean layouts: trainable parameters become :class:`SplitParameter`, in FP16/BF16, with their FP32 value kept in
         16 bits more. ``state_dict()`` and ``save_pretrained()`` of the model give FP32 values all the same.
@@ -436,8 +446,13 @@ class MixedPrecision:
         if any(is_dtensor(parameter) for parameter in parameters):
             self.working_copies.keep_none()  # also where FSDP shards a module around the model, unseen from inside
         measured = None if self._largest is None else self._largest.item()
-        seen = measured is not None and self._are_unchanged(parameters)
-        overflow = not seen and not all_finite(map(local_part, raw_gradients(parameters)))
+        # In a loop of one's own, gradients may be written so that no version counter rises (`.data`, NumPy).
+        seen = measured is not None and self.measures_norm and self._are_unchanged(parameters)
+        # A gradient too large to be squared would make Adam's second moment inf for good.
+        if measured is not None and seen:
+            overflow = not measured < SQUARES_BELOW
+        else:
+            overflow = not all_finite(map(local_part, raw_gradients(parameters)), SQUARES_BELOW)
         # Clipping by value, or a repair by hand, may have hidden what the backward gave.
         overflow = overflow or (measured is not None and not math.isfinite(measured))
         # Without loss scaling there is no headroom to tell of.
@@ -503,7 +518,8 @@ def prepare(
     """Mixed precision for a loop of one's own: attach a policy to a model and its optimizer.
 
     The loop stays as it is for FP32: ``loss.backward()``, clip, ``optimizer.step()``, ``optimizer.zero_grad()``. An LR
-    scheduler that is to stand still with a skipped update asks ``optimizer.step_was_skipped``.
+    scheduler that is to stand still with a skipped update asks ``optimizer.step_was_skipped``. What a step does
+    is in section 3 of Micikevicius et al. 2017 (arXiv 1710.03740).
 
     Args:
         model: any ``nn.Module``; one loaded in FP16/BF16 is given FP32 masters.

@@ -20,10 +20,11 @@ from hf_mp.callback import MixedPrecisionCallback
 from hf_mp.checkpoints.crash_safe_trainer import SAVE_FAILURES, CrashSafeTrainer
 from hf_mp.diagnostics.overflow import explain_overflows
 from hf_mp.diagnostics.overflow_report import OverflowReport
-from hf_mp.loss_scaling import make_loss_scaler
+from hf_mp.loss_scaling import LossScaleError, make_loss_scaler
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer
 from hf_mp.policy import PrecisionPolicy, parse_loss_scale
 from hf_mp.runtime import MixedPrecision, check_attachable
+from hf_mp.trainer_reporting import ReportSettings, TrainerReporting
 from hf_mp.trainer_support import (
     STATE_NAME,
     asks_for_explanation,
@@ -54,7 +55,10 @@ class MixedPrecisionArguments(TrainingArguments):
 
     precision: str = field(
         default="fp16",
-        metadata={"help": "fp16, bf16, fp32 (the stock Trainer), or 'params=fp32,compute=fp16,loss_scale=dynamic'."},
+        metadata={
+            "help": "fp16, bf16, fp16-lean, bf16-lean (which store the model in 16 bits), fp32 (the stock Trainer), or "
+            "'params=fp32,compute=fp16,loss_scale=dynamic'."
+        },
     )
     loss_scale: str | None = field(
         default=None,
@@ -90,15 +94,35 @@ class MixedPrecisionArguments(TrainingArguments):
         metadata={"help": "Keep failing batches and their reports in OUTPUT_DIR/overflows (safetensors and JSON)."},
     )
 
+    histogram_steps: int = field(
+        default=0,
+        metadata={
+            "help": "Every how many steps the magnitudes of activations, gradients, weights and updates are taken, by "
+            "layer, for OUTPUT_DIR/precision_log.jsonl and TensorBoard; 50 is a good number, 0 is never."
+        },
+    )
+    histogram_layers: list[str] | None = field(
+        default=None,
+        metadata={"help": "Name patterns of their layers ('transformer.h.*.mlp.*'). Not given: all with parameters."},
+    )
+    precision_report: bool = field(
+        default=False,
+        metadata={"help": "Record each step's loss scale, and write OUTPUT_DIR/precision_report.html at the end."},
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        report = ReportSettings.of(self)
         if self.save_failure not in SAVE_FAILURES:
             raise ValueError(f"save_failure={self.save_failure!r}: choose one of {', '.join(SAVE_FAILURES)}")
         policy = self.precision_policy
         if policy.is_mixed:
             make_loss_scaler(policy.loss_scale, **self.loss_scaler_settings)  # refuse wrong settings now
-        elif self.loss_scale is not None or self.loss_scale_kwargs:
-            logger.warning("loss_scale has no effect with precision='fp32': nothing is scaled")
+        else:
+            if self.loss_scale is not None or self.loss_scale_kwargs:
+                logger.warning("loss_scale has no effect with precision='fp32': nothing is scaled")
+            if report.is_asked:
+                logger.warning("histogram_steps and precision_report have no effect with precision='fp32'")
         refuse_other_precision(self, policy)
 
     @property
@@ -113,14 +137,23 @@ class MixedPrecisionArguments(TrainingArguments):
         return dict(self.loss_scale_kwargs or {})  # type: ignore[arg-type]
 
 
-class _TellAccelerate(TrainerCallback):
+class _AfterSteps(TrainerCallback):
     def __init__(self, trainer: MixedPrecisionTrainer) -> None:
         self._trainer = trainer
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        tell_accelerate(self._trainer.optimizer, self._trainer.mixed_precision)
+        trainer, runtime = self._trainer, self._trainer.mixed_precision
+        tell_accelerate(trainer.optimizer, runtime)
+        if runtime is not None:
+            callbacks = trainer.callback_handler.callbacks
+            trainer.reporting.after_step(runtime.stats, callbacks, state.global_step + 1)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._trainer.reporting.end(args)
 
 
 class MixedPrecisionTrainer(CrashSafeTrainer):
@@ -135,11 +168,20 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
     Attributes:
         mixed_precision: the :class:`MixedPrecision` runtime of the current model; None with ``precision="fp32"``.
         overflow_reports: an :class:`OverflowReport` for each skipped step of the current model that was explained.
+        reporting: what shows in the progress bar and TensorBoard, and the ``recorder`` of the run where one was asked
+            for (``histogram_steps``, ``precision_report``).
 
     Raises:
         ValueError: before anything is written, for an unknown precision, for ``fp16=True``, ``bf16=True`` or
             ``ACCELERATE_MIXED_PRECISION`` beside ours, or for a model without floating parameters.
     """
+
+    stuck_errors = (LossScaleError,)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the last two steps were skipped: a single one is how a scaler finds its level."""
+        return self.mixed_precision is not None and self.mixed_precision.scaler.state.consecutive_skips > 1
 
     def __init__(
         self,
@@ -153,6 +195,7 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
         self.precision_policy = policy_of(args, precision)
         self.mixed_precision: MixedPrecision | None = None
         self.overflow_reports: list[OverflowReport] = []
+        self.reporting = TrainerReporting()
         refuse_other_precision(args, self.precision_policy)
         if args.torch_compile and self.precision_policy.is_lean and self.precision_policy.loss_scale is not None:
             logger.warning(
@@ -168,7 +211,7 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
         first: dict[str, Any] = {} if positional else {"model": model, "args": args}
         super().__init__(*((model, args, *positional) if positional else ()), **{**first, **named})
         if self.precision_policy.is_mixed:
-            self.add_callback(_TellAccelerate(self))
+            self.add_callback(_AfterSteps(self))
             self._attach()
 
     def _attach(self) -> MixedPrecision:
@@ -181,9 +224,13 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
             runtime = self.mixed_precision = make_runtime(self.precision_policy, self.args)
         if runtime.model is None:
             runtime.attach(model)
-        # A training_step of one's own may write gradients so that no version counter rises (`.data`, NumPy).
-        runtime.measures_norm = type(self).training_step is Trainer.training_step
+        # Code of one's own may write gradients so that no version counter rises (`.data`, NumPy).
+        runtime.measures_norm = type(self).training_step is Trainer.training_step and not any(
+            type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
+            for callback in self.callback_handler.callbacks
+        )
         self._explain_overflows(runtime)
+        self.reporting.begin(runtime, self.args, ReportSettings.of(self.args))
         runtime.wrap_forwards()  # Liger's kernels set a forward of their own after the Trainer is made
         return runtime
 
@@ -240,7 +287,7 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the stock Trainer's; training logs also carry ``loss_scale`` and ``skipped_steps``."""
         if self.mixed_precision is not None and "loss" in logs:
-            logs = {**logs, **self.mixed_precision.stats.log_entries()}
+            logs = {**logs, **self.mixed_precision.stats.log_entries(), **self.reporting.log_entries()}
         super().log(logs, *args, **kwargs)
 
     def _save_scaler(self, output_dir: str) -> None:

@@ -252,8 +252,8 @@ def split_settings_file(arguments: Sequence[str]) -> tuple[dict[str, Any], Seque
     return settings, arguments[1:]
 
 
-def checkpoint_to_resume(args: MixedPrecisionArguments) -> str | None:
-    """The checkpoint that ``--resume_from_checkpoint`` means: a directory, or ``true`` for the last of this run.
+def checkpoint_to_resume(args: MixedPrecisionArguments) -> str | bool | None:
+    """The checkpoint that ``--resume_from_checkpoint`` means: a directory, or True for this run's newest whole one.
 
     Raises:
         ValueError: if there is none.
@@ -263,7 +263,7 @@ def checkpoint_to_resume(args: MixedPrecisionArguments) -> str | None:
         return None
     if wanted.lower() == "true":
         place = str(args.output_dir)
-        checkpoint = get_last_checkpoint(place) if Path(place).is_dir() else None
+        checkpoint: str | bool | None = True if Path(place).is_dir() and get_last_checkpoint(place) else None
     else:
         place = wanted
         checkpoint = place if Path(place, "trainer_state.json").is_file() else None
@@ -441,7 +441,7 @@ def make_trainer(
     return trainer
 
 
-def train(trainer: MixedPrecisionTrainer, checkpoint: str | None) -> tuple[float, int]:
+def train(trainer: MixedPrecisionTrainer, checkpoint: str | bool | None) -> tuple[float, int]:
     """Train; returns the seconds that it took and the tokens."""
     count = TokenCount()
     trainer.add_callback(count)

@@ -39,11 +39,18 @@ def median_and_spread(seconds: Sequence[float]) -> Timing:
     return Timing(median, upper - lower)
 
 
-def alternate(contenders: Mapping[str, Callable[[], None]], *, rounds: int, warmup: int = 1) -> dict[str, list[float]]:
+def alternate(
+    contenders: Mapping[str, Callable[[], None]],
+    *,
+    rounds: int,
+    warmup: int = 1,
+    before: Mapping[str, Callable[[], None]] | None = None,
+) -> dict[str, list[float]]:
     """Seconds of every call of every contender, in turns, so that a machine that slows down slows all of them.
 
     Each round calls each contender once, every second round in reverse order. The first ``warmup`` rounds are not
-    in the result. With CUDA, a call ends when the GPU has finished its work.
+    in the result. ``before`` has what is called before each call of a contender, and is not timed. With CUDA, a call
+    ends when the GPU has finished its work.
     """
     if not contenders or rounds < 1 or warmup < 0:
         raise ValueError(f"nothing to time: {len(contenders)} contenders, rounds={rounds}, warmup={warmup}")
@@ -51,6 +58,8 @@ def alternate(contenders: Mapping[str, Callable[[], None]], *, rounds: int, warm
     for round_number in range(warmup + rounds):
         turns = list(contenders)
         for name in turns if round_number % 2 == 0 else reversed(turns):
+            if before is not None:
+                before[name]()
             elapsed = _time_one(contenders[name])
             if round_number >= warmup:
                 seconds[name].append(elapsed)

@@ -1,91 +1,105 @@
-"""What autocast costs: an intercepted call, a training forward and backward, generation.
+"""What autocast costs: an intercepted call, casts of weights, a training forward and backward, generation.
 
-    python scripts/bench_autocast.py            # on a CPU, bfloat16: ours in turns with torch.autocast
+    python scripts/bench_autocast.py                     # bfloat16: ours in turns with torch.autocast
+    python scripts/bench_autocast.py --layers 2 --width 64 --vocab 500 --seq 32 --rounds 2      # a quick look
 
-Stores ``scripts/results/bench_autocast.json``.
+The floor of forward and backward is their matrix products at the best rate that this device reached; that of generation
+reads all weights in 16 bits for each token, at the bandwidth of a copy. Stores ``scripts/results/bench_autocast.json``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 import typer
 from accelerate.utils import convert_outputs_to_fp32
-from rich.console import Console
-from rich.table import Table
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GPT2LMHeadModel
 from transformers.utils import logging
 
-from _results import alternate, median_and_spread, save_result
+from _benchmarks import DEFAULT_DEVICE, DTYPES, DeviceRates, Workload, number, rounded_copies, show_table
+from _results import RESULTS, alternate, median_and_spread, save_result
 from hf_mp import MixedPrecision, autocast
 
 Step = Callable[[], None]
-GENERATED_TOKENS = 32
+Rows = dict[str, dict[str, Any]]
+
+PEER = "torch.autocast"
+OURS, OURS_CPU_TABLES = "hf_mp", "hf_mp, cpu tables"
+# The Trainer's bf16=True enters autocast anew for each forward, which then casts all weights again, and gives FP32
+# outputs as ours does; a model that is bfloat16 throughout shows how far any autocast could get.
+PER_FORWARD, WHOLE = "accelerate's (Trainer bf16=True)", "the whole model in 16 bits"
+CONTENDERS = (PEER, OURS, OURS_CPU_TABLES, PER_FORWARD, WHOLE)
 
 
-def call_overhead(calls: int = 50_000, rounds: int = 7) -> dict[str, float]:
-    """Microseconds that autocast adds to a call that it leaves alone, and to one that it looks up and passes."""
-    ids = torch.arange(4)
-    x, weight = torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2, 2, dtype=torch.bfloat16)
+def call_overhead(dtype: torch.dtype, device: str, calls: int, rounds: int) -> Rows:
+    """Microseconds that an autocast adds to a call that it leaves alone, and to one that it looks up and passes."""
+    ids = torch.arange(4, device=device)
+    x = torch.ones(2, 2, dtype=dtype, device=device)
     cases: dict[str, Callable[[], Any]] = {
         "unlisted op (integer add)": lambda: ids + 1,
         "property (shape)": lambda: ids.shape,
-        "lower-precision op (mm, nothing to cast)": lambda: torch.mm(x, weight),
+        "lower-precision op (mm, nothing to cast)": lambda: torch.mm(x, x),
     }
-    found = {}
-    for name, call in cases.items():
 
-        def loop(call: Callable[[], Any] = call) -> None:
-            for _ in range(calls):
-                call()
+    def loop(call: Callable[[], Any], context: Callable[[], Any]) -> Step:
+        def run() -> None:
+            with context():
+                for _ in range(calls):
+                    call()
 
-        def inside(loop: Callable[[], None] = loop) -> None:
-            with autocast(torch.bfloat16):
-                loop()
+        return run
 
-        seconds = alternate({"plain": loop, "autocast": inside}, rounds=rounds)
-        plain, ours = (median_and_spread(seconds[key]).median_seconds for key in ("plain", "autocast"))
-        found[name] = 1e6 * (ours - plain) / calls
+    contexts: dict[str, Callable[[], Any]] = {
+        "plain": contextlib.nullcontext,
+        OURS: lambda: autocast(dtype),
+        PEER: lambda: torch.autocast(device, dtype),
+    }
+    found: Rows = {}
+    for case, call in cases.items():
+        seconds = alternate({name: loop(call, context) for name, context in contexts.items()}, rounds=rounds)
+        found[case] = {}
+        for name in (OURS, PEER):
+            added = [1e6 * (one - plain) / calls for one, plain in zip(seconds[name], seconds["plain"], strict=True)]
+            timing = median_and_spread(added)
+            found[case][name] = {"median_microseconds": timing[0], "spread_microseconds": timing[1]}
     return found
 
 
-PEER = "torch.autocast bf16"
-OURS = ("hf_mp bf16", "hf_mp bf16, cpu tables")
-# The Trainer's bf16=True enters autocast anew for each forward, which then casts all weights again, and gives FP32
-# outputs as ours does; a model that is bfloat16 throughout shows how far any autocast could get.
-PER_FORWARD, FLOOR = "accelerate's bf16 (Trainer bf16=True)", "the whole model in bf16"
-
-
-def make_model(contender: str, layers: int) -> GPT2LMHeadModel:
-    """GPT-2 of the real width and vocabulary, prepared as the contender does it."""
-    torch.manual_seed(0)
-    config = GPT2Config(n_layer=layers, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    model = GPT2LMHeadModel(config)
-    if contender.startswith("hf_mp"):
-        MixedPrecision("bf16", tables="cpu" if "cpu tables" in contender else "cuda").attach(model)
+def make_model(contender: str, workload: Workload, dtype: torch.dtype) -> GPT2LMHeadModel:
+    """GPT-2, prepared as the contender does it."""
+    model = workload.model()
+    if contender in (OURS, OURS_CPU_TABLES):
+        MixedPrecision(_preset(dtype), tables="cpu" if contender == OURS_CPU_TABLES else "compact").attach(model)
     elif contender == PER_FORWARD:
-        model.forward = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(model.forward))
-    elif contender == FLOOR:
-        model.to(torch.bfloat16)  # type: ignore[arg-type]
+        model.forward = convert_outputs_to_fp32(torch.autocast(workload.device, dtype)(model.forward))
+    elif contender == WHOLE:
+        model.to(dtype)  # type: ignore[arg-type]
     return model
 
 
-def context(contender: str) -> Any:
+def _preset(dtype: torch.dtype) -> str:
+    return next(name for name, known in DTYPES.items() if known is dtype)
+
+
+def context(contender: str, workload: Workload, dtype: torch.dtype) -> Any:
     """Around each call of the model."""
-    return torch.autocast("cpu", torch.bfloat16) if contender == PEER else contextlib.nullcontext()
+    return torch.autocast(workload.device, dtype) if contender == PEER else contextlib.nullcontext()
 
 
-def training(contender: str, batch: int = 2, seq: int = 256) -> Step:
-    """Forward and backward of 4 layers."""
-    model = make_model(contender, 4).train()
-    ids = torch.randint(0, 50257, (batch, seq), generator=torch.Generator().manual_seed(0))
+def training(contender: str, workload: Workload, dtype: torch.dtype) -> Step:
+    """Forward and backward."""
+    model = make_model(contender, workload, dtype)
+    ids = workload.token_ids().to(workload.device)
 
     def step() -> None:
-        with context(contender):
+        with context(contender, workload, dtype):
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         model.zero_grad()
@@ -93,59 +107,146 @@ def training(contender: str, batch: int = 2, seq: int = 256) -> Step:
     return step
 
 
-def generation(contender: str) -> Step:
-    """Greedy generation with GPT-2 124M from 8 tokens."""
-    model = make_model(contender, 12).eval()
-    prompt = torch.arange(8).unsqueeze(0)
+def generation(contender: str, workload: Workload, dtype: torch.dtype, tokens: int) -> Step:
+    """Greedy generation from 8 tokens."""
+    model = make_model(contender, workload, dtype).eval()
+    prompt = torch.arange(8, device=workload.device).unsqueeze(0)
 
     def step() -> None:
-        with context(contender), torch.no_grad():
-            model.generate(
-                prompt,
-                min_new_tokens=GENERATED_TOKENS,
-                max_new_tokens=GENERATED_TOKENS,
-                do_sample=False,
-                pad_token_id=0,
-            )
+        with context(contender, workload, dtype), torch.no_grad():
+            model.generate(prompt, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
 
     return step
 
 
-def main(rounds: int = 10) -> None:
-    """Measure all three, store and show them."""
-    logging.set_verbosity_error()
-    result: dict[str, Any] = {"overhead_microseconds": call_overhead()}
-    for title, make, contenders in (
-        ("forward and backward", training, (PEER, *OURS, PER_FORWARD)),
-        ("generation", generation, (PEER, *OURS, PER_FORWARD, FLOOR)),
-    ):
-        seconds = alternate({name: make(name) for name in contenders}, rounds=rounds, warmup=2)
-        timings = {name: median_and_spread(times) for name, times in seconds.items()}
-        peer = timings[PEER].median_seconds
-        result[title] = {
-            name: {**timing._asdict(), "ratio_to_torch_autocast": timing.median_seconds / peer}
-            for name, timing in timings.items()
+class _CastCounter(TorchDispatchMode):
+    """Counts the casts of a model's weights to 16 bits."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self._weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        self.casts = 0
+        self.read_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dtype in (torch.float16, torch.bfloat16):
+            for source in args:
+                is_weight = isinstance(source, Tensor) and source.untyped_storage()._cdata in self._weights
+                if is_weight and source.dtype is torch.float32 and source.shape == result.shape:
+                    self.casts += 1
+                    self.read_bytes += source.nbytes
+        return result
+
+
+def weight_casts(contender: str, workload: Workload, dtype: torch.dtype) -> dict[str, Any]:
+    """How many casts of weights a forward makes when weights have not changed since the last one."""
+    model = make_model(contender, workload, dtype)
+    ids = workload.token_ids()[:1, :8].to(workload.device)
+    for _ in range(2):
+        with _CastCounter(model) as counter, context(contender, workload, dtype):
+            model(input_ids=ids, labels=ids)
+    return {"casts": counter.casts, "read_bytes": counter.read_bytes}
+
+
+def compare(steps: Mapping[str, Step], rounds: int, floor_seconds: float) -> Rows:
+    """Medians and spreads of contenders that take turns, with their ratios to torch.autocast and to the floor."""
+    seconds = alternate(steps, rounds=rounds, warmup=2)
+    timings = {name: median_and_spread(times) for name, times in seconds.items()}
+    peer = timings[PEER].median_seconds
+    return {
+        name: {
+            **timing._asdict(),
+            "ratio_to_torch_autocast": timing.median_seconds / peer,
+            "ratio_to_floor": timing.median_seconds / floor_seconds,
         }
+        for name, timing in timings.items()
+    }
+
+
+def main(
+    layers: Annotated[int, typer.Option(help="of the model that is trained; generation takes three times as many")] = 4,
+    width: int = 768,
+    heads: int = 12,
+    vocab: int = 50257,
+    batch: int = 2,
+    seq: int = 256,
+    dtype: Annotated[str, typer.Option(help="bf16 or fp16")] = "bf16",
+    tokens: Annotated[int, typer.Option(help="generated at a time")] = 32,
+    calls: Annotated[int, typer.Option(help="timed at a time, for the cost of one")] = 50_000,
+    rounds: int = 10,
+    device: str = DEFAULT_DEVICE,
+    name: str = "bench_autocast",
+    output_dir: Path = RESULTS,
+) -> None:
+    """Measure all four, store and show them."""
+    logging.set_verbosity_error()
+    workload = Workload(layers, width, heads, vocab, batch, seq, device=device)
+    generating = replace(workload, layers=3 * layers)
+    torch_dtype, rates = DTYPES[dtype], DeviceRates.measure(workload)
+    described = workload.as_dict()
+    per_token = 2 * generating.parameters() / rates.copy_bytes_per_second
+    floors = {
+        "forward_backward": described["flops"] / rates.flops_per_second[dtype],
+        "generation": tokens * per_token,
+        "cast_all_weights": (4 + 2) * described["parameters"] / rates.copy_bytes_per_second,
+    }
+    cast_model = workload.model()
+    cast_seconds = alternate({"cast": lambda: _cast(cast_model, torch_dtype)}, rounds=rounds)["cast"]
+    result: dict[str, Any] = {
+        "workload": described,
+        "dtype": dtype,
+        "generated_tokens": tokens,
+        "generation_layers": generating.layers,
+        "threads": torch.get_num_threads(),
+        "floor_seconds": floors,
+        "added_to_a_call": call_overhead(torch_dtype, device, calls, max(3, rounds)),
+        "weight_casts_per_forward": {c: weight_casts(c, workload, torch_dtype) for c in CONTENDERS},
+        "cast_all_weights": median_and_spread(cast_seconds)._asdict(),
+        "forward_backward": compare(
+            {c: training(c, workload, torch_dtype) for c in CONTENDERS}, rounds, floors["forward_backward"]
+        ),
+        "generation": compare(
+            {c: generation(c, generating, torch_dtype, tokens) for c in CONTENDERS}, rounds, floors["generation"]
+        ),
+    }
     for row in result["generation"].values():
-        row["tokens_per_second"] = GENERATED_TOKENS / row["median_seconds"]
-    path = save_result("bench_autocast", result)
+        row["tokens_per_second"] = tokens / row["median_seconds"]
+    path = save_result(name, result, directory=output_dir)
     show(result)
-    print(f"stored in {path.name}, {time.strftime('%Y-%m-%d')}")
+    print(f"stored in {path.name}")
+
+
+def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    copies = rounded_copies(model, dtype)
+    del copies
 
 
 def show(result: dict[str, Any]) -> None:
     """Print the measurements as tables."""
-    console = Console()
-    for name, value in result["overhead_microseconds"].items():
-        console.print(f"{name}: {value:.2f} microseconds a call", highlight=False)
-    for title in ("forward and backward", "generation"):
-        table = Table(title=title)
-        for column in ("contender", "seconds", "spread", "times torch.autocast"):
-            table.add_column(column)
-        for name, row in result[title].items():
-            numbers = (row["median_seconds"], row["spread_seconds"], row["ratio_to_torch_autocast"])
-            table.add_row(name, *(f"{number:.3f}" for number in numbers))
-        console.print(table)
+    rows = [
+        (case, name, number(row["median_microseconds"], 2), number(row["spread_microseconds"], 2))
+        for case, by_name in result["added_to_a_call"].items()
+        for name, row in by_name.items()
+    ]
+    show_table("Added to a call", ("call", "autocast", "microseconds", "spread"), rows)
+    casts = result["weight_casts_per_forward"]
+    show_table(
+        "Casts of weights in a forward, weights unchanged",
+        ("contender", "casts", "MiB read"),
+        [(name, str(row["casts"]), number(row["read_bytes"] / 2**20, 1)) for name, row in casts.items()],
+    )
+    for title in ("forward_backward", "generation"):
+        show_table(
+            f"{title.replace('_', ' and ')}, {result['dtype']}, floor {result['floor_seconds'][title]:.3f} s",
+            ("contender", "seconds", "spread", "times torch.autocast", "times floor"),
+            [
+                (name, *(number(row[key]) for key in (
+                    "median_seconds", "spread_seconds", "ratio_to_torch_autocast", "ratio_to_floor"
+                )))
+                for name, row in result[title].items()
+            ],
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

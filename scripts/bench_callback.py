@@ -13,45 +13,21 @@ from __future__ import annotations
 import contextlib
 import io
 import tempfile
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from _results import alternate, median_and_spread, save_result
+from _benchmarks import number, show_table
+from _results import RESULTS, alternate, median_and_spread, save_result
+from _step_by_step import StepByStep
 from hf_mp import MixedPrecisionCallback, MixedPrecisionTrainer
 
 CONTENDERS = ("subclass", "callback", "stock fp32")
-
-
-class Paused(TrainerCallback):
-    """Lets a training take one step at a time: it waits at each ``on_step_begin`` for :meth:`step`."""
-
-    def __init__(self) -> None:
-        self._go = threading.Semaphore(0)
-        self._done = threading.Semaphore(0)
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._done.release()
-        self._go.acquire()
-
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        self._done.release()
-
-    def wait_for_the_first(self) -> None:
-        self._done.acquire()
-
-    def step(self) -> None:
-        self._go.release()
-        self._done.acquire()
 
 
 def make_trainer(
@@ -69,16 +45,6 @@ def make_trainer(
     return trainer
 
 
-def start(trainer: Trainer) -> tuple[Callable[[], None], threading.Thread]:
-    """Begin training on a thread of its own; the function returned takes one step."""
-    paused = Paused()
-    trainer.add_callback(paused)
-    thread = threading.Thread(target=trainer.train, daemon=True)
-    thread.start()
-    paused.wait_for_the_first()
-    return paused.step, thread
-
-
 def main(
     layers: int = 3,
     width: int = 256,
@@ -88,6 +54,7 @@ def main(
     seq: int = 256,
     rounds: int = 60,
     name: str = "bench_callback",
+    output_dir: Path = RESULTS,
 ) -> None:
     """Time one step of each contender and store medians, spreads and the ratio of callback to subclass."""
     logging.set_verbosity_error()
@@ -100,14 +67,14 @@ def main(
     rows = [{"input_ids": row, "labels": row} for row in ids]
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(io.StringIO()):
         settings = {
-            "output_dir": directory, "per_device_train_batch_size": batch, "max_steps": warmup + rounds,
+            "output_dir": directory, "per_device_train_batch_size": batch, "max_steps": warmup + rounds + 1,
             "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True, "learning_rate": 1e-4,
         }  # fmt: skip
         trainers = {contender: make_trainer(contender, config, rows, settings) for contender in CONTENDERS}
-        started = {contender: start(trainer) for contender, trainer in trainers.items()}
-        seconds = alternate({c: step for c, (step, _) in started.items()}, rounds=rounds, warmup=warmup)
-        for _, thread in started.values():
-            thread.join()
+        started = {contender: StepByStep(trainer) for contender, trainer in trainers.items()}
+        seconds = alternate({c: steps.step for c, steps in started.items()}, rounds=rounds, warmup=warmup)
+        for steps in started.values():
+            steps.close()
     timings = {contender: median_and_spread(times) for contender, times in seconds.items()}
     subclass = timings["subclass"].median_seconds
     result = {c: {**t._asdict(), "ratio_to_subclass": t.median_seconds / subclass} for c, t in timings.items()}
@@ -118,20 +85,23 @@ def main(
         "contenders": result,
         "callback_over_subclass_per_round": {"median": ratio.median_seconds, "spread": ratio.spread_seconds},
     }
-    path = save_result(name, payload)
+    path = save_result(name, payload, directory=output_dir)
     show(result, f"One step of the Trainer: GPT-2, {layers} layers of width {width}, batch {batch} x {seq}")
     print(f"callback over subclass, median of {rounds} rounds: {ratio.median_seconds:.4f}; stored in {Path(path).name}")
 
 
 def show(result: dict[str, dict[str, float]], title: str) -> None:
     """Print the timings as a table."""
-    table = Table(title=title)
-    for column in ("contender", "milliseconds a step", "spread", "times subclass"):
-        table.add_column(column, justify="left" if column == "contender" else "right")
-    for contender, row in result.items():
-        times = (f"{row['median_seconds'] * 1e3:.2f}", f"{row['spread_seconds'] * 1e3:.2f}")
-        table.add_row(contender, *times, f"{row['ratio_to_subclass']:.3f}")
-    Console().print(table)
+    rows = [
+        (
+            contender,
+            number(row["median_seconds"] * 1e3, 2),
+            number(row["spread_seconds"] * 1e3, 2),
+            number(row["ratio_to_subclass"]),
+        )
+        for contender, row in result.items()
+    ]
+    show_table(title, ("contender", "milliseconds a step", "spread", "times subclass"), rows)
 
 
 if __name__ == "__main__":

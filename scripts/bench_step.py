@@ -1,116 +1,168 @@
-"""One training step of GPT-2, in turns: FP32, ours, torch.autocast.
+"""One training step of GPT-2, in turns: FP32, torch.autocast, the stock Trainer, ours.
 
     python scripts/bench_step.py                          # 4 layers of width 768, the real vocabulary, batch 2 x 256
-    python scripts/bench_step.py --torch-fp16-rounds 1    # also torch's FP16, 200 times slower on most CPUs
+    python scripts/bench_step.py --torch-fp16-rounds 1    # also torch's FP16, 50 times slower on most CPUs
+    python scripts/bench_step.py --model gpt2 --batch 4 --seq 512 --rounds 0      # peak memory alone
+    python scripts/bench_step.py --compile --contenders "fp32,torch.autocast bf16,hf_mp bf16"
+    python scripts/bench_step.py --contenders "Trainer bf16=True,MixedPrecisionTrainer bf16"
 
-A step is forward, backward, clipping and the AdamW update. Stores ``scripts/results/bench_step[_NAME].json``.
+A step is forward, backward, clipping and the AdamW update; a Trainer's is all that its loop does. The floor of a step
+is its matrix products at the best rate that this device reached in that dtype, and the bytes of its update at the
+bandwidth of a copy. Utilisation is the products at that rate over the time of the step. Peak memory is that of all
+tensors of a training of its own, model and optimizer state included.
+
+Stores ``scripts/results/bench_step[_NAME].json``.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import gc
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
-import hf_mp
-from _results import alternate, median_and_spread, save_result
+from _benchmarks import DEFAULT_DEVICE, DeviceRates, Workload, number, show_left_out, show_table
+from _contenders import CONTENDERS, choose, find_contender, peak_bytes, training
+from _results import RESULTS, alternate, median_and_spread, save_result
 
-Step = Callable[[], None]
-AUTOCAST = {"torch.autocast bf16": torch.bfloat16, "torch.autocast fp16": torch.float16}
-OURS = {
-    "hf_mp fp16": "fp16",
-    "hf_mp fp16-lean": "fp16-lean",
-    "hf_mp bf16": "bf16",
-    "hf_mp bf16-lean": "bf16-lean",
-    "fp32": "fp32",
-}
-
-
-def make_step(contender: str, config: GPT2Config, ids: Tensor, device: str) -> Step:
-    """A function that trains one step of a fresh model the way ``contender`` does it."""
-    torch.manual_seed(0)
-    model: nn.Module = GPT2LMHeadModel(config).train()
-    model.to(device)
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    if contender in OURS:
-        model, optimizer = hf_mp.prepare(model, optimizer, OURS[contender])
-    fp16 = contender == "torch.autocast fp16"
-    scaler = torch.amp.GradScaler(device, enabled=fp16, init_scale=2.0**10)
-
-    def context() -> Any:
-        if contender in AUTOCAST:
-            return torch.autocast(device, AUTOCAST[contender])
-        return contextlib.nullcontext()
-
-    def step() -> None:
-        with context():
-            loss = model(input_ids=ids, labels=ids).loss
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        if isinstance(optimizer, hf_mp.MasterWeightOptimizer):
-            optimizer.clip_grad_norm_(1.0)
-        else:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if scaler.is_enabled():
-            scaler.step(optimizer)
-        else:
-            optimizer.step()
-        scaler.update()
-        optimizer.zero_grad()
-
-    return step
+SLOW = "torch.autocast fp16"
+DEFAULT = ("fp32", "torch.autocast fp16", "torch.autocast bf16", "Trainer fp16=True", "Trainer bf16=True",
+           *(name for name in CONTENDERS if name.startswith("hf_mp ")))  # fmt: skip
 
 
 def main(
+    model: Annotated[str | None, typer.Option(help="gpt2 (124M), gpt2-medium, gpt2-large (774M), gpt2-xl")] = None,
     layers: int = 4,
     width: int = 768,
     heads: int = 12,
     vocab: int = 50257,
     batch: int = 2,
     seq: int = 256,
-    rounds: int = 10,
-    torch_fp16_rounds: Annotated[int, typer.Option(help="rounds for torch.autocast FP16, timed on its own")] = 0,
-    device: str = "cuda" if torch.cuda.is_available() else "cpu",
+    accumulation: Annotated[int, typer.Option(help="forwards in one update")] = 1,
+    dropout: float = 0.0,
+    rounds: Annotated[int, typer.Option(help="timed steps of each contender; 0 measures memory alone")] = 10,
+    warmup: Annotated[int, typer.Option(help="steps of each contender before the timed ones")] = 2,
+    contenders: Annotated[str, typer.Option(help="comma-separated names")] = ",".join(DEFAULT),
+    compile: Annotated[bool, typer.Option("--compile", help="also with torch.compile")] = False,
+    peak: Annotated[bool, typer.Option(help="measure peak memory")] = True,
+    torch_fp16_rounds: Annotated[int, typer.Option(help="rounds of torch.autocast FP16 where it is slow")] = 0,
+    device: str = DEFAULT_DEVICE,
     name: str = "bench_step",
+    output_dir: Path = RESULTS,
 ) -> None:
-    """Time one training step of each contender and store medians, spreads and ratios to FP32."""
+    """Train one step of each contender in turns; store medians, spreads, ratios, floors and peaks."""
     logging.set_verbosity_error()
-    config = GPT2Config(
-        n_layer=layers, n_embd=width, n_head=heads, vocab_size=vocab, n_positions=max(seq, 1024), resid_pdrop=0.0,
-        embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0,
+    workload = Workload.of(
+        model, layers=layers, width=width, heads=heads, vocab=vocab, batch=batch, seq=seq,
+        accumulation=accumulation, dropout=dropout, device=device,
     )  # fmt: skip
-    ids = torch.randint(0, vocab, (batch, seq), device=device)
-    contenders = ["fp32", "torch.autocast bf16", *(name for name in OURS if name != "fp32")]
-    seconds = alternate({c: make_step(c, config, ids, device) for c in contenders}, rounds=rounds, warmup=2)
-    if torch_fp16_rounds:
-        slow = {"torch.autocast fp16": make_step("torch.autocast fp16", config, ids, device)}
-        seconds |= alternate(slow, rounds=torch_fp16_rounds, warmup=0)
-    timings = {contender: median_and_spread(times) for contender, times in seconds.items()}
-    fp32 = timings["fp32"].median_seconds
-    rows = {c: {**t._asdict(), "ratio_to_fp32": t.median_seconds / fp32} for c, t in timings.items()}
-    shape = {"layers": layers, "width": width, "vocab": vocab, "batch": batch, "seq": seq, "rounds": rounds}
-    path = save_result(name, {"shape": shape, "contenders": rows})
-    show(rows, f"GPT-2, {layers} layers of width {width}, vocabulary {vocab}, batch {batch} x {seq}, on {device}")
+    names = [part.strip() for part in contenders.split(",") if part.strip()]
+    chosen, left_out = choose(names, device, compiled=compile)
+    slow = [contender for contender in left_out if contender == SLOW and torch_fp16_rounds]
+    peaks = {contender: settled_peak(contender, workload) for contender in chosen} if peak else {}
+    seconds = timed(chosen, workload, rounds, warmup) if rounds else {}
+    if slow:
+        seconds |= timed(slow, workload, torch_fp16_rounds, 0)
+        del left_out[SLOW]
+    payload = summarise(workload, [*chosen, *slow], seconds, peaks)
+    path = save_result(name, {**payload, "left_out": left_out}, directory=output_dir)
+    show(payload["contenders"], str(workload))
+    show_left_out(left_out)
     print(f"stored in {path.name}")
 
 
-def show(rows: dict[str, dict[str, float]], title: str) -> None:
-    """Print the timings as a table."""
-    table = Table(title=title)
-    for column in ("contender", "seconds a step", "spread", "times FP32"):
-        table.add_column(column, justify="left" if column == "contender" else "right")
-    for contender, row in rows.items():
-        times = (f"{row['median_seconds']:.3f}", f"{row['spread_seconds']:.3f}", f"{row['ratio_to_fp32']:.2f}")
-        table.add_row(contender, *times)
-    Console().print(table)
+def timed(names: list[str], workload: Workload, rounds: int, warmup: int) -> dict[str, list[float]]:
+    """Seconds of the steps of all contenders, which take turns."""
+    with contextlib.ExitStack() as stack:
+        steps = {name: stack.enter_context(training(name, workload)) for name in names}
+        found = alternate(steps, rounds=rounds, warmup=warmup)
+    release_memory()
+    return found
+
+
+def settled_peak(name: str, workload: Workload) -> int:
+    """Peak bytes of one contender alone; on a GPU of more steps, since a loss scale that starts too high skips some."""
+    found = peak_bytes(name, workload, 8 if workload.device == "cuda" else 2)
+    release_memory()
+    return found
+
+
+def release_memory() -> None:
+    """Free what the last contender left, and forget what was compiled."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def summarise(
+    workload: Workload, names: list[str], seconds: dict[str, list[float]], peaks: dict[str, int]
+) -> dict[str, Any]:
+    """What is stored: the workload, the device's rates and a row for each contender."""
+    rates = DeviceRates.measure(workload)
+    described = workload.as_dict()
+    timings = {name: median_and_spread(times) for name, times in seconds.items()}
+    fp32 = timings.get("fp32")
+    rows: dict[str, dict[str, float | int | None]] = {}
+    for name in names:
+        contender, _ = find_contender(name)
+        floor = rates.floor_seconds(
+            contender.dtype, described["flops"], contender.update.total * described["parameters"]
+        )
+        rows[name] = {"floor_seconds": floor, "peak_bytes": peaks.get(name)}
+        if name in timings:
+            median = timings[name].median_seconds
+            rows[name] |= {
+                **timings[name]._asdict(),
+                "rounds": len(seconds[name]),
+                "ratio_to_fp32": None if fp32 is None else median / fp32.median_seconds,
+                "ratio_to_floor": median / floor,
+                "tokens_per_second": described["tokens"] / median,
+                "flops_utilisation": described["flops"] / (median * rates.flops_per_second[contender.dtype]),
+            }
+    return {
+        "workload": described,
+        "threads": torch.get_num_threads(),
+        "matmul_flops_per_second": rates.flops_per_second,
+        "copy_bytes_per_second": rates.copy_bytes_per_second,
+        "contenders": rows,
+    }
+
+
+def show(rows: dict[str, dict[str, Any]], title: str) -> None:
+    """Print the measurements as a table."""
+    columns = (
+        "contender",
+        "seconds",
+        "spread",
+        "times FP32",
+        "tokens/s",
+        "utilisation",
+        "floor",
+        "times floor",
+        "peak, MiB",
+    )
+    cells = []
+    for name, row in rows.items():
+        peak = row["peak_bytes"]
+        cells.append(
+            (
+                name,
+                number(row.get("median_seconds")),
+                number(row.get("spread_seconds")),
+                number(row.get("ratio_to_fp32"), 2),
+                number(row.get("tokens_per_second"), 0),
+                number(row.get("flops_utilisation"), 2),
+                number(row["floor_seconds"]),
+                number(row.get("ratio_to_floor"), 2),
+                number(None if peak is None else peak / 2**20, 0),
+            )
+        )
+    show_table(title, columns, cells)
 
 
 if __name__ == "__main__":

@@ -4,47 +4,72 @@
     python scripts/bench_update.py --layers 2 --vocab 1000 --rounds 3   # a quick look
 
 torch: GradScaler's unscaling, ``clip_grad_norm_``, fused AdamW, and the casts of the weights that autocast makes in
-the next forward. Ours: the measurement when backward ends, the Trainer's clipping, the guarded step, the refreshed
-working copies. What is read or written at least is counted as a floor, with the bandwidth measured in the same run.
-Stores ``scripts/results/bench_update.json``.
+the next forward; the same with bitsandbytes' AdamW8bit in AdamW's place. FlashOptim's FlashAdamW (arXiv 2602.23349), on
+a GPU where it is installed: 16-bit gradients clipped by their global norm, and its update of 24-bit weights with 8-bit
+state. Ours: the measurement when backward ends, the Trainer's clipping, the guarded step, the refreshed working copies.
+
+The floor is what each has to move in two passes (one for the norm, one for the update), at the bandwidth of a copy
+measured in the same run. Stores ``scripts/results/bench_update.json``.
 """
 
 from __future__ import annotations
 
-import time
+import importlib
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import AdamW, Optimizer
-from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 import hf_mp
-from _results import alternate, median_and_spread, save_result
-from hf_mp.master_weights.optimizer import MasterWeightOptimizer
+from _benchmarks import (
+    DEFAULT_DEVICE,
+    UpdateBytes,
+    Workload,
+    copy_bytes_per_second,
+    number,
+    rounded_copies,
+    show_left_out,
+    show_table,
+)
+from _results import RESULTS, alternate, median_and_spread, save_result
 from hf_mp.master_weights.split_parameter import SplitParameter
 
 Step = Callable[[], None]
-# bytes a parameter that a perfect update reads and writes: gradient, master, two moments; master, moments, copy
-FLOOR_BYTES = {"hf_mp fp16": 4 + 4 + 8 + 4 + 8 + 2, "hf_mp fp16-lean": 2 + 4 + 8 + 4 + 8}
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+PEER = "torch.amp"
+_LR = 1e-5
 
 
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    """One random gradient a parameter, of which the norm is above 1."""
+def fused_adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """torch's AdamW, in its fused implementation."""
+    return AdamW(parameters, lr=_LR, fused=True)
+
+
+def adamw_8bit(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """bitsandbytes' AdamW with 8-bit moments."""
+    optimizer: Optimizer = importlib.import_module("bitsandbytes").optim.AdamW8bit(parameters, lr=_LR)
+    return optimizer
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    """One random FP32 gradient a parameter, of which the norm is above 1."""
     torch.manual_seed(0)
     return [torch.randn(parameter.shape, device=parameter.device) * 1e-3 for parameter in model.parameters()]
 
 
-def torch_step(model: nn.Module, device: str) -> Step:
+def torch_step(workload: Workload, make: MakeOptimizer) -> Step:
     """torch.amp's way: gradients come scaled, weights are cast anew in each forward."""
-    optimizer = AdamW(model.parameters(), lr=1e-5, fused=True)
-    scaler = torch.amp.GradScaler(device, init_scale=1.0, growth_interval=10**9)
-    scaler.scale(torch.zeros((), device=device))
+    model = workload.model()
+    optimizer = make(model.parameters())
+    scaler = torch.amp.GradScaler(workload.device, init_scale=1.0, growth_interval=10**9)
+    scaler.scale(torch.zeros((), device=workload.device))
     given = gradients(model)
 
     def step() -> None:
@@ -54,21 +79,21 @@ def torch_step(model: nn.Module, device: str) -> Step:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
-        copies = [parameter.detach().to(torch.float16) for parameter in model.parameters()]
+        copies = rounded_copies(model, torch.float16)
         del copies
 
     return step
 
 
-def our_step(model: nn.Module, precision: str, make: Callable[[Iterable[nn.Parameter]], Optimizer]) -> Step:
+def our_step(workload: Workload, precision: str, make: MakeOptimizer) -> Step:
     """Ours, as ``MixedPrecisionTrainer`` calls it."""
+    model = workload.model()
     runtime = hf_mp.MixedPrecision(precision)
     runtime.attach(model)
     runtime.measures_norm = True
     optimizer = runtime.attach_optimizer(make(model.parameters()))
     given = gradients(model)
-    is_lean = isinstance(optimizer, MasterWeightOptimizer)
-    if is_lean:  # as backward leaves them: in FP16, still scaled
+    if runtime.policy.is_lean:  # as backward leaves them: in FP16, still scaled
         given = [(gradient * runtime.scaler.get_scale()).half() for gradient in given]
     else:
         for parameter in model.parameters():
@@ -82,7 +107,7 @@ def our_step(model: nn.Module, precision: str, make: Callable[[Iterable[nn.Param
             else:
                 parameter.grad = gradient
         runtime._measure_gradients()
-        if isinstance(optimizer, MasterWeightOptimizer):
+        if isinstance(optimizer, hf_mp.MasterWeightOptimizer):
             optimizer.clip_grad_norm_(1.0)
         else:
             norm = runtime.gradient_norm(parameters)
@@ -93,74 +118,135 @@ def our_step(model: nn.Module, precision: str, make: Callable[[Iterable[nn.Param
     return step
 
 
-def bandwidth_bytes_per_second(device: str) -> float:
-    """Of copying a large tensor, best of several: what is read and what is written."""
-    source = torch.ones(2**26, device=device)
-    target = torch.empty_like(source)
+def flash_step(workload: Workload) -> Step:
+    """FlashOptim's way: 16-bit parameters, their missing bits and 8-bit moments in the optimizer."""
+    model: Any = workload.model()
+    model.to(torch.bfloat16)
+    optimizer = importlib.import_module("flashoptim").FlashAdamW(model.parameters(), lr=_LR)
+    given = [gradient.bfloat16() for gradient in gradients(model)]
 
-    def seconds() -> float:
-        start = time.perf_counter()
-        target.copy_(source)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
+    def step() -> None:
+        for parameter, gradient in zip(model.parameters(), given, strict=True):
+            parameter.grad = gradient
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
 
-    return 2 * source.nbytes / min(seconds() for _ in range(8))
+    return step
+
+
+@dataclass(frozen=True)
+class UpdateContender:
+    """One way to update.
+
+    Attributes:
+        make: gives the update of a fresh model.
+        update: what it has to move.
+        package: what it needs beside torch.
+        needs_gpu: whether it runs on a GPU alone.
+    """
+
+    make: Callable[[Workload], Step]
+    update: UpdateBytes
+    package: str | None = None
+    needs_gpu: bool = False
+
+    def why_not_here(self, device: str) -> str | None:
+        """None where it can run."""
+        if self.needs_gpu and device == "cpu":
+            return "runs on a GPU alone"
+        if self.package is not None:
+            try:
+                importlib.import_module(self.package)
+            except ImportError as error:
+                return f"{self.package} cannot be imported: {error}"
+        return None
+
+
+_BNB = "bitsandbytes"
+CONTENDERS = {
+    PEER: UpdateContender(lambda w: torch_step(w, fused_adamw), UpdateBytes(4, 4, 8, 2)),
+    "hf_mp fp16": UpdateContender(lambda w: our_step(w, "fp16", fused_adamw), UpdateBytes(4, 4, 8, 2)),
+    "hf_mp fp16-lean": UpdateContender(lambda w: our_step(w, "fp16-lean", fused_adamw), UpdateBytes(2, 4, 8)),
+    "torch.amp, AdamW8bit": UpdateContender(lambda w: torch_step(w, adamw_8bit), UpdateBytes(4, 4, 2, 2), _BNB),
+    "hf_mp fp16, AdamW8bit": UpdateContender(lambda w: our_step(w, "fp16", adamw_8bit), UpdateBytes(4, 4, 2, 2), _BNB),
+    "hf_mp fp16-lean, AdamW8bit": UpdateContender(
+        lambda w: our_step(w, "fp16-lean", adamw_8bit), UpdateBytes(2, 4, 2), _BNB
+    ),
+    "FlashAdamW": UpdateContender(flash_step, UpdateBytes(2, 3, 2), "flashoptim", needs_gpu=True),
+}
 
 
 def main(
+    model: Annotated[str | None, typer.Option(help="gpt2 (124M), gpt2-medium, gpt2-large (774M), gpt2-xl")] = None,
     layers: int = 12,
     width: int = 768,
+    heads: int = 12,
     vocab: int = 50257,
     rounds: int = 10,
-    device: str = "cuda" if torch.cuda.is_available() else "cpu",
+    contenders: Annotated[str | None, typer.Option(help="names joined by ';'; default: all")] = None,
+    device: str = DEFAULT_DEVICE,
     name: str = "bench_update",
+    output_dir: Path = RESULTS,
 ) -> None:
-    """Time one update of each contender and store medians, spreads and ratios to torch's."""
+    """Time one update of each contender; store medians, spreads, ratios to torch's and to the floor."""
     logging.set_verbosity_error()
-    config = GPT2Config(n_layer=layers, n_embd=width, vocab_size=vocab, bos_token_id=0, eos_token_id=0)
-
-    def model() -> nn.Module:
-        made: nn.Module = GPT2LMHeadModel(config)
-        return made.to(device)
-
-    def fused(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        return AdamW(parameters, lr=1e-5, fused=True)
-
-    contenders = {
-        "torch.amp": torch_step(model(), device),
-        "hf_mp fp16": our_step(model(), "fp16", fused),
-        "hf_mp fp16-lean": our_step(model(), "fp16-lean", fused),
+    workload = Workload.of(
+        model, layers=layers, width=width, heads=heads, vocab=vocab, batch=1, seq=1, device=device
+    )  # fmt: skip
+    wanted = list(CONTENDERS) if contenders is None else [part.strip() for part in contenders.split(";")]
+    if unknown := [part for part in wanted if part not in CONTENDERS]:
+        raise typer.BadParameter(f"{unknown} are not known: use some of {'; '.join(CONTENDERS)}")
+    reasons = {contender: CONTENDERS[contender].why_not_here(device) for contender in wanted}
+    left_out = {contender: reason for contender, reason in reasons.items() if reason is not None}
+    steps = {contender: CONTENDERS[contender].make(workload) for contender in wanted if contender not in left_out}
+    timings = {
+        contender: median_and_spread(times) for contender, times in alternate(steps, rounds=rounds, warmup=2).items()
     }
-    seconds = alternate(contenders, rounds=rounds, warmup=2)
-    timings = {contender: median_and_spread(times) for contender, times in seconds.items()}
-    parameters = sum(parameter.numel() for parameter in model().parameters())
-    bandwidth = bandwidth_bytes_per_second(device)
-    rows = {
-        contender: {
+    parameters, bandwidth = workload.parameters(), copy_bytes_per_second(device)
+    peer = timings.get(PEER)
+    rows: dict[str, dict[str, Any]] = {}
+    for contender, timing in timings.items():
+        moved = CONTENDERS[contender].update.total
+        floor = moved * parameters / bandwidth
+        rows[contender] = {
             **timing._asdict(),
-            "ratio_to_torch": timing.median_seconds / timings["torch.amp"].median_seconds,
-            "floor_seconds": FLOOR_BYTES[contender] * parameters / bandwidth if contender in FLOOR_BYTES else None,
+            "ratio_to_torch": None if peer is None else timing.median_seconds / peer.median_seconds,
+            "floor_bytes_per_parameter": moved,
+            "floor_seconds": floor,
+            "ratio_to_floor": timing.median_seconds / floor,
         }
-        for contender, timing in timings.items()
-    }
     payload = {
         "parameters": parameters,
+        "device": device,
         "rounds": rounds,
         "threads": torch.get_num_threads(),
-        "copy_bandwidth_gib_per_second": bandwidth / 2**30,
+        "copy_bytes_per_second": bandwidth,
         "contenders": rows,
+        "left_out": left_out,
     }
-    path = save_result(name, payload)
-    table = Table(title=f"Update of {parameters / 1e6:.0f}M parameters on {device}")
-    for column in ("contender", "seconds", "spread", "times torch's", "floor"):
-        table.add_column(column, justify="left" if column == "contender" else "right")
-    for contender, row in rows.items():
-        floor = "" if row["floor_seconds"] is None else f"{row['floor_seconds']:.3f}"
-        figures = (f"{row['median_seconds']:.3f}", f"{row['spread_seconds']:.3f}", f"{row['ratio_to_torch']:.2f}")
-        table.add_row(contender, *figures, floor)
-    Console().print(table)
+    path = save_result(name, payload, directory=output_dir)
+    show(payload)
+    show_left_out(left_out)
     print(f"stored in {path.name}")
+
+
+def show(payload: dict[str, Any]) -> None:
+    """Print the measurements as a table."""
+    rows = [
+        (
+            contender,
+            number(row["median_seconds"], 4),
+            number(row["spread_seconds"], 4),
+            number(row["ratio_to_torch"], 2),
+            str(row["floor_bytes_per_parameter"]),
+            number(row["floor_seconds"], 4),
+            number(row["ratio_to_floor"], 2),
+        )
+        for contender, row in payload["contenders"].items()
+    ]
+    title = f"Update of {payload['parameters'] / 1e6:.0f}M parameters on {payload['device']}"
+    columns = ("contender", "seconds", "spread", "times torch's", "bytes a parameter", "floor", "times floor")
+    show_table(title, columns, rows)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,28 @@
-"""The recipe trained three times, same seed and data order: FP32, ours in FP16, torch.autocast in bfloat16.
+"""The recipe trained in every precision, same seed and data order: FP32, ours, torch.autocast in bfloat16.
 
-    python scripts/compare_precisions.py [--steps 600] [any other flag of the recipe]
+    python scripts/compare_precisions.py [--runs hf_mp-fp16 hf_mp-bf16] [any flag of the recipe]
+    python scripts/compare_precisions.py --store-as compare_precisions_768 --width 768 --layers 4 --heads 12 \\
+        --max_steps 300 --learning_rate 6e-4 --per_device_train_batch_size 2
 
 Stores ``scripts/results/compare_precisions.json`` and draws the loss curves into ``compare_precisions.png`` beside it.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-import matplotlib
 import torch
 from transformers import ProgressCallback, Trainer, TrainingArguments
 
+from _plots import draw_losses
 from _recipe import recipe_trainer
 from _results import RESULTS, save_result
 
-COLOURS = {"fp32": "#4c566a", "hf_mp fp16": "#d08770", "torch.autocast bf16": "#5e81ac"}
+STOCK_BF16 = "torch.autocast bf16"
+CONTENDERS = ("fp32", "hf_mp fp16", "hf_mp fp16-lean", "hf_mp bf16", "hf_mp bf16-lean", STOCK_BF16)
 
 
 @dataclass(frozen=True)
@@ -32,23 +36,38 @@ class Curve:
     skipped_steps: float | None
 
 
-def main(flags: list[str]) -> None:
-    """Train the three runs, store the numbers, draw the curves."""
-    curves = {name: run(name, flags) for name in COLOURS}
+def main(argv: Sequence[str]) -> None:
+    """Train the runs, store the numbers, draw the curves."""
+    arguments, flags = parse_arguments(argv)
+    curves = {name: run(name, flags) for name in arguments.runs}
     reference = curves["fp32"].eval_loss
     for name, curve in curves.items():
         off = 100 * (curve.eval_loss / reference - 1)
         print(f"{name:20} evaluation loss {curve.eval_loss:.4f} ({off:+.3f}%), training {curve.train_seconds:.1f} s")
-    path = save_result("compare_precisions", {name: asdict(curve) for name, curve in curves.items()})
-    draw(curves, path.with_suffix(".png"))
+    payload = {name: asdict(curve) for name, curve in curves.items()}
+    path = save_result(arguments.store_as, payload)
+    draw_losses(payload, path.with_suffix(".png"))
     print(f"stored in {path.relative_to(RESULTS.parent.parent)} and {path.with_suffix('.png').name}")
+
+
+def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our own flags, and those of the recipe."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    choices = {name.replace(" ", "-"): name for name in CONTENDERS}
+    parser.add_argument("--runs", nargs="+", choices=choices, default=list(choices), help="beside fp32; default: all")
+    parser.add_argument("--store-as", default="compare_precisions", help="name of the result; default: %(default)s")
+    arguments, flags = parser.parse_known_args(argv)
+    arguments.runs = list(dict.fromkeys(["fp32", *(choices[name] for name in arguments.runs)]))
+    return arguments, flags
 
 
 def run(name: str, flags: list[str]) -> Curve:
     """One run; the seed of the recipe gives all of them the same weights and the same order of the data."""
-    precision = "fp16" if name == "hf_mp fp16" else "fp32"
+    precision = "fp32" if name == STOCK_BF16 else name.removeprefix("hf_mp ")
     with recipe_trainer(["--precision", precision, *flags]) as ours:
-        trainer = stock_trainer(ours) if name == "torch.autocast bf16" else ours
+        trainer = stock_trainer(ours) if name == STOCK_BF16 else ours
         print(f"training: {name}", flush=True)
         seconds = trainer.train().metrics["train_runtime"]
         eval_loss = trainer.evaluate()["eval_loss"]
@@ -76,29 +95,6 @@ def stock_trainer(ours: Trainer) -> Trainer:
     )
     trainer.remove_callback(ProgressCallback)
     return trainer
-
-
-def draw(curves: dict[str, Curve], path: Path) -> None:
-    """The training losses over the steps, as a PNG."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (top, bottom) = pyplot.subplots(
-        2, 1, figsize=(8, 6.5), sharex=True, height_ratios=(3, 1), layout="constrained"
-    )
-    reference = curves["fp32"].losses
-    for name, curve in curves.items():
-        top.plot(curve.steps, curve.losses, label=f"{name}: {curve.eval_loss:.4f} held out", color=COLOURS[name])
-        difference = [100 * (ours / theirs - 1) for ours, theirs in zip(curve.losses, reference, strict=True)]
-        bottom.plot(curve.steps, difference, color=COLOURS[name])
-    top.set_ylabel("training loss")
-    top.legend(frameon=False)
-    bottom.set_ylabel("off FP32, %")
-    bottom.set_xlabel("step")
-    for axes in (top, bottom):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from rich.console import Console
 from rich.table import Table
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from _plots import draw_scales
 from _recipe import recipe_trainer
 from _results import RESULTS, save_result
 from hf_mp import MixedPrecisionTrainer
@@ -31,7 +31,6 @@ CONTENDERS = {
     "static": ["--loss_scale", "128"],
     "dynamic, growth_interval=100": ["--loss_scale", "dynamic", "--loss_scale_kwargs", '{"growth_interval": 100}'],
 }
-COLOURS = ("#d08770", "#5e81ac", "#4c566a", "#a3be8c")
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def main(flags: Sequence[str], directory: Path = RESULTS) -> None:
     Console(highlight=False).print(table(runs))
     payload = {name: {**found.summary(), **asdict(found)} for name, found in runs.items()}
     path = save_result("compare_scalers", payload, directory=directory)
-    draw(runs, path.with_suffix(".png"))
+    draw_scales(payload, path.with_suffix(".png"))
     print(f"stored {path.name} and {path.with_suffix('.png').name}")
 
 
@@ -121,28 +120,6 @@ def table(runs: Mapping[str, ScaleRun]) -> Table:
         at = ", ".join(map(str, found.skipped_at)) or "none"
         shown.add_row(name, f"{len(found.skipped_at)} of {found.steps:,}", at, scale, f"{found.final_eval_loss:.4f}")
     return shown
-
-
-def draw(runs: Mapping[str, ScaleRun], path: Path) -> None:
-    """The scales over the steps, with a cross at each skipped one, as a PNG."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
-    for (name, found), colour in zip(runs.items(), COLOURS, strict=True):
-        steps, scales = zip(*found.scale_changes, (found.steps, found.scale_changes[-1][1]), strict=True)
-        label = f"{name}: {len(found.skipped_at)} of {found.steps:,} steps skipped"
-        axes.step(steps, scales, where="post", color=colour, label=label)
-        used = [[scale for step, scale in found.scale_changes if step <= skip][-1] for skip in found.skipped_at]
-        axes.plot(found.skipped_at, used, "x", color=colour)
-    axes.set_yscale("log", base=2)
-    axes.set_ylabel("loss scale")
-    axes.set_xlabel("step")
-    figure.legend(loc="outside upper center", ncols=2, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

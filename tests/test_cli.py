@@ -1,13 +1,16 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 
+import pytest
 from typer.testing import CliRunner
 
 from hf_mp import cli
 from hf_mp._version import __version__
-
-ROWS = {"torch": "2.13.0", "CPU": "a name with [brackets] that rich would take for markup"}
+from hf_mp.machine.advice import Advice
+from hf_mp.machine.libraries import Library
+from hf_mp.machine.report import Machine
 
 
 def run(*arguments):
@@ -35,20 +38,27 @@ def test_an_unknown_command_fails():
     assert "evn" in result.output
 
 
-def test_env_prints_each_row_as_gathered(monkeypatch):
-    monkeypatch.setattr("hf_mp.environment.gather_environment", lambda: ROWS)
+@pytest.fixture
+def machine(monkeypatch):
+    advice = Advice("bf16", "It is fast.", "fp16.")
+    planted = Machine({"torch": "2.13.0"}, {"CPU": "a fast one"}, [Library("triton", True, "3.6")], [], advice)
+    monkeypatch.setattr("hf_mp.machine.report.examine_machine", lambda: planted)
+    return planted
+
+
+def test_env_prints_what_the_machine_has(machine):
     result = run("env")
     assert result.exit_code == 0
     lines = [line.split("│") for line in result.stdout.splitlines()]
     shown = {cells[0].strip(): cells[1].strip() for cells in lines if len(cells) == 2}
-    assert shown == ROWS
+    assert shown == {"torch": "2.13.0", "triton": "3.6", "CPU": "a fast one"}
+    assert "Advice: precision='bf16'. It is fast. Otherwise fp16." in result.stdout
 
 
-def test_env_as_json_is_one_object_with_the_same_rows(monkeypatch):
-    monkeypatch.setattr("hf_mp.environment.gather_environment", lambda: ROWS)
+def test_env_as_json_is_one_object(machine):
     result = run("env", "--json")
     assert result.exit_code == 0
-    assert json.loads(result.stdout) == ROWS
+    assert json.loads(result.stdout) == json.loads(json.dumps(asdict(machine)))
 
 
 def test_the_command_loads_before_torch_does():

@@ -7,7 +7,7 @@ import torch
 from hf_mp import environment
 from hf_mp._version import __version__
 from hf_mp.autocasting import through_fp32
-from hf_mp.environment import cpu_flags_16_bit, cpu_model, gather_environment, gpu_rows
+from hf_mp.environment import cpu_flags_16_bit, cpu_model, describe_hardware, gpu_rows, package_versions
 
 X86_CPUINFO = """\
 processor\t: 0
@@ -27,12 +27,12 @@ CPU part\t: 0xd40
 
 
 def test_every_row_is_a_readable_string():
-    rows = gather_environment()
+    rows = {**package_versions(), **describe_hardware()}
     assert all(isinstance(value, str) and value.strip() == value != "" for value in rows.values())
 
 
 def test_versions_are_those_installed():
-    rows = gather_environment()
+    rows = package_versions()
     assert rows["hf_mp"] == __version__
     assert rows["torch"] == torch.__version__
     assert rows["transformers"] == metadata.version("transformers")
@@ -48,13 +48,13 @@ def test_a_package_that_is_missing_is_said_to_be(monkeypatch):
 
 def test_cpu_products_are_what_autocast_goes_by(monkeypatch):
     monkeypatch.setattr(through_fp32, "runs_natively", lambda dtype, device_type: dtype is torch.bfloat16)
-    rows = gather_environment()
+    rows = describe_hardware()
     assert rows["FP16 products on the CPU"] == "through FP32"
     assert rows["BF16 products on the CPU"] == "native"
 
 
 def test_the_number_of_threads_is_torchs():
-    assert gather_environment()["CPU threads"].startswith(f"{torch.get_num_threads()} of ")
+    assert describe_hardware()["CPU threads"].startswith(f"{torch.get_num_threads()} of ")
 
 
 def test_cpu_model_and_flags_are_those_of_the_first_processor():
@@ -86,4 +86,4 @@ def test_no_gpu_is_a_row_too():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_real_gpu_is_found():
-    assert torch.cuda.get_device_name(0) in gather_environment()["GPU 0"]
+    assert torch.cuda.get_device_name(0) in describe_hardware()["GPU 0"]

@@ -92,7 +92,7 @@ class TestGivingUp:
     @pytest.mark.parametrize("make", [DynamicLossScaler, HeadroomLossScaler, lambda **s: StaticLossScaler(1.0, **s)])
     @pytest.mark.parametrize("skips", [0, -1])
     def test_at_least_one_skip_is_allowed(self, make: Callable[..., LossScaler[Any]], skips: int) -> None:
-        with pytest.raises(ValueError, match=f"max_consecutive_skips={skips} must be at least 1 step"):
+        with pytest.raises(ValueError, match=f"max_consecutive_skips={skips} must be a whole number of steps"):
             make(max_consecutive_skips=skips)
 
 

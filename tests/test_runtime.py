@@ -856,3 +856,36 @@ def test_gradients_of_zero_have_no_headroom_to_log(gpt2: GPT2LMHeadModel, batch:
     (model(**batch).loss * 0.0).backward()
     optimizer.step()
     assert "headroom" not in runtime_of(gpt2).stats.log_entries()
+
+
+# Gradients that come to no good
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("write", [lambda g: g.data.fill_(torch.nan), lambda g: g.numpy().fill(torch.nan)])
+def test_a_gradient_written_so_that_no_version_counter_rises_is_looked_at(
+    gpt2: GPT2LMHeadModel, batch: Batch, precision: str, write: Any
+) -> None:
+    runtime = MixedPrecision(precision)
+    optimizer = runtime.attach_optimizer(torch.optim.AdamW(runtime.attach(gpt2).parameters(), lr=0.1))
+    gpt2(**batch).loss.backward()
+    write(next(gpt2.parameters()).grad)
+    optimizer.step()
+    assert runtime.step_was_skipped and all(parameter.isfinite().all() for parameter in gpt2.parameters())
+
+
+@pytest.mark.parametrize("measures_norm", [False, True])
+def test_a_gradient_too_large_to_be_squared_is_an_overflow(
+    gpt2: GPT2LMHeadModel, batch: Batch, measures_norm: bool
+) -> None:
+    runtime = MixedPrecision("bf16")
+    runtime.measures_norm = measures_norm
+    optimizer = runtime.attach_optimizer(torch.optim.AdamW(runtime.attach(gpt2).parameters(), lr=0.1))
+    (gpt2(**batch).loss * 1e25).backward()
+    assert all(parameter.grad.isfinite().all() for parameter in gpt2.parameters() if parameter.grad is not None)
+    optimizer.step()
+    assert runtime.step_was_skipped and not optimizer.state
+    gpt2.zero_grad()
+    gpt2(**batch).loss.backward()
+    optimizer.step()
+    assert not runtime.step_was_skipped

@@ -8,6 +8,7 @@ called with the modes active that were traced into it, so that a backend which r
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch._dynamo  # first: what follows cannot be imported without it
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.ctx_manager import AutocastModeVariable
-from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable, TorchHigherOrderOperatorVariable
+from torch._dynamo.variables.higher_order_ops import TorchHigherOrderOperatorVariable, add_hop_context
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 
 _PATCHED = (
@@ -96,24 +97,46 @@ def trace_islands(enter: Callable[[bool], bool], leave: Callable[[], None]) -> N
     AutocastModeVariable.exit = exit_variable  # type: ignore[method-assign]
 
 
-def trace_checkpoints_inside(active: Callable[[], Any]) -> None:
-    """Trace a checkpointed function with the autocast active around it, as it is outside of compiled code.
+def trace_operators_inside(active: Callable[[], Any], border_argument: Callable[[Any], Any]) -> None:
+    """Trace the functions that operators take with autocast active: ``torch.cond``, ``map``, ``scan``, checkpoints.
 
-    The compiler hands the call of ``torch.utils.checkpoint.checkpoint`` to the mode, and traces the function inside
-    with that mode off: neither casts nor borders. Python hands no such call to a mode.
+    The compiler hands the call of such an operator to the mode, and traces its functions with that mode off: neither
+    casts nor borders, and weights used inside would be given gradients that are still scaled. Most of these operators
+    compile themselves where nobody else does. Python hands the call of a checkpoint to no mode either.
+
+    A ``torch.compiler.nested_compile_region`` becomes part of the code around it: the compiler cannot tell whether its
+    graph may be used again under a mode.
 
     Args:
         active: the autocast of the calling thread, or None.
+        border_argument: gives what to use instead of an operator's argument; inside, a slice of a parameter is no
+            parameter any more.
     """
-    original = CheckpointHigherOrderVariable.call_function
+    dispatching = TorchHigherOrderOperatorVariable.call_function
+    for variable in _subclasses(TorchHigherOrderOperatorVariable):
+        if inspect.unwrap(variable.call_function) is dispatching:  # the others ask no mode
+            variable.call_function = _tracing_inside(variable.call_function, active, border_argument)  # type: ignore[method-assign]
+            add_hop_context(variable)
 
+
+def _tracing_inside(
+    original: Callable[..., Any], active: Callable[[], Any], border_argument: Callable[[Any], Any]
+) -> Callable[..., Any]:
     @functools.wraps(original)
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if active() is None:
             return original(self, tx, args, kwargs)
+        args = [_trace(tx, border_argument, [arg]) for arg in args]
+        kwargs = {key: _trace(tx, border_argument, [arg]) for key, arg in kwargs.items()}
+        if self.value is torch._higher_order_ops.invoke_subgraph:
+            return args[0].call_function(tx, args[1:], kwargs)
         return self._call_function(tx, args, kwargs)
 
-    CheckpointHigherOrderVariable.call_function = call_function  # type: ignore[method-assign]
+    return call_function
+
+
+def _subclasses(variable: type) -> list[type]:
+    return [found for direct in variable.__subclasses__() for found in (direct, *_subclasses(direct))]
 
 
 def run_graphs_without_modes(active: Callable[[], Any]) -> None:

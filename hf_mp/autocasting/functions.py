@@ -21,10 +21,24 @@ def custom_fwd(
 ) -> Callable[..., Any]:
     """Decorate the ``forward`` of a ``torch.autograd.Function``; decorate its ``backward`` with :func:`custom_bwd`.
 
+    The equivalent of ``torch.amp.custom_fwd`` (torch's AMP examples, "Functions that need a particular dtype")::
+
+        class Scaled(torch.autograd.Function):
+            @staticmethod
+            @hf_mp.custom_fwd(cast_inputs=torch.float32)
+            def forward(ctx, x): ...
+
+            @staticmethod
+            @hf_mp.custom_bwd
+            def backward(ctx, gradient): ...
+
     Args:
         forward: the static method, for use as ``@custom_fwd`` without arguments.
         cast_inputs: None (default) runs ``forward`` in the autocast that is active. A dtype casts the floating inputs
             to it and runs ``forward`` with autocast off; outside of any autocast it has no effect.
+
+    Returns:
+        The decorated method; with ``cast_inputs`` and no ``forward``, a decorator for it.
 
     Raises:
         TypeError: if ``cast_inputs`` is not a dtype.
@@ -49,7 +63,13 @@ def custom_fwd(
 
 
 def custom_bwd(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the ``backward`` of a ``torch.autograd.Function``: it runs in the autocast that its forward ran in."""
+    """Decorate the ``backward`` of a ``torch.autograd.Function``: it runs in the autocast that its forward ran in.
+
+    The equivalent of ``torch.amp.custom_bwd``; the ``forward`` is to be decorated with :func:`custom_fwd`.
+
+    Args:
+        backward: the static method.
+    """
 
     @functools.wraps(backward)
     def decorated(ctx: Any, *gradients: Any) -> Any:

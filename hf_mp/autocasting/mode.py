@@ -46,12 +46,12 @@ class autocast(TorchFunctionMode):
 
     Args:
         dtype: ``torch.float16`` (default), ``torch.bfloat16`` or ``torch.float32`` (nothing is lowered).
-        enabled: False switches autocast off inside an outer one.
+        enabled: False switches autocast off inside an outer one; default True.
         tables: whose documented op lists apply: ``"cuda"`` (default, on every device) or ``"cpu"``; ``"compact"`` is
             torch's for CUDA without the FP32 copies that kernels do not need (softmax).
         rules: a person's own rules, by op and by module name (:func:`hf_mp.autocasting.rules.parse_rules`), for
-            example ``{torch.softmax: "unlisted", "lm_head": "fp32"}``.
-        model: where the module names in ``rules`` are looked up.
+            example ``{torch.softmax: "unlisted", "lm_head": "fp32"}``; default none.
+        model: where the module names in ``rules`` are looked up; default none, for rules by op alone.
 
     Raises:
         TypeError: if ``dtype`` is not a ``torch.dtype``, or a rule is for something that is not a torch function.
@@ -202,8 +202,11 @@ class autocast(TorchFunctionMode):
 
         Args:
             function: a model or any function; a model that mixed precision is attached to is explained as it runs.
-            inputs, kwargs: what to call it with.
-            dtype, tables, rules: as for :class:`autocast`; of no effect for an attached model.
+            inputs: what to call it with.
+            dtype: as for :class:`autocast`, default ``torch.float16``; of no effect for an attached model.
+            tables: as for :class:`autocast`, default ``"cuda"``; of no effect for an attached model.
+            rules: as for :class:`autocast`, default none; of no effect for an attached model.
+            kwargs: what to call it with, by name.
 
         Returns:
             An :class:`Explanation`: a table when printed, its rows as data in ``.ops``.
@@ -410,5 +413,5 @@ borders.watch_script_functions(border_argument)
 compiling.check_compiler()
 compiling.trace_borders(borders.needs_borders, border_argument)
 compiling.trace_islands(enter_island, leave_island)
-compiling.trace_checkpoints_inside(active_autocast)
+compiling.trace_operators_inside(active_autocast, border_argument)
 compiling.run_graphs_without_modes(active_autocast)

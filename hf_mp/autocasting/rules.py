@@ -58,7 +58,7 @@ def parse_rules(rules: Rules | None, tables: OpTables) -> ParsedRules:
                 raise ValueError(f"rule {key!r}: {value!r} is not known for modules: use {MODULE_RULES[0]!r}")
             patterns.append(key)
             continue
-        if value not in OP_RULES:
+        if not isinstance(value, str) or value not in OP_RULES:
             raise ValueError(f"rule for {key}: {value!r} is not known: use {', '.join(map(repr, OP_RULES))}")
         rule = OP_RULES[value]
         name, functions = _spellings_of(key, tables)

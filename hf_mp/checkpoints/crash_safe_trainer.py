@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -15,7 +15,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import logging
+from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from hf_mp.checkpoints.atomic import clear, publish, recover, staging_folder
 from hf_mp.checkpoints.finishing import finish
@@ -27,11 +27,18 @@ from hf_mp.checkpoints.inspection import (
     list_checkpoints,
     step_of,
 )
+from hf_mp.checkpoints.loaded_state import (
+    check_optimizer,
+    check_parameters,
+    check_scheduler,
+    check_weights_file,
+    naming,
+)
 from hf_mp.checkpoints.lock import DirectoryLock
 from hf_mp.checkpoints.manifest import MANIFEST_NAME, CheckpointError, NoCheckpointError, read_manifest
 from hf_mp.checkpoints.preemption import Preempted, PreemptionCallback, SignalWatch
 from hf_mp.checkpoints.rotation import is_damaged, rotate
-from hf_mp.distributed import is_running
+from hf_mp.distributed import is_running, is_sharded
 
 logger = logging.get_logger(__name__)
 
@@ -60,7 +67,11 @@ class CrashSafeTrainer(Trainer):
         Preempted: from ``train``, after a signal and a checkpoint; a ``SystemExit``.
     """
 
+    # What ends a training that cannot go on and leaves weights and optimizer as after the last good step.
+    stuck_errors: ClassVar[tuple[type[Exception], ...]] = ()
+
     _saving: _Saving | None = None
+    _before_trouble: Path | None = None  # the last checkpoint that was saved while steps were not being skipped
     _last_save_failed = False
     _resumed_from: Path | None = None
 
@@ -82,6 +93,9 @@ class CrashSafeTrainer(Trainer):
             if getattr(self.args, "handle_preemption", True):
                 watch.start()
             output = super().train(checkpoint, *args, **kwargs)
+        except self.stuck_errors as error:
+            self._keep_last_state(error)
+            raise
         finally:
             watch.stop()
             lock.__exit__(None, None, None)
@@ -112,9 +126,30 @@ class CrashSafeTrainer(Trainer):
         step = self._for_all(begin)
         checkpoint = str(run_directory / f"{PREFIX_CHECKPOINT_DIR}-{step}") if wanted is True else wanted
         self._resumed_from = Path(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else None
+        self._before_trouble = self._resumed_from
         if self._resumed_from is not None:
             _warn_of_other_world_size(self._resumed_from, self.args.world_size)
         return checkpoint
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the last steps did not go through, so that the state saved now may be one that cannot go on."""
+        return False
+
+    def _keep_last_state(self, error: Exception) -> None:
+        """Save what the last good step left, beside the checkpoint from before; tell in ``error`` where both are."""
+        step = Path(str(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        before = self._before_trouble
+        assert self.model is not None
+        try:
+            if self.state.global_step and self._largest(int(not step.is_dir())):
+                self._save_checkpoint(self.model, None)
+        except CheckpointError as failure:
+            error.add_note(str(failure))
+        if step.is_dir() and not self._last_save_failed:
+            error.add_note(f"The weights and the optimizer's state as the last good step left them are in {step}.")
+        if before is not None and before.is_dir() and before != step:
+            error.add_note(f"{before} is the last checkpoint from before steps were skipped.")
 
     def _end_preempted(self) -> None:
         step = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
@@ -212,6 +247,8 @@ class CrashSafeTrainer(Trainer):
             return
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(target))
+        if not self.is_stuck:
+            self._before_trouble = target
         if self.args.should_save:
             self._rotate(target)
 
@@ -260,12 +297,38 @@ class CrashSafeTrainer(Trainer):
 
     def _rotate(self, written: Path) -> None:
         best = self.state.best_model_checkpoint
+        keep = [Path(path) for path in (best, self._before_trouble) if path]
         try:
-            rotate(written.parent, self.args.save_total_limit, written=written, keep=[Path(best)] if best else [])
+            rotate(written.parent, self.args.save_total_limit, written=written, keep=keep)
         except OSError as error:
             logger.warning(f"older checkpoints in {written.parent} could not be removed ({error})")
 
     # Loading
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        checkpoint, loaded = Path(resume_from_checkpoint), self.model if model is None else model
+        assert loaded is not None
+        with naming(checkpoint, "the model"):
+            if (weights := checkpoint / SAFE_WEIGHTS_NAME).is_file() and not is_sharded(loaded):
+                check_weights_file(weights, loaded)
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        check_parameters(checkpoint, loaded)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        known = set(self.lr_scheduler.state_dict()) if self.lr_scheduler is not None else set()
+        with naming(checkpoint, "the state of the optimizer or the scheduler"):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        if self.optimizer is not None:
+            check_optimizer(checkpoint, self.optimizer)
+        if self.lr_scheduler is not None:
+            check_scheduler(checkpoint, self.lr_scheduler, known)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with naming(str(checkpoint), "the state of the random numbers"):
+            super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
         best = Path(str(self.state.best_model_checkpoint))

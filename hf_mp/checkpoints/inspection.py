@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import zipfile
 from collections.abc import Iterable
@@ -12,8 +11,9 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_mp.checkpoints.json_files import JSONProblem, read_json
 from hf_mp.checkpoints.manifest import CheckpointError, find_damage, read_manifest
-from hf_mp.checkpoints.untrusted import find_hazards
+from hf_mp.checkpoints.untrusted import find_hazards, find_out_of_place
 
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d{{1,18}})")
 _WRITTEN_LAST = "trainer_state.json"  # by the stock Trainer
@@ -45,12 +45,14 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
 
 
 def find_problems(checkpoint: Path) -> list[str]:
-    """Why not to load a checkpoint: damage first, then hazards; one line a file, empty where there is none.
+    """Why not to load a checkpoint: damage, then hazards; one line a file, empty where there is none.
 
     With a manifest every file is read and compared. Without one (the stock Trainer's) each file is checked for what its
     format can tell: a missing end, and in files of torch.save a flipped bit.
     """
     try:
+        if out_of_place := find_out_of_place(checkpoint):
+            return out_of_place
         manifest = read_manifest(checkpoint)
     except CheckpointError as error:
         return [str(error)]
@@ -95,7 +97,7 @@ def _damage_without_manifest(checkpoint: Path) -> list[str]:
 def _format_error(path: Path) -> str | None:
     try:
         if path.suffix == ".json":
-            json.loads(path.read_text(encoding="utf-8"))
+            read_json(path)
         elif path.suffix == ".safetensors":
             with safe_open(path, "pt"):
                 pass
@@ -103,7 +105,9 @@ def _format_error(path: Path) -> str | None:
             with zipfile.ZipFile(path) as archive:
                 broken = archive.testzip()
             return None if broken is None else f"the checksum of {broken} does not match"
-    except (ValueError, RecursionError, OSError, EOFError, SafetensorError, zipfile.BadZipFile) as error:
+    except JSONProblem as problem:
+        return str(problem)
+    except (ValueError, OSError, EOFError, SafetensorError, zipfile.BadZipFile) as error:
         return str(error)[:200] or type(error).__name__
     except (NotImplementedError, RuntimeError) as error:  # of zipfile: an unknown compression, encryption
         return str(error)[:200]

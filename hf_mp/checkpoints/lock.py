@@ -19,6 +19,8 @@ logger = logging.get_logger(__name__)
 LOCK_NAME = ".hf_mp.lock"
 HOLDER_NAME = ".hf_mp.lock.json"
 _FORK_SECONDS = 1.0  # a process that a killed run had just forked lets go of its lock when it first runs
+# A DataLoader's worker holds its run's lock as well, and looks every five seconds whether the run is there.
+_ORPHAN_SECONDS = 15.0
 
 
 class DirectoryLock:
@@ -42,17 +44,22 @@ class DirectoryLock:
     def __enter__(self) -> DirectoryLock:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire(timeout=_FORK_SECONDS)
+            self._acquire()
         except Timeout as error:
             raise CheckpointError(
                 f"{self._directory} is in use by another run ({_holder(self._directory)}), and two runs would write "
                 "over each other's checkpoints: wait for it, end it, or choose another output_dir"
             ) from error
         except (OSError, NotImplementedError) as error:
+            if _is_alive(_read_holder(self._directory)):
+                raise CheckpointError(
+                    f"{self._directory} is in use by another run ({_holder(self._directory)}): wait for it, end it, or "
+                    "choose another output_dir"
+                ) from error
             logger.warning(
-                f"{self._directory} cannot be locked ({error}): nothing keeps a second run from writing there"
+                f"{self._directory} cannot be locked ({error}): a second run on another machine is not kept from "
+                "writing there"
             )
-            return self
         self._held = True
         holder = self._directory / HOLDER_NAME
         if holder.exists():
@@ -62,6 +69,14 @@ class DirectoryLock:
             )
         self._note_holder(holder)
         return self
+
+    def _acquire(self) -> None:
+        try:
+            self._lock.acquire(timeout=_FORK_SECONDS)
+        except Timeout:
+            if _is_alive(_read_holder(self._directory)) is not False:
+                raise
+            self._lock.acquire(timeout=_ORPHAN_SECONDS)
 
     def _note_holder(self, path: Path) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -83,9 +98,30 @@ class DirectoryLock:
         self._lock.release()
 
 
-def _holder(directory: Path) -> str:
+def _read_holder(directory: Path) -> tuple[int, str, str] | None:
+    """Process, host and begin of the run that holds a directory; None where it has not said so."""
     try:
         holder = json.loads((directory / HOLDER_NAME).read_text(encoding="utf-8"))
-        return f"process {int(holder['process'])} on {str(holder['host'])[:100]}, since {str(holder['since'])[:40]}"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return "it has not said which"
+        return int(holder["process"]), str(holder["host"])[:100], str(holder["since"])[:40]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
+        return None
+
+
+def _is_alive(holder: tuple[int, str, str] | None) -> bool | None:
+    """Whether the process of ``holder`` runs; None where that is not known, as on another machine."""
+    if holder is None or holder[1] != socket.gethostname() or not 0 < holder[0] < 2**31:
+        return None
+    if holder[0] == os.getpid() or os.name == "nt":  # signal 0 would end a process on Windows
+        return None
+    try:
+        os.kill(holder[0], 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # of another user
+    return True
+
+
+def _holder(directory: Path) -> str:
+    holder = _read_holder(directory)
+    return "it has not said which" if holder is None else f"process {holder[0]} on {holder[1]}, since {holder[2]}"

@@ -20,7 +20,10 @@ MAX_MANIFEST_BYTES = 16 * 2**20  # a file takes about 150 bytes of it
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be saved, or must not be loaded; the message names the file, the reason and the way out."""
+    """A checkpoint cannot be saved, or must not be loaded; the message names the file, the reason and the way out.
+
+    Raised by ``train()`` of :class:`hf_mp.MixedPrecisionTrainer`.
+    """
 
 
 class NoCheckpointError(CheckpointError):
@@ -181,9 +184,11 @@ def read_manifest(directory: Path) -> Manifest | None:
         CheckpointError: for one that is damaged.
     """
     path = directory / MANIFEST_NAME
-    if not path.exists():
+    if not path.exists() and not path.is_symlink():
         return None
     try:
+        if not path.is_file():  # a pipe would wait for ever
+            raise CheckpointError("no file that can be read")
         with path.open("rb") as file:
             content = file.read(MAX_MANIFEST_BYTES + 1)
         if len(content) > MAX_MANIFEST_BYTES:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils import logging
@@ -192,7 +193,7 @@ class OverflowExplainer:
             folder.mkdir(parents=True, exist_ok=True)
             save_file(tensors, folder / "batch.safetensors")
             (folder / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             logger.warning(f"the failing batch could not be kept in {folder}: {error}")
 
 
@@ -220,7 +221,7 @@ def explain_overflows(
             ``keep_batches`` than before.
         OSError: if the directory cannot be made.
     """
-    runtime = _runtime_of(model)
+    runtime = runtime_of(model, "explain_overflows")
     if not runtime.policy.is_mixed:
         raise ValueError(f"precision={str(runtime.policy)!r} skips no step: there is nothing to explain")
     directory = None if keep_batches is None else Path(keep_batches)
@@ -239,12 +240,13 @@ def explain_overflows(
     return explainer
 
 
-def _runtime_of(model: Any) -> MixedPrecision:
+def runtime_of(model: Any, caller: str) -> MixedPrecision:
+    """The runtime that is attached to ``model``, or ``model`` if it is one; ``caller`` is for the message of errors."""
     if isinstance(model, MixedPrecision):
         return model
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"explain_overflows takes a model or its MixedPrecision, not a {type(model).__name__}: give it what "
+            f"{caller} takes a model or its MixedPrecision, not a {type(model).__name__}: give it what "
             "hf_mp.prepare(...) returned first"
         )
     for module in model.modules():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from hf_mp.diagnostics.values import TensorRange
 
@@ -17,7 +18,8 @@ class OverflowReport:
 
     Attributes:
         step: number of the optimizer step, from 1.
-        micro_batch, micro_batches: which backward of the step it was, from 1, and how many there were.
+        micro_batch: which backward of the step it was, from 1.
+        micro_batches: how many backwards the step had.
         rank: the process, in distributed training; else 0.
         phase: where the first inf or NaN came from. ``"input"``: it was in the batch. ``"weight"``: in a parameter or
             buffer, or in its FP16 rounding. ``"forward"``, ``"backward"``: an op made it from finite values.
@@ -26,7 +28,8 @@ class OverflowReport:
         module: name of the module in the attached model; ``""`` is the model itself.
         op: torch's name of the function that the module called; in backward, of the one whose backward it was.
         tensor: name of the input, weight or output that is at fault; ``""`` for an op.
-        inputs, outputs: what went into the op and what came out.
+        inputs: the range of each tensor that went into the op.
+        outputs: the range of each tensor that came out.
         nonfinite_gradients: names of the parameters whose gradient was inf or NaN in this micro-batch.
         loss_scale: the loss scale that was in force.
         smaller_scale_helps: whether the same backward is finite at a smaller loss scale; None where it was not tried.
@@ -126,3 +129,20 @@ class OverflowReport:
     def to_json(self) -> str:
         """All fields, as a JSON object."""
         return json.dumps(asdict(self), indent=2, allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> OverflowReport:
+        """The report whose fields, as :meth:`to_json` writes them, are ``values``.
+
+        Raises:
+            ValueError, TypeError, KeyError: for anything else.
+        """
+        ranges = {
+            name: tuple(TensorRange(**{**found, "shape": tuple(map(int, found["shape"]))}) for found in values[name])
+            for name in ("inputs", "outputs")
+        }
+        texts = {name: tuple(map(str, values[name])) for name in ("nonfinite_gradients", "notes")}
+        counts = {name: int(values[name]) for name in ("step", "micro_batch", "micro_batches", "rank")}
+        report = cls(**{**values, **ranges, **texts, **counts})
+        report.to_text()  # what cannot be told is no report
+        return report

@@ -45,7 +45,8 @@ class TensorRange:
         shape: its sizes.
         largest: the largest finite magnitude; None if no element is finite.
         smallest: the smallest magnitude, zero included; None likewise.
-        inf_count, nan_count: elements that are +inf or -inf, and NaN.
+        inf_count: elements that are +inf or -inf.
+        nan_count: elements that are NaN.
     """
 
     name: str

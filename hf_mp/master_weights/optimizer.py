@@ -61,7 +61,7 @@ class MasterWeightOptimizer(Optimizer):
 
     Args:
         optimizer: over floating parameters, not stepped yet. Step this wrapper from now on, not it.
-        layout: ``"whole"`` (default) keeps a FP32 tensor per parameter; ``"split"`` keeps the 16 bits that the
+        layout: ``"whole"`` (default) keeps an FP32 tensor per parameter; ``"split"`` keeps the 16 bits that the
             parameter lacks (:mod:`hf_mp.master_weights.split`), and puts masters together for the step only.
 
     Raises:
@@ -182,10 +182,16 @@ class MasterWeightOptimizer(Optimizer):
             self.optimizer.zero_grad(set_to_none=False)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the global 2-norm of the gradients to ``max_norm``; returns the norm before, FP32 of shape ().
+        """Clip the global 2-norm of the gradients.
 
         As ``torch.nn.utils.clip_grad_norm_`` (``error_if_nonfinite=False``), without FP32 copies of gradients that are
-        still scaled: those keep the factor, for whoever reads them. ``max_norm=inf`` only measures.
+        still scaled: those keep the factor, for whoever reads them.
+
+        Args:
+            max_norm: the largest norm to leave; ``inf`` only measures.
+
+        Returns:
+            The norm before, of the unscaled gradients: FP32, of shape ().
         """
         by_factor: dict[tuple[torch.device, Tensor | None], list[Tensor]] = {}
         for parameter in self._parameters():
@@ -207,12 +213,15 @@ class MasterWeightOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the masters, and the parameters with them; returns what the wrapped optimizer's step returns.
+        """Update the masters, and the parameters with them.
 
         In the split layout, gradients are freed as they are used.
 
         Args:
             closure: recomputes the loss on the parameters and calls ``backward``; as often as the optimizer asks for.
+
+        Returns:
+            What the wrapped optimizer's ``step`` returns.
         """
         if closure is not None:
             return self._step_on(self._parameters(), closure)
@@ -347,7 +356,7 @@ class MasterWeightOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, and under ``masters`` the FP32 masters that no model's ``state_dict()`` holds.
 
-        ``masters`` maps the index of a parameter (as in ``state``) to a FP32 tensor of its shape, in either layout.
+        ``masters`` maps the index of a parameter (as in ``state``) to an FP32 tensor of its shape, in either layout.
         Models in a lean layout save their masters themselves. Other optimizers can load the state, without masters.
         """
         saved = {}
@@ -367,11 +376,16 @@ class MasterWeightOptimizer(Optimizer):
         their own masters.
 
         Raises:
+            TypeError: for masters that are no tensors.
             ValueError: for masters of another shape or dtype, and as ``torch.optim.Optimizer.load_state_dict``.
         """
         parameters = self._parameters()
         given: Mapping[int, Tensor] = state_dict.get("masters", {})
+        if not isinstance(given, Mapping):
+            raise TypeError(f"masters must map indices of parameters to FP32 tensors, and is a {type(given).__name__}")
         for index, tensor in given.items():
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"masters[{index!r}] must be a FP32 tensor, not {tensor!r:.200}")
             if index not in range(len(parameters)) or tensor.shape != parameters[index].shape:
                 shape = tuple(parameters[index].shape) if index in range(len(parameters)) else "no parameter"
                 raise ValueError(f"masters[{index}] has shape {tuple(tensor.shape)}, but there is {shape} here")

@@ -286,6 +286,23 @@ def open_master(parameter: SplitParameter) -> Tensor:
 
 
 @torch.no_grad()
+def master_sample(parameter: nn.Parameter, select: Callable[[Tensor], Tensor]) -> Tensor:
+    """What ``select`` takes of the FP32 master weight of any parameter, without putting the whole together.
+
+    Args:
+        parameter: split, or its own master.
+        select: gives elements of a tensor by their places alone; called for each half.
+    """
+    if not isinstance(parameter, SplitParameter):
+        return select(parameter.detach()).to(torch.float32)
+    _reconcile(parameter)
+    working = _DATA.__get__(parameter)
+    return (
+        select(working) if working.dtype is torch.float32 else merge(select(working), select(parameter.remainder_bits))
+    )
+
+
+@torch.no_grad()
 def write_master(parameter: SplitParameter, value: Tensor) -> None:
     """Set the FP32 master weight, and with it the parameter."""
     working = _DATA.__get__(parameter)

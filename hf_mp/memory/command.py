@@ -12,10 +12,11 @@ from typing import Any
 
 from rich.console import Console
 
+from hf_mp.html_page import check_writable, write_whole
 from hf_mp.memory.page import render_page
 from hf_mp.memory.presets import TRAINING_PRESETS, parse_preset
 from hf_mp.memory.report import as_json as report_as_json
-from hf_mp.memory.report import check_writable, gather_report, write_whole
+from hf_mp.memory.report import gather_report
 from hf_mp.memory.sizes import parse_size
 from hf_mp.memory.tables import render
 

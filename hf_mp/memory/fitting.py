@@ -37,7 +37,8 @@ def largest_batch_size(model: ModelLike, memory: str | int, precision: str = "fp
     Args:
         model: as for :func:`hf_mp.estimate_training_memory`.
         memory: a size such as ``"24GiB"``, or bytes. CUDA's context and fragmentation need some of a card besides.
-        precision, settings: for :func:`hf_mp.estimate_training_memory`, all but ``batch_size``.
+        precision: one of :data:`hf_mp.memory.presets.TRAINING_PRESETS`; default ``"fp16"``.
+        settings: the others of :func:`hf_mp.estimate_training_memory`, but for ``batch_size``.
 
     Raises:
         ValueError: for a size that is none, and what :func:`hf_mp.estimate_training_memory` raises.

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_mp.master_weights.split_parameter import SplitParameter
+from hf_mp.memory.sizes import largest_first, readable
 
 _GRAD: Any = Tensor.grad  # the property itself, which split parameters override
 _SCALED_GRADIENT = "_scaled_gradient"  # of a SplitParameter
@@ -40,7 +41,8 @@ class TensorRow:
         name: full name, as in ``named_parameters()``; of quantization state with the weight's name before it.
         module: name of the module that holds it; empty for the model itself.
         kind: what it is to the model.
-        dtype, device: as torch prints them, without ``torch.``.
+        dtype: as torch prints it, without ``torch.``.
+        device: as torch prints it.
         shape: its shape.
         tensor_bytes: elements times their size.
         counted_bytes: what it adds to the total: the bytes of its storage, or 0 where that was counted under another
@@ -71,7 +73,7 @@ class Difference:
     size_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ModuleBytes:
     """A module in the tree, or several equal ones that follow each other.
 
@@ -89,8 +91,12 @@ class ModuleBytes:
     children: tuple[ModuleBytes, ...] = ()
     count: int = 1
 
+    def __repr__(self) -> str:
+        size = f"{self.count} of {readable(self.total_bytes)} each" if self.count > 1 else readable(self.total_bytes)
+        return f"<ModuleBytes {self.name or 'the model'} ({self.class_name}): {size}, {len(self.children)} inside>"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class MemoryFootprint:
     """What a model takes, tensor by tensor; made by :func:`memory_footprint`.
 
@@ -101,6 +107,10 @@ class MemoryFootprint:
 
     rows: tuple[TensorRow, ...]
     tree: ModuleBytes
+
+    def __repr__(self) -> str:
+        parts = largest_first(self.by_kind)
+        return f"<MemoryFootprint: {readable(self.total_bytes)} in {len(self.rows)} tensors ({parts or 'none here'})>"
 
     @property
     def total_bytes(self) -> int:
@@ -182,7 +192,11 @@ def memory_footprint(model: nn.Module, *, as_if_loaded: bool = False) -> MemoryF
 
     Args:
         model: any ``nn.Module``, on any device; offloaded and ``meta`` tensors are listed without being in the total.
-        as_if_loaded: count ``meta`` tensors as if they had memory, for a model that is only planned.
+        as_if_loaded: count ``meta`` tensors as if they had memory, for a model that is only planned; default False.
+
+    Returns:
+        The bytes, in all and by dtype, kind, device and module, beside what ``get_memory_footprint()`` of Transformers
+        says of the model.
 
     Raises:
         TypeError: for something that is not an ``nn.Module``.

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from hf_mp.memory.sizes import readable
+
 
 class Category(StrEnum):
     """What memory is for. The order is that of reports: what stays comes first, what passes comes last."""
@@ -56,7 +58,7 @@ class Event:
     op: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Moment:
     """What was in use at one moment of a step.
 
@@ -69,6 +71,9 @@ class Moment:
     position: float
     phase: Phase
     bytes_by_category: dict[Category, int]
+
+    def __repr__(self) -> str:
+        return f"<Moment at {self.position:.3f}, {self.phase}: {readable(self.total_bytes)}>"
 
     @property
     def total_bytes(self) -> int:

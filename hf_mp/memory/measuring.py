@@ -48,8 +48,14 @@ def measure_training_memory(
     downloaded but a configuration.
 
     Args:
-        model, precision, batch_size, seq_len, accumulation_steps, gradient_checkpointing, optimizer: as for
-            :func:`hf_mp.estimate_training_memory`.
+        model: as for :func:`hf_mp.estimate_training_memory`.
+        precision: one of :data:`hf_mp.memory.presets.TRAINING_PRESETS`; default ``"fp16"``.
+        batch_size: sequences in one forward, without padding; default 1.
+        seq_len: tokens in a sequence; default: all positions that the model has, at most 1024.
+        accumulation_steps: micro-batches in one update; default 1.
+        gradient_checkpointing: compute blocks again in backward; default False.
+        optimizer: a name of ``TrainingArguments(optim=...)``; default: what the preset is about, else
+            ``"adamw_torch_fused"``, the Trainer's.
         device: ``"cuda"`` or ``"cpu"``; default: the GPU where there is one.
         ask_allocator: also train further steps unobserved and take the peak from the allocator itself: CUDA's
             statistics, or torch's profiler on a CPU. Default: on a GPU.

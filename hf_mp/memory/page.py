@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-import jinja2
-
 from hf_mp.environment import describe_hardware, package_versions
+from hf_mp.html_page import page_template
 from hf_mp.memory.folding import fold_tree
 from hf_mp.memory.footprint import MemoryFootprint
 from hf_mp.memory.ledger import Category, Moment, Phase
@@ -77,19 +76,11 @@ class Timeline:
 
 def render_page(report: MemoryReport) -> str:
     """The page as text. Whatever came from a model or a person is escaped."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("hf_mp.memory", ""),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["readable"] = readable
     estimates = {preset: row.estimate for preset, row in report.training.items()}
     trained_scale = _scale([e.peak_bytes for e in estimates.values()], report.gpu_bytes)
     loaded_scale = _scale([footprint.total_bytes for footprint in report.footprints.values()], None)
     first = next(iter(estimates.values()), None)
-    return environment.get_template("page.html.j2").render(
+    return page_template("memory/page.html.j2").render(
         report=report,
         loaded=[loaded_bar(name, footprint, loaded_scale) for name, footprint in report.footprints.items()],
         dtypes=_dtypes(report.footprints.values()),
@@ -144,19 +135,23 @@ def trained_bar(preset: str, memory: TrainingMemory, scale: float, gpu_bytes: in
 
 def timeline(preset: str, memory: TrainingMemory) -> Timeline:
     """A training step as stacked areas, each as high as its category was at that moment."""
-    moments = memory.timeline
-    top = 1.06 * memory.peak_bytes
+    return draw_timeline(TRAINING_PRESETS[preset].label, memory.timeline, memory.peak_bytes, memory.peak_phase)
+
+
+def draw_timeline(label: str, moments: Sequence[Moment], peak_bytes: int, peak_phase: Phase) -> Timeline:
+    """As :func:`timeline`, of what a timeline is made of."""
+    top = 1.06 * peak_bytes
     below = [0] * len(moments)
     areas = []
-    for category in _categories([memory]):
+    for category in _categories_in(moments):
         above = [low + moment.bytes_by_category[category] for low, moment in zip(below, moments, strict=True)]
         areas.append(Area(slug(category), category.value, _polygon(moments, below, above, top)))
         below = above
     peak = max(moments, key=lambda moment: moment.total_bytes)
     return Timeline(
-        label=TRAINING_PRESETS[preset].label,
-        peak=readable(memory.peak_bytes),
-        where=memory.peak_phase.value,
+        label=label,
+        peak=readable(peak_bytes),
+        where=peak_phase.value,
         peak_x=WIDTH * peak.position,
         peak_y=HEIGHT * (1 - peak.total_bytes / top),
         areas=tuple(areas),
@@ -183,7 +178,10 @@ def _stretches(moments: Sequence[Moment]) -> tuple[Stretch, ...]:
 
 
 def _categories(memories: Iterable[TrainingMemory]) -> list[Category]:
-    moments = [moment for memory in memories for moment in memory.timeline]
+    return _categories_in([moment for memory in memories for moment in memory.timeline])
+
+
+def _categories_in(moments: Sequence[Moment]) -> list[Category]:
     return [category for category in Category if any(moment.bytes_by_category[category] for moment in moments)]
 
 

@@ -52,8 +52,11 @@ def load(
     Args:
         model_name_or_path: a directory that ``save_pretrained`` wrote, or a model on the Hub or in the cache.
         precision: ``"fp32"`` (default), ``"fp16"``, ``"bf16"``, ``"int8"``, ``"nf4"`` or ``"fp4"``.
-        double_quant: for ``nf4`` and ``fp4``: also quantize the quantization state (QLoRA, section 3).
+        double_quant: for ``nf4`` and ``fp4``: also quantize the quantization state (QLoRA, section 3); default False.
         settings: for ``from_pretrained``: ``device_map``, ``revision``, ``attn_implementation`` and so on.
+
+    Returns:
+        The model, as ``from_pretrained`` gives it.
 
     Raises:
         ValueError: for an unknown precision, a device that bitsandbytes does not support, a ``dtype`` or

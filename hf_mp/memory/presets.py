@@ -46,6 +46,7 @@ TRAINING_PRESETS: dict[str, TrainingPreset] = {
     ),
     "int8-lora": TrainingPreset("INT8 + LoRA, hf_mp fp16", loaded="int8", policy="fp16", lora=True),
 }
+"""The ways of training whose memory can be estimated and measured, by the name that ``precision`` takes."""
 
 
 def parse_preset(name: str) -> TrainingPreset:

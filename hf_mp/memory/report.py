@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -249,30 +247,3 @@ def _step_json(memory: TrainingMemory) -> dict[str, Any]:
         for moment in memory.timeline
     ]
     return values
-
-
-def check_writable(path: Path) -> None:
-    """Raise before the work is done where its result could not be written.
-
-    Raises:
-        ValueError: for a directory, and for a file in a directory that does not exist or cannot be written to.
-    """
-    if path.is_dir():
-        raise ValueError(f"{path} is a directory: name a file, as in {path / 'memory.html'}")
-    if not path.parent.is_dir():
-        raise ValueError(f"{path} cannot be written: there is no directory {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"{path} cannot be written: no permission for {path.parent}")
-
-
-def write_whole(path: Path, content: str) -> None:
-    """Write a file at once or not at all: what was there before stays until all is written."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(content)
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -47,3 +49,9 @@ def readable(size_bytes: float) -> str:
         if abs(size_bytes) >= unit:
             return f"{size_bytes / unit:,.2f} {name}"
     return f"{size_bytes:,.0f} B"
+
+
+def largest_first(sizes: Mapping[Any, int]) -> str:
+    """Named sizes in one line, those of 0 left out: ``parameters 1.00 MiB, buffers 512 B``."""
+    ordered = sorted(sizes.items(), key=lambda entry: -entry[1])
+    return ", ".join(f"{name} {readable(size_bytes)}" for name, size_bytes in ordered if size_bytes)

@@ -21,6 +21,7 @@ from hf_mp.memory.ledger import Category, Moment, Phase, StepProfile, profile_st
 from hf_mp.memory.models import ModelLike, find_config, replace_tensors, skeleton
 from hf_mp.memory.presets import TrainingPreset, parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
+from hf_mp.memory.sizes import largest_first, readable
 from hf_mp.runtime import MixedPrecision
 
 DEFAULT_OPTIMIZER = "adamw_torch_fused"  # TrainingArguments'
@@ -50,7 +51,7 @@ class TrainingSettings:
     optimizer: str = DEFAULT_OPTIMIZER
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainingMemory:
     """The memory of one training step, estimated or measured.
 
@@ -84,6 +85,12 @@ class TrainingMemory:
     allocator_peak_bytes: int | None = None
     process_peak_bytes: int | None = None
 
+    def __repr__(self) -> str:
+        step = f"{self.settings.batch_size} x {self.settings.seq_len} tokens"
+        how = f"{'measured' if self.measured else 'estimated'} on {self.device}"
+        peak = f"peak {readable(self.peak_bytes)} in {self.peak_phase} ({largest_first(self.bytes_by_category)})"
+        return f"<TrainingMemory of {self.model} in {self.settings.precision}, {step}, {how}: {peak}>"
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
@@ -114,8 +121,8 @@ def estimate_training_memory(
 ) -> TrainingMemory:
     """Predict the memory of fine-tuning, without memory and without a GPU.
 
-    A model of fake tensors takes real training steps: forward, backward, clipping and update, with the runtime, the
-    autocast and the optimizer that training uses. Nothing is computed by formula.
+    A model of fake tensors (torch's ``FakeTensorMode``) takes real training steps: forward, backward, clipping and
+    update, with the runtime, the autocast and the optimizer that training uses. Nothing is computed by formula.
 
     Args:
         model: a name, a directory, a ``config.json``, a configuration or a model (of which only its configuration

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from trainer_runs import arguments, make_trainer, same, tiny_gpt2, token_rows, weights
 from transformers import TrainerCallback
 
 import hf_mp.checkpoints.crash_safe_trainer as crash_safe_trainer
-from hf_mp import CheckpointError, MixedPrecisionArguments, NoCheckpointError, Preempted
+from hf_mp import CheckpointError, LossScaleError, MixedPrecisionArguments, NoCheckpointError, Preempted
 from hf_mp.checkpoints.inspection import find_problems, list_checkpoints
 from hf_mp.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from hf_mp.checkpoints.preemption import PREEMPTED_EXIT_CODE, SIGNALS, SignalWatch
@@ -323,3 +325,54 @@ def test_a_second_run_is_kept_out(tmp_path: Path) -> None:
     make(tmp_path, callbacks=[Second()]).train()
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     shutil.rmtree(tmp_path)
+
+
+# Training that cannot go on
+
+
+def stuck_from(step: int, folder: Path, **settings: Any) -> Any:
+    """A run whose gradients are NaN from ``step`` on."""
+
+    class Stuck(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step >= step and not hooks:
+                hooks.append(model.transformer.ln_f.weight.register_hook(lambda gradient: gradient * float("nan")))
+
+    hooks: list[Any] = []
+    settings = {"loss_scale": "1024", "loss_scale_kwargs": {"max_consecutive_skips": 5}, "max_steps": 20, **settings}
+    trainer = make(folder, callbacks=[Stuck()], explain_overflows=False, **settings)
+    return trainer
+
+
+@pytest.mark.parametrize("strategy", ["steps", "no"])
+def test_training_that_cannot_go_on_keeps_what_the_last_good_step_left(tmp_path: Path, strategy: str) -> None:
+    straight = make(tmp_path / "straight", max_steps=20, callbacks=[StopAt(3)], loss_scale="1024")
+    straight.train()
+    stuck = stuck_from(3, tmp_path / "run", save_strategy=strategy, save_total_limit=1)
+    with pytest.raises(LossScaleError, match="5 optimizer steps in a row") as caught:
+        stuck.train()
+    last = tmp_path / "run" / "checkpoint-7"
+    assert any(str(last) in note for note in caught.value.__notes__)
+    assert find_problems(last) == []
+    saved = load_file(last / "model.safetensors")
+    trained = dict(straight.model.named_parameters())
+    assert all(torch.equal(value, trained[name].detach()) for name, value in saved.items())
+    if strategy == "steps":  # saved at 2, 4, 6: the one of step 4 is the last before two steps in a row were skipped
+        assert names(tmp_path / "run") == ["checkpoint-4", "checkpoint-7"]
+        assert any("checkpoint-4" in note for note in caught.value.__notes__)
+
+
+def test_a_run_that_could_not_go_on_does_when_the_cause_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(LossScaleError):
+        stuck_from(3, tmp_path).train()
+    resumed = make(tmp_path, loss_scale="1024", max_steps=10)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 10 and resumed.mixed_precision.stats.skipped_steps == 5
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == self.step

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -79,3 +81,52 @@ def test_where_nothing_can_be_locked_the_run_goes_on_with_a_warning(tmp_path: Pa
     with DirectoryLock(tmp_path / "file" / "run"):
         pass
     assert "cannot be locked" in warnings[0] and "second run" in warnings[0]
+
+
+def note_holder(folder: Path, process: int) -> None:
+    note = {"process": process, "host": socket.gethostname(), "since": "2026-01-01"}
+    (folder / HOLDER_NAME).write_text(json.dumps(note))
+
+
+def ended_process() -> int:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(30)
+    return ended.pid
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_workers_that_outlive_a_killed_run_are_waited_for(
+    tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "_FORK_SECONDS", 0.1)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD.replace("time.sleep(60)  #", "time.sleep(2); os._exit(0)  #"), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    note_holder(tmp_path, holder.pid)
+    holder.send_signal(signal.SIGKILL)
+    holder.wait(30)
+    holder.stdout.close()
+    with DirectoryLock(tmp_path):  # the worker ends two seconds after it began
+        assert "its lock is taken over" in warnings[0]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="processes are not looked up there")
+def test_without_locks_the_note_of_a_running_process_is_believed(
+    tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def acquire(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock.FileLock, "acquire", acquire)
+    note_holder(tmp_path, os.getppid())
+    with pytest.raises(CheckpointError, match=rf"in use by another run \(process {os.getppid()} on "):
+        DirectoryLock(tmp_path).__enter__()
+    note_holder(tmp_path, ended_process())
+    with DirectoryLock(tmp_path):
+        assert "cannot be locked" in warnings[0] and "its lock is taken over" in warnings[1]
+        assert json.loads((tmp_path / HOLDER_NAME).read_text())["process"] == os.getpid()
+    assert not (tmp_path / HOLDER_NAME).exists()

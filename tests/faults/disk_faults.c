@@ -15,13 +15,13 @@
 enum { OFF, COUNT, KILL, FULL };
 
 static char directory[4096];
-static int mode = OFF;
+static int mode = OFF, error = ENOSPC;
 static long at, operations;
 
-/* At operation number `first` (from 1) and, where the disk is full, at all later ones. */
-void fault_arm(const char *path, int new_mode, long first) {
+/* At operation number `first` (from 1) and, where the disk is full, at all later ones; they fail with `new_error`. */
+void fault_arm(const char *path, int new_mode, long first, int new_error) {
     snprintf(directory, sizeof directory, "%s", path);
-    operations = 0, at = first, mode = new_mode;
+    operations = 0, at = first, error = new_error, mode = new_mode;
 }
 
 long fault_disarm(void) {
@@ -54,38 +54,38 @@ ssize_t write(int fd, const void *data, size_t size) {
     if (mode == OFF || !fd_below(fd)) return real(fd, data, size);
     /* The half of it that still went to the disk before the kill. */
     if (mode == KILL && operations + 1 == at && size > 1) real(fd, data, size / 2);
-    if (struck()) return errno = ENOSPC, -1;
+    if (struck()) return errno = error, -1;
     return real(fd, data, size);
 }
 
 ssize_t writev(int fd, const struct iovec *parts, int count) {
     REAL(writev);
-    if (mode != OFF && fd_below(fd) && struck()) return errno = ENOSPC, -1;
+    if (mode != OFF && fd_below(fd) && struck()) return errno = error, -1;
     return real(fd, parts, count);
 }
 
 ssize_t pwrite64(int fd, const void *data, size_t size, off64_t offset) {
     REAL(pwrite64);
-    if (mode != OFF && fd_below(fd) && struck()) return errno = ENOSPC, -1;
+    if (mode != OFF && fd_below(fd) && struck()) return errno = error, -1;
     return real(fd, data, size, offset);
 }
 
 int fsync(int fd) {
     REAL(fsync);
-    if (mode != OFF && fd_below(fd) && struck()) return errno = ENOSPC, -1;
+    if (mode != OFF && fd_below(fd) && struck()) return errno = error, -1;
     return real(fd);
 }
 
 int mkdir(const char *path, mode_t access) {
     REAL(mkdir);
-    if (mode != OFF && below(path) && struck()) return errno = ENOSPC, -1;
+    if (mode != OFF && below(path) && struck()) return errno = error, -1;
     return real(path, access);
 }
 
 int rename(const char *from, const char *to) {
     REAL(rename);
     /* Needs no space on most file systems, but some say so. */
-    if (mode != OFF && below(to) && struck()) return errno = ENOSPC, -1;
+    if (mode != OFF && below(to) && struck()) return errno = error, -1;
     return real(from, to);
 }
 
@@ -100,7 +100,7 @@ static int opened(const char *path, int flags) {
         mode_t access = va_arg(list, mode_t);               \
         va_end(list);                                       \
         REAL(name);                                         \
-        if (opened(path, flags)) return errno = ENOSPC, -1; \
+        if (opened(path, flags)) return errno = error, -1; \
         return real(path, flags, access);                   \
     }
 OPEN(open)
@@ -108,13 +108,13 @@ OPEN(open64)
 
 FILE *fopen64(const char *path, const char *how) {
     REAL(fopen64);
-    if (opened(path, strchr(how, 'w') ? O_CREAT : 0)) return errno = ENOSPC, NULL;
+    if (opened(path, strchr(how, 'w') ? O_CREAT : 0)) return errno = error, NULL;
     return real(path, how);
 }
 
 FILE *fopen(const char *path, const char *how) {
     REAL(fopen);
-    if (opened(path, strchr(how, 'w') ? O_CREAT : 0)) return errno = ENOSPC, NULL;
+    if (opened(path, strchr(how, 'w') ? O_CREAT : 0)) return errno = error, NULL;
     return real(path, how);
 }
 

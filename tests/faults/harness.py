@@ -7,6 +7,8 @@ same one for the same seed; without it a kill comes after a chosen time, which r
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import multiprocessing
 import os
@@ -54,7 +56,7 @@ class Harness:
         self.folder = folder
         self.strikes_exactly = False
         self._running: list[Any] = []
-        self._log = 0
+        self._logs = itertools.count(1)  # cases may run in several threads
 
     def __enter__(self) -> Harness:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -85,8 +87,7 @@ class Harness:
 
     def start(self, output: Path, *, ranks: int = 1, **settings: Any) -> Run:
         """Begin a training in ``output``."""
-        self._log += 1
-        log = self.folder / f"log-{self._log}.txt"
+        log = self.folder / f"log-{next(self._logs)}.txt"
         log.touch()
         port, processes = str(free_port()), []
         for rank in range(ranks):
@@ -100,10 +101,10 @@ class Harness:
         self._running += processes
         return Run(processes, log)
 
-    def train(self, output: Path, **settings: Any) -> Run:
-        """Run a training to its end."""
+    def train(self, output: Path, *, timeout_seconds: float = TIMEOUT_SECONDS, **settings: Any) -> Run:
+        """Run a training, or another task of the worker, to its end."""
         run = self.start(output, **settings)
-        run.wait()
+        run.wait(timeout_seconds)
         return run
 
 
@@ -153,9 +154,10 @@ class Run:
         """Wait until a line begins so, or the run ends."""
         self._until(lambda: re.search(rf"^{line}", self.text, re.MULTILINE) or not self._alive())
 
-    def wait(self) -> None:
+    def wait(self, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         """Wait for all processes; when one fails, kill the others, as a launcher does."""
-        self._until(lambda: not self._alive() or any(process.exitcode for process in self.processes))
+        ended = lambda: not self._alive() or any(process.exitcode for process in self.processes)  # noqa: E731
+        self._until(ended, timeout_seconds)
         if any(process.exitcode and process.exitcode < 0 for process in self.processes):
             self.signal(signal.SIGKILL)
         for process in self.processes:
@@ -164,12 +166,12 @@ class Run:
     def _alive(self) -> bool:
         return any(process.is_alive() for process in self.processes)
 
-    def _until(self, condition: Any) -> None:
-        end = time.monotonic() + TIMEOUT_SECONDS
+    def _until(self, condition: Any, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        end = time.monotonic() + timeout_seconds
         while not condition():
             if time.monotonic() > end:
                 self.signal(signal.SIGKILL)
-                raise TimeoutError(f"nothing for {TIMEOUT_SECONDS} s:\n{self.text[-4000:]}")
+                raise TimeoutError(f"nothing for {timeout_seconds} s:\n{self.text[-4000:]}")
             time.sleep(0.005)
 
 
@@ -214,6 +216,7 @@ class Cases:
 
     def __init__(self, harness: Harness, trainer: str = "ours") -> None:
         self._harness = harness
+        self._trainer = trainer
         self._settings: dict[str, Any] = {**WHOLE_RUN, "trainer": trainer}
         if trainer == "stock":
             self._settings["precision"] = "fp32"
@@ -226,7 +229,7 @@ class Cases:
         return self._harness.strikes_exactly
 
     def _new(self, name: str) -> Path:
-        folder = self._harness.folder / name
+        folder = self._harness.folder / f"{self._trainer}-{name}"
         shutil.rmtree(folder, ignore_errors=True)
         return folder
 
@@ -330,11 +333,17 @@ class Cases:
         run.wait()
         return run
 
-    def full_disk(self) -> list[Outcome]:
-        """The disk full at every operation of a save, one save after the other in one run."""
-        settings = {**self._settings, "save_steps": 1, "max_steps": 400, "full_disks": True}
-        run = self._harness.train(self._new("full"), **settings)
-        outcomes = []
+    def full_disk(self, *, ranks: int = 1, struck: int = 0, fault: str = "ENOSPC") -> list[Outcome]:
+        """The disk full (or gone, or read-only) at every operation of a save, one save after the other in one run.
+
+        Args:
+            ranks: how many processes train.
+            struck: whose disk it is.
+            fault: the name of the error that the system gives.
+        """
+        settings = {**self._settings, "save_steps": 1, "max_steps": 400, "full_disks": [struck, fault]}
+        run = self._harness.train(self._new(f"full-{ranks}-{struck}-{fault}"), ranks=ranks, **settings)
+        outcomes, name = [], f"disk full ({fault})"
         for line in re.findall(r"^full (.*)$", run.text, re.MULTILINE):
             operation, reached, there, whole, broken = json.loads(line)
             lost = None
@@ -343,10 +352,73 @@ class Cases:
             elif not reached and not there:
                 lost = "not saved, although the disk had room"
             if operation:
-                outcomes.append(Outcome("disk full", operation, f"operation {operation}", lost))
-        if run.finished is None or "No space left" not in run.text:
-            outcomes.append(Outcome("disk full", 0, "the run", f"ended early or silently: {run.text[-500:]}"))
+                where = f"operation {operation}, process {struck} of {ranks}"
+                outcomes.append(Outcome(name, operation, where, lost))
+        if run.finished is None or os.strerror(getattr(errno, fault)) not in run.text:
+            outcomes.append(Outcome(name, 0, "the run", f"ended early or silently: {run.text[-500:]}"))
         return outcomes
+
+    def vanished_folder(self, seed: int) -> Outcome:
+        """The output directory gone for some steps, with the first save in them, and there again later."""
+        chance, folder = random.Random(seed), self._new(f"vanished-{seed}")
+        first = chance.randrange(3, 8)
+        gone = [first, first + chance.randrange(1, 4)]
+        run = self._harness.train(folder, **{**self._settings, "save_steps": 1, "vanishes": gone})
+        where, expected = f"gone in steps {gone[0]} to {gone[1] - 1}", self.undisturbed()[0]
+        lost = None
+        if run.finished != expected:
+            lost = f"the run ended otherwise: {run.text[-300:]}"
+        elif run.text.count("could not be saved") != gone[1] - gone[0]:
+            lost = f"{run.text.count('could not be saved')} failures told of"
+        elif not all((folder / f"checkpoint-{step}" / "hf_mp_manifest.json").is_file() for step in (11, 12)):
+            lost = "not saved again when the folder was there"
+        return Outcome("folder gone", seed, where, lost)
+
+    def numeric(self, seed: int, *, segments: int, steps: int, ranks: int = 1) -> list[Outcome]:
+        """Inf and NaN planted while a small model trains; one outcome a segment, see ``numeric_faults.py``."""
+        settings = {"task": "numeric_faults", "seed": seed, "segments": segments, "steps": steps}
+        run = self._harness.train(self._new("numeric"), ranks=ranks, timeout_seconds=1200.0, **settings)
+        found = [json.loads(line) for line in re.findall(r"^numeric (.*)$", run.text, re.MULTILINE)]
+        outcomes = [
+            Outcome("numeric", each["seed"], f"{ranks} processes, {_said(each)}", each["lost"]) for each in found
+        ]
+        if set(run.exit_codes) != {0} or len(found) < segments:
+            outcomes.append(Outcome("numeric", seed, f"{ranks} processes", f"ended early: {run.text[-500:]}"))
+        return outcomes
+
+    def hostile(self, name: str) -> Outcome:
+        """A checkpoint of ``hostile.py``: refused in words, nothing in it run, in bounded memory."""
+        folder = self._new(f"hostile-{name.replace(' ', '-').replace('/', '-')}")
+        shutil.copytree(self.undisturbed()[2] / "checkpoint-8", folder / "checkpoint-8")
+        run = self._harness.train(folder, task="hostile", name=name)
+        (line,) = re.findall(r"^hostile (.*)$", run.text, re.MULTILINE) or [f'"ended so: {run.exit_codes}"']
+        lost = json.loads(line)
+        shutil.rmtree(folder)
+        return Outcome("hostile", 0, name, lost)
+
+    def fuzz(self, seed: int, cases: int) -> tuple[dict[str, int], list[Outcome]]:
+        """``cases`` inputs for everything that reads text or values; how many of each kind, and what went wrong."""
+        run = self._harness.train(
+            self._new(f"fuzz-{seed}"), task="fuzzing", seed=seed, cases=cases, timeout_seconds=2400.0
+        )
+        found = [json.loads(line) for line in re.findall(r"^fuzz (.*)$", run.text, re.MULTILINE)]
+        lost = [Outcome("fuzz", each["seed"], each["target"], each["lost"]) for each in found if each["lost"]]
+        counted = re.findall(r"^fuzzed (.*)$", run.text, re.MULTILINE)
+        if not counted:
+            lost.append(Outcome("fuzz", seed, "the process", f"ended early: {run.exit_codes} {run.text[-500:]}"))
+        return (json.loads(counted[0]) if counted else {}), lost
+
+    def soak(self, steps: int) -> tuple[dict[str, Any], Outcome]:
+        """A long training; what was measured of its memory, and what did not hold."""
+        run = self._harness.train(self._new("soak"), task="soak", steps=steps, timeout_seconds=2400.0)
+        (line,) = re.findall(r"^soaked (.*)$", run.text, re.MULTILINE) or ["{}"]
+        measured = json.loads(line)
+        lost = measured.pop("lost", f"ended early: {run.exit_codes} {run.text[-500:]}")
+        return measured, Outcome("soak", 0, f"{steps} steps", lost)
+
+
+def _said(segment: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {segment[name]}" for name in ("precision", "loss_scale", "steps", "struck", "skipped"))
 
 
 def damage_file(path: Path, chance: random.Random) -> str:

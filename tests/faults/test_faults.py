@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import signal
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
+from harness import Cases
+from hostile import HOSTILE
+from soak import MOST_BYTES_A_STEP, slope
 
-sys.path.insert(0, str(Path(__file__).parent))
+# One of each sort in `make test`; the others take a minute.
+QUICK_HOSTILE = {
+    "torch.save of a call in optimizer.pt",
+    "a plain pickle in rng_state.pth",
+    "a shell in the old format of torch.save",
+    "training arguments that run code",
+    "a manifest that points to ../",
+    "optimizer.pt linked to /dev/zero",
+    "a pipe as optimizer.pt",
+    "a tensor that repeats one byte 2**36 times",
+    "a config nested too deeply",
+    "a loss scale given twice",
+    "a trainer state with a negative step",
+    "weights of another model's names",
+    "weights that are NaN",
+    "a state of the optimizer with moments of another shape",
+}
 
-from harness import Cases, Harness
 
-
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cases]:
-    with Harness(tmp_path_factory.mktemp("faults")) as harness:
-        yield Cases(harness)
+def lost(outcomes: list[Any]) -> list[Any]:
+    return [outcome for outcome in outcomes if outcome.lost]
 
 
 @pytest.mark.parametrize(("seed", "ranks"), [(0, 1), (3, 2)])
@@ -40,9 +53,44 @@ def test_a_second_signal_ends_at_once(cases: Cases) -> None:
     assert "a second signal, ending at once" in run.text
 
 
-def test_a_full_disk_leaves_the_last_whole_checkpoint(cases: Cases) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "struck", "least"), [(1, 0, 20), (2, 1, 4)], ids=["one process", "the second of two"]
+)
+def test_a_full_disk_leaves_the_last_whole_checkpoint(cases: Cases, ranks: int, struck: int, least: int) -> None:
     if not cases.strikes_exactly:
         pytest.skip("needs a C compiler on Linux")
-    outcomes = cases.full_disk()
-    assert len(outcomes) > 20
-    assert [outcome for outcome in outcomes if outcome.lost] == []
+    outcomes = cases.full_disk(ranks=ranks, struck=struck)
+    assert len(outcomes) > least and lost(outcomes) == []
+
+
+def test_a_folder_that_vanishes_and_comes_back_costs_no_step(cases: Cases) -> None:
+    assert cases.vanished_folder(1).lost is None
+
+
+def test_inf_and_nan_reach_no_state_of_two_processes(cases: Cases) -> None:
+    outcomes = cases.numeric(48, segments=4, steps=20, ranks=2)  # half of these steps are struck
+    assert len(outcomes) == 4 and lost(outcomes) == []
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK_HOSTILE else pytest.mark.slow) for name in HOSTILE]
+)
+def test_a_hostile_checkpoint_is_refused_in_words(cases: Cases, name: str) -> None:
+    assert cases.hostile(name).lost is None
+
+
+def test_the_list_of_hostile_checkpoints() -> None:
+    assert len(HOSTILE) >= 40 and HOSTILE.keys() >= QUICK_HOSTILE
+
+
+def test_a_short_soak_is_consistent_at_each_check(cases: Cases) -> None:
+    measured, outcome = cases.soak(12)
+    assert measured["steps"] == measured["checks"] == measured["evaluations"] == 12
+    # of so few steps, caches that fill are the growth
+    assert outcome.lost is None or "resident memory grows" in outcome.lost
+
+
+def test_a_soak_would_see_a_tensor_kept_at_each_step() -> None:
+    flat = [(step, 10**8 + 4096 * (step % 3)) for step in range(0, 20_000, 250)]
+    assert abs(slope(flat)) < MOST_BYTES_A_STEP / 10
+    assert slope([(step, memory + 500 * step) for step, memory in flat]) > MOST_BYTES_A_STEP

@@ -2,15 +2,19 @@
 
 Settings: arguments of the Trainer, and ``resume`` (true: the newest whole checkpoint, or anew where there is none yet),
 ``trainer`` (``"ours"``, ``"callback"`` or ``"stock"``), ``step_seconds`` (a pause after each step), ``kill_at`` (the
-operation on the output directory at which the process kills itself) and ``full_disks`` (each save has a disk that is
-full one operation later than before). It prints a line at each step and save, and at its end the SHA-256 of its
-weights, optimizer and loss scale.
+operation on the output directory at which the process kills itself), ``full_disks`` (each save has a disk that is
+full one operation later than before; in which process, with which error) and ``vanishes`` (the steps in which the
+output directory is gone). It prints a line at each step and save, and at its end the SHA-256 of its weights, optimizer
+and loss scale. With ``task``, the ``main`` of the module of that name beside this one runs instead.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import gc
 import hashlib
+import importlib
 import json
 import os
 import sys
@@ -28,6 +32,8 @@ from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisio
 from hf_mp.checkpoints.inspection import find_problems, list_checkpoints
 from hf_mp.trainer_support import unwrap_optimizer
 
+gc.collect()
+gc.freeze()  # accelerate collects garbage at each start, which would look at all of torch and Transformers
 logging.set_verbosity_warning()
 logging.disable_progress_bar()
 
@@ -109,27 +115,52 @@ class FullDisks(TrainerCallback):
     checkpoints are whole and what is wrong with the others.
     """
 
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
+    def __init__(self, directory: str, process: int, error: str) -> None:
+        self._directory, self._process, self._error = directory, process, getattr(errno, error)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step > 1:
-            arm(self._directory, FULL, state.global_step - 1)
+        if state.global_step > 1 and args.process_index == self._process:
+            arm(self._directory, FULL, state.global_step - 1, self._error)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        operation, operations = state.global_step - 1, disarm()
-        checkpoints = {path.name: find_problems(path) for path in list_checkpoints(Path(self._directory))}
-        whole = [name for name, problems in checkpoints.items() if not problems]
-        broken = {name: problems for name, problems in checkpoints.items() if problems}
-        there = f"checkpoint-{state.global_step}" in checkpoints
-        print("full " + json.dumps([operation, operation <= operations, there, whole, broken]), flush=True)
+        operation, operations = state.global_step - 1, _largest(disarm())
+        if args.process_index == 0:
+            checkpoints = {path.name: find_problems(path) for path in list_checkpoints(Path(self._directory))}
+            whole = [name for name, problems in checkpoints.items() if not problems]
+            broken = {name: problems for name, problems in checkpoints.items() if problems}
+            there = f"checkpoint-{state.global_step}" in checkpoints
+            print("full " + json.dumps([operation, operation <= operations, there, whole, broken]), flush=True)
         control.should_training_stop = operation > operations > 0
 
 
-def arm(directory: str, mode: int, at: int) -> None:
+class Vanishes(TrainerCallback):
+    """Has a file in the place of the output directory for some steps: nothing can be written, listed or made there."""
+
+    def __init__(self, directory: str, first: int, last: int) -> None:
+        self._directory, self._first, self._last = Path(directory), first, last
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        away = self._directory.with_name(self._directory.name + "-away")
+        if state.global_step == self._first:
+            self._directory.rename(away)
+            self._directory.touch()
+        if state.global_step == self._last:
+            self._directory.unlink()
+            away.rename(self._directory)
+
+
+def _largest(number: int) -> int:
+    if torch.distributed.is_initialized():
+        found = torch.tensor([number])
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+        return int(found.item())
+    return number
+
+
+def arm(directory: str, mode: int, at: int, error: int = errno.ENOSPC) -> None:
     library = ctypes.CDLL(None)
-    library.fault_arm.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_long]
-    library.fault_arm(os.path.realpath(directory).encode(), mode, at)
+    library.fault_arm.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_long, ctypes.c_int]
+    library.fault_arm(os.path.realpath(directory).encode(), mode, at, error)
 
 
 def disarm() -> int:
@@ -150,10 +181,17 @@ def resume(trainer: Trainer, kind: str) -> None:
 
 def main(output_dir: str, settings: dict[str, Any]) -> None:
     given = dict(settings)
+    if task := given.pop("task", None):
+        importlib.import_module(task).main(output_dir, given)
+        return
     resumes, kind = given.pop("resume", False), given.pop("trainer", "ours")
-    kill_at, full_disks = given.pop("kill_at", None), given.pop("full_disks", False)
+    kill_at, full_disks = given.pop("kill_at", None), given.pop("full_disks", None)
     callbacks: list[TrainerCallback] = [Events(given.pop("events", True), given.pop("step_seconds", 0.0))]
-    trainer = make(output_dir, kind, [*callbacks, *([FullDisks(output_dir)] if full_disks else [])], **given)
+    if vanishes := given.pop("vanishes", None):
+        callbacks.append(Vanishes(output_dir, *vanishes))
+    if full_disks:
+        callbacks.append(FullDisks(output_dir, *full_disks))
+    trainer = make(output_dir, kind, callbacks, **given)
     if kill_at is not None:
         arm(output_dir, KILL, kill_at)
     resume(trainer, kind) if resumes else trainer.train()

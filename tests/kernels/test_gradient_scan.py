@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_mp.kernels.gradient_scan import (
+    SQUARES_BELOW,
     all_finite,
     largest_magnitude,
     largest_magnitude_and_norm,
@@ -180,6 +181,12 @@ class TestAllFinite:
         assert all_finite([])
         twice = torch.sparse_coo_tensor([[0, 0]], [3e38, 3e38], (2,))
         assert not all_finite([twice])
+
+    def test_a_limit_is_for_magnitudes(self) -> None:
+        at, below = torch.tensor([-SQUARES_BELOW]), torch.tensor([-SQUARES_BELOW]).nextafter(torch.zeros(1))
+        assert not all_finite([at], SQUARES_BELOW) and all_finite([at])
+        assert all_finite([below], SQUARES_BELOW) and below.square().isfinite().all()
+        assert not all_finite([torch.tensor([float("nan")])], SQUARES_BELOW)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)

@@ -1,4 +1,5 @@
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -189,3 +190,20 @@ def test_int8_state_is_found_before_and_after_the_first_forward(tmp_path):
     assert before.by_kind == after.by_kind
     assert after.total_bytes == storages_of(model)
     assert after.by_kind["quantization state"] == 4 * (96 + 32 + 128 + 32)
+
+
+def test_evaluated_by_itself_it_is_one_readable_line():
+    model = nn.Sequential(nn.Embedding(256, 1024), nn.BatchNorm1d(4))
+    footprint = memory_footprint(model)
+    text = "<MemoryFootprint: 1.00 MiB in 6 tensors (parameters 1.00 MiB, buffers 40 B)>"
+    assert repr(footprint) == str(footprint) == text
+    assert repr(footprint.tree) == "<ModuleBytes the model (Sequential): 1.00 MiB, 2 inside>"
+    assert repr(footprint.tree.children[1]) == "<ModuleBytes 1 (BatchNorm1d): 72 B, 0 inside>"
+    assert repr(memory_footprint(nn.Identity())) == "<MemoryFootprint: 0 B in 0 tensors (none here)>"
+    twelve = replace(footprint.tree, name="0 - 11", count=12)
+    assert repr(twelve) == "<ModuleBytes 0 - 11 (Sequential): 12 of 1.00 MiB each, 2 inside>"
+
+
+def test_as_a_value_it_is_what_its_fields_are():
+    assert memory_footprint(nn.Linear(2, 2)) == memory_footprint(nn.Linear(2, 2))
+    assert memory_footprint(nn.Linear(2, 2)) != memory_footprint(nn.Linear(2, 3))

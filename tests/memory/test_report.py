@@ -5,12 +5,13 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_mp import cli
+from hf_mp.html_page import check_writable, write_whole
 from hf_mp.memory import report as report_module
 from hf_mp.memory.footprint import memory_footprint
 from hf_mp.memory.models import skeleton
 from hf_mp.memory.precisions import PRECISIONS
 from hf_mp.memory.presets import TRAINING_PRESETS
-from hf_mp.memory.report import as_json, check_writable, gather_report, write_whole
+from hf_mp.memory.report import as_json, gather_report
 from hf_mp.memory.tables import fit_rows, loaded_rows, measured_rows, parameter_rows, training_rows
 
 STEP = {"batch_size": 2, "seq_len": 16}

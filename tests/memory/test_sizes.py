@@ -1,6 +1,6 @@
 import pytest
 
-from hf_mp.memory.sizes import in_mib, parse_size, readable
+from hf_mp.memory.sizes import in_mib, largest_first, parse_size, readable
 
 
 @pytest.mark.parametrize(
@@ -45,3 +45,8 @@ def test_sizes_are_written_in_1024_based_units():
         "0 B", "1,023 B", "1.00 KiB", "1.00 MiB", "1.50 GiB", "1.00 TiB",
     ]  # fmt: skip
     assert in_mib(497759232) == "474.70 MiB"
+
+
+def test_named_sizes_come_in_one_line():
+    assert largest_first({"a": 5, "b": 0, "c": 2**21}) == "c 2.00 MiB, a 5 B"
+    assert largest_first({}) == ""

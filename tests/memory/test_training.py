@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, ViTConfig
@@ -291,3 +293,15 @@ def test_measuring_leaves_a_given_model_alone(gpt2):
     assert found.process_peak_bytes is None or found.process_peak_bytes > found.peak_bytes
     assert all(torch.equal(value, before[name]) for name, value in gpt2.state_dict().items())
     assert not any(parameter.grad is not None for parameter in gpt2.parameters())
+
+
+def test_evaluated_by_itself_it_is_one_readable_line():
+    memory = estimate(device="cpu")
+    text = repr(memory)
+    assert text.startswith("<TrainingMemory of GPT2LMHeadModel in fp32, 2 x 32 tokens, estimated on cpu: peak ")
+    assert f"MiB in {memory.peak_phase} (" in text
+    sizes = re.findall(r"([\d.]+) MiB[,)]", text)
+    assert sizes == sorted(sizes, key=float, reverse=True)
+    assert "frozen weights" not in text
+    assert len(text) < 400
+    assert re.fullmatch(r"<Moment at 0\.\d{3}, forward: [\d.]+ MiB>", repr(memory.timeline[0]))

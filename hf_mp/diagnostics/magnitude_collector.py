@@ -1,0 +1,255 @@
+"""``MagnitudeCollector``: looks at one training step and gives the magnitudes of what went through it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_mp.attached_forward import AttachedForward
+from hf_mp.diagnostics.layers import select_layers
+from hf_mp.diagnostics.magnitudes import histogram, sample, sampling_stride, swamped
+from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
+from hf_mp.diagnostics.values import named_tensors
+from hf_mp.distributed import is_sharded, local_part
+from hf_mp.loss_scale_rules import StepReport
+from hf_mp.master_weights.split_parameter import gradient_and_factor, master_sample
+from hf_mp.runtime import MixedPrecision
+
+COMPILED = "activations and their gradients: the model is compiled, and its modules are not seen from outside"
+SHARDED = "weights, weight gradients and updates: FSDP gathers and shards the parameters meanwhile"
+NO_GRADIENTS = "weight gradients: none were there when the backward ended (an optimizer may use them up inside of it)"
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """Elements of a tensor, taken when it was there."""
+
+    dtype: str
+    stride: int
+    values: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor, factor: Tensor | None = None) -> _Sampled:
+        """Of ``tensor`` times ``factor``."""
+        local = local_part(tensor.detach())
+        values = sample(local)
+        if factor is not None:
+            values = values.to(torch.float32) * factor.squeeze()
+        return cls(str(tensor.dtype).removeprefix("torch."), sampling_stride(tuple(local.shape)), values)
+
+    @classmethod
+    def of_master(cls, parameter: nn.Parameter) -> _Sampled:
+        """Of the FP32 master weight."""
+        stride = sampling_stride(tuple(local_part(parameter.detach()).shape))
+        return cls("float32", stride, master_sample(parameter, lambda half: sample(local_part(half))))
+
+
+class MagnitudeCollector:
+    """Takes samples of a step's tensors as they come by, and counts them when the step has ended.
+
+    Between :meth:`begin` and :meth:`finish` there are hooks on the chosen modules; before and after there is nothing.
+    Nothing is written but what the collector owns, and no random number is drawn, so the step is bit for bit the same.
+
+    Activations and their gradients are those of the first micro-batch, of each module's first output in its first call.
+    Weight gradients are those that all micro-batches added up to, before anyone clips them. Weights and updates are of
+    the FP32 masters.
+
+    Args:
+        runtime: an attached :class:`hf_mp.MixedPrecision`.
+        layers: patterns of module names; default None: every module with parameters of its own.
+        on_backward_end: called after each backward of a step that is looked at.
+
+    Raises:
+        ValueError: for a pattern that fits no module.
+    """
+
+    def __init__(
+        self,
+        runtime: MixedPrecision,
+        layers: Sequence[str] | None = None,
+        on_backward_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._runtime = runtime
+        self._on_backward_end = on_backward_end
+        self._patterns = layers
+        self._handles: list[Any] = []
+        self._forget_step()
+        if runtime.model is not None:
+            select_layers(runtime.model, layers)  # refuse wrong patterns now
+
+    def _forget_step(self) -> None:
+        self.is_active = False
+        self._activations: dict[str, _Sampled] = {}
+        self._activation_gradients: dict[str, _Sampled] = {}
+        self._gradients: dict[tuple[str, str], _Sampled] = {}
+        self._weights: dict[tuple[str, str], _Sampled] = {}
+        self._asked_for_gradient: set[str] = set()
+        self._parameters: dict[tuple[str, str], nn.Parameter] = {}
+        self._notes: tuple[str, ...] = ()
+        self._task: int | None = None
+
+    def begin(self, forward: AttachedForward) -> None:
+        """Look at the step whose first forward begins now."""
+        model = self._runtime.model
+        if model is None:
+            return
+        self.abandon()
+        self.is_active = True
+        layers = select_layers(model, self._patterns)
+        if is_sharded(model):  # gathered parameters are gone when the backward ends
+            self._notes = (SHARDED,)
+        else:
+            self._parameters = _trainable(layers)
+        if _is_compiled(model):
+            self._notes = (*self._notes, COMPILED)
+            return
+        entry = forward.module()  # what it returns has left the scaled region
+        for name, module in layers.items():
+            if module is not entry:
+                self._handles.append(module.register_forward_hook(self._forward_hook(name)))
+
+    def _forward_hook(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            found = (t for _, t in named_tensors(output) if t.is_floating_point())
+            tensor = next(found, None)
+            if tensor is None or not self.is_active:
+                return
+            if name not in self._activations:
+                with torch._C.DisableTorchFunction(), torch.no_grad():
+                    self._activations[name] = _Sampled.of(tensor)
+            # Reentrant checkpointing builds a graph only when it computes a module for the second time.
+            if tensor.requires_grad and name not in self._asked_for_gradient:
+                self._asked_for_gradient.add(name)
+                tensor.register_hook(self._gradient_hook(name))
+
+        return hook
+
+    def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor | None) -> None:
+            if gradient is not None and self.is_active and name not in self._activation_gradients:
+                with torch._C.DisableTorchFunction(), torch.no_grad():
+                    inverse = self._runtime.scaler.factors(gradient.device).inverse
+                    self._activation_gradients[name] = _Sampled.of(gradient, inverse)
+
+        return hook
+
+    def forward_ended(self, outputs: Any) -> None:
+        """Have the gradients looked at when a backward through ``outputs`` is done."""
+        for _, output in named_tensors(outputs):
+            if output.requires_grad:
+                output.register_hook(self._backward_begins)
+
+    def _backward_begins(self, gradient: Tensor | None) -> None:
+        task = torch._C._current_graph_task_id()
+        if self.is_active and gradient is not None and task != self._task:
+            self._task = task
+            # Two callbacks deep, after DDP's all-reduce: as the runtime measures gradients.
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._backward_ended))
+
+    def _backward_ended(self) -> None:
+        if not self.is_active:
+            return
+        self._remove_hooks()
+        self._on_backward_end()
+        for key, parameter in self._parameters.items():
+            gradient, factor = gradient_and_factor(parameter)
+            if gradient is not None:
+                self._gradients[key] = _Sampled.of(gradient, factor)
+            if key not in self._weights:
+                self._weights[key] = _Sampled.of_master(parameter)
+
+    def finish(self, report: StepReport) -> StepMagnitudes:
+        """Count what was seen of the step, which has just been taken or skipped."""
+        self._remove_hooks()
+        missing = [] if self._gradients or not self._parameters else [NO_GRADIENTS]
+        found: dict[tuple[str, str, Kind], TensorMagnitudes] = {}
+        for kind, samples in (
+            (Kind.ACTIVATIONS, self._activations),
+            (Kind.ACTIVATION_GRADIENTS, self._activation_gradients),
+        ):
+            found.update({(name, "", kind): _counted(kind, name, "", taken) for name, taken in samples.items()})
+        for kind, of_parameters in ((Kind.WEIGHTS, self._weights), (Kind.WEIGHT_GRADIENTS, self._gradients)):
+            found.update({(*key, kind): _counted(kind, *key, taken) for key, taken in of_parameters.items()})
+        if not report.overflow:
+            found.update({(*row[:2], row[2]): tensor for row, tensor in self._updates()})
+        order = {layer: place for place, layer in enumerate(self._layers())}
+        tensors = sorted(found.values(), key=lambda t: (order.get(t.layer, len(order)), list(Kind).index(t.kind)))
+        step = StepMagnitudes(
+            step=self._runtime.stats.steps + 1,
+            loss_scale=self._runtime.scaler.get_scale(),
+            skipped=report.overflow,
+            tensors=tuple(tensors),
+            notes=(*self._notes, *missing),
+        )
+        self._forget_step()
+        return step
+
+    def _layers(self) -> list[str]:
+        model = self._runtime.model
+        return [] if model is None else list(select_layers(model, self._patterns))
+
+    def _updates(self) -> list[tuple[tuple[str, str, Kind], TensorMagnitudes]]:
+        rows = []
+        for key, before in self._weights.items():
+            after = _Sampled.of_master(self._parameters[key])
+            if after.values.shape != before.values.shape or key not in self._gradients:
+                continue
+            update = after.values - before.values
+            row = TensorMagnitudes(
+                Kind.UPDATES,
+                *key,
+                after.dtype,
+                before.stride,
+                histogram(update),
+                swamped_fp16=swamped(before.values, update, torch.float16),
+                swamped_bf16=swamped(before.values, update, torch.bfloat16),
+            )
+            rows.append(((*key, Kind.UPDATES), row))
+        return rows
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def abandon(self) -> None:
+        """Leave the step alone, and the model as it was."""
+        self._remove_hooks()
+        self._forget_step()
+
+
+def _trainable(layers: Mapping[str, nn.Module]) -> dict[tuple[str, str], nn.Parameter]:
+    """The parameters of ``layers`` by layer and name, tied ones in the first layer that has them."""
+    found: dict[int, tuple[tuple[str, str], nn.Parameter]] = {}
+    for layer, module in layers.items():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and parameter.is_floating_point():
+                found.setdefault(id(parameter), ((layer, name), parameter))
+    return dict(found.values())
+
+
+def _counted(kind: Kind, layer: str, name: str, taken: _Sampled) -> TensorMagnitudes:
+    return TensorMagnitudes(kind, layer, name, taken.dtype, taken.stride, histogram(taken.values))
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile has a part of ``model``, or compiles what calls it."""
+    if any(
+        getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+        for module in model.modules()
+    ):
+        return True
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith("_dynamo/eval_frame.py") and "DisableContext" not in code.co_qualname:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,265 @@
+"""How large values are, in powers of two: histograms, and the shares that FP16 would lose.
+
+A histogram counts values by the exponent of their FP32 form and keeps exact powers of two apart, so that limits such as
+2**-25 (the largest magnitude that FP16 rounds to zero) cut it exactly, at every loss scale that is a power of two.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_mp.kernels.gradient_scan import real_values
+from hf_mp.policy import LOWER_PRECISION_DTYPES
+
+FP16_LARGEST_LOST = -25  # log2 of the largest magnitude that FP16 rounds to zero: half of its smallest number
+FP16_SMALLEST = -24  # log2 of FP16's smallest number, a subnormal one
+FP16_SMALLEST_NORMAL = -14
+FP16_OVERFLOW = 16  # log2 of the smallest power of two that FP16 does not hold
+
+SAMPLE_ELEMENTS = 2**15
+
+_BIAS = 127
+_BINS = 512
+_ZERO, _SUBNORMAL, _INF, _NAN = 0, 1, 510, 511
+_MAGNITUDE_BITS, _EXPONENT_BITS, _MANTISSA_BITS = 0x7FFFFFFF, 0x7F800000, 23
+
+
+@dataclass(frozen=True, eq=False)
+class Histogram:
+    """How many values there are of each magnitude.
+
+    Attributes:
+        counts: int64 of shape (512,). With e for the exponent plus 127: ``counts[2 * e]`` values are exactly
+            ``2**(e - 127)``, ``counts[2 * e + 1]`` lie between that and its double. The first two are zeros and
+            FP32's subnormal numbers, the last two inf and NaN.
+    """
+
+    counts: np.ndarray[Any, np.dtype[np.int64]]
+
+    @classmethod
+    def empty(cls) -> Histogram:
+        """Of no values."""
+        return cls(np.zeros(_BINS, dtype=np.int64))
+
+    def __add__(self, other: Histogram) -> Histogram:
+        return Histogram(self.counts + other.counts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Histogram) and np.array_equal(self.counts, other.counts)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def total(self) -> int:
+        """All values."""
+        return int(self.counts.sum())
+
+    @property
+    def zeros(self) -> int:
+        return int(self.counts[_ZERO])
+
+    @property
+    def inf_count(self) -> int:
+        return int(self.counts[_INF])
+
+    @property
+    def nan_count(self) -> int:
+        return int(self.counts[_NAN])
+
+    @property
+    def finite_nonzero(self) -> int:
+        """Values that are neither zero, inf nor NaN: what the shares below are shares of."""
+        return int(self.counts[_SUBNORMAL:_INF].sum())
+
+    def by_octave(self) -> dict[int, int]:
+        """The number of finite values in [2**k, 2**(k + 1)) by k, where there are any; k is -127 for all below 2**-126.
+
+        That is floor(log2 |value|).
+        """
+        octaves = self.counts[_SUBNORMAL - 1 : _INF].reshape(-1, 2).sum(axis=1)
+        octaves[0] -= self.counts[_ZERO]
+        return {int(e) - _BIAS: int(octaves[e]) for e in np.flatnonzero(octaves)}
+
+    @property
+    def share_zero(self) -> float:
+        """Of all values."""
+        return self.zeros / self.total if self.total else 0.0
+
+    def share_underflowed(self, log2_scale: int = 0) -> float:
+        """The share of the finite values but zero that FP16 rounds to zero, after multiplication by 2**log2_scale."""
+        return self._share(self._at_most(FP16_LARGEST_LOST - log2_scale))
+
+    def share_subnormal(self, log2_scale: int = 0) -> float:
+        """The share that FP16 keeps with fewer than 11 bits: above 2**-25 and below 2**-14."""
+        below = self._below(FP16_SMALLEST_NORMAL - log2_scale)
+        return self._share(below - self._at_most(FP16_LARGEST_LOST - log2_scale))
+
+    def share_overflowed(self, log2_scale: int = 0) -> float:
+        """The share that is 65536 or more, after multiplication by 2**log2_scale; FP16 ends at 65504."""
+        return self._share(self.finite_nonzero - self._below(FP16_OVERFLOW - log2_scale))
+
+    def _share(self, count: int) -> float:
+        return count / self.finite_nonzero if self.finite_nonzero else 0.0
+
+    def _below(self, log2_limit: int) -> int:
+        return self._first_finite(2 * (log2_limit + _BIAS))
+
+    def _at_most(self, log2_limit: int) -> int:
+        return self._first_finite(2 * (log2_limit + _BIAS) + 1)
+
+    def _first_finite(self, end: int) -> int:
+        return int(self.counts[_SUBNORMAL : min(max(end, _SUBNORMAL), _INF)].sum())
+
+
+@torch.no_grad()
+def histogram(values: Tensor) -> Histogram:
+    """The magnitudes of all elements of ``values``.
+
+    Exponents are read from FP32's bits: a few integer operations an element, and one synchronisation with a GPU.
+
+    Args:
+        values: floating or complex (real and imaginary parts apart), of any shape. FP64 values are rounded to FP32
+            first; of a sparse tensor, only the elements that are there count.
+    """
+    bits = real_values(values.detach()).to(torch.float32).reshape(-1).contiguous().view(torch.int32) & _MAGNITUDE_BITS
+    # The exponent rounded down plus the exponent rounded up: even for powers of two, odd for what lies between.
+    bins = (bits >> _MANTISSA_BITS).add_((bits - 1) >> _MANTISSA_BITS).add_(1)
+    return Histogram(torch.bincount(bins, minlength=_BINS).cpu().numpy())
+
+
+def histogram_reference(values: Tensor) -> Histogram:
+    """Plain form of :func:`histogram`, element by element."""
+    counts = np.zeros(_BINS, dtype=np.int64)
+    for value in real_values(values.detach()).to(torch.float32).reshape(-1).tolist():
+        counts[_bin_reference(abs(value))] += 1
+    return Histogram(counts)
+
+
+def _bin_reference(magnitude: float) -> int:
+    if math.isnan(magnitude):
+        return _NAN
+    if math.isinf(magnitude):
+        return _INF
+    if magnitude == 0.0:
+        return _ZERO
+    if magnitude < 2.0 ** (1 - _BIAS):
+        return _SUBNORMAL
+    mantissa, exponent = math.frexp(magnitude)
+    return 2 * (exponent - 1 + _BIAS) + (mantissa != 0.5)
+
+
+# Shares
+
+
+@torch.no_grad()
+def share_underflowed(values: Tensor, *, dtype: torch.dtype = torch.float16, scale: float = 1.0) -> float:
+    """The share of the finite values but zero that become zero in ``dtype``, after multiplication by ``scale``.
+
+    Of gradients in FP32: what training in FP16 loses without loss scaling (``scale=1``) or with it. Micikevicius et al.
+    2017 (arXiv 1710.03740), figure 3.
+
+    Args:
+        values: floating, of any shape.
+        dtype: ``float16`` (default) or ``bfloat16``.
+        scale: a loss scale.
+
+    Returns:
+        0 to 1; 0 where there are no such values.
+
+    Raises:
+        ValueError: for another dtype.
+    """
+    _check_dtype(dtype)
+    magnitudes = real_values(values.detach()).abs().to(torch.float64)
+    counted = (magnitudes > 0.0) & magnitudes.isfinite()
+    lost = counted & (magnitudes * scale <= torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2)
+    return _ratio(int(lost.sum()), int(counted.sum()))
+
+
+class Swamped(NamedTuple):
+    """How many updates are too small for their weights, of all that are finite and not zero."""
+
+    swamped: int
+    updates: int
+
+    @property
+    def share(self) -> float:
+        """0 to 1; 0 where there are no updates."""
+        return _ratio(self.swamped, self.updates)
+
+
+@torch.no_grad()
+def swamped(weights: Tensor, updates: Tensor, dtype: torch.dtype = torch.float16) -> Swamped:
+    """How many updates are below half a unit in the last place (ulp) of their weight in ``dtype``.
+
+    Added to a weight that is stored in ``dtype``, such an update does nothing: Micikevicius et al. 2017
+    (arXiv 1710.03740), section 3.1. The ulp of a weight is the distance of neighbours in its binade, from the weight's
+    power of two upwards; that of zero is the smallest subnormal number's.
+
+    Args:
+        weights: before the update, FP32 (or ``dtype``); rounded to ``dtype`` here.
+        updates: what is added to them, FP32, of the same shape.
+        dtype: ``float16`` (default) or ``bfloat16``.
+
+    Raises:
+        ValueError: for another dtype, or different shapes.
+    """
+    _check_dtype(dtype)
+    if weights.shape != updates.shape:
+        raise ValueError(
+            f"each update belongs to a weight, but there are {tuple(updates.shape)} updates and "
+            f"{tuple(weights.shape)} weights"
+        )
+    limits = torch.finfo(dtype)
+    working = weights.detach().to(dtype).to(torch.float32)
+    power = (working.contiguous().view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    half_ulp = power.clamp_(min=limits.smallest_normal).mul_(limits.eps / 2)
+    sizes = updates.detach().to(torch.float32).abs()
+    counted = (sizes > 0.0) & sizes.isfinite() & working.isfinite()
+    return Swamped(int((counted & (sizes < half_ulp)).sum()), int(counted.sum()))
+
+
+def share_swamped(weights: Tensor, updates: Tensor, dtype: torch.dtype = torch.float16) -> float:
+    """The share of the finite updates but zero that :func:`swamped` counts: 0 to 1, 0 where there are none."""
+    return swamped(weights, updates, dtype).share
+
+
+def _ratio(count: int, total: int) -> float:
+    return count / total if total else 0.0
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in LOWER_PRECISION_DTYPES:
+        allowed = ", ".join(sorted(map(str, LOWER_PRECISION_DTYPES)))
+        raise ValueError(f"dtype={dtype} is no 16-bit format: use one of {allowed}")
+
+
+# Samples
+
+
+def sample(tensor: Tensor, limit: int = SAMPLE_ELEMENTS) -> Tensor:
+    """At least half of ``limit`` elements of a large tensor, in one dimension, as a copy; all of a small one's.
+
+    Elements of two tensors of one shape are taken at the same places: every n-th, in the order of the indices. n is a
+    prime that divides no dimension, so that no column of a matrix is left out. Of the elements that are there, where
+    ``tensor`` is sparse.
+    """
+    values = real_values(tensor.detach())
+    return values.reshape(-1)[:: sampling_stride(tuple(values.shape), limit)].clone()
+
+
+def sampling_stride(shape: tuple[int, ...], limit: int = SAMPLE_ELEMENTS) -> int:
+    """The n of :func:`sample`: 1 for at most ``limit`` elements."""
+    elements = math.prod(shape)
+    if elements <= limit:
+        return 1
+    stride = -(-elements // limit)
+    while elements % stride == 0 or any(stride % divisor == 0 for divisor in range(2, math.isqrt(stride) + 1)):
+        stride += 1
+    return stride

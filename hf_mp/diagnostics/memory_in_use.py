@@ -1,0 +1,24 @@
+"""The memory in use right now, as the device's allocator or the operating system says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+_STATM = Path("/proc/self/statm")
+
+
+def memory_in_use(device: torch.device) -> int | None:
+    """Bytes in use; None where nobody says. On a GPU, of tensors; on a CPU, the resident memory of the process."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    if not _STATM.exists():
+        return None
+    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_source(device: torch.device) -> str:
+    """Whose figures :func:`memory_in_use` gives."""
+    return "tensors in CUDA's allocator" if device.type == "cuda" else "resident memory of the process"

@@ -1,0 +1,107 @@
+"""The memory over a run's training step by category, predicted from the model and the batch that it had."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_mp.memory.ledger import Category, Moment, Phase
+from hf_mp.memory.training import TrainingMemory, estimate_training_memory
+from hf_mp.policy import PrecisionPolicy
+
+# The policies that hf_mp.estimate_training_memory knows by the same name.
+PREDICTABLE = ("fp16", "bf16", "fp16-lean", "bf16-lean")
+
+
+class CannotPredictError(ValueError):
+    """The memory of this training cannot be predicted."""
+
+
+@dataclass(frozen=True)
+class PredictedMemory:
+    """A predicted training step.
+
+    Attributes:
+        batch_size, seq_len: of a micro-batch.
+        device: ``"cpu"`` or ``"cuda"``.
+        peak_bytes, peak_phase: how much at its peak, and where that is.
+        timeline: what was in use, in the order in which storages come and go.
+    """
+
+    batch_size: int
+    seq_len: int
+    device: str
+    peak_bytes: int
+    peak_phase: Phase
+    timeline: tuple[Moment, ...]
+
+
+def predict_memory(
+    model: nn.Module | None, policy: PrecisionPolicy, batch_shape: tuple[int, ...] | None, **settings: Any
+) -> PredictedMemory:
+    """The memory of a step of a run that is going on; nothing of the model is changed.
+
+    Args:
+        model: of Transformers, with all of its parameters trainable.
+        policy: one of the presets.
+        batch_shape: of ``input_ids``: sequences and tokens.
+        settings: as for :func:`hf_mp.estimate_training_memory`.
+
+    Raises:
+        CannotPredictError: for anything else, and where the prediction fails; the message tells why.
+    """
+    if not isinstance(model, PreTrainedModel) or not all(p.requires_grad for p in model.parameters()):
+        raise CannotPredictError("it is predicted for whole models of Transformers alone")
+    if str(policy) not in PREDICTABLE:
+        raise CannotPredictError(f"it is predicted for precision {', '.join(PREDICTABLE)}, not {policy}")
+    if batch_shape is None or len(batch_shape) != 2:
+        raise CannotPredictError("it is predicted for batches of input_ids")
+    try:
+        memory = estimate_training_memory(
+            model, str(policy), batch_size=batch_shape[0], seq_len=batch_shape[1], **settings
+        )
+    except Exception as error:  # a model of somebody's own may do anything on fake tensors, and the run is over
+        raise CannotPredictError(f"{type(error).__name__}: {error}") from error
+    return _of(memory)
+
+
+def _of(memory: TrainingMemory) -> PredictedMemory:
+    settings = memory.settings
+    return PredictedMemory(
+        settings.batch_size, settings.seq_len, memory.device, memory.peak_bytes, memory.peak_phase, memory.timeline
+    )
+
+
+def as_record(predicted: PredictedMemory) -> dict[str, Any]:
+    """For JSON."""
+    timeline = [
+        [round(m.position, 4), m.phase.value, {c.value: size for c, size in m.bytes_by_category.items() if size}]
+        for m in predicted.timeline
+    ]
+    return {**vars(predicted), "peak_phase": predicted.peak_phase.value, "timeline": timeline}
+
+
+def from_record(record: Mapping[str, Any]) -> PredictedMemory:
+    """What :func:`as_record` gave.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError: for anything else.
+    """
+    timeline = tuple(
+        Moment(float(position), Phase(phase), {c: max(0, int(sizes.get(c.value, 0))) for c in Category})
+        for position, phase, sizes in record["timeline"]
+    )
+    if not timeline or not all(0.0 <= moment.position <= 1.0 for moment in timeline) or int(record["peak_bytes"]) < 1:
+        raise ValueError("no timeline")
+    return PredictedMemory(
+        int(record["batch_size"]),
+        int(record["seq_len"]),
+        str(record["device"]),
+        int(record["peak_bytes"]),
+        Phase(record["peak_phase"]),
+        timeline,
+    )

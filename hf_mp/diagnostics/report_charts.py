@@ -1,0 +1,199 @@
+"""The pictures of the precision report, as coordinates: pure functions of what was recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hf_mp.diagnostics.magnitudes import (
+    FP16_OVERFLOW,
+    FP16_SMALLEST,
+    FP16_SMALLEST_NORMAL,
+    Histogram,
+)
+from hf_mp.diagnostics.run_log import StepRecord
+
+# An axis of log2 |value|: octaves beyond its ends are drawn in the last ones.
+LOWEST, HIGHEST = -48, 20
+OCTAVE_WIDTH, HEIGHT = 10, 100
+WIDTH = OCTAVE_WIDTH * (HIGHEST - LOWEST)
+
+MOST_POINTS = 500  # of a curve
+LINE_WIDTH, LINE_HEIGHT = 1000, 200
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit of FP16 on the axis: where in percent, and what it is."""
+
+    percent: float
+    log2: int
+    text: str
+
+
+def axis_percent(log2: float) -> float:
+    """The place of a magnitude on the axis, in percent of its width."""
+    return 100 * (min(max(log2, LOWEST), HIGHEST) - LOWEST) / (HIGHEST - LOWEST)
+
+
+LIMITS = (
+    Limit(axis_percent(FP16_SMALLEST), FP16_SMALLEST, "smallest"),
+    Limit(axis_percent(FP16_SMALLEST_NORMAL), FP16_SMALLEST_NORMAL, "smallest normal"),
+    Limit(axis_percent(FP16_OVERFLOW), FP16_OVERFLOW, "largest: 65504"),
+)
+
+
+@dataclass(frozen=True)
+class Zone:
+    """A part of the axis that FP16 does not hold, or not with all its bits; in units of ``WIDTH``."""
+
+    colour: str
+    x: int
+    width: int
+
+
+def _zone(colour: str, first: int, last: int) -> Zone:
+    return Zone(colour, OCTAVE_WIDTH * (first - LOWEST), OCTAVE_WIDTH * (last - first))
+
+
+ZONES = (
+    _zone("lost", LOWEST, FP16_SMALLEST),
+    _zone("subnormal", FP16_SMALLEST, FP16_SMALLEST_NORMAL),
+    _zone("lost", FP16_OVERFLOW, HIGHEST),
+)
+TICKS = tuple((axis_percent(log2), log2) for log2 in range(LOWEST + 8, HIGHEST, 8))
+
+
+def silhouette(histogram: Histogram, log2_scale: int = 0) -> str:
+    """The histogram as an SVG path of its bars, the highest of them ``HEIGHT`` high; ``""`` of no values.
+
+    ``log2_scale`` shifts it: that of the values times 2**log2_scale.
+    """
+    heights: dict[int, int] = {}
+    for octave, count in histogram.by_octave().items():
+        place = min(max(octave + log2_scale, LOWEST), HIGHEST - 1)
+        heights[place] = heights.get(place, 0) + count
+    highest = max(heights.values(), default=0)
+    path, open_until = [], None
+    for place in sorted(heights):
+        x, y = OCTAVE_WIDTH * (place - LOWEST), HEIGHT - math.ceil(HEIGHT * heights[place] / highest)
+        if open_until != x:
+            path.append(f"{'' if open_until is None else f'V{HEIGHT}'}M{x},{HEIGHT}")
+        path.append(f"V{y}H{x + OCTAVE_WIDTH}")
+        open_until = x + OCTAVE_WIDTH
+    return "".join([*path, f"V{HEIGHT}"]) if path else ""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line: the points of its polyline, in a frame of ``LINE_WIDTH`` by ``LINE_HEIGHT``."""
+
+    colour: str
+    name: str
+    points: str
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Lines over the steps of a run, with what stands at the ends of the axes."""
+
+    curves: tuple[Curve, ...]
+    first_step: int
+    last_step: int
+    top: str
+    bottom: str
+
+
+@dataclass(frozen=True)
+class ScaleHistory:
+    """Loss scale and headroom over the steps, and where steps were skipped, in units of ``LINE_WIDTH``."""
+
+    scale: Frame
+    headroom: Frame | None
+    skips: tuple[float, ...]
+
+
+def scale_history(steps: Sequence[StepRecord]) -> ScaleHistory | None:
+    """The history of at least one step, in their order; None of fewer."""
+    if not steps:
+        return None
+    first, last = steps[0].step, steps[-1].step
+    log2 = [(record.step, math.log2(record.loss_scale)) for record in steps]
+    low, high = math.floor(min(y for _, y in log2)) - 1, math.ceil(max(y for _, y in log2)) + 1
+    scale = _curve("scale", "loss scale", _staircase(log2), (first, last), (low, high))
+    left = [(record.step, record.headroom) for record in steps if record.headroom is not None]
+    headroom = None
+    if left:
+        top, bottom = math.ceil(max(y for _, y in left)) + 1, min(0, math.floor(min(y for _, y in left)))
+        curve = _curve("headroom", "headroom", _smallest(left), (first, last), (bottom, top))
+        headroom = Frame((curve,), first, last, str(top), str(bottom))
+    skips = sorted({round(_place(record.step, first, last), 1) for record in steps if record.skipped})
+    return ScaleHistory(Frame((scale,), first, last, f"2^{high}", f"2^{low}"), headroom, tuple(skips))
+
+
+def share_history(shares: Iterable[tuple[str, str, Sequence[tuple[int, float]]]]) -> Frame | None:
+    """Shares over the steps as lines, each with its colour and name; None where no line has two points."""
+    lines = [(colour, name, list(points)) for colour, name, points in shares if len(points) > 1]
+    if not lines:
+        return None
+    first = min(points[0][0] for _, _, points in lines)
+    last = max(points[-1][0] for _, _, points in lines)
+    top = max([y for _, _, points in lines for _, y in points]) * 1.05 or 0.01
+    curves = tuple(_curve(colour, name, _largest(points), (first, last), (0.0, top)) for colour, name, points in lines)
+    return Frame(curves, first, last, percent(top), "0%")
+
+
+def _place(step: int, first: int, last: int) -> float:
+    return LINE_WIDTH * (step - first) / max(last - first, 1)
+
+
+def _curve(
+    colour: str, name: str, points: Sequence[tuple[int, float]], steps: tuple[int, int], limits: tuple[float, float]
+) -> Curve:
+    bottom, top = limits
+    if len(points) == 1:  # a line as long as the run
+        points = [(steps[0], points[0][1]), (steps[0] + max(steps[1] - steps[0], 1), points[0][1])]
+    placed = [(_place(step, *steps), LINE_HEIGHT * (1 - (y - bottom) / (top - bottom))) for step, y in points]
+    return Curve(colour, name, " ".join(f"{x:.1f},{y:.1f}" for x, y in placed))
+
+
+def _staircase(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Only the corners; of too many of them, the highest and the lowest of each stretch."""
+    corners: list[tuple[int, float]] = []
+    for step, y in points:
+        if not corners or corners[-1][1] != y:
+            corners += [(step, corners[-1][1])] if corners else []
+            corners.append((step, y))
+    corners.append((points[-1][0], points[-1][1]))
+    if len(corners) <= 2 * MOST_POINTS:
+        return corners
+    return [point for part in _stretches(corners) for point in sorted({min(part, key=_y), max(part, key=_y)})]
+
+
+def _smallest(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    return [min(part, key=_y) for part in _stretches(points)]
+
+
+def _largest(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    return [max(part, key=_y) for part in _stretches(points)]
+
+
+def _stretches(points: Sequence[tuple[int, float]]) -> list[Sequence[tuple[int, float]]]:
+    length = -(-len(points) // MOST_POINTS)
+    return [points[start : start + length] for start in range(0, len(points), length)]
+
+
+def _y(point: tuple[int, float]) -> float:
+    return point[1]
+
+
+def percent(share: float) -> str:
+    """A share for a person: ``0%``, ``<0.01%``, ``3.1%``."""
+    if share == 0.0:
+        return "0%"
+    if share < 1e-4:
+        return "<0.01%"
+    if 0.9995 <= share < 1.0:
+        return ">99.9%"
+    return f"{100 * share:.{2 if share < 0.01 else 1}f}%".replace(".0%", "%")

@@ -1,0 +1,316 @@
+"""What a run writes down of its precision, line by line, and what can be read of it again.
+
+``RUN_DIR/precision_log.jsonl`` holds one JSON object a line, under ``record``: ``run`` (settings and versions, once
+for each start), ``step`` (loss scale, headroom, whether it was skipped and why), ``overflow`` (an overflow report),
+``magnitudes`` (histograms), ``memory``, ``predicted memory`` and ``end``. Each line is handed to the operating system
+as it comes, so a killed process leaves all of them but the one that it was writing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+from hf_mp.diagnostics.overflow_report import OverflowReport
+from hf_mp.diagnostics.predicted_memory import PredictedMemory
+from hf_mp.diagnostics.predicted_memory import from_record as from_memory_record
+from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, StepShares, from_record
+
+logger = logging.get_logger(__name__)
+
+LOG_NAME = "precision_log.jsonl"
+VERSION = 1
+
+
+class RunLog:
+    """Appends records to the log of a run directory; after a failure to write it says so once, and writes no more.
+
+    Args:
+        directory: of the run; made when the first record is written.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / LOG_NAME
+        self._file: Any = None
+        self._has_failed = False
+
+    def write(self, record: str, **values: Any) -> None:
+        """Append one record of finite numbers, texts, lists and dictionaries."""
+        if self._has_failed:
+            return
+        line = json.dumps({"record": record, **values}, allow_nan=False, separators=(",", ":"))
+        try:
+            if self._file is None:
+                self._file = self._open()
+            self._file.write(line + "\n")
+            self._file.flush()
+        except OSError as error:
+            self._has_failed = True
+            logger.warning(f"the precision of this run is recorded no further, {self.path} cannot be written: {error}")
+
+    def _open(self) -> Any:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")  # what a killed process began stays a line of its own
+        return self.path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        """Close the file; another record opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+# Reading
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step: ``cause`` says why it was skipped, ``""`` where it was not."""
+
+    step: int
+    loss_scale: float
+    headroom: float | None
+    skipped: bool
+    cause: str
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """The memory in use at one moment of a step."""
+
+    moment: str
+    used_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryRecord:
+    """The memory in use at moments of one step, and whose figures they are."""
+
+    step: int
+    source: str
+    points: tuple[MemoryPoint, ...]
+
+
+@dataclass
+class RunRecords:
+    """What there is of a run.
+
+    Attributes:
+        directory: whose name is the run's.
+        starts: the settings of each start, oldest first.
+        steps: one a step, in their order; of steps that were taken again after a resume, the last.
+        overflows: overflow reports by step, micro-batch and rank.
+        shares: what 16 bits would lose, one a step that histograms were taken of.
+        latest, latest_updated: the last histograms, and the last ones of a step that was not skipped.
+        memory: one a step, as for ``shares``.
+        predicted_memory: the training step by category; None where it was not predicted.
+        has_ended: whether the last start came to its end.
+        missing: what is not there or could not be read, one sentence each.
+    """
+
+    directory: Path
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    steps: dict[int, StepRecord] = field(default_factory=dict)
+    overflows: dict[tuple[int, int, int], OverflowReport] = field(default_factory=dict)
+    shares: dict[int, StepShares] = field(default_factory=dict)
+    latest: StepMagnitudes | None = None
+    latest_updated: StepMagnitudes | None = None
+    memory: dict[int, MemoryRecord] = field(default_factory=dict)
+    predicted_memory: PredictedMemory | None = None
+    has_ended: bool = False
+    missing: list[str] = field(default_factory=list)
+
+
+class NoRunError(ValueError):
+    """There is no run in the directory."""
+
+
+def read_run(directory: Path) -> RunRecords:
+    """Read what a run directory has: our log, else the state in its newest checkpoint, and kept overflow reports.
+
+    Nothing outside of ``directory`` is read: links that lead out of it count as missing.
+
+    Raises:
+        NoRunError: for a directory that does not exist, or has none of these; the message names them.
+    """
+    if not directory.is_dir():
+        raise NoRunError(f"{directory} is no directory: name the output directory of a training run")
+    run = RunRecords(directory)
+    has_log = _read_log(run)
+    has_state = not run.steps and _read_trainer_state(run)
+    has_reports = _read_kept_reports(run)
+    if not (has_log or has_state or has_reports):
+        found = "".join(f"; {sentence}" for sentence in run.missing)
+        raise NoRunError(
+            f"{directory} holds no run: neither {LOG_NAME} (MixedPrecisionArguments(precision_report=True) or "
+            "hf_mp.record_precision(model, RUN_DIR) writes it), nor checkpoint-*/trainer_state.json, nor "
+            f"overflows/*/report.json{found}"
+        )
+    if not has_log:
+        run.missing.append(
+            f"{LOG_NAME} is not there, so there are no histograms, memory, settings or single steps: "
+            "precision_report=True has a run write it"
+        )
+    return run
+
+
+def _inside(path: Path, run: RunRecords) -> bool:
+    """Whether ``path`` is a file in the run directory, once links are followed."""
+    if not path.is_file():
+        return False
+    if not path.resolve().is_relative_to(run.directory.resolve()):
+        run.missing.append(f"{path.relative_to(run.directory)} is a link out of the run directory and was not read")
+        return False
+    return True
+
+
+def _read_log(run: RunRecords) -> bool:
+    path = run.directory / LOG_NAME
+    if not _inside(path, run):
+        return False
+    damaged: list[int] = []
+    number = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                record = json.loads(line)
+                _TAKE[record["record"]](run, record)
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+                damaged.append(number)
+    if number == 0:
+        run.missing.append(f"{LOG_NAME} is empty")
+    if damaged:
+        some = ", ".join(map(str, damaged[:5])) + (f" and {len(damaged) - 5} more" if len(damaged) > 5 else "")
+        run.missing.append(f"{LOG_NAME}: line {some} of {number} is half-written or damaged, and left out")
+    if number and not run.starts:
+        run.missing.append(f"{LOG_NAME} has no record of the run's start: settings and versions are missing")
+    if number and not run.has_ended:
+        run.missing.append("the run has not come to its end: it was killed, or it is still going on")
+    if number and not run.shares:
+        run.missing.append("there are no histograms: histogram_steps=50 takes one every 50 steps")
+    return True
+
+
+def _take_start(run: RunRecords, record: Mapping[str, Any]) -> None:
+    if record["version"] != VERSION:
+        raise ValueError(f"version {record['version']!r}")
+    for name in ("model", "precision", "loss_scaler", "device"):
+        if not isinstance(record[name], str):
+            raise TypeError(f"{name}={record[name]!r} is no text")
+    run.starts.append({key: value for key, value in record.items() if key not in ("record", "version")})
+    run.has_ended = False
+
+
+def _take_step(run: RunRecords, record: Mapping[str, Any]) -> None:
+    headroom = None if record["headroom"] is None else float(record["headroom"])
+    step = StepRecord(
+        int(record["step"]), float(record["loss_scale"]), headroom, bool(record["skipped"]), str(record["cause"])
+    )
+    if not 0.0 < step.loss_scale < float("inf"):
+        raise ValueError(f"loss scale {step.loss_scale}")
+    if run.steps and next(reversed(run.steps)) >= step.step:
+        _take_back(run, step.step)
+    run.steps[step.step] = step
+
+
+def _take_back(run: RunRecords, step: int) -> None:
+    """Forget what came from ``step`` on: the run was resumed before it, or begun anew."""
+    of_steps: tuple[dict[int, Any], ...] = (run.steps, run.shares, run.memory)
+    for records in of_steps:
+        for later in [number for number in records if number >= step]:
+            del records[later]
+    for key in [key for key in run.overflows if key[0] >= step]:
+        del run.overflows[key]
+
+
+def _take_overflow(run: RunRecords, record: Mapping[str, Any]) -> None:
+    report = OverflowReport.from_dict(record["report"])
+    run.overflows[report.step, report.micro_batch, report.rank] = report
+
+
+def _take_magnitudes(run: RunRecords, record: Mapping[str, Any]) -> None:
+    step = from_record(record)
+    run.shares[step.step] = step.shares()
+    run.latest = step
+    run.latest_updated = run.latest_updated if step.skipped else step
+
+
+def _take_memory(run: RunRecords, record: Mapping[str, Any]) -> None:
+    points = tuple(MemoryPoint(str(moment), int(size)) for moment, size in record["points"])
+    if any(point.used_bytes < 0 for point in points):
+        raise ValueError("memory below zero")
+    run.memory[int(record["step"])] = MemoryRecord(int(record["step"]), str(record["source"]), points)
+
+
+def _take_predicted_memory(run: RunRecords, record: Mapping[str, Any]) -> None:
+    if "reason" in record:
+        run.missing.append(f"the memory over the step by category is not there: {record['reason']}")
+    else:
+        run.predicted_memory = from_memory_record(record)
+
+
+def _take_end(run: RunRecords, record: Mapping[str, Any]) -> None:
+    run.has_ended = True
+
+
+_TAKE = {
+    "run": _take_start,
+    "step": _take_step,
+    "overflow": _take_overflow,
+    "magnitudes": _take_magnitudes,
+    "memory": _take_memory,
+    "predicted memory": _take_predicted_memory,
+    "end": _take_end,
+}
+
+
+def _read_trainer_state(run: RunRecords) -> bool:
+    """Loss scale and skips at the logging steps, from the newest checkpoint that has them."""
+    states = [path for path in run.directory.glob("checkpoint-*/trainer_state.json") if _inside(path, run)]
+    for path in sorted(states, key=_checkpoint_number, reverse=True):
+        try:
+            history = json.loads(path.read_text(encoding="utf-8"))["log_history"]
+            _take_history(run, history)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            run.missing.append(f"{path.relative_to(run.directory)} cannot be read: {error}")
+            continue
+        if run.steps:
+            run.missing.append(f"steps are those that {path.relative_to(run.directory)} logged, not every one")
+            return True
+    return False
+
+
+def _checkpoint_number(path: Path) -> int:
+    number = path.parent.name.partition("-")[2]
+    return int(number) if number.isdecimal() else -1
+
+
+def _take_history(run: RunRecords, history: list[Mapping[str, Any]]) -> None:
+    skipped = 0
+    for entry in history:
+        if "loss_scale" in entry:
+            now = int(entry.get("skipped_steps", 0))
+            cause = f"{now - skipped} skipped since the log before" if now > skipped else ""
+            row = {"step": entry["step"], "loss_scale": entry["loss_scale"], "headroom": entry.get("headroom")}
+            _take_step(run, {**row, "skipped": now > skipped, "cause": cause})
+            skipped = now
+
+
+def _read_kept_reports(run: RunRecords) -> bool:
+    paths = [path for path in sorted(run.directory.glob("overflows/*/report.json")) if _inside(path, run)]
+    for path in paths:
+        try:
+            _take_overflow(run, {"report": json.loads(path.read_text(encoding="utf-8"))})
+        except (ValueError, TypeError, KeyError) as error:
+            run.missing.append(f"{path.relative_to(run.directory)} cannot be read: {error}")
+    return bool(run.overflows)

@@ -1,0 +1,205 @@
+"""``StepMagnitudes``: the histograms of one training step, layer by layer, and their form in a run's log."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from hf_mp.diagnostics.magnitudes import Histogram, Swamped
+
+_BINS = len(Histogram.empty().counts)
+_COUNT = np.dtype("<u4")
+
+
+NO_UPDATES = Swamped(0, 0)
+
+
+class Kind(StrEnum):
+    """What a histogram is of."""
+
+    ACTIVATIONS = "activations"
+    ACTIVATION_GRADIENTS = "activation gradients"
+    WEIGHTS = "weights"
+    WEIGHT_GRADIENTS = "weight gradients"
+    UPDATES = "updates"
+
+
+@dataclass(frozen=True)
+class TensorMagnitudes:
+    """One tensor of a step.
+
+    Attributes:
+        kind: what it is.
+        layer: name of the module in the model.
+        tensor: the parameter's name in its module, such as ``"weight"``; ``""`` for an activation.
+        dtype: in which it was found, such as ``"float16"``.
+        stride: every how many-th element was counted.
+        histogram: of the elements that were counted; gradients without the loss scale.
+        swamped_fp16, swamped_bf16: of updates: how many would leave a weight that is stored in FP16 or BF16 as it is.
+    """
+
+    kind: Kind
+    layer: str
+    tensor: str
+    dtype: str
+    stride: int
+    histogram: Histogram
+    swamped_fp16: Swamped = NO_UPDATES
+    swamped_bf16: Swamped = NO_UPDATES
+
+
+@dataclass(frozen=True)
+class StepMagnitudes:
+    """The histograms of one step.
+
+    Attributes:
+        step: number of the optimizer step, from 1.
+        loss_scale: the scale that was in force; that of the histograms is 1.
+        skipped: whether the step was skipped: then there are no updates.
+        tensors: in the order of the model.
+        notes: what is not among them, and why.
+    """
+
+    step: int
+    loss_scale: float
+    skipped: bool
+    tensors: tuple[TensorMagnitudes, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def log2_scale(self) -> int:
+        """The power of two nearest to the loss scale: by how much its histograms shift."""
+        return round(float(np.log2(self.loss_scale)))
+
+    def of(self, kind: Kind, layer: str | None = None) -> Histogram:
+        """The histogram of all tensors of a kind (in one layer), each counted as often as it was sampled."""
+        return total_histogram(t for t in self.tensors if t.kind is kind and layer in (None, t.layer))
+
+    def swamped(self, layer: str | None = None) -> tuple[Swamped, Swamped]:
+        """The updates (of one layer) that FP16 weights would lose, and those that BF16 weights would lose."""
+        found = [t for t in self.tensors if t.kind is Kind.UPDATES and layer in (None, t.layer)]
+        return _total(t.swamped_fp16 for t in found), _total(t.swamped_bf16 for t in found)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers that anything was found of, in the order of the model."""
+        return tuple(dict.fromkeys(tensor.layer for tensor in self.tensors))
+
+    def shares(self) -> StepShares:
+        """What 16 bits would lose of this step."""
+        gradients, (fp16, bf16) = self.of(Kind.WEIGHT_GRADIENTS), self.swamped()
+        has_gradients = gradients.finite_nonzero > 0
+        return StepShares(
+            step=self.step,
+            underflowed=gradients.share_underflowed() if has_gradients else None,
+            underflowed_scaled=gradients.share_underflowed(self.log2_scale) if has_gradients else None,
+            swamped_fp16=fp16.share if fp16.updates else None,
+            swamped_bf16=bf16.share if bf16.updates else None,
+        )
+
+
+@dataclass(frozen=True)
+class StepShares:
+    """What 16 bits would lose of a step: 0 to 1, None where nothing was seen.
+
+    Attributes:
+        step: number of the optimizer step.
+        underflowed, underflowed_scaled: of the weight gradients, without loss scaling and at the scale in force.
+        swamped_fp16, swamped_bf16: of the updates, were the weights FP16 or BF16.
+    """
+
+    step: int
+    underflowed: float | None
+    underflowed_scaled: float | None
+    swamped_fp16: float | None
+    swamped_bf16: float | None
+
+    def log_entries(self) -> dict[str, float]:
+        """For a training log: ``underflowed_share`` at the scale in force, and ``swamped_share`` for FP16 weights."""
+        entries = {"underflowed_share": self.underflowed_scaled, "swamped_share": self.swamped_fp16}
+        return {name: share for name, share in entries.items() if share is not None}
+
+
+def total_histogram(tensors: Iterable[TensorMagnitudes]) -> Histogram:
+    """Of all elements: those that were counted stand for those that were not."""
+    counts = sum((t.histogram.counts * t.stride for t in tensors), start=Histogram.empty().counts)
+    return Histogram(counts)
+
+
+def _total(found: Iterable[Swamped]) -> Swamped:
+    rows = list(found)
+    return Swamped(sum(row.swamped for row in rows), sum(row.updates for row in rows))
+
+
+# In a log
+
+
+def as_record(step: StepMagnitudes) -> dict[str, Any]:
+    """For JSON: a list a tensor, and all counts as one compressed array."""
+    counts = np.stack([t.histogram.counts for t in step.tensors]) if step.tensors else np.zeros((0, _BINS), np.int64)
+    used = np.flatnonzero(counts.any(axis=0))
+    first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
+    packed = zlib.compress(np.ascontiguousarray(counts[:, first:last]).astype(_COUNT).tobytes())
+    return {
+        "step": step.step,
+        "loss_scale": step.loss_scale,
+        "skipped": step.skipped,
+        "notes": list(step.notes),
+        "tensors": [_row(tensor) for tensor in step.tensors],
+        "bins": [first, last],
+        "counts": base64.b64encode(packed).decode("ascii"),
+    }
+
+
+def _row(tensor: TensorMagnitudes) -> list[Any]:
+    row = [tensor.kind.value, tensor.layer, tensor.tensor, tensor.dtype, tensor.stride]
+    return [*row, *tensor.swamped_fp16, *tensor.swamped_bf16] if tensor.kind is Kind.UPDATES else row
+
+
+def from_record(record: Mapping[str, Any]) -> StepMagnitudes:
+    """What :func:`as_record` gave.
+
+    Raises:
+        ValueError, TypeError, KeyError: for anything else.
+    """
+    rows: Sequence[Any] = record["tensors"]
+    first, last = (int(limit) for limit in record["bins"])
+    if not 0 <= first <= last <= _BINS:
+        raise ValueError(f"bins {first} to {last} are not those of a histogram of {_BINS}")
+    size = len(rows) * (last - first) * _COUNT.itemsize
+    decompressor = zlib.decompressobj()
+    try:
+        packed = decompressor.decompress(base64.b64decode(record["counts"], validate=True), size + 1)
+    except zlib.error as error:
+        raise ValueError(f"the counts are damaged: {error}") from error
+    if len(packed) != size:
+        raise ValueError(f"the counts take {len(packed)} bytes, not the {size} of {len(rows)} histograms")
+    counts = np.zeros((len(rows), _BINS), dtype=np.int64)
+    counts[:, first:last] = np.frombuffer(packed, _COUNT).reshape(len(rows), last - first)
+    return StepMagnitudes(
+        step=int(record["step"]),
+        loss_scale=_positive(record["loss_scale"]),
+        skipped=bool(record["skipped"]),
+        tensors=tuple(_tensor(row, Histogram(found)) for row, found in zip(rows, counts, strict=True)),
+        notes=tuple(map(str, record["notes"])),
+    )
+
+
+def _positive(value: Any) -> float:
+    number = float(value)
+    if not 0.0 < number < float("inf"):
+        raise ValueError(f"{value!r} is no loss scale")
+    return number
+
+
+def _tensor(row: Sequence[Any], found: Histogram) -> TensorMagnitudes:
+    kind, layer, tensor, dtype, stride, *lost = row
+    swamped = [int(count) for count in lost] or [0, 0, 0, 0]
+    fp16, bf16 = Swamped(*swamped[:2]), Swamped(*swamped[2:])
+    return TensorMagnitudes(Kind(kind), str(layer), str(tensor), str(dtype), int(stride), found, fp16, bf16)

@@ -1,0 +1,103 @@
+"""Whether the libraries that hf_mp can do without work here: bitsandbytes and Triton."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Library:
+    """An optional library.
+
+    Attributes:
+        name: as it is imported.
+        works: whether it does what hf_mp has it for.
+        status: its version and what it can do here, or why it cannot.
+        notes: what it logged while it was imported.
+    """
+
+    name: str
+    works: bool
+    status: str
+    notes: tuple[str, ...] = ()
+
+
+@contextmanager
+def kept_messages(logger_name: str) -> Iterator[list[str]]:
+    """Collect what a logger and those below it say, in place of printing it."""
+    messages: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    logger, handler = logging.getLogger(logger_name), Keep(logging.WARNING)
+    propagates = logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield messages
+    finally:
+        logger.propagate = propagates
+        logger.removeHandler(handler)
+
+
+def bitsandbytes_status() -> Library:
+    """Whether bitsandbytes quantizes here: one small weight to NF4 is tried, on the GPU where there is one."""
+    # Its import logs a warning about a package that only faster 4-bit products on a CPU need.
+    with kept_messages("bitsandbytes") as messages:
+        module, problem = _import("bitsandbytes")
+        if module is not None:
+            problem = _problem_of_quantizing(module)
+    if problem is not None:
+        return Library("bitsandbytes", False, problem, tuple(messages))
+    place = "the GPU" if torch.cuda.is_available() else "the CPU"
+    return Library("bitsandbytes", True, f"{module.__version__}, quantizes on {place}", tuple(messages))
+
+
+def _problem_of_quantizing(bitsandbytes: Any) -> str | None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    weight = torch.ones(64, 64, device=device)
+    try:
+        packed, state = bitsandbytes.functional.quantize_4bit(weight, quant_type="nf4")
+        restored = bitsandbytes.functional.dequantize_4bit(packed, state)
+    except Exception as error:  # whatever its native library raises: it does not work here, and that is the answer
+        return f"{bitsandbytes.__version__}, cannot quantize on {device}: {_first_line(error)}"
+    if not torch.equal(restored, weight):
+        return f"{bitsandbytes.__version__}, gives wrong numbers on {device}"
+    return None
+
+
+def triton_status() -> Library:
+    """Whether Triton has something to run kernels on."""
+    module, problem = _import("triton")
+    if module is None:
+        return Library("triton", False, str(problem))
+    if torch.cuda.is_available():
+        return Library("triton", True, f"{module.__version__}, compiles for the GPU")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return Library("triton", True, f"{module.__version__}, interpreted on the CPU (TRITON_INTERPRET=1)")
+    return Library("triton", False, f"{module.__version__}, no GPU to compile for; plain PyTorch runs instead")
+
+
+def _import(name: str) -> tuple[Any, str | None]:
+    """The module, or None and why there is none."""
+    if importlib.util.find_spec(name) is None:
+        return None, f"not installed: pip install {name}"
+    try:
+        return importlib.import_module(name), None
+    except Exception as error:  # a broken installation is what this is to find
+        return None, f"cannot be imported: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

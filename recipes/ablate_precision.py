@@ -1,0 +1,694 @@
+"""What is each technique of mixed precision worth? One fine-tuning, run again with one technique at a time left out.
+
+    python recipes/ablate_precision.py                                 # everything; minutes on a CPU
+    python recipes/ablate_precision.py --scale small --seeds 2         # seconds: to see that it runs
+    python recipes/ablate_precision.py --variants fp32 fp16 fp16-no-masters
+
+A small GPT-2 learns English from the docstrings of this Python's library, once, in FP32. Then it is fine-tuned on the
+language reference (``help()``'s topics) in every precision: the same weights to start from, the same batches in the
+same order, one step of each in turns. Micikevicius et al. 2017 (arXiv 1710.03740) say what to expect: without loss
+scaling small gradients become zero in FP16 (section 3.2), and without FP32 master weights an update below half the
+spacing of FP16 numbers around its weight does nothing (section 3.1). A fine-tuning has just such updates: with AdamW
+one is about as large as the learning rate, and the spacing around a weight of 0.1 is 6e-5.
+
+The table and the picture show what came out, whatever it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import datasets
+import matplotlib
+import torch
+from datasets import Dataset, DatasetDict
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from transformers import AutoModelForCausalLM, GPT2Config, HfArgumentParser, PreTrainedModel, set_seed
+from transformers.pytorch_utils import Conv1D
+
+import hf_mp
+from _tensor_memory import peak_tensor_bytes
+from _text import make_blocks, python_documents, train_tokenizer, without_repetition
+from hf_mp.diagnostics.magnitudes import share_underflowed
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the model and its trainings are."""
+
+    vocab_size: int = 4096
+    context: int = 64
+    width: int = 128
+    layers: int = 2
+    heads: int = 4
+    batch: int = 32
+    pretraining_steps: int = 400
+    pretraining_rate: float = 2e-3
+    steps: int = 120
+    measure_every: int = 20
+    documents: int | None = None  # to read of each text; None reads all
+
+
+SCALES = {
+    "full": Scale(),
+    "medium": Scale(width=64, heads=2, pretraining_steps=200, steps=40),
+    "small": Scale(
+        vocab_size=300, context=32, width=32, layers=1, heads=2, batch=8, pretraining_steps=60, steps=12,
+        measure_every=4, documents=60,
+    ),
+}  # fmt: skip
+
+
+# The variants: each takes the pretrained model and gives a training of it
+
+
+@dataclass
+class Training:
+    """A model on its way, with what its step needs.
+
+    Attributes:
+        model, optimizer: to train.
+        dtype: the narrowest in which gradients travel.
+        scaler: has the loss scale; None where nothing is scaled.
+        autocast: for the explicit style, in which the loop enters autocast and calls the scaler; None where the model
+            does so by itself.
+    """
+
+    model: PreTrainedModel
+    optimizer: Optimizer
+    dtype: torch.dtype
+    scaler: Any = None
+    autocast: Any = None
+
+    @property
+    def loss_scale(self) -> float:
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+
+    def backward(self, batch: Batch) -> Tensor:
+        """The loss of the batch; the gradients are then unscaled."""
+        if self.autocast is None:
+            loss = self.model(**batch).loss
+            loss.backward()
+        else:
+            with self.autocast:
+                loss = self.model(**batch).loss
+            self.scaler.scale(loss).backward()
+            self.scaler.unscale_(self.optimizer)
+        return cast(Tensor, loss.detach())
+
+    def update(self) -> None:
+        if self.autocast is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+
+def adamw(model: PreTrainedModel, rate: float) -> Optimizer:
+    return AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+
+
+def in_fp32(model: PreTrainedModel, rate: float) -> Training:
+    return Training(model, adamw(model, rate), torch.float32)
+
+
+def in_mixed_precision(model: PreTrainedModel, rate: float, precision: str) -> Training:
+    """FP32 masters; with a loss scale, if the precision has one."""
+    runtime = hf_mp.MixedPrecision(precision)
+    runtime.attach(model)
+    optimizer = runtime.attach_optimizer(adamw(model, rate))
+    return Training(model, optimizer, runtime.policy.compute, runtime.scaler)
+
+
+def without_masters(model: PreTrainedModel, rate: float) -> Training:
+    """FP16 weights that AdamW updates themselves. Its state is FP32, so that nothing but the weights is at stake."""
+    model.half()
+    optimizer = adamw(model, rate)
+    for weight in model.parameters():
+        weight.grad_dtype = torch.float32  # FP16 gradients cannot hold what the loss scale is divided out of
+        first, second = torch.zeros_like(weight, dtype=torch.float32), torch.zeros_like(weight, dtype=torch.float32)
+        optimizer.state[weight] = {"step": torch.tensor(0.0), "exp_avg": first, "exp_avg_sq": second}
+    return Training(model, optimizer, torch.float16, hf_mp.HeadroomLossScaler(), hf_mp.autocast(torch.float16))
+
+
+def accumulating_in_fp16(model: PreTrainedModel, rate: float) -> Training:
+    """Mixed precision, but for the sums inside of the linear layers' products."""
+    for module in model.modules():
+        if isinstance(module, (Conv1D, nn.Linear)):
+            module.forward = partial(multiply_in_fp16, module)  # type: ignore[method-assign]
+    return in_mixed_precision(model, rate, "fp16")
+
+
+def in_pure_bf16(model: PreTrainedModel, rate: float) -> Training:
+    """Weights, gradients and AdamW's state in BF16, as ``model.bfloat16()`` gives them."""
+    model.bfloat16()
+    return Training(model, adamw(model, rate), torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of the table.
+
+    Attributes:
+        start: makes the training, of a model of its own and a learning rate.
+        what: how it differs.
+        is_emulated: whether its time and memory are those of an emulation.
+    """
+
+    start: Callable[[PreTrainedModel, float], Training]
+    what: str
+    is_emulated: bool = False
+
+
+VARIANTS = {
+    "fp32": Variant(in_fp32, "everything in FP32"),
+    "fp16": Variant(partial(in_mixed_precision, precision="fp16"), "FP16 with everything: masters, loss scale"),
+    "fp16-no-scaling": Variant(
+        partial(in_mixed_precision, precision="compute=fp16,loss_scale=none"), "FP16 without loss scaling"
+    ),
+    "fp16-no-masters": Variant(without_masters, "FP16 weights without FP32 masters, loss scale"),
+    "fp16-accumulation": Variant(accumulating_in_fp16, "FP16, products summed up in FP16 too", is_emulated=True),
+    "bf16-pure": Variant(in_pure_bf16, "BF16 throughout, optimizer state too"),
+    "bf16": Variant(partial(in_mixed_precision, precision="bf16"), "BF16 with FP32 masters"),
+}
+
+
+# Products that are summed up in FP16
+
+BLOCK = 16  # products that one instruction of a tensor core (mma.m16n8k16) adds to its sum
+
+
+def accumulate_in_fp16(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right``, its running sum rounded to FP16 after each block of 16 products.
+
+    Args:
+        left: (M, K), float16.
+        right: (K, N), float16.
+
+    Returns:
+        (M, N), float16.
+    """
+    left, right = left.float(), right.float()
+    total = left.new_zeros(left.shape[0], right.shape[1])
+    rounded = total.half()
+    for some_left, some_right in zip(left.split(BLOCK, dim=1), right.split(BLOCK), strict=True):
+        rounded.copy_(total.addmm_(some_left, some_right))
+        total.copy_(rounded)
+    return rounded
+
+
+class Fp16AccumulatedProduct(torch.autograd.Function):
+    """``x @ weight + bias``, and its gradients, by :func:`accumulate_in_fp16`."""
+
+    @staticmethod
+    @hf_mp.custom_fwd(cast_inputs=torch.float16)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        product = accumulate_in_fp16(x.flatten(0, -2), weight)
+        return (product if bias is None else product + bias).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @hf_mp.custom_bwd
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        rows = gradient.half().flatten(0, -2)
+        grad_x = accumulate_in_fp16(rows, weight.t()).view(x.shape)
+        grad_weight = accumulate_in_fp16(x.flatten(0, -2).t(), rows)
+        return grad_x, grad_weight, rows.float().sum(0).half() if ctx.needs_input_grad[2] else None
+
+
+def multiply_in_fp16(module: Conv1D | nn.Linear, x: Tensor) -> Tensor:
+    """The forward of a linear layer. GPT-2's Conv1D keeps its weight the other way round."""
+    weight = module.weight if isinstance(module, Conv1D) else module.weight.t()
+    return cast(Tensor, Fp16AccumulatedProduct.apply(x, weight, module.bias))
+
+
+# Text, and the model that all start from
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Blocks of tokens: of the library's docstrings, of the language reference, and of its held-out topics."""
+
+    library: Dataset
+    reference: Dataset
+    held_out: Dataset
+
+
+def load_texts(scale: Scale) -> Texts:
+    documents = list(without_repetition(python_documents()))
+    topics = [text for name, text in documents if name.startswith("help topic")][: scale.documents]
+    docstrings = [text for name, text in documents if not name.startswith("help topic")][: scale.documents]
+    tokenizer = train_tokenizer(docstrings, scale.vocab_size)
+
+    def blocks(train: list[str], held_out: list[str]) -> Any:
+        rows = {"train": Dataset.from_dict({"text": train}), "validation": Dataset.from_dict({"text": held_out})}
+        return make_blocks(DatasetDict(rows), tokenizer, scale.context)
+
+    library = blocks(docstrings, docstrings[:8])
+    reference = blocks([text for n, text in enumerate(topics) if n % 8], topics[::8])
+    return Texts(library.train, reference.train, reference.validation)
+
+
+def batches(blocks: Dataset, scale: Scale, steps: int, seed: int, device: torch.device) -> Iterator[Batch]:
+    """So many batches, shuffled by the seed; begins anew, in another order, when all blocks were seen."""
+    tokens = torch.tensor(blocks["input_ids"])
+    shuffle = torch.Generator().manual_seed(seed)
+    order = torch.empty(0, dtype=torch.int64)
+    for _ in range(steps):
+        if len(order) < scale.batch:
+            order = torch.cat([order, torch.randperm(len(tokens), generator=shuffle)])
+        chosen, order = tokens[order[: scale.batch]].to(device), order[scale.batch :]
+        yield {"input_ids": chosen, "labels": chosen}
+
+
+def pretrain(scale: Scale, library: Dataset, device: torch.device) -> PreTrainedModel:
+    """A small GPT-2 that has learned to read docstrings, in FP32, with a learning rate that falls to zero."""
+    set_seed(0)
+    config = GPT2Config(
+        vocab_size=scale.vocab_size,
+        n_positions=scale.context,
+        n_embd=scale.width,
+        n_layer=scale.layers,
+        n_head=scale.heads,
+        initializer_range=0.05,  # GPT-2's 0.02 suits a width of 768 and more
+        resid_pdrop=0.0,  # or the variants would differ in what they drop
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = AutoModelForCausalLM.from_config(config).to(device)
+    model.loss_type = "ForCausalLM"
+    training = in_fp32(model, scale.pretraining_rate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        training.optimizer, scale.pretraining_rate, scale.pretraining_steps, cycle_momentum=False
+    )
+    steps = scale.pretraining_steps
+    for batch in track(batches(library, scale, steps, seed=0, device=device), "pretraining", steps, transient=True):
+        training.backward(batch)
+        training.update()
+        training.optimizer.zero_grad()
+        schedule.step()
+    return model
+
+
+# The fine-tunings, and what is measured in them
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What the arithmetic lost in one step.
+
+    Attributes:
+        activation_gradients: share of the gradients of the linear layers' outputs that are too small for the
+            variant's dtype at its loss scale, of those that are not zero in FP32.
+        weight_gradients: share of the weight gradients that are zero, of those that are not zero in FP32 at the same
+            weights, on the same batch.
+        updates: share of the weights that the update left as they were, bit for bit, of those that AdamW had an update
+            for.
+    """
+
+    activation_gradients: float
+    weight_gradients: float
+    updates: float
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """One variant under one seed.
+
+    Attributes:
+        losses: of every step, on its training batch.
+        held_out_loss: of the trained weights on held-out text, computed in FP32 for every variant.
+        lost: means over the steps that were looked at.
+        skipped_steps: updates not applied for an overflow.
+        step_seconds: median of the steps; see :func:`seconds_on`.
+    """
+
+    losses: list[float]
+    held_out_loss: float
+    lost: Shares
+    skipped_steps: int
+    step_seconds: float
+
+
+def seconds_on(device: torch.device) -> float:
+    """A clock. On a CPU it counts the time that this program computed, which others on the machine hardly lengthen."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class Fp32Twin:
+    """The model in FP32: it takes the weights of a training over, to say what its gradients and its loss should be."""
+
+    def __init__(self, pretrained: PreTrainedModel) -> None:
+        self.model = copy.deepcopy(pretrained)
+        self.activation_gradients: list[Tensor] = []
+        for module in self.model.modules():
+            if isinstance(module, (Conv1D, nn.Linear)):
+                module.register_full_backward_hook(self._keep)
+
+    def _keep(self, module: nn.Module, grad_input: Any, grad_output: tuple[Tensor, ...]) -> None:
+        self.activation_gradients.append(grad_output[0].flatten())
+
+    @torch.no_grad()
+    def _take_weights(self, model: PreTrainedModel) -> None:
+        for own, theirs in zip(self.model.parameters(), model.parameters(), strict=True):
+            own.copy_(theirs)
+
+    def gradients(self, model: PreTrainedModel, batch: Batch) -> tuple[list[Tensor], Tensor]:
+        """Of the weights, and of the linear layers' outputs in one tensor."""
+        self._take_weights(model)
+        self.activation_gradients.clear()
+        weights = torch.autograd.grad(self.model(**batch).loss, list(self.model.parameters()))
+        return list(weights), torch.cat(self.activation_gradients)
+
+    @torch.no_grad()
+    def held_out_loss(self, model: PreTrainedModel, blocks: Tensor) -> float:
+        self._take_weights(model)
+        parts = blocks.split(32)
+        return sum(self.model(input_ids=part, labels=part).loss.item() * len(part) for part in parts) / len(blocks)
+
+
+def share(parts: Sequence[Tensor], of: Sequence[Tensor]) -> float:
+    """Of the elements that are true in ``of``, the share that is true in ``parts`` as well."""
+    both = sum(int((part & mask).sum()) for part, mask in zip(parts, of, strict=True))
+    return both / max(1, sum(int(mask.sum()) for mask in of))
+
+
+def update_and_look(training: Training, twin: Fp32Twin, batch: Batch) -> Shares:
+    """Apply the update, and tell what the step lost; the gradients are those of ``batch``."""
+    weights = list(training.model.parameters())
+    weight_gradients, activation_gradients = twin.gradients(training.model, batch)
+    zero = [cast(Tensor, weight.grad) == 0 for weight in weights]
+    underflowed = 0.0
+    if training.dtype is not torch.float32:
+        underflowed = share_underflowed(activation_gradients, dtype=training.dtype, scale=training.loss_scale)
+    before = [weight.detach().clone() for weight in weights]
+    training.update()
+    unchanged = [old == new for old, new in zip(before, weights, strict=True)]
+    had_update = [training.optimizer.state[weight]["exp_avg"] != 0 for weight in weights]
+    return Shares(
+        activation_gradients=underflowed,
+        weight_gradients=share(zero, [gradient != 0 for gradient in weight_gradients]),
+        updates=share(unchanged, had_update),
+    )
+
+
+class Progress:
+    """One variant's fine-tuning while it goes on."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.shares: list[Shares] = []
+
+    def step(self, batch: Batch, twin: Fp32Twin | None = None) -> None:
+        """One step; with a ``twin`` it is looked at, and not timed."""
+        training, began = self.training, seconds_on(batch["input_ids"].device)
+        loss = training.backward(batch)
+        if twin is None:
+            training.update()
+        else:
+            self.shares.append(update_and_look(training, twin, batch))
+        training.optimizer.zero_grad()
+        if twin is None:
+            self.seconds.append(seconds_on(loss.device) - began)
+        self.losses.append(loss.item())
+
+    def finish(self, held_out_loss: float) -> FineTuning:
+        lost = {f.name: statistics.mean(getattr(shares, f.name) for shares in self.shares) for f in fields(Shares)}
+        scaler = self.training.scaler
+        skipped = 0 if scaler is None else scaler.state.skipped_steps
+        return FineTuning(self.losses, held_out_loss, Shares(**lost), skipped, statistics.median(self.seconds))
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all variants train on, and from where."""
+
+    scale: Scale
+    texts: Texts
+    pretrained: PreTrainedModel
+    learning_rate: float
+    device: torch.device
+
+    def start(self, name: str) -> Training:
+        return VARIANTS[name].start(copy.deepcopy(self.pretrained), self.learning_rate)
+
+    def held_out(self) -> Tensor:
+        return torch.tensor(self.texts.held_out["input_ids"]).to(self.device)
+
+
+def fine_tune(task: Task, names: Sequence[str], seed: int) -> dict[str, FineTuning]:
+    """Train the variants on the same batches, one step of each in turns."""
+    scale, twin = task.scale, Fp32Twin(task.pretrained)
+    progress = {name: Progress(task.start(name)) for name in names}
+    order = batches(task.texts.reference, scale, scale.steps, seed, task.device)
+    for number, batch in enumerate(track(order, f"seed {seed}", scale.steps, transient=True), start=1):
+        for variant in progress.values():
+            variant.step(batch, twin if number % scale.measure_every == 0 else None)
+    held_out = task.held_out()
+    return {name: p.finish(twin.held_out_loss(p.training.model, held_out)) for name, p in progress.items()}
+
+
+def peak_bytes(task: Task, name: str) -> int:
+    """Of the tensors of two steps: weights, copies, gradients, optimizer state, activations."""
+
+    def two_steps() -> None:
+        training = task.start(name)
+        for batch in batches(task.texts.reference, task.scale, 2, seed=0, device=task.device):
+            training.backward(batch)
+            training.update()
+            training.optimizer.zero_grad()
+
+    return peak_tensor_bytes(two_steps, task.device)
+
+
+# What it came to
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant over all seeds.
+
+    Attributes:
+        held_out_loss: mean over the seeds.
+        difference: to FP32, mean over the seeds (each against FP32 under the same seed); None without FP32.
+        difference_range: the smallest and the largest of them.
+        lost: means over the seeds.
+        skipped_steps: under all seeds.
+        time: CPU seconds (on a GPU: seconds) of a step as a multiple of FP32's; None without FP32, and for an
+            emulation.
+        peak_mib: None for an emulation.
+    """
+
+    variant: str
+    what: str
+    held_out_loss: float
+    difference: float | None
+    difference_range: tuple[float, float] | None
+    lost: Shares
+    skipped_steps: int
+    time: float | None
+    peak_mib: float | None
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """Everything that was measured.
+
+    Attributes:
+        loss_before: of the pretrained model on the held-out text.
+        seed_spread: how far FP32's held-out losses under different seeds lie apart, largest minus smallest; None
+            without FP32, and with a single seed.
+        runs: by variant, then by seed.
+    """
+
+    rows: list[Row]
+    seed_spread: float | None
+    loss_before: float
+    runs: dict[str, list[FineTuning]]
+
+    def verdict(self, row: Row) -> str:
+        """How the difference to FP32 compares with what another order of the data does to FP32 itself."""
+        if row.difference is None or self.seed_spread is None or row.variant == "fp32":
+            return ""
+        if abs(row.difference) <= self.seed_spread:
+            return "within the seed spread"
+        return "worse, beyond the seed spread" if row.difference > 0 else "better, beyond the seed spread"
+
+
+def summarize(runs: dict[str, list[FineTuning]], peaks: dict[str, int], loss_before: float) -> Ablation:
+    fp32 = runs.get("fp32")
+    losses = [run.held_out_loss for run in fp32 or []]
+    spread = max(losses) - min(losses) if len(losses) > 1 else None
+    rows = [make_row(name, found, fp32, peaks[name]) for name, found in runs.items()]
+    return Ablation(rows, spread, loss_before, runs)
+
+
+def make_row(name: str, runs: list[FineTuning], fp32: list[FineTuning] | None, peak: int) -> Row:
+    variant = VARIANTS[name]
+    differences = [run.held_out_loss - other.held_out_loss for run, other in zip(runs, fp32 or [], strict=False)]
+    times = [run.step_seconds / other.step_seconds for run, other in zip(runs, fp32 or [], strict=False)]
+    return Row(
+        variant=name,
+        what=variant.what,
+        held_out_loss=statistics.mean(run.held_out_loss for run in runs),
+        difference=statistics.mean(differences) if differences else None,
+        difference_range=(min(differences), max(differences)) if differences else None,
+        lost=Shares(**{f.name: statistics.mean(getattr(run.lost, f.name) for run in runs) for f in fields(Shares)}),
+        skipped_steps=sum(run.skipped_steps for run in runs),
+        time=statistics.median(times) if times and not variant.is_emulated else None,
+        peak_mib=None if variant.is_emulated else peak / 2**20,
+    )
+
+
+def ablation_table(ablation: Ablation) -> Table:
+    table = Table("variant", "", title="What each technique is worth", title_justify="left")
+    for heading in ("held-out loss", "to FP32", "", "activation gradients lost", "weight gradients lost"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for heading in ("updates lost", "skipped", "peak of tensors", "CPU time"):
+        table.add_column(heading, justify="right")
+    for row in ablation.rows:
+        low, high = row.difference_range or (None, None)
+        table.add_row(
+            row.variant,
+            row.what,
+            f"{row.held_out_loss:.4f}",
+            "" if row.difference is None else f"{row.difference:+.4f} ({low:+.4f} to {high:+.4f})",
+            ablation.verdict(row),
+            f"{row.lost.activation_gradients:.2%}",
+            f"{row.lost.weight_gradients:.2%}",
+            f"{row.lost.updates:.2%}",
+            str(row.skipped_steps),
+            "emulated" if row.peak_mib is None else f"{row.peak_mib:,.1f} MiB",
+            "emulated" if VARIANTS[row.variant].is_emulated else "" if row.time is None else f"{row.time:.2f}",
+        )
+    return table
+
+
+COLOURS = ("#4c566a", "#5e81ac", "#d08770", "#bf616a", "#b48ead", "#ebcb8b", "#a3be8c")
+
+
+def draw(ablation: Ablation, path: Path, window: int = 10) -> None:
+    """Training losses, and their differences to FP32 on the same batches, as a PNG; means over seeds and 10 steps."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    def curve(name: str) -> Tensor:
+        mean = torch.tensor([run.losses for run in ablation.runs[name]]).mean(0)
+        return mean.unfold(0, min(window, len(mean)), 1).mean(1)
+
+    figure, (losses, differences) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for name, colour in zip(VARIANTS, COLOURS, strict=True):
+        if name not in ablation.runs:
+            continue
+        losses.plot(curve(name), color=colour, label=name)
+        if "fp32" in ablation.runs:
+            differences.plot(curve(name) - curve("fp32"), color=colour)
+    losses.set_ylabel("training loss")
+    differences.set_ylabel("difference to FP32 on the same batches")
+    differences.set_yscale("symlog", linthresh=1e-3)
+    for axes in (losses, differences):
+        axes.set_xlabel("step")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    figure.legend(loc="outside upper center", ncols=7, frameon=False)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+# The program
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run."""
+
+    variants: list[str] = field(
+        default_factory=lambda: list(VARIANTS), metadata={"choices": list(VARIANTS), "help": "Default: all of them."}
+    )
+    seeds: int = field(default=3, metadata={"help": "Orders of the data to train on."})
+    learning_rate: float = field(default=2e-5, metadata={"help": "Of the fine-tuning."})
+    scale: str = field(default="full", metadata={"choices": list(SCALES), "help": "Of model and training."})
+    device: str = field(
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        metadata={"choices": ["cpu", "cuda"], "help": "Default: cuda, if there is one."},
+    )
+    output_dir: str = field(default="outputs/ablate_precision", metadata={"help": "For the picture and the numbers."})
+
+    def __post_init__(self) -> None:
+        if self.seeds < 1:
+            raise ValueError(f"--seeds {self.seeds}: train under one seed at least, under two to see their spread")
+        if self.learning_rate <= 0:
+            raise ValueError(f"--learning_rate {self.learning_rate} must be positive")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda: torch sees no GPU here; leave --device away, or say --device cpu")
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> Options:
+    parser = HfArgumentParser(cast(Any, Options), prog=Path(__file__).name, allow_abbrev=False)
+    try:
+        (options,) = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def ablate(options: Options, console: Console) -> Ablation:
+    """Pretrain once, fine-tune every variant under every seed."""
+    datasets.disable_progress_bars()
+    scale, device = SCALES[options.scale], torch.device(options.device)
+    texts = load_texts(scale)
+    console.print(f"pretraining in FP32: {scale.pretraining_steps} steps")
+    task = Task(scale, texts, pretrain(scale, texts.library, device), options.learning_rate, device)
+    loss_before = Fp32Twin(task.pretrained).held_out_loss(task.pretrained, task.held_out())
+    names = list(dict.fromkeys(options.variants))
+    runs: dict[str, list[FineTuning]] = {name: [] for name in names}
+    for seed in range(options.seeds):
+        console.print(f"fine-tuning under seed {seed}: {scale.steps} steps of {', '.join(names)}")
+        for name, run in fine_tune(task, names, seed).items():
+            runs[name].append(run)
+    return summarize(runs, {name: peak_bytes(task, name) for name in names}, loss_before)
+
+
+def report(ablation: Ablation, console: Console) -> None:
+    console.print(ablation_table(ablation))
+    console.print(f"The pretrained model's held-out loss is {ablation.loss_before:.4f}.")
+    if ablation.seed_spread is not None:
+        console.print(f"FP32's own lie {ablation.seed_spread:.4f} apart under different seeds: the seed spread.")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_options(arguments)
+    console = Console(highlight=False)
+    ablation = ablate(options, console)
+    report(ablation, console)
+    directory = Path(options.output_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    Path(directory, "ablation.json").write_text(json.dumps(asdict(ablation), indent=2) + "\n", encoding="utf-8")
+    draw(ablation, directory / "losses.png")
+    console.print(f"The picture and all numbers are in {directory}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Pictures of stored results. They know which results they were drawn from, so that a stale one is noticed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+_COLOURS = ("#d08770", "#5e81ac", "#4c566a", "#a3be8c", "#b48ead", "#ebcb8b")
+_COLOUR_OF_RUN = {
+    "fp32": "#4c566a",
+    "hf_mp fp16": "#d08770",
+    "hf_mp fp16-lean": "#bf616a",
+    "hf_mp bf16": "#8fae6e",
+    "hf_mp bf16-lean": "#b48ead",
+    "torch.autocast bf16": "#5e81ac",
+}
+_DRAWN_FROM = "Source"  # a keyword that PNG knows
+
+
+def draw_losses(result: Mapping[str, Any], path: Path) -> None:
+    """Training losses over the steps, and how far they are from those of ``fp32``: of compare_precisions.json."""
+    from matplotlib import pyplot
+
+    figure, (top, bottom) = pyplot.subplots(
+        2, 1, figsize=(8, 6.5), sharex=True, height_ratios=(3, 1), layout="constrained"
+    )
+    reference = result["fp32"]["losses"]
+    for name, curve in result.items():
+        colour = _COLOUR_OF_RUN[name]
+        top.plot(curve["steps"], curve["losses"], label=f"{name}: {curve['eval_loss']:.4f} held out", color=colour)
+        difference = [100 * (ours / theirs - 1) for ours, theirs in zip(curve["losses"], reference, strict=True)]
+        bottom.plot(curve["steps"], difference, color=colour)
+    top.set_ylabel("training loss")
+    top.legend(frameon=False)
+    bottom.set_ylabel("off FP32, %")
+    bottom.set_xlabel("step")
+    _save(figure, (top, bottom), path, result)
+
+
+def draw_scales(result: Mapping[str, Any], path: Path) -> None:
+    """Loss scales over the steps, with a cross at each skipped one: of compare_scalers.json."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    for (name, found), colour in zip(result.items(), _COLOURS, strict=False):
+        changes, skipped_at = found["scale_changes"], found["skipped_at"]
+        steps, scales = zip(*changes, (found["steps"], changes[-1][1]), strict=True)
+        label = f"{name}: {len(skipped_at)} of {found['steps']:,} steps skipped"
+        axes.step(steps, scales, where="post", color=colour, label=label)
+        used = [[scale for step, scale in changes if step <= skip][-1] for skip in skipped_at]
+        axes.plot(skipped_at, used, "x", color=colour)
+    axes.set_yscale("log", base=2)
+    axes.set_ylabel("loss scale")
+    axes.set_xlabel("step")
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    _save(figure, (axes,), path, result)
+
+
+def draw_steps(result: Mapping[str, Any], path: Path) -> None:
+    """Seconds of a step with their spread, beside the floor, and peak memory: of bench_step.json.
+
+    Contenders that take more than four times the median of all are left out: they would hide the others.
+    """
+    from matplotlib import pyplot
+
+    timed = {name: row for name, row in result["contenders"].items() if "median_seconds" in row}
+    middle = sorted(row["median_seconds"] for row in timed.values())[len(timed) // 2]
+    shown = {name: row for name, row in timed.items() if row["median_seconds"] <= 4 * middle}
+    names = list(reversed(shown))
+    rows = [shown[name] for name in names]
+    colours = [_COLOURS[0] if name.startswith("hf_mp") else _COLOURS[1] for name in names]
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(8, 0.9 + 0.32 * len(names)), sharey=True, width_ratios=(3, 2), layout="constrained"
+    )
+    left.barh(
+        names,
+        [row["median_seconds"] for row in rows],
+        xerr=[row["spread_seconds"] / 2 for row in rows],
+        color=colours,
+        error_kw={"ecolor": _COLOURS[2], "elinewidth": 1},
+    )
+    left.plot([row["floor_seconds"] for row in rows], names, "|", color="black", markersize=11, label="floor")
+    left.legend(frameon=False, loc="lower right")
+    left.set_xlabel("seconds a step")
+    right.barh(names, [(row["peak_bytes"] or 0) / 2**20 for row in rows], color=colours)
+    right.set_xlabel("peak of all tensors, MiB")
+    _save(figure, (left, right), path, result)
+
+
+def drawn_from(path: Path) -> str | None:
+    """Which results a picture says that it was drawn from, as :func:`digest` gives them; None where it says nothing."""
+    from PIL import Image
+
+    with Image.open(path) as picture:
+        return picture.info.get(_DRAWN_FROM)
+
+
+def digest(result: Mapping[str, Any]) -> str:
+    """A short name for what a result holds."""
+    return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _save(figure: Any, all_axes: tuple[Any, ...], path: Path, result: Mapping[str, Any]) -> None:
+    from matplotlib import pyplot
+
+    for axes in all_axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
+    # white behind it, so that it can be read on a dark page
+    figure.savefig(path, dpi=120, facecolor="white", metadata={_DRAWN_FROM: digest(result)})
+    pyplot.close(figure)

@@ -1,0 +1,434 @@
+"""What stored results say, as Markdown: one function for each region of the README and the pages of docs/."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from _markdown import MIB, hardware, otherwise, paragraph, ratio, script, table, timing, workload
+from _stored import Stored, StoredResults
+
+Region = Callable[[StoredResults], str]
+
+
+def machine(results: StoredResults) -> str:
+    """The machine, versions and date of most tables."""
+    stored = results("bench_step")
+    versions = stored.root["versions"]
+    return paragraph(
+        f"{hardware(stored)}, torch {versions['torch'].text.partition('+')[0]}, Transformers "
+        f"{versions['transformers'].text}, {stored.root['date'].text[:10]}. Each table is one run with the contenders "
+        "in turns, each time a median ± the distance of the quartiles; device, versions, date and command are in the "
+        "files of [`scripts/results/`](scripts/results/). `make tables` writes this section from them."
+    )
+
+
+def step_rows(stored: Stored) -> list[list[str]]:
+    """A row for each contender of a ``bench_step`` result."""
+    rows = []
+    for name, row in stored["contenders"].parts():
+        rows.append(
+            [
+                name,
+                timing(row, 3 if row["median_seconds"].number < 0.1 else 2),
+                f"{row['ratio_to_fp32'].number:.2f}" if "ratio_to_fp32" in row else "",
+                f"{row['ratio_to_floor'].number:.2f}",
+                f"{100 * row['flops_utilisation'].number:.0f}%",
+                f"{row['tokens_per_second'].number:,.0f}",
+                f"{row['peak_bytes'].number / MIB:,.0f}" if "peak_bytes" in row else "",
+            ]
+        )
+    return rows
+
+
+STEP_HEADER = ("", "seconds", "times FP32", "times its floor", "utilisation", "tokens/s", "peak, MiB")
+
+
+def step(results: StoredResults) -> str:
+    """One training step, and what ours is of torch's."""
+    stored = results("bench_step")
+    contenders = stored["contenders"]
+    pairs = [
+        f"{ratio(contenders[f'hf_mp {preset}'], contenders[peer])} for {preset}"
+        for preset in ("fp16", "fp16-lean", "bf16", "bf16-lean")
+        if (peer := f"torch.autocast {preset.partition('-')[0]}") in contenders
+    ]
+    return "\n\n".join(
+        [
+            paragraph(
+                f"One training step (forward, backward, clipping, AdamW) of {workload(stored)} "
+                f"({script('bench_step')}). The floor is its matrix products at the best rate that this machine "
+                "reached in that dtype, and the bytes of its update at the bandwidth of a copy; utilisation is the "
+                "products at that rate over the step; the peak counts all tensors, model and optimizer included:"
+            ),
+            table(STEP_HEADER, step_rows(stored)),
+            paragraph(f"Our step over that of `torch.autocast` in the same dtype: {', '.join(pairs)}."),
+            "![a training step: seconds, floor, peak memory](scripts/results/bench_step.png)",
+        ]
+    )
+
+
+def compiled(results: StoredResults) -> str:
+    """Steps under ``torch.compile``."""
+    stored = results("bench_step_compiled")
+    return "\n\n".join(
+        [
+            paragraph(f"The same with `torch.compile`, {workload(stored)}{otherwise(stored, results('bench_step'))}:"),
+            table(STEP_HEADER[:-1], [row[:-1] for row in step_rows(stored)]),
+        ]
+    )
+
+
+def step_memory(results: StoredResults) -> str:
+    """Peaks of a step of GPT-2 124M."""
+    stored = results("bench_step_memory")
+    peer = "torch.autocast bf16"
+    rows = [
+        [name, f"{row['peak_bytes'].number / MIB:,.0f}", ratio(row, stored["contenders"][peer], "peak_bytes")]
+        for name, row in stored["contenders"].parts()
+    ]
+    return "\n\n".join(
+        [
+            paragraph(f"Peak memory of all tensors of a training of {workload(stored)}:"),
+            table(("", "peak, MiB", f"times {peer}"), rows),
+        ]
+    )
+
+
+def update(results: StoredResults) -> str:
+    """The update phase."""
+    stored = results("bench_update")
+    rows = [
+        [
+            name,
+            timing(row, 3),
+            f"{row['ratio_to_torch'].number:.2f}",
+            f"{row['floor_seconds'].number:.3f}",
+            f"{row['ratio_to_floor'].number:.2f}",
+        ]
+        for name, row in stored["contenders"].parts()
+    ]
+    return "\n\n".join(
+        [
+            paragraph(
+                f"The update of {stored['parameters'].number / 1e6:.0f}M parameters, from the gradients that backward "
+                "left to refreshed working copies, beside GradScaler, `clip_grad_norm_`, fused AdamW and the casts of "
+                f"the weights, and the same with bitsandbytes' AdamW8bit ({script('bench_update')}). The floor reads "
+                "gradients twice, reads and writes masters and moments, and writes working copies:"
+            ),
+            table(("", "seconds", "times torch.amp", "floor, seconds", "times its floor"), rows),
+        ]
+    )
+
+
+def loss(results: StoredResults) -> str:
+    """The language-model loss."""
+    stored = results("bench_loss")
+    rows = [
+        [
+            name,
+            timing(row, 3),
+            f"{row['ratio_to_torch'].number:.2f}",
+            f"{row['ratio_to_floor'].number:.1f}",
+            f"{row['peak_bytes'].number / MIB:,.0f}",
+            f"{row['peak_ratio_to_torch'].number:.2f}",
+        ]
+        for name, row in stored["contenders"].parts()
+    ]
+    return "\n\n".join(
+        [
+            paragraph(
+                f"The loss of {stored['rows'].number:.0f} rows of a vocabulary of {stored['vocab'].number:.0f}, "
+                f"forward and backward from 16-bit logits ({script('bench_loss')}); its floor reads the logits twice "
+                f"and writes their gradient, {stored['floor_seconds'].number:.3f} s:"
+            ),
+            table(("", "seconds", "times torch", "times the floor", "peak, MiB", "times torch"), rows),
+        ]
+    )
+
+
+def autocast(results: StoredResults) -> str:
+    """What autocast costs."""
+    stored = results("bench_autocast")
+    labels = {
+        "torch.autocast": "`torch.autocast`, entered once around it",
+        "accelerate's (Trainer bf16=True)": "the Trainer's `bf16=True`, which enters it for each forward",
+        "hf_mp": "hf_mp, which casts weights once per update",
+        "hf_mp, cpu tables": "hf_mp with torch's tables for CPUs",
+        "the whole model in 16 bits": "the whole model in 16 bits",
+    }
+    trained, generated, casts = (
+        stored["forward_backward"],
+        stored["generation"],
+        stored["weight_casts_per_forward"],
+    )
+    rows = [
+        [
+            label,
+            f"{trained[name]['ratio_to_torch_autocast'].number:.2f}",
+            f"{trained[name]['ratio_to_floor'].number:.2f}",
+            f"{casts[name]['casts'].number:.0f}",
+            f"{generated[name]['ratio_to_torch_autocast'].number:.2f}",
+            f"{generated[name]['ratio_to_floor'].number:.2f}",
+        ]
+        for name, label in labels.items()
+    ]
+    calls = stored["added_to_a_call"]
+    unlisted, listed = calls["unlisted op (integer add)"], calls["lower-precision op (mm, nothing to cast)"]
+    return "\n\n".join(
+        [
+            paragraph(
+                f"{stored['dtype'].text.upper()}, {workload(stored)}, and {stored['generated_tokens'].number:.0f} "
+                f"tokens generated with {stored['generation_layers'].number:.0f} layers, as multiples of "
+                f"`torch.autocast`'s time ({script('bench_autocast')}). The floor of training is its matrix "
+                "products, that of generation to read the weights for each token:"
+            ),
+            table(
+                (
+                    "",
+                    "forward and backward",
+                    "times its floor",
+                    "casts of weights in a forward",
+                    "generation",
+                    "times its floor",
+                ),
+                rows,
+            ),
+            paragraph(
+                f"Autocast adds {unlisted['hf_mp']['median_microseconds'].number:z.1f} microseconds to a call that it "
+                f"leaves alone and {listed['hf_mp']['median_microseconds'].number:z.1f} to one that it looks up "
+                f"(`torch.autocast`: {unlisted['torch.autocast']['median_microseconds'].number:z.1f} and "
+                f"{listed['torch.autocast']['median_microseconds'].number:z.1f}). Casting all weights of the trained "
+                f"model takes {1e3 * stored['cast_all_weights']['median_seconds'].number:.1f} ms, at the bandwidth of "
+                f"a copy {1e3 * stored['floor_seconds']['cast_all_weights'].number:.1f} ms."
+            ),
+        ]
+    )
+
+
+def callback(results: StoredResults) -> str:
+    """The callback beside the Trainer subclass."""
+    stored = results("bench_callback")
+    found = stored["contenders"]["callback"]["ratio_to_subclass"].number
+    rounds = stored["callback_over_subclass_per_round"]
+    return paragraph(
+        f"The callback's step takes {found:.2f} times the subclass's; round by round "
+        f"{rounds['median'].number:.2f} ± {rounds['spread'].number:.2f} ({script('bench_callback')})."
+    )
+
+
+def precisions(results: StoredResults) -> str:
+    """The recipe in every precision, and GPT-2 of the real width where it was trained as well."""
+    larger = "compare_precisions_768"
+    names = ["compare_precisions", *([larger] if larger in results else [])]
+    runs = [results(name) for name in names]
+    commands = " and ".join(f"`{run.root['command'].text}`" for run in runs)
+    rows = [[name] for name, _ in runs[0].parts()]
+    for run in runs:
+        fp32 = run["fp32"]["eval_loss"].number
+        for cells in rows:
+            found = run[cells[0]]
+            off = found["eval_loss"].number / fp32 - 1
+            cells.append(f"{found['eval_loss'].number:.4f} ({100 * off:+.3f}%)")
+            cells.append(f"{found['skipped_steps'].number:.0f}" if "skipped_steps" in found else "")
+    steps = [f"{run['fp32']['steps'].value[-1]:.0f} steps" for run in runs]
+    return "\n\n".join(
+        [
+            paragraph(
+                "Evaluation loss of the recipe trained with one seed and one order of the data, and how far it is off "
+                f"FP32's; the last is the stock Trainer's `bf16=True` ({commands}):"
+            ),
+            table(("", *(cell for step in steps for cell in (step, "skipped"))), rows),
+            "![training losses of the runs](scripts/results/compare_precisions.png)",
+        ]
+    )
+
+
+def scalers(results: StoredResults) -> str:
+    """The recipe under each loss scaler."""
+    stored = results("compare_scalers")
+    labels = {
+        "headroom": "`HeadroomLossScaler`",
+        "dynamic": "`DynamicLossScaler`, torch's defaults",
+        "static": "`StaticLossScaler(128)`",
+        "dynamic, growth_interval=100": "`DynamicLossScaler(growth_interval=100)`",
+    }
+    rows = []
+    for name, label in labels.items():
+        run = stored[name]
+        first, last, low, high = (
+            f"{run[f'{which}_scale'].number:,.0f}" for which in ("first", "last", "smallest", "largest")
+        )
+        scale = f"{first} throughout" if low == high else f"{first} to {last} ({low} to {high})"
+        rows.append([label, f"{run['skipped_steps'].number:.0f}", scale, f"{run['final_eval_loss'].number:.4f}"])
+    return "\n\n".join(
+        [
+            paragraph(
+                f"{stored['headroom']['steps'].number:,.0f} steps of the recipe under each loss scaler "
+                f"(`{stored.root['command'].text}`{otherwise(stored, results('bench_step'))}). torch's defaults try a "
+                "larger scale every 2000 steps, so that fewer do not show it; the last row tries every 100:"
+            ),
+            table(("", "steps skipped", "loss scale, first to last (smallest to largest)", "evaluation loss"), rows),
+            "![loss scales of the runs](scripts/results/compare_scalers.png)",
+        ]
+    )
+
+
+def loops(results: StoredResults) -> str:
+    """The network of the tutorials."""
+    stored = results("compare_loops")
+    fp32, fp16 = stored["mlp"]["fp32"], stored["mlp"]["fp16"]
+    losses = list(zip(fp32["losses"].value, fp16["losses"].value, strict=True))
+    largest = max(abs(mixed / full - 1) for full, mixed in losses)
+    return paragraph(
+        "A network of 784-8192-10 on 8192 handwritten digits, SGD, constant loss scale 128 "
+        f"({script('compare_loops')}{otherwise(stored, results('bench_step'))}): the losses of its {len(losses)} steps "
+        f"in FP16 are within {100 * largest:.4f}% of FP32's, its tensors peak at "
+        f"{fp32['peak_bytes'].number / MIB:.1f} MiB in FP32 and {fp16['peak_bytes'].number / MIB:.1f} in FP16 "
+        f"({ratio(fp16, fp32, 'peak_bytes')}), a step takes {ratio(fp16, fp32, 'step_seconds')} times as long."
+    )
+
+
+NOT_MEASURED = "not measured"
+GPU_FOLDER = "h200"
+
+
+def gpu(results: StoredResults) -> str:
+    """Ours over others' on a GPU, where it was measured."""
+    stored = results.inside(GPU_FOLDER)
+    sizes = {"GPT-2 124M": "gpt2", "GPT-2 774M": "gpt2_large"}
+    if not stored.directory.is_dir():
+        return "GPU: not measured on a GPU yet."
+    trainer, ours = "Trainer fp16=True", "MixedPrecisionTrainer fp16"
+    # label, result, ours, theirs, field; theirs None: the field is a ratio already
+    lines: list[tuple[str, str, str, str | None, str]] = [
+        ("`fp16` step / Trainer `fp16=True`", "bench_step", ours, trainer, "median_seconds"),
+        ("`fp16-lean` step", "bench_step", f"{ours}-lean", trainer, "median_seconds"),
+    ]
+    lines += [
+        (f"{label}, both compiled", f"{result}_compiled", f"{mine} compiled", f"{theirs} compiled", field)
+        for label, result, mine, theirs, field in lines
+    ]
+    lines += [
+        ("`fp16` peak memory / Trainer `fp16=True`", "bench_step", ours, trainer, "peak_bytes"),
+        ("`fp16-lean` peak memory", "bench_step", f"{ours}-lean", trainer, "peak_bytes"),
+        ("update / GradScaler, clip, fused AdamW, cast", "bench_update", "hf_mp fp16", "torch.amp", "median_seconds"),
+        ("lean update / the same", "bench_update", "hf_mp fp16-lean", "torch.amp", "median_seconds"),
+        ("lean update / FlashAdamW", "bench_update", "hf_mp fp16-lean", "FlashAdamW", "median_seconds"),
+        ("update / its bandwidth floor", "bench_update", "hf_mp fp16", None, "ratio_to_floor"),
+        ("our autocast / torch.autocast, all else equal", "bench_step", "hf_mp.autocast fp16", "torch.autocast fp16",
+         "median_seconds"),
+    ]  # fmt: skip
+    rows = [
+        [label, *(_gpu_cell(stored, f"{result}_{size}", mine, theirs, field) for size in sizes.values())]
+        for label, result, mine, theirs, field in lines
+    ]
+    first = next((stored(name) for name in ("bench_step_gpt2", "bench_update_gpt2") if name in stored), None)
+    where = "a GPU" if first is None else first.root["device"]["GPU 0"].text
+    versions = (
+        "" if first is None else f", torch {first.root['versions']['torch'].text}, {first.root['date'].text[:10]}"
+    )
+    about = "" if first is None or "workload" not in first else f" {workload(first)};"
+    return "\n\n".join(
+        [
+            paragraph(
+                f"{where}{versions} ([`scripts/run_on_gpu.py`](scripts/run_on_gpu.py)).{about} ours over theirs:"
+            ),
+            table(("", *sizes), rows),
+        ]
+    )
+
+
+def _gpu_cell(results: StoredResults, name: str, ours: str, theirs: str | None, field: str) -> str:
+    """A ratio; what a run on a borrowed machine had no time for is said to be missing."""
+    if name not in results:
+        return NOT_MEASURED
+    contenders = results(name)["contenders"]
+    if ours not in contenders or (theirs is not None and theirs not in contenders):
+        return NOT_MEASURED
+    return (
+        f"{contenders[ours][field].number:.2f}"
+        if theirs is None
+        else ratio(contenders[ours], contenders[theirs], field)
+    )
+
+
+def footprints(results: StoredResults) -> str:
+    """GPT-2 124M, loaded."""
+    rows = {row["precision"]: row for row in results("memory_footprints")["rows"].value}
+    precisions = ("fp32", "fp16", "int8", "nf4")
+
+    def cells(field: str, unit: int = 1) -> list[str]:
+        found = [rows[precision][field] / unit for precision in precisions]
+        return [f"{value:.2f}" if value else "" for value in found]
+
+    version = results("memory_footprints").root["versions"]["transformers"].text
+    return table(
+        ("", "FP32", "FP16", "INT8", "NF4, FP4"),
+        [
+            [f"Transformers {version.rpartition('.')[0]}", *cells("mib")],
+            ["with the 12 causal masks that older versions stored, 1 MiB each", *cells("with_masks_mib")],
+            ["quantization state beside it", *cells("quantization_state_bytes", MIB)],
+        ],
+    )
+
+
+def training_memory(results: StoredResults) -> str:
+    """Predicted and measured peaks of a training step."""
+    stored = results("memory_training")
+    rows = stored["rows"].value
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    cells = {
+        (row["model"], row["precision"]): f"{row['measured_bytes'] / MIB:.1f} "
+        f"({100 * abs(row['predicted_bytes'] / row['measured_bytes'] - 1):.2f}%)"
+        for row in rows
+    }
+    lines = [
+        [f"`{precision}`", *(cells[model, precision] for model in models)]
+        for precision in dict.fromkeys(row["precision"] for row in rows)
+    ]
+    above = {
+        f"`{row['precision']}` of {row['model']}": row["allocator_bytes"] / row["measured_bytes"] - 1 for row in rows
+    }
+    off = {name: share for name, share in above.items() if abs(share) > 1e-3}
+    exceptions = ", ".join(f"{100 * share:.1f}% for {name}" for name, share in off.items())
+    large = stored["large"]
+    versions, batch = stored.root["versions"], stored["step"]
+    return "\n\n".join(
+        [
+            paragraph(
+                "Peak of a training step on a CPU in MiB, measured, and the difference of what was predicted; "
+                f"{batch['batch_size'].number:.0f} x {batch['seq_len'].number:.0f} tokens, AdamW, torch "
+                f"{versions['torch'].text.partition('+')[0]}, Transformers {versions['transformers'].text}, "
+                f"{stored.root['date'].text[:10]} ([`scripts/memory_training.py`](../scripts/memory_training.py)):"
+            ),
+            table(("", *models), lines),
+            paragraph(
+                "The measured peak counts tensors. torch's CPU allocator, which also sees what kernels take inside of "
+                f"an op, was asked for each row as well: in {len(rows) - len(off)} of {len(rows)} its peak is within "
+                f"0.1%{f'; it is above by {exceptions}' if off else ''}."
+            ),
+            paragraph(
+                f"A Llama of {large['parameters'].number / 1e9:.1f} billion parameters in `bf16`, one sequence of 4096 "
+                f"tokens: {large['peak_bytes'].number / 2**30:,.0f} GiB, estimated in {large['seconds'].number:.1f} "
+                f"seconds within {large['process_bytes'].number / MIB:.0f} MiB of RAM."
+            ),
+        ]
+    )
+
+
+REGIONS: dict[str, Region] = {
+    "machine": machine,
+    "step": step,
+    "compiled": compiled,
+    "step memory": step_memory,
+    "update": update,
+    "loss": loss,
+    "precisions": precisions,
+    "scalers": scalers,
+    "loops": loops,
+    "autocast": autocast,
+    "callback": callback,
+    "gpu": gpu,
+    "footprints": footprints,
+    "training memory": training_memory,
+}

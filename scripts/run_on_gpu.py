@@ -1,0 +1,206 @@
+"""All that is measured on a GPU, for a machine that is borrowed for minutes: tests and benchmarks, within a time limit.
+
+    python scripts/run_on_gpu.py --output-dir scripts/results/h200            # at most 10 minutes
+    python scripts/run_on_gpu.py --output-dir OUT --only "tests,bench_update_gpt2" --minutes 3
+    python scripts/run_on_gpu.py --output-dir OUT --tiny --device cpu         # tries every piece at tiny sizes
+
+Each piece runs in a process of its own and stores its JSON in the given directory when it is done, the most important
+first; what there is no time for is named at the end, and the exit code is 1 then. Needs torch, transformers,
+accelerate, pytest, typer and rich, and neither datasets nor bitsandbytes; FlashOptim is measured where it is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from _results import ROOT
+
+TRAINERS = ("Trainer fp16=True", "MixedPrecisionTrainer fp16", "MixedPrecisionTrainer fp16-lean")
+LOOPS = (
+    "torch.autocast fp16",
+    "hf_mp.autocast fp16",
+    "hf_mp fp16",
+    "hf_mp fp16-lean",
+    "hf_mp bf16",
+    "torch.autocast bf16",
+)
+GPU_TESTS = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider")
+STEP = ("--batch", "8", "--seq", "1024", "--dropout", "0.1")
+TINY_STEP = (
+    *("--layers", "1", "--width", "32", "--heads", "2", "--vocab", "200"),
+    *("--batch", "2", "--seq", "16", "--dropout", "0.1", "--rounds", "1"),
+)
+TINY_UPDATE = ("--layers", "1", "--width", "32", "--heads", "2", "--vocab", "200", "--rounds", "2")
+TINY_AUTOCAST = (
+    *("--layers", "1", "--width", "32", "--heads", "2", "--vocab", "200"),
+    *("--seq", "16", "--rounds", "1", "--calls", "100", "--tokens", "2"),
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One process.
+
+    Attributes:
+        name: of the result that it stores; of the log alone for the tests.
+        command: what Python runs, without the options for device, name and directory that the benchmarks share.
+        tiny: the same with small sizes, for a CPU.
+        most_seconds: after these it is ended, so that others get their turn.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    tiny: tuple[str, ...]
+    most_seconds: int
+
+    def full_command(self, *, tiny: bool, device: str, directory: Path) -> list[str]:
+        """What is run."""
+        chosen = self.tiny if tiny else self.command
+        shared = ("--device", device, "--name", self.name, "--output-dir", str(directory))
+        if chosen[0].startswith("scripts/"):
+            return [sys.executable, *chosen, *shared]
+        return [sys.executable, *chosen, *gpu_tests()]
+
+
+def gpu_tests() -> list[str]:
+    """The test files with tests for a GPU: others may need packages that are not there."""
+    return [
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if "mark.gpu" in path.read_text(encoding="utf-8")
+    ]
+
+
+def _step(name: str, model: str, contenders: tuple[str, ...], rounds: int, most_seconds: int, *options: str) -> Piece:
+    chosen = ("--contenders", ",".join(contenders), *options)
+    return Piece(
+        name,
+        ("scripts/bench_step.py", "--model", model, *STEP, "--rounds", str(rounds), "--warmup", "4", *chosen),
+        ("scripts/bench_step.py", *TINY_STEP, "--contenders", ",".join(_runs_on_a_cpu(contenders)), *options),
+        most_seconds,
+    )
+
+
+def _runs_on_a_cpu(contenders: tuple[str, ...]) -> list[str]:
+    """The same ways in BF16, where torch's FP16 would be too slow or not be had."""
+    return [name.replace("fp16", "bf16") if name.startswith(("Trainer", "torch")) else name for name in contenders]
+
+
+def _compiled(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{name} compiled" for name in names)
+
+
+PIECES = (
+    Piece("tests", GPU_TESTS, GPU_TESTS, 150),
+    Piece(
+        "bench_update_gpt2",
+        ("scripts/bench_update.py", "--model", "gpt2", "--rounds", "30"),
+        ("scripts/bench_update.py", *TINY_UPDATE),
+        60,
+    ),
+    _step("bench_step_gpt2", "gpt2", (*TRAINERS, *LOOPS), 20, 120),
+    _step("bench_step_gpt2_large", "gpt2-large", (*TRAINERS, *LOOPS[:4]), 8, 150),
+    _step("bench_step_gpt2_compiled", "gpt2", _compiled(TRAINERS), 20, 180, "--no-peak"),
+    Piece(
+        "bench_update_gpt2_large",
+        ("scripts/bench_update.py", "--model", "gpt2-large", "--rounds", "15"),
+        ("scripts/bench_update.py", *TINY_UPDATE),
+        60,
+    ),
+    Piece(
+        "bench_loss",
+        ("scripts/bench_loss.py", "--rows", "8192", "--rounds", "20"),
+        ("scripts/bench_loss.py", "--rows", "8", "--vocab", "100", "--rounds", "2"),
+        60,
+    ),
+    _step("bench_step_gpt2_large_compiled", "gpt2-large", _compiled(TRAINERS), 8, 240, "--no-peak"),
+    Piece(
+        "bench_autocast",
+        ("scripts/bench_autocast.py", "--dtype", "fp16", "--batch", "8", "--seq", "512", "--rounds", "5"),
+        ("scripts/bench_autocast.py", *TINY_AUTOCAST),
+        90,
+    ),
+    Piece(
+        "profile_step",
+        ("scripts/profile_step.py", "--model", "gpt2", *STEP),
+        ("scripts/profile_step.py", *TINY_STEP[:-2], "--steps", "1", "--warmup", "1"),
+        60,
+    ),
+)
+
+
+def run_piece(piece: Piece, *, tiny: bool, device: str, directory: Path, seconds: float) -> str:
+    """Run one piece for at most ``seconds``; its output is shown and kept in ``NAME.log``. Gives what became of it."""
+    command = piece.full_command(tiny=tiny, device=device, directory=directory)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(
+        path for path in (str(ROOT), os.environ.get("PYTHONPATH")) if path
+    )}  # fmt: skip
+    start = time.monotonic()
+    with (directory / f"{piece.name}.log").open("w", encoding="utf-8") as log:
+        # a session of its own, so that its processes can be ended with it
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout=seconds)
+            outcome = "done" if code == 0 else f"failed with exit code {code}"
+        except subprocess.TimeoutExpired:
+            outcome = f"ended after {seconds:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return f"{outcome}, {time.monotonic() - start:.0f} s"
+
+
+def choose(only: str | None) -> list[Piece]:
+    """The pieces of these names; all for None.
+
+    Raises:
+        ValueError: for a name that is not known.
+    """
+    if only is None:
+        return list(PIECES)
+    known = {piece.name: piece for piece in PIECES}
+    names = [name.strip() for name in only.split(",")]
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"--only {', '.join(unknown)}: not known, use some of {', '.join(known)}")
+    return [known[name] for name in names]
+
+
+def main(
+    output_dir: Annotated[Path, typer.Option(help="where the JSON and the logs go")],
+    minutes: Annotated[float, typer.Option(help="for all of it")] = 9.5,
+    only: Annotated[str | None, typer.Option(help="comma-separated names of pieces")] = None,
+    device: str = "cuda",
+    tiny: Annotated[bool, typer.Option("--tiny", help="small sizes, to try it on a CPU")] = False,
+) -> None:
+    """Run the pieces one after the other, for as long as there is time."""
+    deadline = time.monotonic() + 60 * minutes
+    directory = output_dir.resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    complete = True
+    for piece in choose(only):
+        seconds = min(piece.most_seconds, deadline - time.monotonic())
+        outcome = "no time was left"
+        if seconds > 5:
+            print(f"{piece.name} ...", flush=True)
+            outcome = run_piece(piece, tiny=tiny, device=device, directory=directory, seconds=seconds)
+            lines = (directory / f"{piece.name}.log").read_text(encoding="utf-8", errors="replace").splitlines()
+            print("\n".join(lines[-30:]))
+        print(f"== {piece.name}: {outcome}", flush=True)
+        complete = complete and outcome.startswith("done")
+    sys.exit(0 if complete else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,386 @@
+"""What is recorded of a step, that it is true, and that the training does not change by it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from planted_faults import Mlp, gpt2, tokens, vectors
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hf_mp
+from hf_mp import MixedPrecision, StaticLossScaler, record_precision
+from hf_mp.diagnostics import magnitude_collector
+from hf_mp.diagnostics.magnitude_collector import COMPILED
+from hf_mp.diagnostics.magnitudes import histogram
+from hf_mp.diagnostics.precision_recorder import PrecisionRecorder
+from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, as_record, from_record
+from hf_mp.master_weights.split_parameter import SplitParameter, master_value
+
+PRECISIONS = ["fp16", "bf16", "fp16-lean", "bf16-lean"]
+
+
+class Loop:
+    """A model and its optimizer, stepped on seeded batches of tokens."""
+
+    def __init__(
+        self, path: Path | None, precision: str = "fp16", model: Callable[[], nn.Module] = gpt2, scale: float = 2.0**10,
+        lr: float = 0.1, layers: list[str] | None = None, steps: int = 1, momentum: float = 0.0,
+    ) -> None:  # fmt: skip
+        torch.manual_seed(2)
+        random.seed(2)
+        self.model: Any = model().train()
+        scaler = StaticLossScaler(scale) if precision.startswith("fp16") else None
+        self.runtime = MixedPrecision(precision, loss_scaler=scaler)
+        self.runtime.attach(self.model)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=momentum)
+        self.optimizer = self.runtime.attach_optimizer(optimizer)
+        self.recorder: PrecisionRecorder | None = None
+        if path is not None:
+            self.recorder = record_precision(self.model, path, histogram_steps=steps, histogram_layers=layers)
+
+    def backward(self, seed: int, factor: float = 1.0) -> None:
+        (self.model(**tokens(seed)).loss * factor).backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def found(self) -> StepMagnitudes:
+        assert self.recorder is not None and self.recorder.latest is not None
+        return self.recorder.latest
+
+    def masters(self) -> dict[str, Tensor]:
+        return {
+            name: (master_value(p) if isinstance(p, SplitParameter) else p.detach()).clone()
+            for name, p in self.model.named_parameters()
+        }
+
+
+def of(found: StepMagnitudes, kind: Kind, name: str) -> Any:
+    layer, _, tensor = (
+        name.rpartition(".") if kind not in (Kind.ACTIVATIONS, Kind.ACTIVATION_GRADIENTS) else (name, "", "")
+    )
+    (row,) = (t for t in found.tensors if (t.kind, t.layer, t.tensor) == (kind, layer, tensor))
+    return row
+
+
+# The training is the same
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_training_is_bit_for_bit_the_same(precision: str, checkpointing: bool | None, tmp_path: Path) -> None:
+    ends = []
+    for path in (tmp_path, None):
+        loop = Loop(path, precision, model=lambda: gpt2(resid_pdrop=0.2), steps=2, momentum=0.9)
+        if checkpointing is not None:
+            loop.model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        for step in range(4):
+            loop.backward(2 * step)
+            loop.backward(2 * step + 1)
+            torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
+            loop.step()
+        hooks = sum(len(m._forward_hooks) + len(m._backward_hooks) for m in loop.model.modules())
+        ends.append((loop.masters(), torch.get_rng_state(), random.getstate(), loop.runtime.state_dict(), hooks))
+    (with_it, *states), (without, *others) = ends
+    assert all(torch.equal(with_it[name], without[name]) for name in without)
+    assert torch.equal(states[0], others[0]) and states[1:] == others[1:]
+
+
+class OpLog(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("steps", [0, 100], ids=["off", "between"])
+def test_steps_that_are_not_looked_at_run_the_same_ops(steps: int, tmp_path: Path) -> None:
+    logs = []
+    for path in (tmp_path, None):
+        loop = Loop(path, steps=steps)
+        loop.backward(0)
+        loop.step()
+        with OpLog() as log:
+            loop.backward(1)
+            loop.step()
+        logs.append(log.ops)
+    assert logs[0] == logs[1]
+
+
+def test_not_asked_for_nothing_is_observed() -> None:
+    model, _ = hf_mp.prepare(net := gpt2(), torch.optim.SGD(net.parameters(), lr=0.1))
+    assert model.forward.runtime.observers == []
+
+
+# What is recorded is true
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_weights_gradients_and_updates_are_those_of_the_masters(precision: str, tmp_path: Path) -> None:
+    loop = Loop(tmp_path, precision)
+    before = loop.masters()
+    loop.backward(0)
+    loop.backward(1)  # what both add up to
+    gradients = {}
+    if "lean" not in precision:  # reading .grad would change its form
+        gradients = {name: p.grad.clone() for name, p in loop.model.named_parameters()}
+    torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1e-3)  # not what clipping leaves
+    loop.step()
+    after = loop.masters()
+    for name, weight in before.items():
+        assert of(loop.found, Kind.WEIGHTS, name).histogram == histogram(weight), name
+        assert of(loop.found, Kind.UPDATES, name).histogram == histogram(after[name] - weight), name
+        if gradients:
+            assert of(loop.found, Kind.WEIGHT_GRADIENTS, name).histogram == histogram(gradients[name]), name
+    assert loop.found.step == 1 and not loop.found.skipped and loop.found.notes == ()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+def test_lean_gradients_are_counted_unscaled(precision: str, tmp_path: Path) -> None:
+    loop = Loop(tmp_path, precision)
+    loop.backward(0)
+    loop.step()
+    plain = Loop(None, "fp16")
+    plain.backward(0)
+    for name, parameter in plain.model.named_parameters():
+        found = of(loop.found, Kind.WEIGHT_GRADIENTS, name).histogram
+        assert found.total == parameter.numel()
+        largest = max(found.by_octave())
+        assert largest == math.frexp(parameter.grad.abs().max().item())[1] - 1, name
+
+
+def test_activations_and_their_gradients_are_those_of_the_first_micro_batch(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    name, kept = "transformer.h.1.mlp.c_fc", []
+
+    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.retain_grad()
+        kept.append(output)
+
+    loop.model.get_submodule(name).register_forward_hook(keep)
+    loop.backward(0)
+    loop.backward(1)
+    loop.step()
+    assert len(kept) == 2 and kept[0].dtype is torch.float16
+    assert of(loop.found, Kind.ACTIVATIONS, name).histogram == histogram(kept[0])
+    found = of(loop.found, Kind.ACTIVATION_GRADIENTS, name)
+    assert found.histogram == histogram(kept[0].grad.float() / 2.0**10)
+    assert found.dtype == "float16"
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_changes_nothing_of_what_is_recorded(reentrant: bool, tmp_path: Path) -> None:
+    plain, checkpointed = Loop(tmp_path / "a"), Loop(tmp_path / "b")
+    checkpointed.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for loop in (plain, checkpointed):
+        loop.model.eval()  # no dropout
+        loop.model.train(True) if loop is checkpointed else None
+        for module in loop.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        loop.backward(0)
+        loop.step()
+    rows = [{(t.kind, t.layer, t.tensor): t.histogram for t in loop.found.tensors} for loop in (plain, checkpointed)]
+    assert rows[0].keys() == rows[1].keys()
+    assert all(found == rows[1][key] for key, found in rows[0].items())
+
+
+def test_tied_weights_count_once(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.backward(0)
+    loop.step()
+    weights = [(t.layer, t.tensor) for t in loop.found.tensors if t.kind is Kind.WEIGHTS]
+    assert ("transformer.wte", "weight") in weights and ("lm_head", "weight") not in weights
+    assert loop.found.of(Kind.WEIGHTS).total == sum(p.numel() for p in loop.model.parameters())
+    assert loop.found.of(Kind.ACTIVATIONS, "lm_head").total > 0
+
+
+# Planted situations
+
+
+def test_gradients_scaled_down_show_as_lost_and_the_loss_scale_brings_them_back(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, scale=2.0**16)
+    loop.backward(0, factor=2.0**-20)
+    gradients = torch.cat([p.grad.flatten() for p in loop.model.parameters()])
+    loop.step()
+    found = loop.found.of(Kind.WEIGHT_GRADIENTS)
+    nonzero = gradients != 0
+    lost, kept = nonzero & (gradients.half() == 0), nonzero & ((gradients * 2.0**16).half() == 0)
+    assert found.share_underflowed() == int(lost.sum()) / int(nonzero.sum())
+    assert found.share_underflowed() > 0.9
+    assert found.share_underflowed(loop.found.log2_scale) == int(kept.sum()) / int(nonzero.sum())
+    assert found.share_underflowed(16) < 0.1
+    assert loop.found.shares().log_entries()["underflowed_share"] == found.share_underflowed(16)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+def test_swamped_updates_are_counted_as_fp64_arithmetic_does(precision: str, tmp_path: Path) -> None:
+    loop = Loop(tmp_path, precision, lr=3e-3)
+    before = loop.masters()
+    loop.backward(0)
+    loop.step()
+    after = loop.masters()
+    for dtype, mantissa, found in ((torch.float16, 10, 0), (torch.bfloat16, 7, 1)):
+        lost = updates = 0
+        for name, weight in before.items():
+            working = weight.to(dtype).double()
+            update = (after[name] - weight).double()
+            exponent = (torch.frexp(working.abs()).exponent - 1).clamp(min=-14 if mantissa == 10 else -126)
+            exponent[working == 0] = -14 if mantissa == 10 else -126
+            half_ulp = torch.exp2((exponent - mantissa - 1).double())
+            updates += int((update != 0).sum())
+            lost += int(((update != 0) & (update.abs() < half_ulp)).sum())
+        assert loop.found.swamped()[found] == (lost, updates)
+        assert 0.05 < lost / updates < 1.0
+
+
+def test_a_skipped_step_has_no_updates_and_counts_what_was_not_finite(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.backward(0, factor=1e30)
+    loop.step()
+    assert loop.runtime.step_was_skipped and loop.found.skipped
+    assert loop.found.of(Kind.UPDATES).total == 0 and loop.found.swamped()[0].updates == 0
+    gradients = loop.found.of(Kind.WEIGHT_GRADIENTS)
+    assert gradients.inf_count + gradients.nan_count > 0
+    loop.backward(1)
+    loop.step()
+    assert loop.found.step == 2 and not loop.found.skipped
+
+
+def test_large_tensors_are_sampled_and_count_for_all_of_their_elements(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, model=lambda: nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 3)))
+    loop.model(torch.randn(4, 512)).square().mean().backward()
+    loop.step()
+    row = of(loop.found, Kind.WEIGHTS, "0.weight")
+    assert row.stride > 1 and row.histogram.total <= 2**15
+    total = loop.found.of(Kind.WEIGHTS, "0").total
+    assert total == pytest.approx(512 * 512 + 512, rel=1e-3)
+
+
+# Which layers
+
+
+def test_layers_are_those_that_a_pattern_names(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, layers=["transformer.h.*.mlp.act", "lm_head"])
+    loop.backward(0)
+    loop.step()
+    assert loop.found.layers == ("transformer.h.0.mlp.act", "transformer.h.1.mlp.act", "lm_head")
+    assert {t.layer for t in loop.found.tensors if t.kind is Kind.WEIGHTS} == {"lm_head"}
+
+
+def test_an_unknown_pattern_names_close_layers(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'transformer.h.0.mlp.fc' matches no .*'transformer.h.0.mlp.c_fc'"):
+        Loop(tmp_path, layers=["transformer.h.0.mlp.fc"])
+    with pytest.raises(ValueError, match=r"'zzz' matches no module of Mlp; .*'first'"):
+        Loop(tmp_path, model=Mlp, layers=["zzz"])
+    with pytest.raises(TypeError, match=r"write \['lm_head'\]"):
+        Loop(tmp_path, layers="lm_head")  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+# Compiled models
+
+
+@pytest.mark.parametrize("how", ["wrapper", "block"])
+def test_a_compiled_model_is_recorded_without_activations(how: str, tmp_path: Path) -> None:
+    ends = []
+    for path in (tmp_path, None):
+        torch._dynamo.reset()
+        loop = Loop(path, model=Mlp)
+        call = loop.model
+        if how == "wrapper":
+            call = torch.compile(loop.model, backend="aot_eager")
+        else:
+            loop.model.first.compile(backend="aot_eager")
+        for seed in range(2):
+            call(**vectors(seed)).square().mean().backward()
+            loop.step()
+        ends.append(loop.masters())
+        if path is not None:
+            found = loop.found
+            assert found.notes == (COMPILED,)
+            assert found.of(Kind.ACTIVATIONS).total == 0
+            assert found.of(Kind.WEIGHT_GRADIENTS).total == found.of(Kind.WEIGHTS).total > 0
+            assert found.of(Kind.UPDATES).total > 0
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[1])
+
+
+# Odd loops
+
+
+def test_a_forward_without_a_backward_leaves_nothing_behind(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.model(**tokens(0))  # somebody forgets torch.no_grad()
+    loop.backward(1)
+    loop.step()
+    assert loop.found.of(Kind.UPDATES).total > 0
+    loop.model(**tokens(0))
+    loop.runtime.detach()
+    assert not any(m._forward_hooks for m in loop.model.modules())
+
+
+def test_gradients_that_are_gone_when_the_backward_ends_are_named(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    for parameter in loop.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    loop.backward(0)
+    loop.step()
+    assert any("weight gradients: none were there" in note for note in loop.found.notes)
+
+
+def test_of_a_sharded_model_the_parameters_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(magnitude_collector, "is_sharded", lambda model: True)
+    loop = Loop(tmp_path)
+    loop.backward(0)
+    loop.step()
+    assert loop.found.notes == (magnitude_collector.SHARDED,)
+    assert {tensor.kind for tensor in loop.found.tensors} == {Kind.ACTIVATIONS, Kind.ACTIVATION_GRADIENTS}
+
+
+def test_a_loss_outside_of_the_model_is_followed(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, model=Mlp)
+    loop.model(**vectors(0)).square().mean().backward()
+    loop.step()
+    assert loop.found.of(Kind.ACTIVATION_GRADIENTS, "last").total == 32
+    assert loop.found.of(Kind.WEIGHT_GRADIENTS, "first").total == 16 * 32 + 32
+
+
+# In the log
+
+
+def test_a_record_is_what_was_recorded(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.backward(0)
+    loop.step()
+    found = loop.found
+    assert from_record(as_record(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bins": [0, 600]}, "bins 0 to 600"),
+        ({"counts": "eJwDAAAAAAE="}, "counts take 0 bytes"),
+        ({"counts": "AAAA"}, "counts are damaged"),
+        ({"loss_scale": -1.0}, "no loss scale"),
+    ],
+    ids=["bins", "short", "damaged", "scale"],
+)
+def test_a_damaged_record_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.backward(0)
+    loop.step()
+    with pytest.raises(ValueError, match=message):
+        from_record({**as_record(loop.found), **change})

@@ -1,0 +1,230 @@
+"""Histograms by exponent and the shares that FP16 loses, against direct counts."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_mp.diagnostics.magnitudes import (
+    Histogram,
+    histogram,
+    histogram_reference,
+    sample,
+    sampling_stride,
+    share_swamped,
+    share_underflowed,
+    swamped,
+)
+
+INF, NAN = float("inf"), float("nan")
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+EDGES = [0.0, -0.0, INF, -INF, NAN, 1.0, -1.0, 3.0, 65504.0, 65536.0, 2.0**-14, 2.0**-24, 2.0**-25, 1.5 * 2.0**-25,
+         2.0**-26, 2.0**-126, 2.0**-127, 2.0**-149, 1e-45, 3.4e38, -7e-20]  # fmt: skip
+
+
+def spread(count: int = 4000, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values from 2**-40 to 2**20, zeros and exact powers of two among them."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.rand(count, generator=generator) * 60 - 40
+    values = torch.exp2(exponents) * torch.randn(count, generator=generator).sign()
+    values[::7] = torch.exp2(exponents[::7].round())
+    values[::11] = 0.0
+    return values.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(0,), (1,), (4000,), (40, 100), (10, 20, 20)], ids=str)
+def test_histogram_is_the_reference(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    values = spread(math.prod(shape), dtype=dtype).reshape(shape)
+    assert histogram(values) == histogram_reference(values)
+    assert histogram(values).total == values.numel()
+    if values.dim() > 1:
+        assert histogram(values.transpose(0, 1)) == histogram(values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_special_values_have_places_of_their_own(dtype: torch.dtype) -> None:
+    values = torch.tensor(EDGES, dtype=torch.float64).to(dtype)
+    found = histogram(values)
+    assert found == histogram_reference(values)
+    assert found.nan_count == 1
+    assert found.inf_count == int(values.float().isinf().sum())
+    assert found.zeros == int((values.float() == 0).sum())
+    assert found.finite_nonzero == found.total - found.zeros - found.inf_count - 1
+
+
+@given(st.lists(st.floats(width=32), max_size=40))
+def test_histogram_of_any_floats(numbers: list[float]) -> None:
+    values = torch.tensor(numbers, dtype=torch.float32)
+    assert histogram(values) == histogram_reference(values)
+
+
+def test_complex_values_count_by_their_parts() -> None:
+    assert histogram(torch.tensor([1 + 2j, 0 + 4j])).by_octave() == {0: 1, 1: 1, 2: 1}
+
+
+def test_octaves_are_floor_log2() -> None:
+    values = spread()
+    counts: dict[int, int] = {}
+    for value in values.abs().tolist():
+        if value:
+            counts[math.frexp(value)[1] - 1] = counts.get(math.frexp(value)[1] - 1, 0) + 1
+    assert histogram(values).by_octave() == counts
+    assert histogram(torch.tensor([0.0, 2.0**-126, 2.0**-140])).by_octave() == {-126: 1, -127: 1}
+
+
+def test_histograms_add_up() -> None:
+    left, right = spread(100), spread(300, seed=1)
+    assert histogram(left) + histogram(right) == histogram(torch.cat([left, right]))
+    assert Histogram.empty() + histogram(left) == histogram(left)
+
+
+@pytest.mark.parametrize("log2_scale", [-10, 0, 1, 12, 24])
+def test_shares_are_those_of_a_direct_count(log2_scale: int) -> None:
+    values = spread()
+    found, scaled = histogram(values), values.double() * 2.0**log2_scale
+    counted = int((values != 0).sum())
+    half = scaled.float().half()
+    lost = int(((half == 0) & (values != 0)).sum())
+    subnormal = int(((half != 0) & (scaled.abs() < 2.0**-14)).sum())
+    assert 0 < lost + subnormal < counted
+    assert found.share_underflowed(log2_scale) == lost / counted
+    assert share_underflowed(values, scale=2.0**log2_scale) == lost / counted
+    assert found.share_subnormal(log2_scale) == subnormal / counted
+    assert found.share_overflowed(log2_scale) == int((scaled.abs() >= 65536).sum()) / counted
+    assert found.share_zero == int((values == 0).sum()) / values.numel()
+
+
+def test_what_rounds_to_zero_in_fp16_is_lost_and_the_next_number_is_not() -> None:
+    limit = torch.tensor([2.0**-25])
+    above = torch.nextafter(limit, torch.tensor(INF))
+    assert limit.half() == 0 and above.half() != 0
+    assert histogram(limit).share_underflowed() == share_underflowed(limit) == 1.0
+    assert histogram(above).share_underflowed() == share_underflowed(above) == 0.0
+
+
+def test_bfloat16_loses_what_it_rounds_to_zero() -> None:
+    values = torch.tensor([2.0**-133, 2.0**-134, 2.0**-149, 1.0, 0.0])
+    lost = (values.bfloat16() == 0) & (values != 0)
+    assert share_underflowed(values, dtype=torch.bfloat16) == int(lost.sum()) / 4 == 0.5
+
+
+@pytest.mark.parametrize("values", [[], [0.0, 0.0], [NAN, INF]], ids=["empty", "zeros", "not-finite"])
+def test_shares_of_nothing_are_zero(values: list[float]) -> None:
+    found = histogram(torch.tensor(values))
+    assert found.share_underflowed() == found.share_subnormal() == found.share_overflowed() == 0.0
+    assert share_underflowed(torch.tensor(values)) == 0.0
+    assert share_swamped(torch.tensor(values), torch.tensor(values)) == 0.0
+
+
+def test_extreme_scales_stay_within_the_histogram() -> None:
+    found = histogram(torch.tensor([1e-38, 1.0, 1e38]))
+    assert found.share_underflowed(-200) == found.share_overflowed(300) == 1.0
+    assert found.share_underflowed(300) == found.share_overflowed(-200) == 0.0
+
+
+# Swamped updates
+
+
+def swamped_in_fp64(weights: Tensor, updates: Tensor, dtype: torch.dtype) -> int:
+    """One by one, with the ulp as the distance to the next number of ``dtype`` upwards in the binade."""
+    mantissa = {torch.float16: 10, torch.bfloat16: 7}[dtype]
+    smallest = {torch.float16: -14, torch.bfloat16: -126}[dtype]
+    count = 0
+    for weight, update in zip(weights.to(dtype).double().tolist(), updates.double().tolist(), strict=True):
+        if not math.isfinite(weight) or not math.isfinite(update) or update == 0.0:
+            continue
+        exponent = max(math.frexp(weight)[1] - 1, smallest) if weight else smallest
+        count += abs(update) < 2.0 ** (exponent - mantissa) / 2
+    return count
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_swamped_updates_are_those_of_fp64_arithmetic(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weights = torch.cat([spread(3000, seed=4), torch.tensor([0.0, 2.0**-24, 2.0**-15, 1.0, 65504.0])])
+    updates = weights * torch.exp2(torch.rand(3005, generator=generator) * 12 - 16)
+    found = swamped(weights, updates, dtype)
+    working = weights.to(dtype)
+    counted = (updates != 0) & working.isfinite()
+    assert found == (swamped_in_fp64(weights, updates, dtype), int(counted.sum()))
+    assert 0.1 < found.share < 0.9
+
+
+def test_a_swamped_update_leaves_an_fp16_weight_as_it_is() -> None:
+    weights = spread(2000, seed=5).half().float()
+    weights = weights[weights.isfinite() & (weights != 0)]
+    # Away from zero, where the neighbour of a power of two is a whole ulp away.
+    updates = weights * torch.exp2(torch.rand(len(weights), generator=torch.Generator().manual_seed(6)) * 4 - 13)
+    nothing_happens = [
+        float(np.float16(w + u)) == w for w, u in zip(weights.double().tolist(), updates.double().tolist(), strict=True)
+    ]
+    ties = [
+        math.frexp(u)[0] == 0.5 and float(np.float16(w + u)) == w and not swamped(
+            torch.tensor([w]), torch.tensor([u])
+        ).swamped
+        for w, u in zip(weights.tolist(), updates.tolist(), strict=True)
+    ]  # fmt: skip
+    assert swamped(weights, updates).swamped == sum(nothing_happens) - sum(ties)
+    assert 0 < sum(nothing_happens) < len(weights)
+
+
+def test_norm_weights_of_one_are_swamped_in_bfloat16_at_usual_learning_rates() -> None:
+    ones, updates = torch.ones(8), torch.full((8,), -1e-3)
+    assert share_swamped(ones, updates, torch.bfloat16) == 1.0
+    assert share_swamped(ones, updates, torch.float16) == 0.0
+    assert share_swamped(ones, updates / 4, torch.float16) == 1.0
+
+
+def test_updates_that_are_zero_or_not_finite_do_not_count() -> None:
+    assert swamped(torch.ones(5), torch.tensor([0.0, NAN, INF, 1e-9, 1.0])) == (1, 2)
+    assert swamped(torch.tensor([NAN, 1e9, 1.0]), torch.full((3,), 1e-9)) == (1, 1)
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match=r"dtype=torch\.float32 is no 16-bit format: use one of torch\.bfloat16"):
+        share_underflowed(torch.ones(1), dtype=torch.float32)
+    with pytest.raises(ValueError, match="no 16-bit format"):
+        swamped(torch.ones(1), torch.ones(1), torch.float64)
+    with pytest.raises(ValueError, match=r"there are \(3,\) updates and \(2,\) weights"):
+        swamped(torch.ones(2), torch.ones(3))
+
+
+# Samples
+
+
+@pytest.mark.parametrize("shape", [(50257, 64), (768, 3072), (2**22,), (997, 1009), (3, 5, 7, 11, 2**10)], ids=str)
+def test_a_sample_leaves_no_column_out(shape: tuple[int, ...]) -> None:
+    stride = sampling_stride(shape, 2**14)
+    elements = math.prod(shape)
+    assert all(math.gcd(stride, size) == 1 for size in shape)
+    assert 2**13 <= elements // stride <= 2**14
+    columns = torch.arange(elements)[::stride] % shape[-1]
+    assert len(columns.unique()) == min(shape[-1], len(columns))
+
+
+def test_a_small_tensor_is_sampled_whole_and_copied() -> None:
+    tensor = torch.arange(12.0).reshape(3, 4)
+    taken = sample(tensor.t())
+    tensor.zero_()
+    assert taken.tolist() == [0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11]
+    assert sample(torch.zeros(0)).shape == (0,)
+
+
+def test_samples_of_one_shape_are_of_the_same_places() -> None:
+    tensor = torch.arange(300.0 * 40).reshape(300, 40)
+    other = tensor.t().contiguous().t() * 2
+    assert torch.equal(sample(tensor, 1000) * 2, sample(other, 1000))
+
+
+def test_a_sample_tells_the_shares_of_the_whole() -> None:
+    values = spread(2**18, seed=8)[torch.randperm(2**18, generator=torch.Generator().manual_seed(9))].reshape(512, 512)
+    taken = histogram(sample(values))
+    assert taken.total < 2**15 + 1
+    assert taken.share_underflowed() == pytest.approx(histogram(values).share_underflowed(), abs=0.01)

@@ -1,0 +1,278 @@
+"""The page of a run: what it says, what it names as missing, and that it stands alone."""
+
+from __future__ import annotations
+
+import html.parser
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from planted_faults import Mlp, vectors
+from torch import nn
+from typer.testing import CliRunner
+
+import hf_mp
+from hf_mp.cli import app
+from hf_mp.diagnostics import report_charts as charts
+from hf_mp.diagnostics.magnitudes import Histogram, Swamped, histogram
+from hf_mp.diagnostics.report import OPEN_ROWS, PAGE_NAME, findings, render_report, swamped_rows, write_report
+from hf_mp.diagnostics.run_log import LOG_NAME, RunRecords, StepRecord, read_run
+from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+NAN = float("nan")
+
+
+@pytest.fixture(scope="module")
+def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run with a step that its data spoiled, two recorded steps, and a name to escape."""
+    path = tmp_path_factory.mktemp("runs") / "<b>run & co"
+    torch.manual_seed(1)
+    model = Mlp()
+    model.add_module("<script>alert(1)", nn.Linear(4, 4))
+    model.forward = lambda x, own=model: getattr(own, "<script>alert(1)")(Mlp.forward(own, x))  # type: ignore[method-assign]
+    model, optimizer = hf_mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))  # type: ignore[assignment]
+    hf_mp.explain_overflows(model)
+    recorder = hf_mp.record_precision(model, path, histogram_steps=3, settings={"<i>": "<u>"})
+    for seed, factor in enumerate((1.0, 1.0, NAN, 1.0, 1.0)):
+        (model(vectors(seed)["x"]).square().mean() * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    recorder.end()
+    recorder.write_report()
+    return path
+
+
+@pytest.fixture(scope="module")
+def page(run_directory: Path) -> str:
+    return (run_directory / PAGE_NAME).read_text(encoding="utf-8")
+
+
+class Outline(html.parser.HTMLParser):
+    """Tags with their attributes, and the text; complains about what is not closed."""
+
+    VOID = frozenset({"meta", "link", "br", "img", "line", "path", "rect"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag, tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_every_tag_is_closed(page: str) -> None:
+    assert Outline(page).open == []
+
+
+def test_names_are_escaped(page: str) -> None:
+    assert "<script" not in page and "<b>run" not in page and "<i>" not in page and "<u>" not in page
+    text = Outline(page).text
+    assert "Precision of <b>run & co" in text and "<script>alert(1)" in text
+
+
+def test_the_page_stands_alone(page: str) -> None:
+    outline = Outline(page)
+    assert not re.search(r"(https?:|//|url\(|@import)", re.sub(r"<!doctype html>", "", page))
+    assert all(not value.startswith(("http", "/")) for _, attrs in outline.tags for value in attrs.values() if value)
+    assert "script" not in [tag for tag, _ in outline.tags]
+    assert page.count("prefers-color-scheme: dark") >= 2
+
+
+def test_the_page_tells_what_happened(page: str) -> None:
+    text = re.sub(r"\s+", " ", Outline(page).text)
+    assert "1 of 5 steps skipped." in text
+    assert "The loss is computed outside of the model" in text and "Step 3: who overflowed" in text
+    for kind in Kind:
+        assert f"{kind.value} of all layers" in page or f"{kind.value} of all" in page
+    assert "after backward" in text and torch.__version__ in text and "Swamped updates" in text
+    assert "Missing" not in text
+
+
+def test_a_run_with_nothing_but_a_log_of_steps_has_a_page(tmp_path: Path) -> None:
+    line = '{"record":"step","step":1,"loss_scale":2.0,"headroom":null,"skipped":true,"cause":"<why>"}'
+    (tmp_path / LOG_NAME).write_text(line + '\n{"record":"st')
+    path = write_report(tmp_path)
+    outline = Outline(path.read_text(encoding="utf-8"))
+    assert outline.open == []
+    for sentence in ("Settings were not recorded", "line 2 of 2 is half-written", "<why>", "there are no histograms"):
+        assert sentence in outline.text
+
+
+def test_an_empty_log_has_a_page_that_says_so(tmp_path: Path) -> None:
+    (tmp_path / LOG_NAME).touch()
+    assert "No step was recorded." in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+# Many layers
+
+
+def many_layers(count: int) -> StepMagnitudes:
+    found = histogram(torch.exp2(torch.randn(500, generator=torch.Generator().manual_seed(0)) * 4 - 20))
+    swamped = [Swamped(place, count) for place in range(count)]
+    tensors = [
+        TensorMagnitudes(kind, f"h.{layer}", "weight", "float32", 3, found, swamped[layer], swamped[-1 - layer])
+        for layer in range(count)
+        for kind in Kind
+    ]
+    return StepMagnitudes(5, 2.0**10, False, tuple(tensors))
+
+
+def test_too_many_layers_are_folded_and_counted(tmp_path: Path) -> None:
+    step = many_layers(150)
+    run = RunRecords(tmp_path, latest=step, latest_updated=step, shares={5: step.shares()})
+    page = render_report(run)
+    assert Outline(page).open == []
+    assert page.count(f"<summary>{150 - OPEN_ROWS} more layers</summary>") == len(Kind) + 1
+    assert page.count("<code>h.149</code>") == len(Kind) + 1
+    assert len(page) < 2**20
+
+
+def test_few_layers_are_not_folded(tmp_path: Path) -> None:
+    step = many_layers(OPEN_ROWS)
+    assert "more layers" not in render_report(RunRecords(tmp_path, latest=step, latest_updated=step))
+
+
+def test_layers_that_lose_most_come_first() -> None:
+    rows = swamped_rows(many_layers(4))
+    assert [row.layer for row in rows] == ["h.0", "h.1", "h.2", "h.3"]
+    assert (rows[0].fp16, rows[0].bf16, rows[0].bf16_percent) == ("0%", "75%", 75.0)
+
+
+# Sentences
+
+
+def test_findings_say_what_16_bits_would_lose() -> None:
+    values = torch.tensor([2.0**-26] * 3 + [1.0])
+    gradient = TensorMagnitudes(Kind.WEIGHT_GRADIENTS, "a", "w", "float32", 1, histogram(values))
+    update = TensorMagnitudes(
+        Kind.UPDATES, "a", "w", "float32", 1, histogram(values), Swamped(1, 4), Swamped(2, 4)
+    )  # fmt: skip
+    step = StepMagnitudes(7, 1024.0, False, (gradient, update))
+    steps = [StepRecord(1, 2.0, 3.0, False, ""), StepRecord(2, 4.0, None, True, "x")]
+    assert findings(steps, step, step) == [
+        "1 of 2 steps skipped.",
+        "Loss scale 2 at first, 4 at last (2 to 4).",
+        "Headroom 3.0 at last, 3.0 at its smallest: so many doublings of the scale lay between the largest gradient "
+        "and an overflow.",
+        "Of the weight gradients of step 7, FP16 would lose 75% without loss scaling and 0% at the scale of 1,024.",
+        "Of the updates of step 7, weights stored in FP16 without masters would lose 25%, weights in BF16 50%.",
+    ]
+    assert findings([], None, None) == []
+    assert findings([], replace(step, tensors=()), replace(step, tensors=())) == []
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0.0, "0%"), (1e-9, "<0.01%"), (0.00042, "0.04%"), (0.5, "50%"), (0.1234, "12.3%"),
+     (0.9999, ">99.9%"), (1.0, "100%")],
+)  # fmt: skip
+def test_shares_are_readable_and_never_rounded_to_none_or_all(share: float, text: str) -> None:
+    assert charts.percent(share) == text
+
+
+# Pictures
+
+
+def path_bars(path: str) -> dict[int, int]:
+    """The height at each octave of a silhouette."""
+    bars, x, y = {}, 0, charts.HEIGHT
+    for command, numbers in re.findall(r"([MVH])([\d,]+)", path):
+        if command == "M":
+            x, y = map(int, numbers.split(","))
+        elif command == "V":
+            y = int(numbers)
+        else:
+            for place in range(x, int(numbers), charts.OCTAVE_WIDTH):
+                bars[place // charts.OCTAVE_WIDTH + charts.LOWEST] = charts.HEIGHT - y
+            x = int(numbers)
+    return bars
+
+
+def test_a_silhouette_is_the_histogram_shifted_by_the_loss_scale() -> None:
+    values = torch.tensor([1.0] * 10 + [2.0] * 5 + [2.0**-20] * 1 + [0.0] * 50 + [2.0**-60] * 2 + [2.0**40] * 10)
+    assert path_bars(charts.silhouette(histogram(values))) == {0: 100, 1: 50, -20: 10, -48: 20, 19: 100}
+    assert path_bars(charts.silhouette(histogram(values), 4)) == {4: 100, 5: 50, -16: 10, -48: 20, 19: 100}
+    assert charts.silhouette(Histogram.empty()) == charts.silhouette(histogram(torch.zeros(3))) == ""
+
+
+def test_limits_stand_where_fp16_ends() -> None:
+    assert [limit.percent for limit in charts.LIMITS] == pytest.approx([100 * k / 68 for k in (24, 34, 64)])
+    zones = [(zone.x // 10 - 48, (zone.x + zone.width) // 10 - 48) for zone in charts.ZONES]
+    assert zones == [(-48, -24), (-24, -14), (16, 20)]
+
+
+def test_a_long_run_is_drawn_with_few_points_that_keep_its_extremes() -> None:
+    generator = np.random.default_rng(0)
+    left = generator.uniform(3.0, 9.0, 20_000)
+    left[12_345] = 0.5
+    steps = [StepRecord(i + 1, 2.0 ** (i % 7), float(y), i % 10_000 == 5, "") for i, y in enumerate(left)]
+    history = charts.scale_history(steps)
+    assert history is not None and history.headroom is not None
+    for frame in (history.scale, history.headroom):
+        assert len(frame.curves[0].points.split()) <= 2 * charts.MOST_POINTS
+    lowest = max(float(point.split(",")[1]) for point in history.headroom.curves[0].points.split())
+    assert lowest == pytest.approx(charts.LINE_HEIGHT * (1 - 0.5 / 10), abs=0.06)
+    assert len(history.skips) == 2
+
+
+def test_histories_of_one_step_and_of_none() -> None:
+    history = charts.scale_history([StepRecord(4, 8.0, None, False, "")])
+    assert history is not None and history.headroom is None
+    assert (history.scale.bottom, history.scale.top) == ("2^2", "2^4")
+    assert charts.scale_history([]) is None
+    assert charts.share_history([("a", "b", [(1, 0.5)])]) is None
+
+
+# The command
+
+
+def test_the_command_writes_the_page_and_names_what_is_missing(run_directory: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["report", str(run_directory), "--html", str(tmp_path / "own.html")])
+    assert result.exit_code == 0 and "own.html is written" in result.output and "missing" not in result.output
+    (tmp_path / LOG_NAME).write_text('{"record":')
+    result = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert result.exit_code == 0 and "missing: precision_log.jsonl: line 1 of 1 is half-written" in result.output
+    assert (tmp_path / PAGE_NAME).is_file()
+
+
+def test_the_command_refuses_what_is_no_run(tmp_path: Path, run_directory: Path) -> None:
+    result = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert result.exit_code == 2 and "hf-mp report: error:" in result.stderr and "holds no run" in result.stderr
+    assert not list(tmp_path.iterdir())
+    result = CliRunner().invoke(app, ["report", str(run_directory), "--html", str(tmp_path)])
+    assert result.exit_code == 2 and "is a directory" in result.stderr
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+@pytest.mark.parametrize("width", [390, 1200])
+def test_nothing_sticks_out_in_a_browser(run_directory: Path, width: int, tmp_path: Path) -> None:
+    page = (run_directory / PAGE_NAME).read_text(encoding="utf-8").replace("<details>", "<details open>")
+    script = "<script>document.title='wide '+(document.documentElement.scrollWidth-innerWidth)</script></body>"
+    (tmp_path / "page.html").write_text(page.replace("</body>", script), encoding="utf-8")
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--dump-dom", f"--window-size={width},900",
+               f"--user-data-dir={tmp_path}/chromium", f"file://{tmp_path}/page.html"]  # fmt: skip
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert re.search(r"<title>wide (-?\d+)</title>", shown)[1] in ("0", "-15")  # type: ignore[index]
+
+
+def test_reading_gives_the_run(run_directory: Path) -> None:
+    assert len(read_run(run_directory).steps) == 5

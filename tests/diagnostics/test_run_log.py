@@ -1,0 +1,241 @@
+"""The log of a run: written as it comes, read whatever became of the run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from planted_faults import Mlp, vectors
+
+import hf_mp
+from hf_mp.diagnostics import run_log
+from hf_mp.diagnostics.precision_recorder import SEARCH, UNEXPLAINED, PrecisionRecorder, record_precision
+from hf_mp.diagnostics.run_log import LOG_NAME, NoRunError, RunLog, read_run
+
+NAN = float("nan")
+
+
+class Run:
+    """A small run; ``factors`` multiply the loss of each step."""
+
+    def __init__(self, path: Path, explain: bool = True, **settings: Any) -> None:
+        torch.manual_seed(1)
+        self.model, self.optimizer = hf_mp.prepare(net := Mlp(), torch.optim.SGD(net.parameters(), lr=0.01))
+        if explain:
+            hf_mp.explain_overflows(self.model)
+        self.recorder: PrecisionRecorder = record_precision(self.model, path, **{"histogram_steps": 2, **settings})
+
+    def train(self, *factors: float) -> Run:
+        for seed, factor in enumerate(factors):
+            (self.model(**vectors(seed)).square().mean() * factor).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / LOG_NAME).read_text(encoding="utf-8").splitlines()]
+
+
+def test_each_step_is_there_as_soon_as_it_was_taken(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for count in range(1, 4):
+        run.train(1.0)
+        assert [line["step"] for line in lines(tmp_path) if line["record"] == "step"] == list(range(1, count + 1))
+    assert [line["step"] for line in lines(tmp_path) if line["record"] == "magnitudes"] == [1, 3]
+
+
+def test_what_is_read_is_what_happened(tmp_path: Path) -> None:
+    run = Run(tmp_path, settings={"learning_rate": 0.01}).train(1.0, 1.0, NAN, 1.0)
+    run.recorder.end()
+    read = read_run(tmp_path)
+    stats = run.model.forward.runtime.stats
+    assert list(read.steps) == [1, 2, 3, 4] and read.has_ended and read.missing == []
+    assert [step.skipped for step in read.steps.values()] == [False, False, True, False]
+    assert read.steps[3].cause.startswith("The loss is computed outside of the model")
+    assert read.steps[3].headroom is None and read.steps[4].headroom == pytest.approx(stats.headroom, abs=1.01)
+    assert read.steps[1].loss_scale == stats.loss_scale_first
+    assert [key[0] for key in read.overflows] == [3]
+    assert read.overflows[3, 1, 0] == run.model.forward.runtime.observers[0].reports[0]
+    assert list(read.shares) == list(read.memory) == [1, 3]
+    assert read.latest == run.recorder.latest
+    assert read.latest is not None and read.latest.skipped
+    assert read.latest_updated is not None and read.latest_updated.step == 1
+    (start,) = read.starts
+    assert start["settings"] == {"learning_rate": 0.01} and start["precision"] == "fp16"
+    assert start["versions"]["torch"] == torch.__version__
+    moments = [point.moment for point in read.memory[1].points]
+    assert moments == ["before forward", "after forward", "after backward", "after the update"]
+    assert all(point.used_bytes > 2**20 for point in read.memory[1].points)
+
+
+def test_a_skip_that_nobody_explained_says_so_and_a_search_is_one(tmp_path: Path) -> None:
+    Run(tmp_path, explain=False).train(1e30, 1.0, NAN)
+    causes = [step.cause for step in read_run(tmp_path).steps.values()]
+    assert causes == [SEARCH, "", UNEXPLAINED]
+
+
+def test_a_killed_process_leaves_what_it_wrote(tmp_path: Path) -> None:
+    code = f"""
+import os
+from pathlib import Path
+from hf_mp.diagnostics.run_log import RunLog
+log = RunLog(Path({str(tmp_path)!r}))
+for step in (1, 2):
+    log.write("step", step=step, loss_scale=2.0, headroom=None, skipped=False, cause="")
+log._file.write('{{"record":"step","step":3,"loss')
+log._file.flush()
+os.kill(os.getpid(), 9)
+"""
+    killed = subprocess.run([sys.executable, "-c", code], timeout=100, check=False)
+    assert killed.returncode == -9
+    read = read_run(tmp_path)
+    assert list(read.steps) == [1, 2]
+    missing = "\n".join(read.missing)
+    assert f"{LOG_NAME}: line 3 of 3 is half-written or damaged" in missing
+    assert "has not come to its end" in missing and "no record of the run's start" in missing
+    # A later start goes on on a line of its own.
+    Run(tmp_path).train(1.0).recorder.end()
+    read = read_run(tmp_path)
+    assert read.steps[1].headroom is not None and read.has_ended
+    assert "line 3 of" in read.missing[0] and len(read.missing) == 1
+
+
+def test_a_resumed_run_goes_on_where_it_was_resumed(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    start = {"version": 1, "model": "M", "precision": "fp16", "loss_scaler": "headroom", "device": "cpu"}
+    for begin, end, scale in ((1, 8, 2.0), (4, 6, 4.0)):
+        log.write("run", **start)
+        for step in range(begin, end):
+            log.write("step", step=step, loss_scale=scale, headroom=None, skipped=False, cause="")
+    read = read_run(tmp_path)
+    assert {step: record.loss_scale for step, record in read.steps.items()} == {1: 2, 2: 2, 3: 2, 4: 4, 5: 4}
+    assert len(read.starts) == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{", "[]", "null", '{"record":"unknown"}', '{"record":"step","step":1}', '{"record":["step"]}', "\xff",
+        '{"record":"step","step":"x","loss_scale":1,"headroom":null,"skipped":false,"cause":""}',
+        '{"record":"step","step":1,"loss_scale":0,"headroom":null,"skipped":false,"cause":""}',
+        '{"record":"step","step":1,"loss_scale":1e999,"headroom":null,"skipped":false,"cause":""}',
+        '{"record":"run","version":2}', '{"record":"run","version":1,"model":5}',
+        '{"record":"overflow","report":{"step":1}}', '{"record":"memory","step":1,"source":"","points":[["a",-1]]}',
+        '{"record":"magnitudes","step":1,"loss_scale":1,"skipped":false,"notes":[],"tensors":[["x"]],"bins":[0,1],'
+        '"counts":""}',
+        '{"record":"predicted memory","batch_size":1,"seq_len":1,"device":"cpu","peak_bytes":1,"peak_phase":"update",'
+        '"timeline":[[0,"lunch",{}]]}',
+        "[" * 100_000,
+    ],
+    ids=lambda line: line[:40] + str(len(line)),
+)  # fmt: skip
+def test_damaged_records_are_left_out_and_counted(line: str, tmp_path: Path) -> None:
+    good = '{"record":"step","step":7,"loss_scale":2.0,"headroom":1.5,"skipped":false,"cause":""}'
+    (tmp_path / LOG_NAME).write_bytes(f"{line}\n{good}\n".encode("latin-1"))
+    read = read_run(tmp_path)
+    assert list(read.steps) == [7] and read.steps[7].headroom == 1.5
+    assert f"{LOG_NAME}: line 1 of 2 is half-written or damaged, and left out" in read.missing
+
+
+# What else there may be
+
+
+def test_no_run_is_an_error_that_names_what_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(
+        NoRunError, match=r"holds no run: neither precision_log.jsonl .*trainer_state.json, nor overflo"
+    ):
+        read_run(tmp_path)
+    with pytest.raises(NoRunError, match="is no directory"):
+        read_run(tmp_path / "nowhere")
+
+
+def test_an_empty_log_is_a_run_of_which_everything_is_missing(tmp_path: Path) -> None:
+    (tmp_path / LOG_NAME).touch()
+    assert f"{LOG_NAME} is empty" in read_run(tmp_path).missing
+
+
+def test_without_a_log_the_newest_checkpoint_tells(tmp_path: Path) -> None:
+    for number, scale in ((9, 1.0), (10, 8.0), (11, None)):
+        folder = tmp_path / f"checkpoint-{number}"
+        folder.mkdir()
+        history = [{"step": 5, "loss_scale": 4.0, "skipped_steps": 1}, {"step": 5, "eval_loss": 1.0}]
+        history.append({"step": 10, "loss_scale": scale, "skipped_steps": 3, "headroom": 5.5})
+        text = json.dumps({"log_history": history}) if scale else "{half"
+        (folder / "trainer_state.json").write_text(text)
+    read = read_run(tmp_path)
+    assert [(s.step, s.loss_scale, s.headroom, s.cause) for s in read.steps.values()] == [
+        (5, 4.0, None, "1 skipped since the log before"),
+        (10, 8.0, 5.5, "2 skipped since the log before"),
+    ]
+    missing = "\n".join(read.missing)
+    assert "checkpoint-11/trainer_state.json cannot be read" in missing
+    assert "steps are those that checkpoint-10/trainer_state.json logged" in missing
+    assert f"{LOG_NAME} is not there" in missing
+
+
+def test_kept_overflow_reports_are_found(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model, optimizer = hf_mp.prepare(net := Mlp(), torch.optim.SGD(net.parameters(), lr=0.01))
+    explainer = hf_mp.explain_overflows(model, keep_batches=tmp_path / "overflows")
+    (model(**vectors(0)).square().mean() * NAN).backward()
+    optimizer.step()
+    (tmp_path / "overflows" / "step-2").mkdir()
+    (tmp_path / "overflows" / "step-2" / "report.json").write_text("{}")
+    read = read_run(tmp_path)
+    assert list(read.overflows.values()) == explainer.reports
+    assert any(sentence.startswith("overflows/step-2/report.json cannot be read") for sentence in read.missing)
+
+
+def test_nothing_outside_of_the_run_directory_is_read(tmp_path: Path) -> None:
+    Run(tmp_path / "other").train(1.0)
+    run = tmp_path / "run"
+    (run / "checkpoint-1").mkdir(parents=True)
+    (tmp_path / "state.json").write_text('{"log_history": [{"step": 1, "loss_scale": 2.0}]}')
+    (run / LOG_NAME).symlink_to(tmp_path / "other" / LOG_NAME)
+    (run / "checkpoint-1" / "trainer_state.json").symlink_to(tmp_path / "state.json")
+    with pytest.raises(NoRunError, match=f"{LOG_NAME} is a link out of the run directory and was not read"):
+        read_run(run)
+
+
+# Writing
+
+
+def test_a_log_that_cannot_be_written_is_told_once_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    told: list[str] = []
+    monkeypatch.setattr(run_log.logger, "warning", told.append)
+    run = Run(tmp_path / "file" / "run").train(1.0, 1.0)
+    assert run.model.forward.runtime.stats.steps == 2
+    assert len(told) == 1 and "recorded no further" in told[0]
+
+
+def test_the_recorder_of_a_model_is_one(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert record_precision(run.model, tmp_path, histogram_steps=2) is run.recorder
+    with pytest.raises(ValueError, match=r"recorded already, with run_directory=.*histogram_steps=2"):
+        record_precision(run.model, tmp_path, histogram_steps=3)
+
+
+@pytest.mark.parametrize("steps", [-1, 2.5, True, "50"])
+def test_wrong_numbers_of_steps_are_named(steps: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"histogram_steps=.* must be a whole number"):
+        Run(tmp_path, histogram_steps=steps)
+
+
+def test_wrong_models_and_settings_are_named(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="record_precision takes a model or its MixedPrecision, not a str"):
+        record_precision("model", tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no mixed precision is attached to this Mlp"):
+        record_precision(Mlp(), tmp_path)
+    with pytest.raises(ValueError, match="FP32 throughout: there is nothing to record"):
+        record_precision(hf_mp.MixedPrecision("fp32"), tmp_path)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        Run(tmp_path, settings={"model": Mlp})

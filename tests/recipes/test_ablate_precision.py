@@ -1,0 +1,207 @@
+"""The ablation at small size, and its parts: the emulated product, the measured shares, the verdicts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import ablate_precision as recipe
+from ablate_precision import (
+    SCALES,
+    VARIANTS,
+    Ablation,
+    FineTuning,
+    Options,
+    Shares,
+    Task,
+    accumulate_in_fp16,
+    batches,
+    load_texts,
+    main,
+    pretrain,
+    summarize,
+    update_and_look,
+)
+
+CPU = torch.device("cpu")
+NOTHING_LOST = Shares(0.0, 0.0, 0.0)
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    scale = dataclasses.replace(SCALES["small"], pretraining_steps=20, documents=20)
+    texts = load_texts(scale)
+    return Task(scale, texts, pretrain(scale, texts.library, CPU), 2e-5, CPU)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> tuple[Path, str]:
+    directory = tmp_path_factory.mktemp("ablation")
+    console = Console(width=160, record=True)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(recipe, "Console", lambda **settings: console)
+    try:
+        main(["--scale=small", "--seeds=2", "--device=cpu", f"--output_dir={directory}"])
+    finally:
+        patch.undo()
+    return directory, console.export_text()
+
+
+def test_the_recipe_runs_all_variants_and_reports(ended):
+    directory, text = ended
+    found = json.loads((directory / "ablation.json").read_text())
+    assert [row["variant"] for row in found["rows"]] == list(VARIANTS)
+    assert (directory / "losses.png").read_bytes().startswith(b"\x89PNG")
+    for name in VARIANTS:
+        assert name in text
+        assert [len(run["losses"]) for run in found["runs"][name]] == [SCALES["small"].steps] * 2
+    assert "the seed spread" in text
+
+
+def test_what_the_paper_says_is_seen_at_small_size(ended):
+    found = json.loads((ended[0] / "ablation.json").read_text())
+    rows = {row["variant"]: row for row in found["rows"]}
+    spread = found["seed_spread"]
+    assert abs(rows["fp16"]["difference"]) <= spread < rows["fp16-no-masters"]["difference"]
+    lost = {name: row["lost"] for name, row in rows.items()}
+    assert lost["fp16-no-masters"]["updates"] > 0.3 > 0.01 > lost["fp16"]["updates"]
+    assert lost["bf16-pure"]["updates"] > lost["fp16-no-masters"]["updates"]
+    assert lost["fp16-no-scaling"]["activation_gradients"] > 2 * lost["fp16"]["activation_gradients"]
+    assert lost["fp32"]["activation_gradients"] == lost["bf16"]["activation_gradients"] == 0.0
+
+
+def test_all_seeds_differ_and_all_variants_get_the_same_batches(task):
+    def order(seed):
+        return torch.cat([batch["input_ids"] for batch in batches(task.texts.reference, task.scale, 9, seed, CPU)])
+
+    assert torch.equal(order(1), order(1))
+    assert not torch.equal(order(1), order(2))
+
+
+def accumulate_one_by_one(left, right):
+    """By NumPy's rule for FP16 scalars: blocks of 16 products are summed up in FP32, then rounded."""
+    result = torch.zeros(left.shape[0], right.shape[1], dtype=torch.float16)
+    for i in range(left.shape[0]):
+        for j in range(right.shape[1]):
+            total = torch.tensor(0.0)
+            for start in range(0, left.shape[1], 16):
+                block = (left[i, start : start + 16].float() * right[start : start + 16, j].float()).sum()
+                total = (total + block).half().float()
+            result[i, j] = total
+    return result
+
+
+@pytest.mark.parametrize("inner", [1, 16, 40, 100])
+def test_the_product_rounds_its_running_sum(inner):
+    generator = torch.Generator().manual_seed(inner)
+    left, right = (torch.randint(-8, 8, shape, generator=generator).half() for shape in ((3, inner), (inner, 4)))
+    left += 0.125  # exact in FP32, not in an FP16 sum
+    assert torch.equal(accumulate_in_fp16(left, right), accumulate_one_by_one(left, right))
+
+
+def test_sums_stop_growing_where_fp16_has_no_number_between():
+    ones = torch.ones(1, 8192, dtype=torch.float16)
+    assert accumulate_in_fp16(ones, ones.t()).item() == 8192  # 16 at a time reach every multiple of 16
+    # 1 + 16 * 2**-14 is rounded to 1: half of the distance to the next number, 2**-10
+    left = torch.cat([torch.ones(1, 16) / 16, torch.full((1, 1600), 2.0**-15)], dim=1).half()
+    assert accumulate_in_fp16(left, torch.ones(1616, 1, dtype=torch.float16)).item() == 1.0
+
+
+def test_overflow_stays_infinite():
+    large = torch.full((1, 64), 60000.0, dtype=torch.float16)
+    assert accumulate_in_fp16(large, torch.ones(64, 1, dtype=torch.float16)).isinf().all()
+
+
+def test_the_emulated_variant_is_fp16_but_for_rounding(task):
+    batch = next(iter(batches(task.texts.reference, task.scale, 1, 0, CPU)))
+    found = {}
+    for name in ("fp32", "fp16", "fp16-accumulation"):
+        training = task.start(name)
+        training.backward(batch)
+        found[name] = torch.cat([weight.grad.flatten() for weight in training.model.parameters()])
+    assert not torch.equal(found["fp16"], found["fp16-accumulation"])
+    errors = {name: (found[name] - found["fp32"]).norm() / found["fp32"].norm() for name in found}
+    assert errors["fp16"] < errors["fp16-accumulation"] < 0.02
+
+
+def test_weights_without_masters_are_fp16_and_their_state_is_fp32(task):
+    training = task.start("fp16-no-masters")
+    batch = next(iter(batches(task.texts.reference, task.scale, 1, 0, CPU)))
+    training.backward(batch)
+    training.update()
+    weight = next(training.model.parameters())
+    state = training.optimizer.state[weight]
+    assert (weight.dtype, weight.grad.dtype, state["exp_avg"].dtype) == (torch.float16, torch.float32, torch.float32)
+
+
+def test_shares_are_of_what_was_planted(task):
+    training, twin = task.start("fp32"), recipe.Fp32Twin(task.pretrained)
+    batch = next(iter(batches(task.texts.reference, task.scale, 1, 0, CPU)))
+    training.backward(batch)
+    for weight in training.model.parameters():
+        weight.grad.flatten()[::2] = 0.0  # half of them "underflow", and have no update
+    for group in training.optimizer.param_groups:
+        group["lr"] = 0.0  # and no update of the others changes a weight
+    lost = update_and_look(training, twin, batch)
+    assert lost.weight_gradients == pytest.approx(0.5, abs=0.01)
+    assert lost.updates == 1.0
+    assert lost.activation_gradients == 0.0
+
+
+def run(loss: float) -> FineTuning:
+    return FineTuning([loss] * 3, loss, NOTHING_LOST, 0, 1.0)
+
+
+def test_verdicts_compare_with_the_seed_spread():
+    runs = {
+        "fp32": [run(4.0), run(4.1)],
+        "fp16": [run(4.05), run(4.15)],
+        "fp16-no-masters": [run(4.2), run(4.4)],
+        "bf16": [run(3.8), run(3.9)],
+    }
+    found = summarize(runs, dict.fromkeys(runs, 2**20), loss_before=5.0)
+    assert found.seed_spread == pytest.approx(0.1)
+    assert [found.verdict(row) for row in found.rows] == [
+        "",
+        "within the seed spread",
+        "worse, beyond the seed spread",
+        "better, beyond the seed spread",
+    ]
+    assert found.rows[2].difference == pytest.approx(0.25)
+    assert found.rows[2].difference_range == pytest.approx((0.2, 0.3))
+
+
+def test_without_fp32_or_with_one_seed_there_is_nothing_to_compare_with():
+    alone = summarize({"fp16": [run(4.0), run(4.1)]}, {"fp16": 1}, 5.0)
+    assert (alone.seed_spread, alone.rows[0].difference, alone.rows[0].time) == (None, None, None)
+    single = summarize({"fp32": [run(4.0)], "fp16": [run(4.1)]}, {"fp32": 1, "fp16": 1}, 5.0)
+    assert single.seed_spread is None and single.verdict(single.rows[1]) == ""
+    for ablation in (alone, single):
+        assert recipe.ablation_table(ablation).row_count == len(ablation.rows)
+    assert isinstance(alone, Ablation)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--seeds", "0"], "train under one seed at least"),
+        (["--learning_rate", "-1"], "must be positive"),
+        (["--variants", "fp8"], "invalid choice: 'fp8'"),
+    ],
+    ids=["seeds", "learning_rate", "variants"],
+)
+def test_bad_options_end_with_the_way_out(capsys, flags, message):
+    with pytest.raises(SystemExit) as ended:
+        recipe.parse_options(flags)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_defaults_train_everything():
+    assert recipe.parse_options([]).variants == list(VARIANTS)
+    assert Options().seeds == 3

@@ -1,0 +1,228 @@
+"""The tables of the README and of docs/ are those of the stored results."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import make_tables
+from _markdown import otherwise, ratio, table
+from _plots import digest, draw_scales, draw_steps, drawn_from
+from _regions import REGIONS, gpu
+from _results import RESULTS, ROOT
+from _stored import Stored, StoredResultError, StoredResults
+from make_tables import MARKER, PICTURES, REGION, pages, rewritten, stale_pages, stale_pictures
+
+
+def record(result: dict, **changes) -> dict:
+    base = {
+        "date": "2026-01-02T03:04:05+00:00",
+        "command": "python scripts/bench_thing.py",
+        "device": {"CPU": "A CPU", "CPU threads": "2 of 2", "CPU instructions": "AVX2",
+                   "FP16 products on the CPU": "native", "GPU 0": "NVIDIA H200"},
+        "versions": {"torch": "2.13.0+cpu", "transformers": "5.23.0"},
+    }  # fmt: skip
+    return {**base, **changes, "result": result}
+
+
+def write(directory: Path, name: str, result: dict, **changes) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"{name}.json").write_text(json.dumps(record(result, **changes)))
+
+
+def test_the_pages_are_those_of_the_stored_results():
+    assert not stale_pages(StoredResults(RESULTS), pages()), "run `make tables`"
+
+
+def test_the_pictures_are_those_of_the_stored_results():
+    assert not stale_pictures(StoredResults(RESULTS)), "run `make tables`"
+
+
+def test_each_region_is_on_a_page():
+    found = [match["name"] for page in pages() for match in REGION.finditer(page.read_text())]
+    assert sorted(found) == sorted(REGIONS)
+
+
+def test_what_the_readme_measured_is_written_from_results_alone():
+    section = (ROOT / "README.md").read_text().partition("## Measured")[2].partition("\n## ")[0]
+    assert len(MARKER.findall(section)) > 10
+    assert not re.search(r"\d", REGION.sub("", section))
+
+
+def test_pictures_have_a_white_ground():
+    for name in PICTURES.keys() & {path.stem for path in RESULTS.glob("*.json")}:
+        with Image.open(RESULTS / f"{name}.png") as picture:
+            assert picture.convert("RGBA").getpixel((0, 0)) == (255, 255, 255, 255)
+
+
+@pytest.fixture
+def results(tmp_path) -> StoredResults:
+    write(tmp_path, "bench_callback", {
+        "contenders": {"callback": {"ratio_to_subclass": 1.25}},
+        "callback_over_subclass_per_round": {"median": 1.5, "spread": 0.125},
+    })  # fmt: skip
+    return StoredResults(tmp_path)
+
+
+PAGE = "before 9.9\n\n<!-- figures: callback -->\nold 7.7\n<!-- end of figures -->\n\nafter 9.9\n"
+
+
+def test_what_is_between_the_markers_is_replaced(results):
+    text = rewritten(PAGE, results, "page.md")
+    assert "1.25 times the subclass's" in text and "1.50 ± 0.12" in text and "7.7" not in text
+    assert text.startswith("before 9.9\n\n<!-- figures: callback -->\n\n")
+    assert text.endswith("\n\n<!-- end of figures -->\n\nafter 9.9\n")
+    assert rewritten(text, results, "page.md") == text
+
+
+def test_a_stale_page_is_found_and_a_fresh_one_is_not(results, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    ((_, (text, fresh)),) = stale_pages(results, [page]).items()
+    assert text == PAGE and "1.25" in fresh
+    page.write_text(fresh)
+    assert not stale_pages(results, [page])
+    page.write_text(fresh.replace("1.25", "1.26"))
+    assert stale_pages(results, [page])
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        ("<!-- figures: moon -->\n<!-- end of figures -->", r"page.md has a region 'moon': use one of machine, step"),
+        ("<!-- figures: callback -->\n", r"page.md has markers of figures that do not come in pairs"),
+        ("<!-- end of figures -->\n", r"page.md has markers of figures that do not come in pairs"),
+        ("<!-- figures: update -->\n<!-- end of figures -->", r"there is no bench_update.json in .*: run the script"),
+    ],
+)
+def test_pages_that_cannot_be_made_are_refused(results, page, message):
+    with pytest.raises(StoredResultError, match=message):
+        rewritten(page, results, "page.md")
+
+
+def test_a_field_that_is_missing_is_named_with_the_command(tmp_path):
+    row = {"spread_seconds": 0.1, "ratio_to_torch": 1.0, "floor_seconds": 0.1, "ratio_to_floor": 1.0}
+    write(tmp_path, "bench_update", {"parameters": 10**6, "contenders": {"torch.amp": row}})
+    message = (
+        r"bench_update.json has no result > contenders > torch.amp > median_seconds: store it anew with "
+        r"'python scripts/bench_thing.py'"
+    )
+    with pytest.raises(StoredResultError, match=message):
+        REGIONS["update"](StoredResults(tmp_path))
+
+
+@pytest.mark.parametrize(("value", "shown"), [("fast", "'fast'"), (True, "True"), ({"a": 1}, r"\{'a': 1\}")])
+def test_a_field_that_is_no_number_is_named(tmp_path, value, shown):
+    with pytest.raises(StoredResultError, match=rf"x.json: result > seconds is {shown}, not a number"):
+        Stored("x.json", {}, {"seconds": value}, ("result",))["seconds"].number  # noqa: B018
+
+
+# Every field that a region reads is missed where it is not there: nothing is made up.
+@pytest.mark.parametrize("name", ["bench_step", "bench_update", "bench_loss", "bench_autocast", "bench_step_memory"])
+def test_no_region_is_made_from_a_result_that_is_empty(name, tmp_path):
+    for file in RESULTS.glob("*.json"):
+        shutil.copy(file, tmp_path)
+    write(tmp_path, name, {"contenders": {}})
+    region = {"bench_step_memory": "step memory"}.get(name, name.removeprefix("bench_"))
+    with pytest.raises(StoredResultError, match=rf"{name}.json"):
+        REGIONS[region](StoredResults(tmp_path))
+
+
+def test_check_changes_nothing_and_fails(results, tmp_path, monkeypatch, capsys):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    monkeypatch.setattr(make_tables, "pages", lambda: [page])
+    monkeypatch.setattr(make_tables, "PICTURES", {})
+    with pytest.raises(SystemExit, match="run `make tables`"):
+        make_tables.main(check=True, results_dir=tmp_path)
+    assert page.read_text() == PAGE
+    assert "-old 7.7" in capsys.readouterr().out
+    make_tables.main(check=False, results_dir=tmp_path)
+    assert "1.25" in page.read_text()
+    make_tables.main(check=True, results_dir=tmp_path)
+
+
+def test_results_that_do_not_do_end_in_one_line(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    monkeypatch.setattr(make_tables, "pages", lambda: [page])
+    with pytest.raises(SystemExit, match=r"cannot make the tables: there is no bench_callback\.json"):
+        make_tables.main(results_dir=tmp_path)
+    assert page.read_text() == PAGE
+
+
+def test_a_picture_of_other_results_is_stale(tmp_path, monkeypatch):
+    monkeypatch.setattr(make_tables, "PICTURES", {"compare_scalers": draw_scales})
+    run = {"scale_changes": [[1, 4.0], [3, 2.0]], "steps": 5, "skipped_at": [2]}
+    write(tmp_path, "compare_scalers", {"dynamic": run})
+    results, picture = StoredResults(tmp_path), tmp_path / "compare_scalers.png"
+    assert stale_pictures(results) == {picture: "compare_scalers"}
+    draw_scales({"dynamic": run}, picture)
+    assert not stale_pictures(results)
+    write(tmp_path, "compare_scalers", {"dynamic": {**run, "steps": 6}})
+    assert stale_pictures(results) == {picture: "compare_scalers"}
+
+
+def test_a_picture_without_a_word_about_its_results_is_stale(tmp_path):
+    Image.new("RGB", (2, 2)).save(tmp_path / "old.png")
+    assert drawn_from(tmp_path / "old.png") is None
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 1, "b": 3})
+
+
+def test_the_picture_of_steps_leaves_out_what_would_hide_the_others(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    drawn = []
+    monkeypatch.setattr(Axes, "barh", lambda self, names, *args, **kwargs: drawn.append(list(names)))
+    row = {"median_seconds": 1.0, "spread_seconds": 0.1, "floor_seconds": 0.5, "peak_bytes": 1}
+    rows = {"fp32": row, "hf_mp fp16": row, "slow": {**row, "median_seconds": 50.0}, "unmeasured": {"peak_bytes": 1}}
+    draw_steps({"contenders": rows}, tmp_path / "steps.png")
+    assert drawn == [["hf_mp fp16", "fp32"]] * 2
+
+
+def test_a_table_is_markdown():
+    assert table(("", "a"), [["x", "1"], ["", "2"]]) == "| | a |\n|---|---|\n| x | 1 |\n| | 2 |"
+
+
+def test_small_ratios_are_fractions():
+    rows = Stored("x.json", {}, {"ours": {"s": 1.0}, "same": {"s": 2.0}, "slow": {"s": 52.0}})
+    assert ratio(rows["ours"], rows["same"], "s") == "0.50"
+    assert ratio(rows["ours"], rows["slow"], "s") == "1/52"
+
+
+def test_conditions_that_differ_are_said(tmp_path):
+    write(tmp_path, "usual", {"a": 1})
+    device = {**record({})["device"], "CPU threads": "1 of 2"}
+    write(tmp_path, "other", {"a": 1}, device=device, versions={"torch": "2.11.0", "transformers": "5.23.0"})
+    results = StoredResults(tmp_path)
+    assert otherwise(results("usual"), results("usual")) == ""
+    assert otherwise(results("other"), results("usual")) == ", 1 of 2 threads, torch 2.11.0"
+
+
+def test_without_gpu_results_it_says_so(tmp_path):
+    assert gpu(StoredResults(tmp_path)) == "GPU: not measured on a GPU yet."
+
+
+def test_gpu_results_fill_a_table_and_gaps_are_named(tmp_path):
+    def row(seconds: float, peak: int) -> dict:
+        return {"median_seconds": seconds, "peak_bytes": peak, "ratio_to_floor": 1.25}
+
+    shape = {"layers": 12, "width": 768, "vocab": 50257, "batch": 8, "seq": 1024, "accumulation": 1, "dropout": 0.1}
+    write(tmp_path / "h200", "bench_step_gpt2", {
+        "workload": shape,
+        "contenders": {"Trainer fp16=True": row(2.0, 100), "MixedPrecisionTrainer fp16": row(1.5, 60)},
+    })  # fmt: skip
+    update = {"hf_mp fp16": row(1.0, 0), "torch.amp": row(4.0, 0)}
+    write(tmp_path / "h200", "bench_update_gpt2_large", {"contenders": update})
+    text = gpu(StoredResults(tmp_path))
+    assert "NVIDIA H200" in text and "8 x 1024 tokens, dropout 0.1" in text
+    assert "| `fp16` step / Trainer `fp16=True` | 0.75 | not measured |" in text
+    assert "| `fp16` peak memory / Trainer `fp16=True` | 0.60 | not measured |" in text
+    assert "| `fp16-lean` step | not measured | not measured |" in text
+    assert "| update / GradScaler, clip, fused AdamW, cast | not measured | 0.25 |" in text
+    assert "| update / its bandwidth floor | not measured | 1.25 |" in text
