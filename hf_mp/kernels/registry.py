@@ -108,7 +108,7 @@ def chosen(name: str, tensors: Sequence[Tensor]) -> Any:
 
 def why_not(kernel: Kernel, tensors: Sequence[Tensor]) -> str | None:
     """Why the kernel cannot run on these tensors; None where it can."""
-    if importlib.util.find_spec("triton") is None:
+    if not _has_triton():
         return "triton is not installed"
     for tensor in tensors:
         if type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):  # a DTensor, a fake tensor
@@ -123,6 +123,11 @@ def why_not(kernel: Kernel, tensors: Sequence[Tensor]) -> str | None:
     if len(devices) > 1:
         return f"the tensors are on {' and '.join(devices)}"
     return _why_not_on(tensors[0].device)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def is_interpreting() -> bool:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_written_out, check_tensors
+from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_written_out
 from hf_mp.kernels.triton_tables import (
     BLOCK,
     DTYPE_CODES,
@@ -19,6 +19,7 @@ from hf_mp.kernels.triton_tables import (
     addresses_of,
     blocks_of,
     load_as_fp32,
+    on,
     place_of,
     places,
     round_to_bf16,
@@ -174,9 +175,10 @@ def adamw_(
     factor: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """As :func:`hf_mp.kernels.adamw.adamw_written_out`, without waiting for the device: one launch a layout."""
-    for tensors in parameters:
-        check_tensors(tensors)
+    """As :func:`hf_mp.kernels.adamw.adamw_written_out`, without waiting for the device: one launch a layout.
+
+    The tensors must fit together, as :func:`hf_mp.kernels.adamw.adamw_` checks.
+    """
     steps = [tensors.step for tensors in parameters]
     torch._foreach_add_(steps, 1) if found_inf is None else torch._foreach_add_(steps, 1.0 - found_inf.squeeze())
     kinds: dict[tuple[torch.dtype, torch.dtype | None, bool], list[AdamWTensors]] = {}
@@ -185,7 +187,8 @@ def adamw_(
             working = None if tensors.working is None else tensors.working.dtype
             kinds.setdefault((tensors.gradient.dtype, working, tensors.remainder is not None), []).append(tensors)
     for (gradient, working, is_split), group in kinds.items():
-        _launch(group, settings, factor, found_inf, DTYPE_CODES[gradient], _WORKING_CODES[working], is_split)
+        with on(group[0].gradient.device):
+            _launch(group, settings, factor, found_inf, DTYPE_CODES[gradient], _WORKING_CODES[working], is_split)
 
 
 def _launch(

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_mp.kernels.cross_entropy import Rows
-from hf_mp.kernels.triton_tables import BF16, DTYPE_CODES, round_to_bf16
+from hf_mp.kernels.triton_tables import BF16, DTYPE_CODES, on, round_to_bf16
 
 BLOCK = 4096
 WARPS = 8
@@ -98,10 +98,11 @@ class RowKernels:
         rows, classes = logits.shape
         denominators = torch.empty(rows, dtype=torch.float32, device=logits.device)
         losses = torch.empty_like(denominators)
-        forward_kernel[(rows,)](
-            _as_read(logits), targets, denominators, losses, float(smoothing),
-            CLASSES=classes, DTYPE=DTYPE_CODES[logits.dtype], SMOOTHED=bool(smoothing), BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+        with on(logits.device):
+            forward_kernel[(rows,)](
+                _as_read(logits), targets, denominators, losses, float(smoothing), CLASSES=classes,
+                DTYPE=DTYPE_CODES[logits.dtype], SMOOTHED=bool(smoothing), BLOCK=BLOCK, num_warps=WARPS,
+            )  # fmt: skip
         return denominators, losses
 
     @staticmethod
@@ -111,10 +112,11 @@ class RowKernels:
     ) -> None:  # fmt: skip
         """As :func:`hf_mp.kernels.cross_entropy.Rows.backward`."""
         rows, classes = logits.shape
-        backward_kernel[(rows,)](
-            _as_read(result), _as_read(logits), targets, denominators, factors, float(smoothing),
-            float(z_loss), CLASSES=classes, DTYPE=DTYPE_CODES[logits.dtype], BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+        with on(logits.device):
+            backward_kernel[(rows,)](
+                _as_read(result), _as_read(logits), targets, denominators, factors, float(smoothing),
+                float(z_loss), CLASSES=classes, DTYPE=DTYPE_CODES[logits.dtype], BLOCK=BLOCK, num_warps=WARPS,
+            )  # fmt: skip
 
 
 def _as_read(logits: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_mp.kernels.gradient_scan import Scan, scan_reference
-from hf_mp.kernels.triton_tables import BLOCK, DTYPE_CODES, WARPS, addresses_of, blocks_of, load_as_fp32, place_of
+from hf_mp.kernels.triton_tables import BLOCK, DTYPE_CODES, WARPS, addresses_of, blocks_of, load_as_fp32, on, place_of
 
 
 @triton.jit
@@ -47,7 +47,8 @@ def scan(tensors: Sequence[Tensor]) -> Scan:
     for tensor in tensors:
         if tensor.numel():
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    parts = [_scan_of_one_dtype(group, device) for group in by_dtype.values()]
+    with on(device):
+        parts = [_scan_of_one_dtype(group, device) for group in by_dtype.values()]
     largest = torch.cat([bits for bits, _ in parts]).max().view(torch.float32)
     norm = torch.cat([squares for _, squares in parts]).sum(dtype=torch.float64).sqrt().float()
     return Scan(largest, norm)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -36,6 +37,11 @@ class Blocks(NamedTuple):
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
         """What a kernel is given."""
         return self.numels, self.tensor, self.place
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """To launch in: Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @functools.lru_cache(maxsize=16)

@@ -63,22 +63,22 @@ def step_whole(optimizer: Optimizer, own_step: Callable[..., Any] | None, copies
     """
     if copies.keeps_none or not _is_fused_adam(optimizer, own_step) or _has_hooks(optimizer):
         return False
-    batches: list[tuple[AdamWSettings, list[AdamWTensors]]] = []
-    stepping = [
-        parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
-    ]
-    for settings, group in _groups(optimizer):
-        batches.append((settings, []))
-        for parameter in group:
-            if parameter.grad is not None:
-                if (given := _whole_tensors(optimizer, parameter, copies)) is None:
-                    return False
-                batches[-1][1].append(given)
-    if not stepping or sum(len(given) for _, given in batches) != len(stepping):
+    everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    stepping = [parameter for parameter in everything if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in stepping]
+    if not stepping or chosen("adamw", [*stepping, *gradients]) is None:  # before any state is made
         return False
-    for settings, given_tensors in batches:
-        if given_tensors:
-            adamw_(given_tensors, settings)
+    batches: list[tuple[AdamWSettings, list[AdamWTensors]]] = []
+    for settings, group in _groups(optimizer):
+        given = [_whole_tensors(optimizer, parameter, copies) for parameter in group if parameter.grad is not None]
+        batches.append((settings, [tensors for tensors in given if tensors is not None]))
+    written = [tensor for _, batch in batches for tensors in batch for tensor in tensors.floating_state()]
+    kernel = chosen("adamw", written) if written else None
+    if kernel is None or sum(len(batch) for _, batch in batches) != len(stepping):
+        return False
+    for settings, batch in batches:
+        if batch:
+            kernel(batch, settings)
     copies.note_written(stepping)
     optimizer._opt_called = True  # type: ignore[attr-defined]
     return True
@@ -130,9 +130,10 @@ def _whole_tensors(optimizer: Optimizer, parameter: nn.Parameter, copies: Workin
     gradient = parameter.grad
     if gradient is None or not _is_plain(gradient, parameter) or parameter.dtype is not torch.float32:
         return None
+    if (moments := _moments(optimizer, parameter)) is None:
+        return None
     copy = copies.copy_of(parameter)
-    written = [gradient, parameter] if copy is None else [gradient, parameter, copy]
-    if chosen("adamw", written) is None or (moments := _moments(optimizer, parameter)) is None:
+    if copy is not None and copy.device != parameter.device:
         return None
     return AdamWTensors(gradient, *moments, master=parameter.detach(), working=copy)
 

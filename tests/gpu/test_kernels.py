@@ -57,8 +57,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.extend([name] if launcher is not None else [])
         return launcher
 
-    for module in ("gradient_scan", "adamw", "cross_entropy"):
-        monkeypatch.setattr(f"hf_mp.kernels.{module}.chosen", spy)
+    for module in ("kernels.gradient_scan", "kernels.adamw", "kernels.cross_entropy", "master_weights.fused_adamw"):
+        monkeypatch.setattr(f"hf_mp.{module}.chosen", spy)
     return names
 
 

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
+import hf_mp
 from hf_mp import MasterWeightOptimizer
+from hf_mp.autocasting.working_copies import WorkingCopies
 from hf_mp.master_weights import optimizer as module
-from hf_mp.master_weights.fused_adamw import step_split
+from hf_mp.master_weights.fused_adamw import step_split, step_whole
 
 DTYPES = [torch.float16, torch.bfloat16]
 SHAPES = [(3, 5), (40_000,), (), (0, 4)]
@@ -102,3 +104,27 @@ def test_a_gradient_that_is_not_contiguous_is_read_by_its_shape() -> None:
         optimizer.step()
         results.append(optimizer.state[weight]["exp_avg"])
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("setting", ["auto", "plain"])
+def test_on_a_cpu_an_optimizer_of_fp32_parameters_steps_by_itself(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_MP_KERNELS", setting)
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = AdamW([weight], fused=True)
+    weight.grad = torch.ones(3)
+    assert not step_whole(optimizer, None, WorkingCopies(torch.float16))
+    assert not optimizer.state and torch.equal(weight.detach(), torch.ones(3))
+
+
+def test_a_scheduler_that_was_there_before_the_guard() -> None:
+    model: Any = nn.Linear(4, 2)
+    optimizer: Any = AdamW(model.parameters(), lr=0.1, fused=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, optimizer = hf_mp.prepare(model, optimizer, "fp16")
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    assert not torch.equal(model.weight, before) and optimizer.param_groups[0]["lr"] == 0.05
