@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from hf_mp.kernels.registry import chosen
 from hf_mp.master_weights.split import REMAINDER_DTYPE, merge, split_into
@@ -294,7 +295,7 @@ def _update_split_fp16(tensors: AdamWTensors, settings: AdamWSettings, factor: T
         _fused(part, [master], [gradient], settings)
         working.copy_(master)
         torch.bitwise_and(bits, mask, out=shorts)
-        if shorts.max().item() == _FP16_EXPONENT:  # inf or NaN
+        if not is_fake(working) and shorts.max().item() == _FP16_EXPONENT:  # inf or NaN
             split_into(master, working, remainder)
             continue
         units.copy_(shorts.clamp_(min=_FP16_SMALLEST_BINADE).view(torch.float16))
@@ -309,7 +310,7 @@ def _update_split_bf16(tensors: AdamWTensors, settings: AdamWSettings, factor: T
         master.copy_(working)
         bits.add_(lower.copy_(remainder))
         _fused(part, [master], [gradient], settings)
-        if not master.sum().isfinite():  # it may be NaN, which rounds otherwise
+        if not is_fake(working) and not master.sum().isfinite():  # it may be NaN, which rounds otherwise
             split_into(master, working, remainder)
             continue
         remainder.copy_(bits)  # the lower half: integer casts wrap around

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -117,7 +118,7 @@ def _split_tensors(optimizer: Optimizer, parameter: nn.Parameter) -> Given | Non
     if gradient is None or not _is_plain(gradient, parameter):
         return None
     halves = halves_of(parameter)
-    if halves is None or type(halves.working) is not Tensor:
+    if halves is None:  # somebody cast the parameter to FP32
         return None
     if gradient.device.type != "cpu" and chosen("adamw", [gradient, halves.working]) is None:
         return None
@@ -140,7 +141,7 @@ def _whole_tensors(optimizer: Optimizer, parameter: nn.Parameter, copies: Workin
 
 def _is_plain(gradient: Tensor, parameter: Tensor) -> bool:
     # a sparse gradient is refused by the optimizer itself; fake ones are those of an estimate of memory
-    is_dense = type(gradient) is Tensor and not gradient.is_sparse
+    is_dense = (type(gradient) is Tensor or is_fake(gradient)) and not gradient.is_sparse
     return is_dense and gradient.shape == parameter.shape and gradient.device == parameter.device
 
 
