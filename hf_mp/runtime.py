@@ -27,6 +27,7 @@ from hf_mp.distributed import Ranks, check_parallelism, is_dtensor, is_running, 
 from hf_mp.gradient_release import FreeGradients, GradientRelease
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite
 from hf_mp.loss_scaling import LossScaleError, LossScaler, ScaleTensors, StepReport, headroom_left, make_loss_scaler
+from hf_mp.master_weights.fused_adamw import step_whole
 from hf_mp.master_weights.lean import restore_parameters, split_trainable_parameters
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer
 from hf_mp.master_weights.split_parameter import (
@@ -488,6 +489,10 @@ class MixedPrecision:
     @property
     def _is_scaled(self) -> bool:
         return isinstance(self.scaler.factors(torch.device("cpu")), ScaleTensors)
+
+    def step_fused(self, optimizer: Optimizer, own_step: Callable[..., Any] | None) -> bool:
+        """Take the step of ``optimizer`` and refresh working copies in one kernel; False where there is none."""
+        return step_whole(optimizer, own_step, self.working_copies)
 
     def parameters_changed(self) -> None:
         """Round the masters into the working copies."""

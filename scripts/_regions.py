@@ -219,27 +219,29 @@ def callback(results: StoredResults) -> str:
 
 
 def precisions(results: StoredResults) -> str:
-    """The recipe in every precision, and GPT-2 of the real width where it was trained as well."""
-    larger = "compare_precisions_768"
-    names = ["compare_precisions", *([larger] if larger in results else [])]
-    runs = [results(name) for name in names]
-    commands = " and ".join(f"`{run.root['command'].text}`" for run in runs)
-    rows = [[name] for name, _ in runs[0].parts()]
-    for run in runs:
-        fp32 = run["fp32"]["eval_loss"].number
+    """The recipe in every precision, and with a model of GPT-2's width where that was trained as well."""
+    models = {"compare_precisions": "the recipe's model", "compare_precisions_768": "4 layers of width 768"}
+    runs = {label: results(name) for name, label in models.items() if name == "compare_precisions" or name in results}
+    rows = [[name] for name in max((list(run.value) for run in runs.values()), key=len)]
+    header = [""]
+    for label, run in runs.items():
+        fp32 = run["fp32"]
+        header += [f"{label}, {fp32['steps'].value[-1]:.0f} steps", "skipped"]
         for cells in rows:
+            if cells[0] not in run:
+                cells += ["", ""]
+                continue
             found = run[cells[0]]
-            off = found["eval_loss"].number / fp32 - 1
-            cells.append(f"{found['eval_loss'].number:.4f} ({100 * off:+.3f}%)")
+            off = found["eval_loss"].number / fp32["eval_loss"].number - 1
+            cells.append(f"{found['eval_loss'].number:.4f} ({100 * off:+z.3f}%)")
             cells.append(f"{found['skipped_steps'].number:.0f}" if "skipped_steps" in found else "")
-    steps = [f"{run['fp32']['steps'].value[-1]:.0f} steps" for run in runs]
     return "\n\n".join(
         [
             paragraph(
-                "Evaluation loss of the recipe trained with one seed and one order of the data, and how far it is off "
-                f"FP32's; the last is the stock Trainer's `bf16=True` ({commands}):"
+                f"Evaluation loss of the recipe ({script('compare_precisions')}) with one seed and one order of the "
+                "data, and how far it is off FP32's; torch.autocast is the stock Trainer's `bf16=True`:"
             ),
-            table(("", *(cell for step in steps for cell in (step, "skipped"))), rows),
+            table(header, rows),
             "![training losses of the runs](scripts/results/compare_precisions.png)",
         ]
     )

@@ -1,3 +1,4 @@
+import functools
 import gc
 import weakref
 from pathlib import Path
@@ -61,7 +62,11 @@ def check_same(found: Run, expected: Run) -> None:
 
 class TestSameAsFreeingInTheStep:
     @pytest.mark.parametrize("precision", PRECISIONS)
-    @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD], ids=["AdamW", "SGD"])
+    @pytest.mark.parametrize(
+        "kind",
+        [torch.optim.AdamW, functools.partial(torch.optim.AdamW, fused=True), torch.optim.SGD],
+        ids=["AdamW", "fused AdamW", "SGD"],
+    )
     def test_without_clipping(self, kind: Any, precision: str) -> None:
         found, expected = Run(precision, kind, free_gradients="backward"), Run(precision, kind)
         before = found.state()

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp.autocasting.working_copies import version_of, watch
+from hf_mp.kernels.gradient_scan import total_norm
+from hf_mp.master_weights.fused_adamw import step_split
 from hf_mp.master_weights.split import split
 from hf_mp.master_weights.split_parameter import (
     SplitParameter,
@@ -191,9 +193,19 @@ class MasterWeightOptimizer(Optimizer):
         Returns:
             The norm before, of the unscaled gradients: FP32, of shape ().
         """
-        total = norm_of([self.gradient_norm(p) for p in self._parameters() if gradient_and_factor(p)[0] is not None])
-        if (factor := clip_factor(total, max_norm)) is not None:
-            multiply_gradients(self._parameters(), factor)
+        by_factor: dict[tuple[torch.device, Tensor | None], list[Tensor]] = {}
+        for parameter in self._parameters():
+            gradient, factor = gradient_and_factor(parameter)
+            if gradient is not None:
+                values = gradient.coalesce().values() if gradient.is_sparse else gradient
+                by_factor.setdefault((gradient.device, factor), []).append(values)
+        norms = [
+            total_norm(values) if factor is None else total_norm(values) * factor.squeeze()
+            for (_, factor), values in by_factor.items()
+        ]
+        total = norm_of(norms)
+        if (clip_by := clip_factor(total, max_norm)) is not None:
+            multiply_gradients(self._parameters(), clip_by)
         return total
 
     @staticmethod
@@ -220,6 +232,13 @@ class MasterWeightOptimizer(Optimizer):
         if closure is not None:
             return self._step_on(self._parameters(), closure)
         result = None
+        parameters = self._parameters()
+        for parameter in parameters if self._loaded else ():
+            self._take_over_loaded(parameter)
+        if step_split(self.optimizer, parameters) and not any(
+            gradient_and_factor(p)[0] is not None for p in parameters
+        ):
+            return result
         for bucket in self._buckets():
             result = self._step_on(bucket)
         return result
@@ -234,7 +253,8 @@ class MasterWeightOptimizer(Optimizer):
         """Update these parameters alone; hooks of the step are not called, :meth:`step` does that."""
         for parameter in parameters:
             self._take_over_loaded(parameter)
-        self._step_on(parameters)
+        if not step_split(self.optimizer, parameters):
+            self._step_on(parameters)
 
     def _step_on(self, parameters: list[nn.Parameter], closure: Callable[[], Any] | None = None) -> Any:
         masters = {parameter: self._open(parameter) for parameter in parameters}
