@@ -257,10 +257,16 @@ def check_bounds(min_scale: float, max_scale: float | None) -> None:
 
 
 def check_numbers(settings: DynamicSettings | HeadroomSettings) -> None:
-    """Raise a TypeError unless all settings are numbers, where None is no bound."""
+    """Raise a TypeError unless all settings are numbers (None is no bound), a ValueError where a float cannot be."""
     for name, value in vars(settings).items():
-        if not isinstance(value, numbers.Real) and not (value is None and name == "max_scale"):
+        if value is None and name == "max_scale":
+            continue
+        if not isinstance(value, numbers.Real):
             raise TypeError(f"{name}={value!r} must be a number")
+        try:
+            float(value)
+        except OverflowError:
+            raise ValueError(f"{name} is larger than 1.8e308, which no float holds") from None
 
 
 def check_whole(smallest: int, **counts: object) -> None:

@@ -224,10 +224,14 @@ def summarize(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of the checkout, with ``+`` where files were changed since."""
-    command = ["git", "describe", "--always", "--dirty=+", "--exclude", "*"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "not a checkout"
+    """The commit of the checkout, with ``+`` where files other than stored results were changed since."""
+
+    def git(*command: str) -> str:
+        done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!scripts/results")
+    return f"{git('rev-parse', '--short', 'HEAD') or 'not a checkout'}{'+' if changed else ''}"
 
 
 def store(rows: dict[str, Any]) -> None:

@@ -93,6 +93,8 @@ class CrashSafeTrainer(Trainer):
             if getattr(self.args, "handle_preemption", True):
                 watch.start()
             output = super().train(checkpoint, *args, **kwargs)
+            if not self._preemption.requested and self._largest(int(watch.received is not None)):
+                self._save_after_last_step()
         except self.stuck_errors as error:
             self._keep_last_state(error)
             raise
@@ -101,7 +103,7 @@ class CrashSafeTrainer(Trainer):
             lock.__exit__(None, None, None)
         if self._preemption.requested:
             self._end_preempted()
-        if watch.received is not None:  # after the last step: as without us
+        if watch.received is not None:  # after the last step, whose state is no longer there: as without us
             signal.raise_signal(getattr(signal, watch.received))
         return output
 
@@ -130,6 +132,17 @@ class CrashSafeTrainer(Trainer):
         if self._resumed_from is not None:
             _warn_of_other_world_size(self._resumed_from, self.args.world_size)
         return checkpoint
+
+    def _save_after_last_step(self) -> None:
+        """A signal came after the last step, as during its save: have that step's checkpoint in place."""
+        step = Path(str(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        missing = self._largest(int(not step.is_dir()))
+        if missing and self.args.load_best_model_at_end:
+            return  # the best weights are in the place of the last
+        if missing:
+            assert self.model is not None
+            self._save_checkpoint(self.model, None)
+        self._preemption.requested = True
 
     @property
     def is_stuck(self) -> bool:

@@ -245,6 +245,27 @@ def test_a_preempted_run_keeps_its_checkpoint_beside_the_best(tmp_path: Path) ->
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
 
 
+@pytest.mark.parametrize(
+    ("event", "settings"),
+    [("on_save", {}), ("on_train_end", {}), ("on_train_end", {"save_strategy": "no"})],
+    ids=["save", "end", "end without saves"],
+)
+def test_a_signal_after_the_last_step_ends_the_same_way(tmp_path: Path, event: str, settings: dict[str, str]) -> None:
+    def at_the_last_step(args: Any, state: Any, *rest: Any, **named: Any) -> None:
+        if state.global_step == 6:
+            signal.raise_signal(signal.SIGTERM)
+
+    callback = TrainerCallback()
+    setattr(callback, event, at_the_last_step)
+    straight = make(tmp_path / "straight")
+    straight.train()
+    with pytest.raises(Preempted, match="checkpoint-6"):
+        make(tmp_path / "run", callbacks=[callback], **settings).train()
+    resumed = make(tmp_path / "run")
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6 and same(weights(straight.model), weights(resumed.model))
+
+
 def test_a_signal_whose_checkpoint_cannot_be_saved_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     callbacks = [Signal(2, signal.SIGTERM), Failing(monkeypatch, 3, errno.ENOSPC)]
     with pytest.raises(CheckpointError, match="SIGTERM ended the run, and checkpoint-3 could not be saved"):
