@@ -452,7 +452,7 @@ def faults(results: StoredResults) -> str:
             paragraph(
                 f"The stock Trainer in the same harness lost {stock['lost'].number:.0f} of "
                 f"{stock['cases'].number:.0f} kills: {unusable} could not be resumed, as the newest directory had no "
-                f"`trainer_state.json`, or no weights yet{ended}. It is no rate of real life: these runs save at every "
+                f"`trainer_state.json`, half of one, or no weights yet{ended}. It is no rate of real life: these runs save at every "
                 "second step, and half of the kills strike at an operation on the disk."
             ),
         ]
@@ -480,8 +480,6 @@ def checkpoint_cost(results: StoredResults) -> str:
 
 
 REGIONS: dict[str, Region] = {
-    "faults": faults,
-    "checkpoint cost": checkpoint_cost,
     "machine": machine,
     "step": step,
     "compiled": compiled,
@@ -496,4 +494,6 @@ REGIONS: dict[str, Region] = {
     "gpu": gpu,
     "footprints": footprints,
     "training memory": training_memory,
+    "faults": faults,
+    "checkpoint cost": checkpoint_cost,
 }
