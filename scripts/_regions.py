@@ -437,7 +437,11 @@ def faults(results: StoredResults) -> str:
     stock = stored[STOCK_KILLS]
     unusable = sum("does not resume" in loss["lost"] for loss in stock["losses"].value)
     others = stock["lost"].number - unusable
-    ended = f"; {others:.0f} ended with other weights" if others else ""
+    ended = (
+        f"; {others:.0f} ended with other weights, as a run of it that is resumed at its last step trains one more"
+        if others
+        else ""
+    )
     return "\n\n".join(
         [
             table(("fault", "cases", "lost", "date, commit"), rows),
@@ -452,8 +456,8 @@ def faults(results: StoredResults) -> str:
             paragraph(
                 f"The stock Trainer in the same harness lost {stock['lost'].number:.0f} of "
                 f"{stock['cases'].number:.0f} kills: {unusable} could not be resumed, as the newest directory had no "
-                f"`trainer_state.json`, half of one, or no weights yet{ended}. It is no rate of real life: these runs save at every "
-                "second step, and half of the kills strike at an operation on the disk."
+                f"`trainer_state.json`, half of one, or no weights yet{ended}. It is no rate of real life: these runs "
+                "save at every second step, and half of the kills strike at an operation on the disk."
             ),
         ]
     )
