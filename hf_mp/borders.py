@@ -88,12 +88,12 @@ class _LeavingBorder(BorderFunction):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
-        if ctx.take_scaled is not None and _accumulates(ctx) and ctx.take_scaled(gradient):
+        if ctx.take_scaled is not None and accumulates(ctx) and ctx.take_scaled(gradient):
             return None, None, None
         return unscale(gradient, ctx.inverse).to(ctx.dtype), None, None
 
 
-def _accumulates(node: Any) -> bool:
+def accumulates(node: Any) -> bool:
     """Whether this is the backward of ``loss.backward()`` into ``.grad``, whose reader knows what it finds there."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return False

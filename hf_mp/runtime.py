@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,10 @@ from hf_mp.autocasting.working_copies import WorkingCopies
 from hf_mp.borders import check_reachable, input_border, output_border
 from hf_mp.causal_lm_loss import install_causal_lm_loss, remove_causal_lm_loss
 from hf_mp.distributed import Ranks, check_parallelism, is_dtensor, is_running, is_sharded, local_part
+from hf_mp.gradient_release import FreeGradients, GradientRelease
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite
 from hf_mp.loss_scaling import LossScaleError, LossScaler, ScaleTensors, StepReport, headroom_left, make_loss_scaler
+from hf_mp.master_weights.fused_adamw import step_whole
 from hf_mp.master_weights.lean import restore_parameters, split_trainable_parameters
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer
 from hf_mp.master_weights.split_parameter import (
@@ -120,6 +122,12 @@ class MixedPrecision:
         tables: as for :class:`hf_mp.autocast`; default ``"compact"``: torch's lists for CUDA, and no FP32 copies where
             a kernel computes in FP32 registers anyway. ``"cuda"`` and ``"cpu"`` are torch's lists to the letter.
         rules: as for :class:`hf_mp.autocast`; module names are those of the attached model; default none.
+        free_gradients: when the lean layouts free a gradient: ``"step"`` (default), when the update has used it, or
+            ``"backward"``: parameters are updated inside of ``backward()``, and never more than one gradient is there
+            (:mod:`hf_mp.gradient_release`). ``optimizer.step()`` then only closes the step.
+        max_grad_norm: for ``free_gradients="backward"``: clip to this global 2-norm, which whoever clips after
+            backward cannot do any more; ``inf`` only measures it. Default None: neither. With it, and where the loss
+            is scaled, the backward runs twice.
 
     Attributes:
         policy: the :class:`PrecisionPolicy`.
@@ -129,7 +137,8 @@ class MixedPrecision:
 
     Raises:
         TypeError: for a policy that is neither text nor a :class:`PrecisionPolicy`.
-        ValueError: for an unknown policy.
+        ValueError: for an unknown policy, ``free_gradients="backward"`` outside of the lean layouts, or
+            ``max_grad_norm`` without it.
     """
 
     def __init__(
@@ -139,8 +148,11 @@ class MixedPrecision:
         loss_scaler: LossScaler[Any] | None = None,
         tables: TableName = "compact",
         rules: Rules | None = None,
+        free_gradients: FreeGradients = "step",
+        max_grad_norm: float | None = None,
     ) -> None:
         self.policy = PrecisionPolicy.parse(policy)
+        check_free_gradients(self.policy, free_gradients, max_grad_norm)
         self.scaler = loss_scaler if loss_scaler is not None else make_loss_scaler(self.policy.loss_scale)
         self.working_copies = WorkingCopies(self.policy.compute)
         self._tables: TableName = tables
@@ -159,6 +171,9 @@ class MixedPrecision:
         self._graph_task: int | None = None
         self._warned_unguarded = False
         self.observers: list[Observer] = []
+        self.release: GradientRelease | None = None
+        if free_gradients == "backward":
+            self.release = GradientRelease(max_grad_norm, lambda: self._is_scaled, self._tell_measured)
 
     def _inverse_scale(self, device: torch.device) -> Tensor | None:
         return self.scaler.factors(device).inverse
@@ -270,6 +285,8 @@ class MixedPrecision:
             )
         if self.policy.is_lean and not isinstance(optimizer, MasterWeightOptimizer):
             optimizer = MasterWeightOptimizer(optimizer, layout="split")
+        if self.release is not None and isinstance(optimizer, MasterWeightOptimizer):
+            self.release.take_optimizer(optimizer)
         if not any(guard.optimizer is optimizer for guard in self._guards):
             self._guards.append(StepGuard(self, optimizer))
         return optimizer
@@ -286,6 +303,8 @@ class MixedPrecision:
             guard.remove()
         self._guards.clear()
         self.working_copies.clear()
+        if self.release is not None:
+            self.release.forget()
         if (model := self.model) is not None:
             restore_parameters(model)
             remove_causal_lm_loss(model)
@@ -363,6 +382,8 @@ class MixedPrecision:
             self.scaler.scale_tensors(parameter.device)
         if torch.is_grad_enabled():
             self._make_masters(model)
+            if self.release is not None:
+                self.release.watch(model.parameters())
 
     @torch.compiler.disable
     def observe_forward(
@@ -383,6 +404,8 @@ class MixedPrecision:
     def output_border(self, output: Tensor, *, may_defer: bool = False) -> Tensor:
         """The border that a tensor crosses on its way out of the model; large ones may be cast when they are read."""
         deferred = may_defer and output.numel() >= DEFERRED_ELEMENTS
+        if self.release is not None:
+            output = self.release.point(output)
         return output_border(output, self.scaler.factors(output.device).scale, self.backward_begins, deferred=deferred)
 
     @torch.compiler.disable
@@ -422,8 +445,11 @@ class MixedPrecision:
         if raw_gradients(parameters):  # none while FSDP accumulates without reducing them
             largest, self._measured = measure(parameters, with_norm=self.measures_norm)
             self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
-            for observer in self.observers:
-                observer.backward_ended(largest)
+            self._tell_measured(largest)
+
+    def _tell_measured(self, largest: Tensor) -> None:
+        for observer in self.observers:
+            observer.backward_ended(largest)
 
     def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """The global 2-norm of the gradients as the backward left them; None where it is not known (any more).
@@ -441,6 +467,8 @@ class MixedPrecision:
 
     def report(self, optimizer: Optimizer) -> StepReport:
         """What the gradients of ``optimizer`` are like, on all ranks."""
+        if self.release is not None and (released := self.release.report()) is not None:
+            return released
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(is_dtensor(parameter) for parameter in parameters):
             self.working_copies.keep_none()  # also where FSDP shards a module around the model, unseen from inside
@@ -462,6 +490,10 @@ class MixedPrecision:
     def _is_scaled(self) -> bool:
         return isinstance(self.scaler.factors(torch.device("cpu")), ScaleTensors)
 
+    def step_fused(self, optimizer: Optimizer, own_step: Callable[..., Any] | None) -> bool:
+        """Take the step of ``optimizer`` and refresh working copies in one kernel; False where there is none."""
+        return step_whole(optimizer, own_step, self.working_copies)
+
     def parameters_changed(self) -> None:
         """Round the masters into the working copies."""
         self.working_copies.refresh_all()
@@ -469,6 +501,8 @@ class MixedPrecision:
     def finish_step(self, report: StepReport) -> None:
         """Take in that a step was applied or skipped; sets the next loss scale."""
         self._largest, self._measured = None, Measured()
+        if self.release is not None:
+            self.release.finish_step()
         self.step_was_skipped = report.overflow
         if (model := self.model) is not None:
             keep_scale_of_gradients(model.parameters())
@@ -487,6 +521,28 @@ class MixedPrecision:
         model = self.model
         named = [] if model is None else model.named_parameters()
         return [name for name, p in named if not torch.isfinite(largest_true_magnitude([p])).item()]
+
+
+def check_free_gradients(policy: PrecisionPolicy, free_gradients: str, max_grad_norm: float | None = None) -> None:
+    """Raise where gradients cannot be freed as asked for.
+
+    Raises:
+        ValueError: naming the setting and the way out.
+    """
+    if free_gradients not in get_args(FreeGradients):
+        allowed = ", ".join(map(repr, get_args(FreeGradients)))
+        raise ValueError(f"free_gradients={free_gradients!r} is not known: use one of {allowed}")
+    if free_gradients == "step" and max_grad_norm is not None:
+        raise ValueError(
+            f"max_grad_norm={max_grad_norm} is for free_gradients='backward': without it, clip before optimizer.step()"
+        )
+    if free_gradients == "backward" and not policy.is_lean:
+        raise ValueError(
+            f"free_gradients='backward' needs a lean layout, whose optimizer is ours, not precision={str(policy)!r}: "
+            "use 'fp16-lean' or 'bf16-lean'"
+        )
+    if max_grad_norm is not None and not max_grad_norm > 0.0:
+        raise ValueError(f"max_grad_norm={max_grad_norm} must be positive; None for no clipping, inf to measure only")
 
 
 def check_attachable(model: nn.Module) -> None:
@@ -521,7 +577,7 @@ def prepare(
         optimizer: over parameters of ``model``, not stepped yet.
         precision: ``"fp16"`` (default), ``"bf16"``, ``"fp16-lean"``, ``"bf16-lean"``, ``"fp32"`` (nothing is changed)
             or a :class:`PrecisionPolicy`.
-        settings: as for :class:`MixedPrecision`: ``loss_scaler``, ``tables``, ``rules``.
+        settings: as for :class:`MixedPrecision`: ``loss_scaler``, ``tables``, ``rules``, ``free_gradients``.
 
     Returns:
         The same model, and the optimizer to use from now on: the same one, whose ``step`` skips updates that

@@ -24,6 +24,9 @@ class GuardingRuntime(Protocol):
     def finish_step(self, report: StepReport) -> None:
         """Take in that a step was applied or skipped."""
 
+    def step_fused(self, optimizer: Optimizer, own_step: Callable[..., Any] | None) -> bool:
+        """Take the step of ``optimizer`` and refresh working copies in one kernel; False where there is none."""
+
     def parameters_changed(self) -> None:
         """The optimizer has written the parameters."""
 
@@ -42,7 +45,7 @@ class StepGuard:
         self._has_stepped = False
 
         # A plain function bound to the optimizer: torch's LR schedulers look at ``step.__func__``.
-        @functools.wraps(unguarded.__func__)
+        @functools.wraps(getattr(unguarded, "__func__", unguarded))  # an LR scheduler made before leaves a function
         def step(optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             if not self.is_active:
                 return unguarded(closure, **kwargs) if closure is not None else unguarded(**kwargs)
@@ -52,7 +55,7 @@ class StepGuard:
                 with torch.enable_grad():
                     loss = closure()
             report = runtime.report(optimizer)
-            if not report.overflow:
+            if not report.overflow and (kwargs or not runtime.step_fused(optimizer, self._previous)):
                 result = unguarded(**kwargs)
                 loss = result if closure is None else loss
                 runtime.parameters_changed()

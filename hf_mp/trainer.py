@@ -7,8 +7,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, cast, get_args
 
+import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
@@ -20,10 +21,11 @@ from hf_mp.callback import MixedPrecisionCallback
 from hf_mp.checkpoints.crash_safe_trainer import SAVE_FAILURES, CrashSafeTrainer
 from hf_mp.diagnostics.overflow import explain_overflows
 from hf_mp.diagnostics.overflow_report import OverflowReport
+from hf_mp.gradient_release import FreeGradients, GradientRelease
 from hf_mp.loss_scaling import LossScaleError, make_loss_scaler
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer
 from hf_mp.policy import PrecisionPolicy, parse_loss_scale
-from hf_mp.runtime import MixedPrecision, check_attachable
+from hf_mp.runtime import MixedPrecision, check_attachable, check_free_gradients
 from hf_mp.trainer_reporting import ReportSettings, TrainerReporting
 from hf_mp.trainer_support import (
     STATE_NAME,
@@ -70,6 +72,14 @@ class MixedPrecisionArguments(TrainingArguments):
     loss_scale_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata={"help": 'Settings of the loss scaler as JSON, e.g. \'{"init_scale": 4096, "headroom": 4}\'.'},
+    )
+    free_gradients: str = field(
+        default="step",
+        metadata={
+            "help": "When a lean layout frees a gradient: step (the update has used it) or backward (each parameter is "
+            "updated inside of backward; with max_grad_norm or a loss scale, backward runs twice).",
+            "choices": get_args(FreeGradients),
+        },
     )
     save_failure: str = field(
         default="continue",
@@ -123,6 +133,12 @@ class MixedPrecisionArguments(TrainingArguments):
                 logger.warning("loss_scale has no effect with precision='fp32': nothing is scaled")
             if report.is_asked:
                 logger.warning("histogram_steps and precision_report have no effect with precision='fp32'")
+        if self.free_gradients == "backward" and self.gradient_accumulation_steps > 1:
+            raise ValueError(
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps} adds gradients up, and "
+                "free_gradients='backward' leaves none: use free_gradients='step', or larger batches with "
+                "gradient_checkpointing=True"
+            )
         refuse_other_precision(self, policy)
 
     @property
@@ -197,6 +213,7 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
         self.overflow_reports: list[OverflowReport] = []
         self.reporting = TrainerReporting()
         refuse_other_precision(args, self.precision_policy)
+        check_free_gradients(self.precision_policy, getattr(args, "free_gradients", "step"))
         if args.torch_compile and self.precision_policy.is_lean and self.precision_policy.loss_scale is not None:
             logger.warning(
                 f"torch_compile=True has little effect with {self.precision_policy}: graphs end at parameters"
@@ -252,6 +269,8 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         wrapper, max_norm = self._master_weight_optimizer(), self.args.max_grad_norm
+        if (release := self._gradient_release()) is not None:
+            return torch.zeros(()) if release.norm is None else release.norm
         if wrapper is not None:
             return wrapper.clip_grad_norm_(max_norm)
         norm = self._known_grad_norm(model)
@@ -262,10 +281,15 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
         return norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if grad_norm is None and self._gradient_release() is not None:
+            return None  # one pass over the gradients, which measures nothing
         if grad_norm is None:
             wrapper = self._master_weight_optimizer()
             grad_norm = self._known_grad_norm(model) if wrapper is None else wrapper.clip_grad_norm_(math.inf)
         return super()._get_grad_norm(model, grad_norm)
+
+    def _gradient_release(self) -> GradientRelease | None:
+        return None if self.mixed_precision is None else self.mixed_precision.release
 
     def _known_grad_norm(self, model: nn.Module) -> Any:
         """The norm that was measured when the backward ended, while the gradients are still those."""

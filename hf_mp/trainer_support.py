@@ -108,7 +108,10 @@ def policy_of(args: TrainingArguments, precision: str | PrecisionPolicy | None) 
 def make_runtime(policy: PrecisionPolicy, args: TrainingArguments) -> MixedPrecision:
     """A runtime for ``policy``, with the settings of the loss scaler that ``args`` may have."""
     settings: dict[str, Any] = getattr(args, "loss_scaler_settings", {})
-    return MixedPrecision(policy, loss_scaler=make_loss_scaler(policy.loss_scale, **settings))
+    release: dict[str, Any] = {}
+    if getattr(args, "free_gradients", "step") == "backward":
+        release = {"free_gradients": "backward", "max_grad_norm": args.max_grad_norm or None}
+    return MixedPrecision(policy, loss_scaler=make_loss_scaler(policy.loss_scale, **settings), **release)
 
 
 def asks_for_explanation(args: TrainingArguments) -> bool:

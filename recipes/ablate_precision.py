@@ -27,18 +27,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import datasets
-import matplotlib
 import torch
 from datasets import Dataset, DatasetDict
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from transformers import AutoModelForCausalLM, GPT2Config, HfArgumentParser, PreTrainedModel, set_seed
 from transformers.pytorch_utils import Conv1D
 
 import hf_mp
+from _ablation import Ablation, FineTuning, Shares, ablation_table, draw, sentences, summarize
 from _tensor_memory import peak_tensor_bytes
 from _text import make_blocks, python_documents, train_tokenizer, without_repetition
 from hf_mp.diagnostics.magnitudes import share_underflowed
@@ -310,43 +309,6 @@ def pretrain(scale: Scale, library: Dataset, device: torch.device) -> PreTrained
 # The fine-tunings, and what is measured in them
 
 
-@dataclass(frozen=True)
-class Shares:
-    """What the arithmetic lost in one step.
-
-    Attributes:
-        activation_gradients: share of the gradients of the linear layers' outputs that are too small for the
-            variant's dtype at its loss scale, of those that are not zero in FP32.
-        weight_gradients: share of the weight gradients that are zero, of those that are not zero in FP32 at the same
-            weights, on the same batch.
-        updates: share of the weights that the update left as they were, bit for bit, of those that AdamW had an update
-            for.
-    """
-
-    activation_gradients: float
-    weight_gradients: float
-    updates: float
-
-
-@dataclass(frozen=True)
-class FineTuning:
-    """One variant under one seed.
-
-    Attributes:
-        losses: of every step, on its training batch.
-        held_out_loss: of the trained weights on held-out text, computed in FP32 for every variant.
-        lost: means over the steps that were looked at.
-        skipped_steps: updates not applied for an overflow.
-        step_seconds: median of the steps; see :func:`seconds_on`.
-    """
-
-    losses: list[float]
-    held_out_loss: float
-    lost: Shares
-    skipped_steps: int
-    step_seconds: float
-
-
 def seconds_on(device: torch.device) -> float:
     """A clock. On a CPU it counts the time that this program computed, which others on the machine hardly lengthen."""
     if device.type == "cpu":
@@ -483,140 +445,6 @@ def peak_bytes(task: Task, name: str) -> int:
     return peak_tensor_bytes(two_steps, task.device)
 
 
-# What it came to
-
-
-@dataclass(frozen=True)
-class Row:
-    """One variant over all seeds.
-
-    Attributes:
-        held_out_loss: mean over the seeds.
-        difference: to FP32, mean over the seeds (each against FP32 under the same seed); None without FP32.
-        difference_range: the smallest and the largest of them.
-        lost: means over the seeds.
-        skipped_steps: under all seeds.
-        time: CPU seconds (on a GPU: seconds) of a step as a multiple of FP32's; None without FP32, and for an
-            emulation.
-        peak_mib: None for an emulation.
-    """
-
-    variant: str
-    what: str
-    held_out_loss: float
-    difference: float | None
-    difference_range: tuple[float, float] | None
-    lost: Shares
-    skipped_steps: int
-    time: float | None
-    peak_mib: float | None
-
-
-@dataclass(frozen=True)
-class Ablation:
-    """Everything that was measured.
-
-    Attributes:
-        loss_before: of the pretrained model on the held-out text.
-        seed_spread: how far FP32's held-out losses under different seeds lie apart, largest minus smallest; None
-            without FP32, and with a single seed.
-        runs: by variant, then by seed.
-    """
-
-    rows: list[Row]
-    seed_spread: float | None
-    loss_before: float
-    runs: dict[str, list[FineTuning]]
-
-    def verdict(self, row: Row) -> str:
-        """How the difference to FP32 compares with what another order of the data does to FP32 itself."""
-        if row.difference is None or self.seed_spread is None or row.variant == "fp32":
-            return ""
-        if abs(row.difference) <= self.seed_spread:
-            return "within the seed spread"
-        return "worse, beyond the seed spread" if row.difference > 0 else "better, beyond the seed spread"
-
-
-def summarize(runs: dict[str, list[FineTuning]], peaks: dict[str, int], loss_before: float) -> Ablation:
-    fp32 = runs.get("fp32")
-    losses = [run.held_out_loss for run in fp32 or []]
-    spread = max(losses) - min(losses) if len(losses) > 1 else None
-    rows = [make_row(name, found, fp32, peaks[name]) for name, found in runs.items()]
-    return Ablation(rows, spread, loss_before, runs)
-
-
-def make_row(name: str, runs: list[FineTuning], fp32: list[FineTuning] | None, peak: int) -> Row:
-    variant = VARIANTS[name]
-    differences = [run.held_out_loss - other.held_out_loss for run, other in zip(runs, fp32 or [], strict=False)]
-    times = [run.step_seconds / other.step_seconds for run, other in zip(runs, fp32 or [], strict=False)]
-    return Row(
-        variant=name,
-        what=variant.what,
-        held_out_loss=statistics.mean(run.held_out_loss for run in runs),
-        difference=statistics.mean(differences) if differences else None,
-        difference_range=(min(differences), max(differences)) if differences else None,
-        lost=Shares(**{f.name: statistics.mean(getattr(run.lost, f.name) for run in runs) for f in fields(Shares)}),
-        skipped_steps=sum(run.skipped_steps for run in runs),
-        time=statistics.median(times) if times and not variant.is_emulated else None,
-        peak_mib=None if variant.is_emulated else peak / 2**20,
-    )
-
-
-def ablation_table(ablation: Ablation) -> Table:
-    table = Table("variant", "", title="What each technique is worth", title_justify="left")
-    for heading in ("held-out loss", "to FP32", "", "activation gradients lost", "weight gradients lost"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    for heading in ("updates lost", "skipped", "peak of tensors", "CPU time"):
-        table.add_column(heading, justify="right")
-    for row in ablation.rows:
-        low, high = row.difference_range or (None, None)
-        table.add_row(
-            row.variant,
-            row.what,
-            f"{row.held_out_loss:.4f}",
-            "" if row.difference is None else f"{row.difference:+.4f} ({low:+.4f} to {high:+.4f})",
-            ablation.verdict(row),
-            f"{row.lost.activation_gradients:.2%}",
-            f"{row.lost.weight_gradients:.2%}",
-            f"{row.lost.updates:.2%}",
-            str(row.skipped_steps),
-            "emulated" if row.peak_mib is None else f"{row.peak_mib:,.1f} MiB",
-            "emulated" if VARIANTS[row.variant].is_emulated else "" if row.time is None else f"{row.time:.2f}",
-        )
-    return table
-
-
-COLOURS = ("#4c566a", "#5e81ac", "#d08770", "#bf616a", "#b48ead", "#ebcb8b", "#a3be8c")
-
-
-def draw(ablation: Ablation, path: Path, window: int = 10) -> None:
-    """Training losses, and their differences to FP32 on the same batches, as a PNG; means over seeds and 10 steps."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    def curve(name: str) -> Tensor:
-        mean = torch.tensor([run.losses for run in ablation.runs[name]]).mean(0)
-        return mean.unfold(0, min(window, len(mean)), 1).mean(1)
-
-    figure, (losses, differences) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for name, colour in zip(VARIANTS, COLOURS, strict=True):
-        if name not in ablation.runs:
-            continue
-        losses.plot(curve(name), color=colour, label=name)
-        if "fp32" in ablation.runs:
-            differences.plot(curve(name) - curve("fp32"), color=colour)
-    losses.set_ylabel("training loss")
-    differences.set_ylabel("difference to FP32 on the same batches")
-    differences.set_yscale("symlog", linthresh=1e-3)
-    for axes in (losses, differences):
-        axes.set_xlabel("step")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-    figure.legend(loc="outside upper center", ncols=7, frameon=False)
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
-
-
 # The program
 
 
@@ -668,14 +496,13 @@ def ablate(options: Options, console: Console) -> Ablation:
         console.print(f"fine-tuning under seed {seed}: {scale.steps} steps of {', '.join(names)}")
         for name, run in fine_tune(task, names, seed).items():
             runs[name].append(run)
-    return summarize(runs, {name: peak_bytes(task, name) for name in names}, loss_before)
+    return summarize(runs, {name: peak_bytes(task, name) for name in names}, loss_before, VARIANTS)
 
 
 def report(ablation: Ablation, console: Console) -> None:
     console.print(ablation_table(ablation))
-    console.print(f"The pretrained model's held-out loss is {ablation.loss_before:.4f}.")
-    if ablation.seed_spread is not None:
-        console.print(f"FP32's own lie {ablation.seed_spread:.4f} apart under different seeds: the seed spread.")
+    for sentence in sentences(ablation):
+        console.print(sentence)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -167,9 +167,9 @@ CONTENDERS = {
     PEER: UpdateContender(lambda w: torch_step(w, fused_adamw), UpdateBytes(4, 4, 8, 2)),
     "hf_mp fp16": UpdateContender(lambda w: our_step(w, "fp16", fused_adamw), UpdateBytes(4, 4, 8, 2)),
     "hf_mp fp16-lean": UpdateContender(lambda w: our_step(w, "fp16-lean", fused_adamw), UpdateBytes(2, 4, 8)),
-    "torch.amp, AdamW8bit": UpdateContender(lambda w: torch_step(w, adamw_8bit), UpdateBytes(4, 4, 2, 2), _BNB),
-    "hf_mp fp16, AdamW8bit": UpdateContender(lambda w: our_step(w, "fp16", adamw_8bit), UpdateBytes(4, 4, 2, 2), _BNB),
-    "hf_mp fp16-lean, AdamW8bit": UpdateContender(
+    "torch.amp + AdamW8bit": UpdateContender(lambda w: torch_step(w, adamw_8bit), UpdateBytes(4, 4, 2, 2), _BNB),
+    "hf_mp fp16 + AdamW8bit": UpdateContender(lambda w: our_step(w, "fp16", adamw_8bit), UpdateBytes(4, 4, 2, 2), _BNB),
+    "hf_mp fp16-lean + AdamW8bit": UpdateContender(
         lambda w: our_step(w, "fp16-lean", adamw_8bit), UpdateBytes(2, 4, 2), _BNB
     ),
     "FlashAdamW": UpdateContender(flash_step, UpdateBytes(2, 3, 2), "flashoptim", needs_gpu=True),
@@ -183,7 +183,7 @@ def main(
     heads: int = 12,
     vocab: int = 50257,
     rounds: int = 10,
-    contenders: Annotated[str | None, typer.Option(help="names joined by ';'; default: all")] = None,
+    contenders: Annotated[str | None, typer.Option(help="comma-separated names; default: all")] = None,
     device: str = DEFAULT_DEVICE,
     name: str = "bench_update",
     output_dir: Path = RESULTS,
@@ -193,9 +193,9 @@ def main(
     workload = Workload.of(
         model, layers=layers, width=width, heads=heads, vocab=vocab, batch=1, seq=1, device=device
     )  # fmt: skip
-    wanted = list(CONTENDERS) if contenders is None else [part.strip() for part in contenders.split(";")]
+    wanted = list(CONTENDERS) if contenders is None else [part.strip() for part in contenders.split(",")]
     if unknown := [part for part in wanted if part not in CONTENDERS]:
-        raise typer.BadParameter(f"{unknown} are not known: use some of {'; '.join(CONTENDERS)}")
+        raise typer.BadParameter(f"{unknown} are not known: use some of {', '.join(CONTENDERS)}")
     reasons = {contender: CONTENDERS[contender].why_not_here(device) for contender in wanted}
     left_out = {contender: reason for contender, reason in reasons.items() if reason is not None}
     steps = {contender: CONTENDERS[contender].make(workload) for contender in wanted if contender not in left_out}

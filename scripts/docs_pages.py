@@ -78,7 +78,11 @@ SECTIONS = (
         "diagnostics",
         "Diagnostics",
         ("hf_mp.diagnostics",),
-        ("hf_mp.diagnostics.overflow.OverflowExplainer", "hf_mp.diagnostics.values.TensorRange"),
+        (
+            "hf_mp.diagnostics.overflow.OverflowExplainer",
+            "hf_mp.diagnostics.values.TensorRange",
+            "hf_mp.diagnostics.precision_recorder.PrecisionRecorder",
+        ),
     ),
     Section(
         "memory",

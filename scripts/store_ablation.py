@@ -22,6 +22,7 @@ from _results import RESULTS, save_result
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
 
 import ablate_precision as recipe
+from _ablation import Ablation, draw
 
 
 def main(flags: Sequence[str], directory: Path = RESULTS) -> None:
@@ -31,11 +32,11 @@ def main(flags: Sequence[str], directory: Path = RESULTS) -> None:
     ablation = recipe.ablate(options, console)
     recipe.report(ablation, console)
     path = save_result("ablate_precision", payload(ablation, options), directory=directory)
-    recipe.draw(ablation, path.with_suffix(".png"))
+    draw(ablation, path.with_suffix(".png"))
     print(f"stored {path.name} and {path.with_suffix('.png').name}")
 
 
-def payload(ablation: recipe.Ablation, options: recipe.Options) -> dict[str, Any]:
+def payload(ablation: Ablation, options: recipe.Options) -> dict[str, Any]:
     """The rows, and each run without its training losses, which are in the picture."""
     chosen = {name: value for name, value in asdict(options).items() if name != "output_dir"}
     return {

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch._dynamo  # first: what follows cannot be imported without it
 from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.variables import higher_order_ops
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.ctx_manager import AutocastModeVariable
-from torch._dynamo.variables.higher_order_ops import TorchHigherOrderOperatorVariable, add_hop_context
+from torch._dynamo.variables.higher_order_ops import TorchHigherOrderOperatorVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 
 _PATCHED = (
@@ -115,8 +116,9 @@ def trace_operators_inside(active: Callable[[], Any], border_argument: Callable[
     dispatching = TorchHigherOrderOperatorVariable.call_function
     for variable in _subclasses(TorchHigherOrderOperatorVariable):
         if inspect.unwrap(variable.call_function) is dispatching:  # the others ask no mode
-            variable.call_function = _tracing_inside(variable.call_function, active, border_argument)  # type: ignore[method-assign]
-            add_hop_context(variable)
+            variable.call_function = _tracing_inside(variable.call_function, active, border_argument)
+            if (names_operator := getattr(higher_order_ops, "add_hop_context", None)) is not None:
+                names_operator(variable)  # in errors; it must be outermost
 
 
 def _tracing_inside(
@@ -135,7 +137,7 @@ def _tracing_inside(
     return call_function
 
 
-def _subclasses(variable: type) -> list[type]:
+def _subclasses(variable: Any) -> list[Any]:
     return [found for direct in variable.__subclasses__() for found in (direct, *_subclasses(direct))]
 
 

@@ -15,13 +15,14 @@ from torch.utils.hooks import RemovableHandle
 from hf_mp import borders
 from hf_mp.autocasting import compiling, torch_state
 from hf_mp.autocasting.active import active_autocast, border_argument, enter_island, leave_island, state
+from hf_mp.autocasting.attention import ATTENTION, Attention, attend, read_attention
 from hf_mp.autocasting.checkpointing import reenter_in_recomputation
 from hf_mp.autocasting.composites import COMPOSITES, call
 from hf_mp.autocasting.explain import Explanation, Recorder
 from hf_mp.autocasting.products import Factor, Product, multiply, read_product
 from hf_mp.autocasting.rules import ParsedRules, Rules, match_modules, parse_rules
 from hf_mp.autocasting.tables import OPS, TABLES, CastRule, TableName
-from hf_mp.autocasting.through_fp32 import run_through_fp32, runs_natively
+from hf_mp.autocasting.through_fp32 import must_be_plain, run_through_fp32, runs_natively
 from hf_mp.autocasting.torch_state import is_torch_autocast_enabled
 from hf_mp.autocasting.working_copies import WatchedParameter, version_of
 from hf_mp.autocasting.written_out import NOT_TRACED, WRITTEN_OUT
@@ -344,7 +345,19 @@ def _lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: 
     args = [cast(arg, dtype) for arg in args]
     if kwargs:
         kwargs = {key: cast(arg, dtype) for key, arg in kwargs.items()}
+    if func in ATTENTION and (not native or mode.takes_products) and not must_be_plain():
+        attention = read_attention(args, kwargs)
+        if attention is not None and _is_for_us(attention, native):
+            return attend(attention)
     return func(*args, **kwargs) if native else run_through_fp32(func, args, kwargs, dtype)
+
+
+def _is_for_us(attention: Attention, native: bool) -> bool:
+    # Without dropout, a CPU that multiplies in 16 bits has a fused kernel of its own.
+    if native or attention.dropout:
+        return bool(attention.dropout)
+    # Also without grad, so that what a checkpoint computes again is the same; but for a token that is generated.
+    return torch.is_grad_enabled() or attention.query.shape[2] > 1
 
 
 def _multiply(mode: autocast, product: Product, native: bool) -> Tensor:

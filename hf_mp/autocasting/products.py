@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_mp.autocasting.fp32_products import fp32_product
 from hf_mp.autocasting.through_fp32 import must_be_plain, run_through_fp32
 from hf_mp.borders import BorderFunction, parameter_border, unscale
 
@@ -200,12 +201,8 @@ def _forward_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     for row in _blocks(rows, inner):
         x32 = x[row].float()
         for column in _blocks(outer, max(inner, row.stop - row.start)):
-            weight32 = weight[column].float()
-            if bias is None:
-                block = torch.mm(x32, weight32.t())
-            else:
-                block = torch.addmm(bias[column].float(), x32, weight32.t())
-            result[row, column].copy_(block)
+            bias32 = None if bias is None else bias[column].float()
+            result[row, column].copy_(fp32_product(x32, weight[column].float().t(), bias32))
     return result
 
 
@@ -238,22 +235,28 @@ def _backward_blocks(backward: _Backward) -> None:
     inner = next((found.shape[1] for found in (grad_x, grad_weight) if found is not None), 1)
     row_blocks = list(_blocks(rows, inner))
     # Over one block of rows a weight's gradient is complete at once; over several it is summed up in FP32 first.
-    sum_weight = None if grad_weight is None or len(row_blocks) == 1 else _zeros_fp32(grad_weight)
+    sum_weight = None if grad_weight is None or len(row_blocks) == 1 else _fp32_like(grad_weight)
     sum_bias = gradient.new_zeros(outer, dtype=torch.float32)
     for row in row_blocks:
         x32 = None if x is None else x[row].float()
-        sum_x = gradient.new_zeros(row.stop - row.start, inner, dtype=torch.float32)
+        sum_x: Tensor | None = None
         for column in _blocks(outer, max(inner, row.stop - row.start)):
             gradient32 = gradient[row, column].float()
             if grad_x is not None and weight is not None:
-                sum_x.addmm_(gradient32, weight[column].float())
+                part = fp32_product(gradient32, weight[column].float())
+                sum_x = part if sum_x is None else sum_x.add_(part)
             if grad_bias is not None:
                 sum_bias[column] += gradient32.sum(0)
-            if sum_weight is not None and x32 is not None:
-                sum_weight[column].addmm_(gradient32.t(), x32)
-            elif grad_weight is not None and x32 is not None:
-                _leave(torch.mm(gradient32.t(), x32), dtype, inverse, grad_weight[column])
-        if grad_x is not None:
+            if grad_weight is None or x32 is None:
+                continue
+            part = fp32_product(gradient32.t(), x32)
+            if sum_weight is None:
+                _leave(part, dtype, inverse, grad_weight[column])
+            elif row.start == 0:
+                sum_weight[column].copy_(part)
+            else:
+                sum_weight[column].add_(part)
+        if grad_x is not None and sum_x is not None:
             grad_x[row].copy_(sum_x)
     if grad_weight is not None and sum_weight is not None:
         for column in _blocks(outer, inner):
@@ -284,11 +287,9 @@ def _backward_native(backward: _Backward) -> None:
         _leave(gradient.sum(0), gradient.dtype, inverse, grad_bias)
 
 
-def _zeros_fp32(grad_weight: Tensor) -> Tensor:
-    """FP32 zeros to sum a weight's gradient up in: its own memory where it is FP32."""
-    if grad_weight.dtype is torch.float32:
-        return grad_weight.zero_()
-    return torch.zeros_like(grad_weight, dtype=torch.float32)
+def _fp32_like(grad_weight: Tensor) -> Tensor:
+    """FP32 memory to sum a weight's gradient up in: its own where it is FP32."""
+    return grad_weight if grad_weight.dtype is torch.float32 else torch.empty_like(grad_weight, dtype=torch.float32)
 
 
 def _leave(gradient: Tensor, dtype: torch.dtype, inverse: Tensor | None, target: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -143,6 +143,19 @@ class WorkingCopies:
         Frozen ones wait until :meth:`get` finds them changed: the base under an adapter is not read at every step.
         """
         _refresh([entry for entry, parameter in self._live() if parameter.requires_grad])
+
+    def copy_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """The copy that ``parameter`` has, whether or not it is fresh, for whoever is about to write both."""
+        entry = self._entries.get(id(parameter))
+        return None if entry is None or entry.copy.shape != parameter.shape else entry.copy
+
+    def note_written(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take in that ``parameters`` and their copies were written by a kernel, which raises no version counter."""
+        for parameter in parameters:
+            torch.autograd.graph.increment_version(parameter)
+            if (entry := self._entries.get(id(parameter))) is not None:
+                torch.autograd.graph.increment_version(entry.copy)
+                entry.version, entry.address = version_of(parameter), parameter.data_ptr()
 
     @property
     def keeps_none(self) -> bool:

@@ -106,6 +106,8 @@ class MagnitudeCollector:
             self._notes = (SHARDED,)
         else:
             self._parameters = _trainable(layers)
+            # Before the backward: some optimizers update inside of it.
+            self._weights = {key: _Sampled.of_master(p) for key, p in self._parameters.items()}
         if _is_compiled(model):
             self._notes = (*self._notes, COMPILED)
             return
@@ -162,8 +164,6 @@ class MagnitudeCollector:
             gradient, factor = gradient_and_factor(parameter)
             if gradient is not None:
                 self._gradients[key] = _Sampled.of(gradient, factor)
-            if key not in self._weights:
-                self._weights[key] = _Sampled.of_master(parameter)
 
     def finish(self, report: StepReport) -> StepMagnitudes:
         """Count what was seen of the step, which has just been taken or skipped."""
@@ -178,7 +178,7 @@ class MagnitudeCollector:
         for kind, of_parameters in ((Kind.WEIGHTS, self._weights), (Kind.WEIGHT_GRADIENTS, self._gradients)):
             found.update({(*key, kind): _counted(kind, *key, taken) for key, taken in of_parameters.items()})
         if not report.overflow:
-            found.update({(*row[:2], row[2]): tensor for row, tensor in self._updates()})
+            found.update(self._updates())
         order = {layer: place for place, layer in enumerate(self._layers())}
         tensors = sorted(found.values(), key=lambda t: (order.get(t.layer, len(order)), list(Kind).index(t.kind)))
         step = StepMagnitudes(
@@ -195,14 +195,16 @@ class MagnitudeCollector:
         model = self._runtime.model
         return [] if model is None else list(select_layers(model, self._patterns))
 
-    def _updates(self) -> list[tuple[tuple[str, str, Kind], TensorMagnitudes]]:
-        rows = []
+    def _updates(self) -> dict[tuple[str, str, Kind], TensorMagnitudes]:
+        rows = {}
         for key, before in self._weights.items():
             after = _Sampled.of_master(self._parameters[key])
-            if after.values.shape != before.values.shape or key not in self._gradients:
+            if after.values.shape != before.values.shape:  # somebody replaced the weight
                 continue
             update = after.values - before.values
-            row = TensorMagnitudes(
+            if key not in self._gradients and not update.any():
+                continue  # it had no part in the step
+            rows[(*key, Kind.UPDATES)] = TensorMagnitudes(
                 Kind.UPDATES,
                 *key,
                 after.dtype,
@@ -211,7 +213,6 @@ class MagnitudeCollector:
                 swamped_fp16=swamped(before.values, update, torch.float16),
                 swamped_bf16=swamped(before.values, update, torch.bfloat16),
             )
-            rows.append(((*key, Kind.UPDATES), row))
         return rows
 
     def _remove_hooks(self) -> None:

@@ -12,6 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hf_mp.autocasting.working_copies import is_shared, version_of
 from hf_mp.borders import BorderFunction
+from hf_mp.kernels.registry import chosen
 
 # FP32 elements of one block of rows: on a CPU what stays in its cache, on a GPU what keeps it busy.
 _BLOCK_ELEMENTS = {"cpu": 2**19}
@@ -124,16 +125,7 @@ class _CrossEntropy(BorderFunction):
     def forward(ctx: Any, connector: Tensor, logits: Tensor, labels: Tensor, settings: _Settings) -> Tensor:
         counted = labels != settings.ignore_index
         targets = torch.where(counted, labels, 0)
-        denominators = logits.new_empty(logits.shape[0], dtype=torch.float32)
-        losses = torch.empty_like(denominators)
-        smoothing = settings.label_smoothing
-        for rows in _blocks(logits):
-            values = logits[rows].float()
-            denominators[rows] = values.logsumexp(1)
-            expected = values.gather(1, targets[rows, None]).squeeze(1)
-            if smoothing:
-                expected = (1.0 - smoothing) * expected + smoothing * values.mean(1)
-            losses[rows] = denominators[rows] - expected
+        denominators, losses = _rows(logits, labels).forward(logits, targets, settings.label_smoothing)
         if settings.z_loss:
             losses += settings.z_loss * denominators.square()
         ctx.save_for_backward(connector, labels)
@@ -161,19 +153,71 @@ class _CrossEntropy(BorderFunction):
 
 
 def _write_gradient(result: Tensor, ctx: Any, labels: Tensor, factor: Tensor) -> None:
-    logits, denominators, settings = ctx.logits, ctx.denominators, ctx.settings
+    logits, settings = ctx.logits, ctx.settings
     counted = labels != settings.ignore_index
     targets = torch.where(counted, labels, 0)
     factors = torch.where(counted, factor, 0.0)
-    hit = torch.full((1, 1), settings.label_smoothing - 1.0, device=logits.device)
-    for rows in _blocks(logits):
-        values = logits[rows].to(torch.float32, copy=True).sub_(denominators[rows, None]).exp_()
-        if settings.z_loss:
-            values.mul_(1.0 + 2.0 * settings.z_loss * denominators[rows, None])
-        if settings.label_smoothing:
-            values.sub_(settings.label_smoothing / logits.shape[1])
-        values.scatter_add_(1, targets[rows, None], hit.expand(values.shape[0], 1))
-        result[rows] = values.mul_(factors[rows, None])
+    _rows(logits, labels).backward(
+        result, logits, targets, ctx.denominators, factors, settings.label_smoothing, settings.z_loss
+    )
+
+
+def _rows(logits: Tensor, labels: Tensor) -> Any:
+    """Who goes through the rows: the kernel or :class:`Rows`."""
+    same_device = labels.device == logits.device
+    return (chosen("cross_entropy", [logits]) if same_device else None) or Rows
+
+
+class Rows:
+    """The plain form: blocks of rows in FP32."""
+
+    @staticmethod
+    def forward(logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+        """The logarithm of the softmax's denominator of each row, and its loss: FP32, of shape (rows,).
+
+        Args:
+            logits: of shape (rows, classes).
+            targets: int64 of shape (rows,), each a class.
+            smoothing: as ``label_smoothing``.
+        """
+        denominators = logits.new_empty(logits.shape[0], dtype=torch.float32)
+        losses = torch.empty_like(denominators)
+        for rows in _blocks(logits):
+            values = logits[rows].float()
+            denominators[rows] = values.logsumexp(1)
+            expected = values.gather(1, targets[rows, None]).squeeze(1)
+            if smoothing:
+                expected = (1.0 - smoothing) * expected + smoothing * values.mean(1)
+            losses[rows] = denominators[rows] - expected
+        return denominators, losses
+
+    @staticmethod
+    def backward(
+        result: Tensor,
+        logits: Tensor,
+        targets: Tensor,
+        denominators: Tensor,
+        factors: Tensor,
+        smoothing: float,
+        z_loss: float,
+    ) -> None:
+        """Write the gradient of the logits into ``result``, which may be the logits themselves.
+
+        Args:
+            result: of the shape and dtype of the logits.
+            logits, targets, smoothing: as for :meth:`forward`, and ``denominators`` what that gave.
+            factors: FP32 of shape (rows,): what comes in for each row, the loss scale included; 0 for ignored ones.
+            z_loss: as for :func:`cross_entropy`.
+        """
+        hit = torch.full((1, 1), smoothing - 1.0, device=logits.device)
+        for rows in _blocks(logits):
+            values = logits[rows].to(torch.float32, copy=True).sub_(denominators[rows, None]).exp_()
+            if z_loss:
+                values.mul_(1.0 + 2.0 * z_loss * denominators[rows, None])
+            if smoothing:
+                values.sub_(smoothing / logits.shape[1])
+            values.scatter_add_(1, targets[rows, None], hit.expand(values.shape[0], 1))
+            result[rows] = values.mul_(factors[rows, None])
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:

@@ -4,12 +4,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from hf_mp.kernels.registry import chosen
+
 SQUARES_BELOW = 2.0**64  # FP32 holds the square of every smaller number
+_BLOCK_ELEMENTS_PER_THREAD = 2**17  # in FP32, half of what a core's cache of 1 MiB holds
+
+
+class Scan(NamedTuple):
+    """What one read of gradients tells: FP32 scalar tensors.
+
+    Attributes:
+        largest: the largest magnitude; finite if and only if every element is.
+        norm: the global 2-norm.
+    """
+
+    largest: Tensor
+    norm: Tensor
+
+    @property
+    def found_inf(self) -> Tensor:
+        """1 if an element is inf or NaN, else 0: FP32 of shape (1,), on the device of the gradients, not read."""
+        return (~self.largest.isfinite()).float().reshape(1)
+
+
+def scan_reference(tensors: Sequence[Tensor]) -> Scan:
+    """What the kernel ``gradient_scan`` computes, of dense tensors of one device."""
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors if tensor.numel()]
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    return Scan(largest_magnitude_reference(tensors), norm)
 
 
 def largest_magnitude_reference(tensors: Iterable[Tensor]) -> Tensor:
@@ -37,6 +65,8 @@ def largest_magnitude(tensors: Iterable[Tensor]) -> Tensor:
     values = [values for tensor in tensors if (values := real_values(tensor)).numel()]
     if not values:
         return torch.zeros((), dtype=torch.float32)
+    if (kernel := chosen("gradient_scan", values)) is not None:
+        return kernel(values).largest
     if all(tensor.device.type == "cpu" for tensor in values):
         # One pass a tensor; torch's multi-tensor norm is some 15 times slower on a CPU.
         extremes = [extreme for tensor in values for extreme in torch.aminmax(tensor)]
@@ -77,8 +107,10 @@ def largest_magnitude_and_norm(tensors: Sequence[Tensor]) -> tuple[Tensor, Tenso
         tensors: dense FP32 tensors on one device.
 
     Returns:
-        Two FP32 scalar tensors, each bit for bit that of its own function.
+        Two FP32 scalar tensors, on a CPU each bit for bit that of its own function.
     """
+    if (kernel := chosen("gradient_scan", tensors)) is not None:
+        return kernel(tensors)
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return largest_magnitude(tensors), get_total_norm(tensors)
     found = [(torch.aminmax(tensor), torch.linalg.vector_norm(tensor)) for tensor in tensors if tensor.numel()]
@@ -86,6 +118,36 @@ def largest_magnitude_and_norm(tensors: Sequence[Tensor]) -> tuple[Tensor, Tenso
         return torch.zeros(()), torch.zeros(())
     largest = torch.stack([extreme for extremes, _ in found for extreme in extremes]).abs().max()
     return largest, torch.linalg.vector_norm(torch.stack([norm for _, norm in found]))
+
+
+@torch.no_grad()
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """``torch.nn.utils.get_total_norm`` in FP32, without FP32 copies of FP16/BF16 tensors.
+
+    On a CPU these are cast a block at a time and the norms of the blocks are put together, so the sum is taken in
+    another order: it differs from torch's by rounding.
+
+    Args:
+        tensors: FP32, FP16 or BF16, on one device.
+
+    Returns:
+        A FP32 scalar tensor, 0 for no tensors.
+    """
+    if not tensors:
+        return torch.zeros(())
+    if (kernel := chosen("gradient_scan", tensors)) is not None:
+        return kernel(tensors).norm
+    return torch.linalg.vector_norm(torch.stack([_norm(tensor) for tensor in tensors]))
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    size = torch.get_num_threads() * _BLOCK_ELEMENTS_PER_THREAD
+    is_whole = tensor.device.type != "cpu" or tensor.dtype is torch.float32 or tensor.numel() <= size
+    if is_whole or not tensor.is_contiguous() or type(tensor) is not Tensor:
+        return torch.linalg.vector_norm(tensor, dtype=torch.float32)
+    scratch = torch.empty(size)
+    blocks = (scratch[: block.numel()].copy_(block) for block in tensor.view(-1).split(size))
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(block) for block in blocks]))
 
 
 def _to_fp32(magnitude: Tensor) -> Tensor:

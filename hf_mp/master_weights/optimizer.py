@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp.autocasting.working_copies import version_of, watch
+from hf_mp.kernels.gradient_scan import total_norm
+from hf_mp.master_weights.fused_adamw import step_split
 from hf_mp.master_weights.split import split
 from hf_mp.master_weights.split_parameter import (
     SplitParameter,
@@ -191,21 +193,29 @@ class MasterWeightOptimizer(Optimizer):
         Returns:
             The norm before, of the unscaled gradients: FP32, of shape ().
         """
-        norms = []
+        by_factor: dict[tuple[torch.device, Tensor | None], list[Tensor]] = {}
         for parameter in self._parameters():
             gradient, factor = gradient_and_factor(parameter)
-            if gradient is None:
-                continue
-            values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            norm = torch.linalg.vector_norm(values, dtype=torch.float32)
-            norms.append(norm if factor is None else norm * factor.squeeze())
-        if not norms:
-            return torch.zeros(())
-        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-        if math.isfinite(max_norm):
-            clip_factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-            multiply_gradients(self._parameters(), clip_factor)
+            if gradient is not None:
+                values = gradient.coalesce().values() if gradient.is_sparse else gradient
+                by_factor.setdefault((gradient.device, factor), []).append(values)
+        norms = [
+            total_norm(values) if factor is None else total_norm(values) * factor.squeeze()
+            for (_, factor), values in by_factor.items()
+        ]
+        total = norm_of(norms)
+        if (clip_by := clip_factor(total, max_norm)) is not None:
+            multiply_gradients(self._parameters(), clip_by)
         return total
+
+    @staticmethod
+    def gradient_norm(parameter: nn.Parameter) -> Tensor:
+        """The 2-norm of one gradient, which there is: FP32 of shape (), unscaled."""
+        gradient, factor = gradient_and_factor(parameter)
+        assert gradient is not None
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float32)
+        return norm if factor is None else norm * factor.squeeze()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -222,9 +232,29 @@ class MasterWeightOptimizer(Optimizer):
         if closure is not None:
             return self._step_on(self._parameters(), closure)
         result = None
+        parameters = self._parameters()
+        for parameter in parameters if self._loaded else ():
+            self._take_over_loaded(parameter)
+        if step_split(self.optimizer, parameters) and not any(
+            gradient_and_factor(p)[0] is not None for p in parameters
+        ):
+            return result
         for bucket in self._buckets():
             result = self._step_on(bucket)
         return result
+
+    @property
+    def steps_by_parameter(self) -> bool:
+        """Whether the wrapped optimizer is known to treat each parameter by itself."""
+        return _steps_by_parameter(self.optimizer)
+
+    @torch.no_grad()
+    def step_on(self, parameters: list[nn.Parameter]) -> None:
+        """Update these parameters alone; hooks of the step are not called, :meth:`step` does that."""
+        for parameter in parameters:
+            self._take_over_loaded(parameter)
+        if not step_split(self.optimizer, parameters):
+            self._step_on(parameters)
 
     def _step_on(self, parameters: list[nn.Parameter], closure: Callable[[], Any] | None = None) -> Any:
         masters = {parameter: self._open(parameter) for parameter in parameters}
@@ -402,6 +432,19 @@ class MasterWeightOptimizer(Optimizer):
             write_master(parameter, value)
         else:
             self._whole(parameter).set(value)
+
+
+def norm_of(norms: list[Tensor]) -> Tensor:
+    """The norm of all from the norms of each, FP32 of shape (); 0 for none."""
+    if not norms:
+        return torch.zeros(())
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return total
+
+
+def clip_factor(total: Tensor, max_norm: float) -> Tensor | None:
+    """What ``torch.nn.utils.clip_grad_norm_`` multiplies gradients of norm ``total`` with; None for no bound."""
+    return (max_norm / (total + 1e-6)).clamp(max=1.0) if math.isfinite(max_norm) else None
 
 
 class _WholeMaster:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types
 
 from hf_mp.autocasting.working_copies import WatchedParameter, is_shared, unwatch, version_of
-from hf_mp.master_weights.split import REMAINDER_DTYPE, merge, split, split_into
+from hf_mp.master_weights.split import REMAINDER_DTYPE, Split, merge, split, split_into
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 _DATA: Any = Tensor.data  # the properties themselves, which the class below overrides
@@ -310,6 +310,19 @@ def write_master(parameter: SplitParameter, value: Tensor) -> None:
         working.copy_(value)
     else:
         split_into(value, working, parameter.remainder_bits)
+    torch.autograd.graph.increment_version(parameter)
+    _mark_seen(parameter)
+
+
+def halves_of(parameter: SplitParameter) -> Split | None:
+    """The halves of the master weight, to write to; then call :func:`note_written_halves`. None if it is FP32 now."""
+    _reconcile(parameter)
+    working = _DATA.__get__(parameter)
+    return Split(working, parameter.remainder_bits) if working.dtype in LOWER_PRECISION_DTYPES else None
+
+
+def note_written_halves(parameter: SplitParameter) -> None:
+    """Take in that both halves of the master weight were written."""
     torch.autograd.graph.increment_version(parameter)
     _mark_seen(parameter)
 

@@ -6,7 +6,8 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +48,18 @@ def run(
     for preset in presets or ():
         parse_preset(preset)
     quiet_libraries()
-    report = gather_report(
-        model,
-        config_only=config_only,
-        train=train or gpu is not None or presets is not None,
-        measure=measure,
-        gpu_bytes=gpu_bytes,
-        presets=tuple(presets or TRAINING_PRESETS),
-        progress=_tell_progress,
-        device=device or _default_device(measure),
-        **settings,
-    )
+    with _told_progress() as tell:
+        report = gather_report(
+            model,
+            config_only=config_only,
+            train=train or gpu is not None or presets is not None,
+            measure=measure,
+            gpu_bytes=gpu_bytes,
+            presets=tuple(presets or TRAINING_PRESETS),
+            progress=tell,
+            device=device or _default_device(measure),
+            **settings,
+        )
     if as_json:
         return json.dumps(report_as_json(report), indent=2, allow_nan=False) + "\n"
     if html is not None:
@@ -85,14 +87,21 @@ def _default_device(measure: bool) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _tell_progress(step: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\033[K{step} ...", end="", file=sys.stderr, flush=True)
+@contextmanager
+def _told_progress() -> Iterator[Callable[[str], None]]:
+    """A line on the terminal that says what is done now, for as long as it takes; nothing where stderr is no terminal.
+
+    It is gone at the end.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda step: None
+        return
+    with console.status("reading the configuration ...") as status:
+        yield lambda step: status.update(f"{step} ...")
 
 
 def _as_text(renderable: Any) -> str:
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
     on_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if on_terminal else 200
     console = Console(file=io.StringIO(), width=width, force_terminal=on_terminal)

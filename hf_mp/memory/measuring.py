@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_mp.gradient_release import FreeGradients
 from hf_mp.memory.ledger import total_bytes
 from hf_mp.memory.models import ModelLike, find_config, model_class
 from hf_mp.memory.precisions import load, parse_precision
@@ -39,6 +40,7 @@ def measure_training_memory(
     accumulation_steps: int = 1,
     gradient_checkpointing: bool = False,
     optimizer: str | None = None,
+    free_gradients: FreeGradients = "step",
     device: str | None = None,
     ask_allocator: bool | None = None,
 ) -> TrainingMemory:
@@ -56,6 +58,7 @@ def measure_training_memory(
         gradient_checkpointing: compute blocks again in backward; default False.
         optimizer: a name of ``TrainingArguments(optim=...)``; default: what the preset is about, else
             ``"adamw_torch_fused"``, the Trainer's.
+        free_gradients: as for :func:`hf_mp.estimate_training_memory`; default ``"step"``.
         device: ``"cuda"`` or ``"cpu"``; default: the GPU where there is one.
         ask_allocator: also train further steps unobserved and take the peak from the allocator itself: CUDA's
             statistics, or torch's profiler on a CPU. Default: on a GPU.
@@ -75,6 +78,7 @@ def measure_training_memory(
         accumulation_steps=accumulation_steps,
         gradient_checkpointing=gradient_checkpointing,
         optimizer=optimizer,
+        free_gradients=free_gradients,
     )
     place = _device(device)
     before = torch.cuda.memory_allocated() if place.type == "cuda" else 0

@@ -97,15 +97,18 @@ def gather_report(
     training: dict[str, TrainingRow] = {}
     footprints: dict[str, MemoryFootprint] = {}
     for precision in precisions:
-        progress(f"counting in {precision}")
+        progress(f"counting the bytes of {PRECISIONS[precision].label}")
         try:
             footprints[precision] = _footprint(model, config, precision, config_only)
         except ImportError as error:
             unavailable[precision] = str(error)
-    for preset in presets if train or measure else ():
-        progress(f"training in {preset}")
+    for number, preset in enumerate(presets if train or measure else (), start=1):
+
+        def tell(step: str, where: str = f"{TRAINING_PRESETS[preset].label} ({number} of {len(presets)})") -> None:
+            progress(f"{step} in {where}")
+
         try:
-            training[preset] = _training_row(model, preset, measure, gpu_bytes, settings)
+            training[preset] = _training_row(model, preset, measure, gpu_bytes, settings, tell)
         except ImportError as error:
             unavailable[preset] = str(error)
     planned = skeleton(config, "fp32")
@@ -138,18 +141,21 @@ def _footprint(model: ModelLike, config: Any, precision: str, config_only: bool)
 
 
 def _training_row(
-    model: ModelLike, preset: str, measure: bool, gpu_bytes: int | None, settings: dict[str, Any]
+    model: ModelLike, preset: str, measure: bool, gpu_bytes: int | None, settings: dict[str, Any], tell: Progress
 ) -> TrainingRow:
     asked = dict(settings)
     if TRAINING_PRESETS[preset].optimizer is not None:  # the preset is about its own
         asked.pop("optimizer", None)
+    tell("predicting a training step")
     estimate = estimate_training_memory(model, preset, **asked)
     measurement = None
     if measure:
+        tell("measuring a training step")
         device = asked.get("device", "cuda")
         measurement = measure_training_memory(model, preset, **{**asked, "device": device})
     largest = None
     if gpu_bytes is not None:
+        tell("looking for the largest batch")
         asked.pop("batch_size", None)
         largest = largest_batch_size(model, gpu_bytes, preset, **asked)
     return TrainingRow(estimate, measurement, largest)

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_mp.gradient_release import FreeGradients
 from hf_mp.master_weights.optimizer import MasterWeightOptimizer
 from hf_mp.memory.answers import AnswerAsIfAllWentWell, unseen_by_transformers
 from hf_mp.memory.gpu_stand_in import STAND_IN, fused_optimizers, kernels_of_a_gpu
@@ -22,9 +23,11 @@ from hf_mp.memory.models import ModelLike, find_config, replace_tensors, skeleto
 from hf_mp.memory.presets import TrainingPreset, parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.sizes import largest_first, readable
-from hf_mp.runtime import MixedPrecision
+from hf_mp.policy import PrecisionPolicy
+from hf_mp.runtime import MixedPrecision, check_free_gradients
 
 DEFAULT_OPTIMIZER = "adamw_torch_fused"  # TrainingArguments'
+_MAX_GRAD_NORM = 1.0  # TrainingArguments'
 _RECORDED_UPDATES = 2  # the first makes the optimizer's state, the second is like all that follow
 _MOST_STEPS = 40  # at the beginning of a real run, steps are skipped until the loss scale has come down
 _RECORDED_MICRO_BATCHES = 2  # the second is like all that follow: it meets the gradients of the first
@@ -41,6 +44,7 @@ class TrainingSettings:
         accumulation_steps: micro-batches in one update.
         gradient_checkpointing: whether blocks are computed again in backward instead of kept.
         optimizer: by its name in ``TrainingArguments(optim=...)``.
+        free_gradients: as for :class:`hf_mp.MixedPrecision`.
     """
 
     precision: str
@@ -49,6 +53,7 @@ class TrainingSettings:
     accumulation_steps: int = 1
     gradient_checkpointing: bool = False
     optimizer: str = DEFAULT_OPTIMIZER
+    free_gradients: FreeGradients = "step"
 
 
 @dataclass(frozen=True, repr=False)
@@ -117,6 +122,7 @@ def estimate_training_memory(
     accumulation_steps: int = 1,
     gradient_checkpointing: bool = False,
     optimizer: str | None = None,
+    free_gradients: FreeGradients = "step",
     device: str = "cuda",
 ) -> TrainingMemory:
     """Predict the memory of fine-tuning, without memory and without a GPU.
@@ -134,6 +140,7 @@ def estimate_training_memory(
         gradient_checkpointing: compute blocks again in backward; default False.
         optimizer: a name of ``TrainingArguments(optim=...)``; default: what the preset is about, else
             ``"adamw_torch_fused"``, the Trainer's.
+        free_gradients: as for :class:`hf_mp.MixedPrecision`, clipping as the Trainer does; default ``"step"``.
         device: ``"cuda"`` (default) for a GPU to be rented, ``"cpu"`` for this CPU.
 
     Returns:
@@ -153,6 +160,7 @@ def estimate_training_memory(
         accumulation_steps=accumulation_steps,
         gradient_checkpointing=gradient_checkpointing,
         optimizer=optimizer,
+        free_gradients=free_gradients,
     )
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r} cannot be estimated for: use 'cuda' or 'cpu'")
@@ -218,6 +226,7 @@ def make_settings(
     accumulation_steps: int,
     gradient_checkpointing: bool,
     optimizer: str | None,
+    free_gradients: FreeGradients = "step",
 ) -> TrainingSettings:
     """Check what a person asked for, and fill in what they left open.
 
@@ -242,8 +251,16 @@ def make_settings(
             f"precision={precision!r} is about optimizer={preset.optimizer!r}: leave optimizer out, or choose another "
             "precision"
         )
+    check_free_gradients(PrecisionPolicy.parse(preset.policy or "fp32"), free_gradients)
+    if free_gradients == "backward" and accumulation_steps > 1:
+        raise ValueError(
+            f"accumulation_steps={accumulation_steps} adds gradients up, and free_gradients='backward' leaves none: "
+            "use 1 of them"
+        )
     name = optimizer or preset.optimizer or DEFAULT_OPTIMIZER
-    return TrainingSettings(precision, batch_size, seq_len, accumulation_steps, gradient_checkpointing, name)
+    return TrainingSettings(
+        precision, batch_size, seq_len, accumulation_steps, gradient_checkpointing, name, free_gradients
+    )
 
 
 def prepare_model(model: PreTrainedModel, settings: TrainingSettings) -> nn.Module:
@@ -263,7 +280,10 @@ def make_trainee(
     """Precision, optimizer and batch for a prepared model, of class ``kind`` before adapters were put around it."""
     preset = parse_preset(settings.precision)
     model.train()
-    runtime = None if preset.policy is None else MixedPrecision(preset.policy)
+    release: dict[str, Any] = {}
+    if settings.free_gradients == "backward":
+        release = {"free_gradients": "backward", "max_grad_norm": _MAX_GRAD_NORM}
+    runtime = None if preset.policy is None else MixedPrecision(preset.policy, **release)
     if runtime is not None:
         runtime.attach(model)
     optimizer = make_optimizer(settings.optimizer, model, device)
@@ -382,7 +402,7 @@ def train_one_step(trainee: Trainee, start_phase: Callable[[Phase], None] = lamb
         del loss
     start_phase(Phase.UPDATE)
     if isinstance(trainee.optimizer, MasterWeightOptimizer):
-        trainee.optimizer.clip_grad_norm_(1.0)
+        trainee.optimizer.clip_grad_norm_(_MAX_GRAD_NORM)
     else:
-        torch.nn.utils.clip_grad_norm_([p for p in trainee.model.parameters() if p.requires_grad], 1.0)
+        torch.nn.utils.clip_grad_norm_([p for p in trainee.model.parameters() if p.requires_grad], _MAX_GRAD_NORM)
     trainee.optimizer.step()

@@ -331,13 +331,36 @@ def test_a_forward_without_a_backward_leaves_nothing_behind(tmp_path: Path) -> N
     assert not any(m._forward_hooks for m in loop.model.modules())
 
 
-def test_gradients_that_are_gone_when_the_backward_ends_are_named(tmp_path: Path) -> None:
-    loop = Loop(tmp_path)
+def test_updates_are_seen_that_are_made_inside_of_the_backward(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, model=Mlp)
+
+    def update(parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        parameter.data.sub_(parameter.grad)
+        parameter.grad = None
+
     for parameter in loop.model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    loop.backward(0)
+        parameter.register_post_accumulate_grad_hook(update)
+    before = loop.masters()
+    loop.model(**vectors(0)).square().mean().backward()
     loop.step()
     assert any("weight gradients: none were there" in note for note in loop.found.notes)
+    change = loop.masters()["first.weight"] - before["first.weight"]
+    assert of(loop.found, Kind.UPDATES, "first.weight").histogram == histogram(change)
+
+
+class WithSpare(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(3, 3)
+
+
+def test_parameters_without_a_part_in_the_step_have_no_updates(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, model=WithSpare)
+    loop.model(**vectors(0)).square().mean().backward()
+    loop.step()
+    layers = {tensor.layer for tensor in loop.found.tensors if tensor.kind is Kind.UPDATES}
+    assert "first" in layers and "spare" not in layers
 
 
 def test_of_a_sharded_model_the_parameters_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

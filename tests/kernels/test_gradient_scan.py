@@ -14,6 +14,8 @@ from hf_mp.kernels.gradient_scan import (
     largest_magnitude_and_norm,
     largest_magnitude_and_norm_reference,
     largest_magnitude_reference,
+    scan_reference,
+    total_norm,
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -185,3 +187,30 @@ class TestAllFinite:
         assert not all_finite([at], SQUARES_BELOW) and all_finite([at])
         assert all_finite([below], SQUARES_BELOW) and below.square().isfinite().all()
         assert not all_finite([torch.tensor([float("nan")])], SQUARES_BELOW)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("count", [0, 1, 5, 64, 1000])
+def test_norm_in_blocks(count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_mp.kernels.gradient_scan._BLOCK_ELEMENTS_PER_THREAD", 64)
+    tensor = torch.randn(count).to(dtype)
+    expected = torch.linalg.vector_norm(tensor.double()).float()
+    torch.testing.assert_close(total_norm([tensor]), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        total_norm([tensor[::2]]), torch.linalg.vector_norm(tensor[::2].float()), rtol=1e-6, atol=0
+    )
+    if count:
+        tensor[-1] = math.inf
+        assert total_norm([tensor]).item() == math.inf
+        tensor[0] = math.nan
+        assert total_norm([tensor]).isnan()
+
+
+def test_total_norm_of_several() -> None:
+    tensors = [torch.full((3,), 2.0).half(), torch.empty(0), torch.full((4,), -1.0)]
+    assert total_norm(tensors) == 4.0
+    assert total_norm([]) == 0.0
+    assert scan_reference(tensors).norm == 4.0 and scan_reference(tensors).largest == 2.0
+    assert scan_reference(tensors).found_inf == 0.0
+    assert scan_reference([*tensors, torch.tensor([math.nan])]).found_inf == 1.0
+    assert scan_reference([]) == (0.0, 0.0)

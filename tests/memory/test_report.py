@@ -1,11 +1,13 @@
 import json
 import os
+import time
 
 import pytest
 from typer.testing import CliRunner
 
 from hf_mp import cli
 from hf_mp.html_page import check_writable, write_whole
+from hf_mp.memory import command as command_module
 from hf_mp.memory import report as report_module
 from hf_mp.memory.footprint import memory_footprint
 from hf_mp.memory.models import skeleton
@@ -213,3 +215,27 @@ def test_a_file_is_written_at_once_or_not_at_all(tmp_path):
 def test_every_preset_has_its_own_name():
     labels = [preset.label for preset in TRAINING_PRESETS.values()]
     assert len(set(labels)) == len(labels)
+
+
+def test_a_person_who_waits_is_told_what_is_done(saved):
+    told = []
+    gather_report(
+        str(saved), config_only=True, measure=True, gpu_bytes=2**20, precisions=("fp16",), presets=("fp32", "bf16"),
+        device="cpu", progress=told.append, **STEP,
+    )  # fmt: skip
+    labels = [f"{TRAINING_PRESETS['fp32'].label} (1 of 2)", f"{TRAINING_PRESETS['bf16'].label} (2 of 2)"]
+    steps = ["predicting a training step", "measuring a training step", "looking for the largest batch"]
+    assert told == ["counting the bytes of FP16", *(f"{step} in {label}" for label in labels for step in steps)]
+
+
+@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
+def test_the_progress_line_is_for_terminals_alone(monkeypatch, capsys, terminal):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
+    with command_module._told_progress() as tell:
+        tell("measuring a training step in FP16")
+        time.sleep(0.3 if terminal else 0.0)  # it is drawn some times a second
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert ("measuring a training step in FP16" in captured.err) == terminal

@@ -11,20 +11,17 @@ import torch
 from rich.console import Console
 
 import ablate_precision as recipe
+from _ablation import Ablation, FineTuning, Shares, ablation_table, summarize
 from ablate_precision import (
     SCALES,
     VARIANTS,
-    Ablation,
-    FineTuning,
     Options,
-    Shares,
     Task,
     accumulate_in_fp16,
     batches,
     load_texts,
     main,
     pretrain,
-    summarize,
     update_and_look,
 )
 
@@ -164,7 +161,7 @@ def test_verdicts_compare_with_the_seed_spread():
         "fp16-no-masters": [run(4.2), run(4.4)],
         "bf16": [run(3.8), run(3.9)],
     }
-    found = summarize(runs, dict.fromkeys(runs, 2**20), loss_before=5.0)
+    found = summarize(runs, dict.fromkeys(runs, 2**20), loss_before=5.0, variants=VARIANTS)
     assert found.seed_spread == pytest.approx(0.1)
     assert [found.verdict(row) for row in found.rows] == [
         "",
@@ -177,12 +174,12 @@ def test_verdicts_compare_with_the_seed_spread():
 
 
 def test_without_fp32_or_with_one_seed_there_is_nothing_to_compare_with():
-    alone = summarize({"fp16": [run(4.0), run(4.1)]}, {"fp16": 1}, 5.0)
+    alone = summarize({"fp16": [run(4.0), run(4.1)]}, {"fp16": 1}, 5.0, VARIANTS)
     assert (alone.seed_spread, alone.rows[0].difference, alone.rows[0].time) == (None, None, None)
-    single = summarize({"fp32": [run(4.0)], "fp16": [run(4.1)]}, {"fp32": 1, "fp16": 1}, 5.0)
+    single = summarize({"fp32": [run(4.0)], "fp16": [run(4.1)]}, {"fp32": 1, "fp16": 1}, 5.0, VARIANTS)
     assert single.seed_spread is None and single.verdict(single.rows[1]) == ""
     for ablation in (alone, single):
-        assert recipe.ablation_table(ablation).row_count == len(ablation.rows)
+        assert ablation_table(ablation).row_count == len(ablation.rows)
     assert isinstance(alone, Ablation)
 
 

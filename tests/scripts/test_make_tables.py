@@ -204,6 +204,20 @@ def test_conditions_that_differ_are_said(tmp_path):
     assert otherwise(results("other"), results("usual")) == ", 1 of 2 threads, torch 2.11.0"
 
 
+def test_runs_of_one_model_alone_leave_the_others_cells_empty(tmp_path):
+    def curve(loss: float, skipped: float | None) -> dict:
+        return {"steps": [10, 20], "losses": [3.0, 2.0], "eval_loss": loss, "skipped_steps": skipped}
+
+    few = {"fp32": curve(2.0, None), "hf_mp fp16": curve(2.01, 3.0)}
+    write(tmp_path, "compare_precisions", few)
+    alone = REGIONS["precisions"](StoredResults(tmp_path))
+    assert "| hf_mp fp16 | 2.0100 (+0.500%) | 3 |" in alone and "768" not in alone
+    write(tmp_path, "compare_precisions_768", {**few, "hf_mp bf16": curve(1.99, 0.0)})
+    both = REGIONS["precisions"](StoredResults(tmp_path))
+    assert "| hf_mp fp16 | 2.0100 (+0.500%) | 3 | 2.0100 (+0.500%) | 3 |" in both
+    assert "| hf_mp bf16 | | | 1.9900 (-0.500%) | 0 |" in both
+
+
 def test_without_gpu_results_it_says_so(tmp_path):
     assert gpu(StoredResults(tmp_path)) == "GPU: not measured on a GPU yet."
 

@@ -1,0 +1,317 @@
+"""AdamW in one pass: reads gradients, masters and moments; writes masters, moments and working copies.
+
+Decoupled weight decay: Loshchilov and Hutter 2019 (arXiv 1711.05101), Algorithm 2; the arithmetic is that of
+``torch.optim.AdamW(fused=True)``. Unscaling and the clip coefficient are one factor on the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from hf_mp.kernels.registry import chosen
+from hf_mp.master_weights.split import REMAINDER_DTYPE, merge, split_into
+from hf_mp.policy import LOWER_PRECISION_DTYPES
+
+# Small enough that what one operation leaves is in a core's cache for the next, large enough for some 20 calls a block.
+_BLOCK_ELEMENTS_PER_THREAD = 2**17
+_MINUS_UNIT = -(2.0**-25)  # a remainder counts units of 2**-25 of its working copy's binade, and is negated here
+_FP16_EXPONENT, _FP16_SMALLEST_BINADE, _FP16_LARGEST_BINADE = 0x7C00, 0x0400, 0x7800
+
+
+@dataclass(frozen=True)
+class AdamWSettings:
+    """The hyperparameters of one step, as in ``torch.optim.AdamW``.
+
+    Attributes:
+        lr, beta1, beta2, eps, weight_decay: numbers.
+        decoupled: False adds the decay to the gradient, as ``torch.optim.Adam`` does; default True.
+        maximize: default False.
+    """
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    decoupled: bool = True
+    maximize: bool = False
+
+    @property
+    def lerps_from_gradient(self) -> bool:
+        """Whether torch's ``lerp`` to the gradient starts from there: its weight is at least one half."""
+        return not 1.0 - self.beta1 < 0.5
+
+
+class AdamWTensors(NamedTuple):
+    """What belongs to one parameter; all of its shape, but for ``step``.
+
+    Attributes:
+        gradient: FP32, FP16 or BF16.
+        exp_avg, exp_avg_sq: the moments, FP32.
+        step: FP32, of shape (): the steps taken so far.
+        master: FP32; None where it is split.
+        working: the FP16/BF16 working copy; None where there is none beside a master.
+        remainder: int16, the other half of a split master (:mod:`hf_mp.master_weights.split`); else None.
+    """
+
+    gradient: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+    master: Tensor | None = None
+    working: Tensor | None = None
+    remainder: Tensor | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> AdamWTensors:
+        """``function`` of each tensor that there is."""
+        return AdamWTensors(*[None if tensor is None else function(tensor) for tensor in self])  # type: ignore[arg-type]
+
+    def floating_state(self) -> list[Tensor]:
+        """As :meth:`state`, without a remainder."""
+        return [tensor for tensor in self.state() if tensor.is_floating_point()]
+
+    def state(self) -> list[Tensor]:
+        """What the update writes, without ``step``."""
+        written = (self.exp_avg, self.exp_avg_sq, self.master, self.working, self.remainder)
+        return [tensor for tensor in written if tensor is not None]
+
+
+@torch.no_grad()
+def adamw_reference(
+    parameters: Sequence[AdamWTensors],
+    settings: AdamWSettings,
+    factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Plain form of :func:`adamw_`: whole FP32 masters and gradients, and torch's fused AdamW."""
+    if found_inf is not None and found_inf.item():
+        return
+    for tensors in parameters:
+        tensors.step.add_(1)
+        master = _whole_master(tensors)
+        gradient = tensors.gradient.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        _fused(tensors, [master], [gradient if factor is None else gradient.mul_(factor.squeeze())], settings)
+        _write_working(tensors, master)
+
+
+@torch.no_grad()
+def adamw_written_out(
+    parameters: Sequence[AdamWTensors],
+    settings: AdamWSettings,
+    factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """:func:`adamw_reference` operation by operation, each rounded to FP32: what the Triton kernel gives bit for bit.
+
+    torch's fused AdamW fuses one product and sum, in the first moment, and so differs from it by rounding.
+    """
+    if found_inf is not None and found_inf.item():
+        return
+    for tensors in parameters:
+        tensors.step.add_(1)
+        steps = tensors.step.item()
+        master = _whole_master(tensors)
+        gradient = tensors.gradient.float()
+        if factor is not None:
+            gradient = gradient * factor.squeeze()
+        if settings.maximize:
+            gradient = -gradient
+        if settings.decoupled:
+            decayed = master * (1.0 - settings.lr * settings.weight_decay)
+        else:
+            decayed, gradient = master, gradient + master * settings.weight_decay
+        weight = 1.0 - settings.beta1
+        difference = gradient - tensors.exp_avg
+        if settings.lerps_from_gradient:
+            tensors.exp_avg.copy_(gradient + difference * (torch.tensor(weight) - 1.0).item())
+        else:
+            tensors.exp_avg.copy_(tensors.exp_avg + difference * weight)
+        square = gradient * (1.0 - settings.beta2) * gradient
+        tensors.exp_avg_sq.copy_(tensors.exp_avg_sq * settings.beta2 + square)
+        root = tensors.exp_avg_sq.double().sqrt().float()  # torch's FP32 root on a CPU may be off by one ulp
+        denominator = root / root.new_tensor(math.sqrt(1.0 - settings.beta2**steps)) + settings.eps
+        step_size = settings.lr / (1.0 - settings.beta1**steps)
+        master.copy_(decayed + tensors.exp_avg * -step_size / denominator)
+        _write_working(tensors, master)
+
+
+def _write_working(tensors: AdamWTensors, master: Tensor) -> None:
+    if tensors.working is not None and tensors.remainder is not None:
+        split_into(master, tensors.working, tensors.remainder)
+    elif tensors.working is not None:
+        tensors.working.copy_(master)
+
+
+@torch.no_grad()
+def adamw_(
+    parameters: Sequence[AdamWTensors],
+    settings: AdamWSettings,
+    factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Take a step of AdamW in place, for tensors of one device.
+
+    On a CPU, what this writes is bit for bit what :func:`adamw_reference` writes.
+
+    Args:
+        parameters: what belongs to each.
+        settings: of all of them.
+        factor: FP32, of one element: the inverse loss scale times the clip coefficient; None for 1.
+        found_inf: FP32, of one element; 1 leaves everything as it is. It is read on its device.
+
+    Raises:
+        ValueError: for tensors that do not fit together; the message names which.
+    """
+    for tensors in parameters:
+        check_tensors(tensors)
+    read = [tensor for tensors in parameters for tensor in (tensors.gradient, *tensors.floating_state())]
+    if (kernel := chosen("adamw", read)) is not None:
+        kernel(parameters, settings, factor, found_inf)
+        return
+    if found_inf is not None and found_inf.item():
+        return
+    for tensors in parameters:
+        if not _has_blocks(tensors):
+            adamw_reference([tensors], settings, factor)
+            continue
+        tensors.step.add_(1)
+        update = _update_split_fp16 if tensors.working.dtype is torch.float16 else _update_split_bf16  # type: ignore[union-attr]
+        update(tensors, settings, None if factor is None else factor.squeeze())
+
+
+def check_tensors(tensors: AdamWTensors) -> None:
+    """Raise ``ValueError`` for tensors of one parameter that do not fit together."""
+    shape, device = tensors.gradient.shape, tensors.gradient.device
+    for name, tensor in zip(tensors._fields, tensors, strict=True):
+        if tensor is None:
+            continue
+        if tensor.device != device and name != "step":
+            raise ValueError(f"{name} is on {tensor.device}, but the gradient on {device}: move them to one device")
+        if name != "step" and tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but the gradient {tuple(shape)}")
+        if name in ("exp_avg", "exp_avg_sq", "master") and not tensor.is_contiguous():
+            raise ValueError(f"{name} is not contiguous: give its .contiguous()")
+    if (tensors.master is None) != (tensors.remainder is not None):
+        raise ValueError("give either a FP32 master, or a working copy and its remainder")
+    wanted = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "master": torch.float32}
+    for name, dtype in {**wanted, "remainder": REMAINDER_DTYPE}.items():
+        tensor = getattr(tensors, name)
+        if tensor is not None and tensor.dtype is not dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, but must be {dtype}")
+    if tensors.working is None and tensors.remainder is not None:
+        raise ValueError("a remainder needs its working copy")
+    if tensors.working is not None and tensors.working.dtype not in LOWER_PRECISION_DTYPES:
+        raise ValueError(f"working is {tensors.working.dtype}, but must be torch.float16 or torch.bfloat16")
+
+
+def _whole_master(tensors: AdamWTensors) -> Tensor:
+    if tensors.master is not None:
+        return tensors.master
+    assert tensors.working is not None and tensors.remainder is not None
+    return merge(tensors.working, tensors.remainder)
+
+
+def _fused(tensors: AdamWTensors, masters: list[Tensor], gradients: list[Tensor], settings: AdamWSettings) -> None:
+    function = torch._fused_adamw_ if settings.decoupled else torch._fused_adam_
+    function(
+        masters,
+        gradients,
+        [tensors.exp_avg],
+        [tensors.exp_avg_sq],
+        [],
+        [tensors.step],
+        lr=settings.lr,
+        beta1=settings.beta1,
+        beta2=settings.beta2,
+        weight_decay=settings.weight_decay,
+        eps=settings.eps,
+        amsgrad=False,
+        maximize=settings.maximize,
+    )
+
+
+# A split master on a CPU: joined, updated and split again while a block of it is in the cache
+
+
+def _has_blocks(tensors: AdamWTensors) -> bool:
+    gradient = tensors.gradient
+    dense = gradient.numel() > 0 and all(tensor.is_contiguous() for tensor in tensors.state())
+    return tensors.remainder is not None and gradient.device.type == "cpu" and dense
+
+
+class _Block(NamedTuple):
+    """A block of a parameter, flat, and what it is computed in."""
+
+    tensors: AdamWTensors
+    working: Tensor
+    remainder: Tensor
+    gradient: Tensor  # FP32 and true
+    master: Tensor  # FP32, not filled yet
+    floats: Tensor  # scratch of its size, FP32
+    units: Tensor  # the same
+    shorts: Tensor  # scratch of its size, int16
+
+
+def _blocks(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[_Block]:
+    assert tensors.working is not None and tensors.remainder is not None
+    # whole vectors, so that torch's scalar loop for the rest begins where it would in the whole tensor
+    elements = _BLOCK_ELEMENTS_PER_THREAD * torch.get_num_threads()
+    given = (tensors.gradient, tensors.exp_avg, tensors.exp_avg_sq, tensors.working, tensors.remainder)
+    size = min(elements, tensors.gradient.numel())
+    master, gradient, floats, units = (torch.empty(size) for _ in range(4))
+    shorts = torch.empty(size, dtype=torch.int16)
+    for scaled, exp_avg, exp_avg_sq, working, remainder in zip(
+        *(tensor.reshape(-1).split(elements) for tensor in given), strict=True
+    ):
+        if (count := working.numel()) != size:
+            size = count
+            scratch = (master, gradient, floats, units, shorts)
+            master, gradient, floats, units, shorts = (tensor[:size] for tensor in scratch)
+        true = scaled
+        if factor is not None or scaled.dtype is not torch.float32:
+            true = gradient.copy_(scaled)
+            if factor is not None:
+                true.mul_(factor)
+        part = tensors._replace(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+        yield _Block(part, working, remainder, true, master, floats, units, shorts)
+
+
+def _update_split_fp16(tensors: AdamWTensors, settings: AdamWSettings, factor: Tensor | None) -> None:
+    mask, zero = torch.tensor(_FP16_EXPONENT, dtype=torch.int16), torch.zeros(())
+    for part, working, remainder, gradient, master, floats, units, shorts in _blocks(tensors, factor):
+        bits, binade = working.view(torch.int16), shorts.view(torch.float16)
+        torch.bitwise_and(bits, mask, out=shorts).clamp_(_FP16_SMALLEST_BINADE, _FP16_LARGEST_BINADE)
+        units.copy_(binade)
+        # Negated twice, -0.0 stays what it is: -0.0 + -0.0 * unit.
+        floats.copy_(torch.neg(remainder, out=shorts))
+        master.copy_(working).addcmul_(floats, units, value=_MINUS_UNIT)
+        _fused(part, [master], [gradient], settings)
+        working.copy_(master)
+        torch.bitwise_and(bits, mask, out=shorts)
+        if not is_fake(working) and shorts.max().item() == _FP16_EXPONENT:  # inf or NaN
+            split_into(master, working, remainder)
+            continue
+        units.copy_(shorts.clamp_(min=_FP16_SMALLEST_BINADE).view(torch.float16))
+        floats.copy_(working)
+        remainder.copy_(torch.addcdiv(zero, master.sub_(floats), units, value=2.0**25, out=master))
+
+
+def _update_split_bf16(tensors: AdamWTensors, settings: AdamWSettings, factor: Tensor | None) -> None:
+    half, sixteen = torch.tensor(0x8000, dtype=torch.int32), torch.tensor(16, dtype=torch.int32)
+    for part, working, remainder, gradient, master, floats, _, _ in _blocks(tensors, factor):
+        bits, lower = master.view(torch.int32), floats.view(torch.int32)
+        master.copy_(working)
+        bits.add_(lower.copy_(remainder))
+        _fused(part, [master], [gradient], settings)
+        if not is_fake(working) and not master.sum().isfinite():  # it may be NaN, which rounds otherwise
+            split_into(master, working, remainder)
+            continue
+        remainder.copy_(bits)  # the lower half: integer casts wrap around
+        working.view(torch.int16).copy_(bits.add_(half).bitwise_right_shift_(sixteen))

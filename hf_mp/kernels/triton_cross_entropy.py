@@ -1,0 +1,142 @@
+"""Cross-entropy in Triton: rows of FP16/BF16/FP32 logits, FP32 arithmetic in registers. Not measured on a GPU yet."""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_mp.kernels.cross_entropy import Rows
+from hf_mp.kernels.triton_tables import BF16, DTYPE_CODES, on, round_to_bf16
+
+BLOCK = 4096
+WARPS = 8
+
+# The number of classes is a constant of the compiled kernel: a model has one.
+
+
+@triton.jit
+def load_logits(address, mask, DTYPE: tl.constexpr):
+    """FP32; what is masked is -inf."""
+    if DTYPE == 2:
+        bits = tl.load(address, mask=mask, other=-128)  # BF16's -inf
+        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return tl.load(address, mask=mask, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def forward_kernel(
+    logits, targets, denominators, losses, smoothing, CLASSES: tl.constexpr, DTYPE: tl.constexpr,
+    SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program: the logarithm of the softmax's denominator of a row, and its loss; one read of the row."""
+    row = tl.program_id(0)
+    base = logits + row.to(tl.int64) * CLASSES
+    columns = tl.arange(0, BLOCK)
+    largest = tl.full((), -float("inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    plain_sum = tl.full((), 0.0, tl.float32)
+    for start in range(0, CLASSES, BLOCK):
+        mask = start + columns < CLASSES
+        values = load_logits(base + start + columns, mask, DTYPE)
+        seen = tl.maximum(largest, tl.max(values, axis=0))
+        shift = tl.where(tl.abs(seen) == float("inf"), 0.0, seen)
+        # of a NaN, the sum tells
+        total = total * tl.exp(largest - shift) + tl.sum(tl.exp(values - shift), axis=0)
+        largest = tl.where(tl.abs(seen) == float("inf"), seen, shift)
+        if SMOOTHED:
+            plain_sum += tl.sum(tl.where(mask, values, 0.0), axis=0)
+    denominator = tl.log(total) + tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
+    target = tl.load(targets + row)
+    # a label outside of the classes makes the loss NaN
+    is_class = (target >= 0) & (target < CLASSES)
+    expected = load_logits(base + tl.where(is_class, target, 0), True, DTYPE)
+    expected = tl.where(is_class, expected, float("nan"))
+    if SMOOTHED:
+        expected = (1.0 - smoothing) * expected + smoothing * (plain_sum / CLASSES)
+    tl.store(denominators + row, denominator)
+    tl.store(losses + row, denominator - expected)
+
+
+@triton.jit
+def backward_kernel(
+    result, logits, targets, denominators, factors, smoothing, z_loss, CLASSES: tl.constexpr,
+    DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program: the gradient of a row of logits, which ``result`` may be; rounded once."""
+    row = tl.program_id(0)
+    base = row.to(tl.int64) * CLASSES
+    columns = tl.arange(0, BLOCK)
+    denominator = tl.load(denominators + row)
+    factor = tl.load(factors + row)
+    target = tl.load(targets + row)
+    slope = 1.0 + 2.0 * z_loss * denominator
+    for start in range(0, CLASSES, BLOCK):
+        mask = start + columns < CLASSES
+        values = load_logits(logits + base + start + columns, mask, DTYPE)
+        values = tl.exp(values - denominator) * slope - smoothing / CLASSES
+        values = tl.where(start + columns == target, values + (smoothing - 1.0), values) * factor
+        if DTYPE == 0:
+            tl.store(result + base + start + columns, values, mask=mask)
+        elif DTYPE == 1:
+            tl.store(result + base + start + columns, values.to(tl.float16), mask=mask)
+        else:
+            tl.store(result + base + start + columns, round_to_bf16(values), mask=mask)
+
+
+class RowKernels:
+    """The two launches, in the places of the plain loops over blocks of rows."""
+
+    @staticmethod
+    def forward(logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+        """As :func:`hf_mp.kernels.cross_entropy.Rows.forward`."""
+        rows, classes = logits.shape
+        denominators = torch.empty(rows, dtype=torch.float32, device=logits.device)
+        losses = torch.empty_like(denominators)
+        with on(logits.device):
+            forward_kernel[(rows,)](
+                _as_read(logits), targets, denominators, losses, float(smoothing), CLASSES=classes,
+                DTYPE=DTYPE_CODES[logits.dtype], SMOOTHED=bool(smoothing), BLOCK=BLOCK, num_warps=WARPS,
+            )  # fmt: skip
+        return denominators, losses
+
+    @staticmethod
+    def backward(
+        result: Tensor, logits: Tensor, targets: Tensor, denominators: Tensor, factors: Tensor, smoothing: float,
+        z_loss: float,
+    ) -> None:  # fmt: skip
+        """As :func:`hf_mp.kernels.cross_entropy.Rows.backward`."""
+        rows, classes = logits.shape
+        with on(logits.device):
+            backward_kernel[(rows,)](
+                _as_read(result), _as_read(logits), targets, denominators, factors, float(smoothing),
+                float(z_loss), CLASSES=classes, DTYPE=DTYPE_CODES[logits.dtype], BLOCK=BLOCK, num_warps=WARPS,
+            )  # fmt: skip
+
+
+def _as_read(logits: Tensor) -> Tensor:
+    return logits.view(torch.int16) if DTYPE_CODES[logits.dtype] == BF16 else logits
+
+
+def check(device: torch.device) -> str | None:
+    """Compare the kernels with their plain forms on ``device``; what differs, or None."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype in DTYPE_CODES:
+        logits = (torch.randn(3, BLOCK + 5, generator=generator) * 4).to(dtype).to(device)
+        targets = torch.tensor([0, BLOCK + 4, 7], device=device)
+        factors = torch.full((3,), 1024.0, device=device)
+        found, expected = RowKernels.forward(logits, targets, 0.1), Rows.forward(logits, targets, 0.1)
+        gradients = [torch.empty_like(logits), torch.empty_like(logits)]
+        RowKernels.backward(gradients[0], logits, targets, found[0], factors, 0.1, 1e-3)
+        Rows.backward(gradients[1], logits, targets, found[0], factors, 0.1, 1e-3)
+        tolerance: Any = {"rtol": 2 * torch.finfo(dtype).eps + 1e-5, "atol": 1e-2 * torch.finfo(dtype).eps + 1e-5}
+        if not all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(found, expected, strict=True)):
+            return f"the loss of {dtype} logits differs"
+        if not torch.allclose(gradients[0].float(), gradients[1].float(), **tolerance):
+            return f"the gradient of {dtype} logits differs"
+    return None

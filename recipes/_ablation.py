@@ -1,0 +1,208 @@
+"""What an ablation came to: its rows, their verdicts, a table, sentences and a picture."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Protocol
+
+import matplotlib
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from torch import Tensor
+
+
+class Described(Protocol):
+    """A variant: how it differs, and whether its time and memory are those of an emulation."""
+
+    @property
+    def what(self) -> str: ...
+
+    @property
+    def is_emulated(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What the arithmetic lost in one step.
+
+    Attributes:
+        activation_gradients: share of the gradients of the linear layers' outputs that are too small for the
+            variant's dtype at its loss scale, of those that are not zero in FP32.
+        weight_gradients: share of the weight gradients that are zero, of those that are not zero in FP32 at the same
+            weights, on the same batch.
+        updates: share of the weights that the update left as they were, bit for bit, of those that AdamW had an update
+            for.
+    """
+
+    activation_gradients: float
+    weight_gradients: float
+    updates: float
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """One variant under one seed.
+
+    Attributes:
+        losses: of every step, on its training batch.
+        held_out_loss: of the trained weights on held-out text, computed in FP32 for every variant.
+        lost: means over the steps that were looked at.
+        skipped_steps: updates not applied for an overflow.
+        step_seconds: median of the steps; see :func:`seconds_on`.
+    """
+
+    losses: list[float]
+    held_out_loss: float
+    lost: Shares
+    skipped_steps: int
+    step_seconds: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant over all seeds.
+
+    Attributes:
+        held_out_loss: mean over the seeds.
+        difference: to FP32, mean over the seeds (each against FP32 under the same seed); None without FP32.
+        difference_range: the smallest and the largest of them.
+        lost: means over the seeds.
+        skipped_steps: under all seeds.
+        time: CPU seconds (on a GPU: seconds) of a step as a multiple of FP32's; None without FP32, and for an
+            emulation.
+        peak_mib: None for an emulation.
+    """
+
+    variant: str
+    what: str
+    held_out_loss: float
+    difference: float | None
+    difference_range: tuple[float, float] | None
+    lost: Shares
+    skipped_steps: int
+    time: float | None
+    peak_mib: float | None
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """Everything that was measured.
+
+    Attributes:
+        loss_before: of the pretrained model on the held-out text.
+        seed_spread: how far FP32's held-out losses under different seeds lie apart, largest minus smallest; None
+            without FP32, and with a single seed.
+        runs: by variant, then by seed.
+    """
+
+    rows: list[Row]
+    seed_spread: float | None
+    loss_before: float
+    runs: dict[str, list[FineTuning]]
+
+    def verdict(self, row: Row) -> str:
+        """How the difference to FP32 compares with what another order of the data does to FP32 itself."""
+        if row.difference is None or self.seed_spread is None or row.variant == "fp32":
+            return ""
+        if abs(row.difference) <= self.seed_spread:
+            return "within the seed spread"
+        return "worse, beyond the seed spread" if row.difference > 0 else "better, beyond the seed spread"
+
+
+def summarize(
+    runs: dict[str, list[FineTuning]], peaks: Mapping[str, int], loss_before: float, variants: Mapping[str, Described]
+) -> Ablation:
+    """The rows of all variants.
+
+    Args:
+        runs: by variant, then by seed.
+        peaks: peak bytes of each variant.
+        loss_before: of the pretrained model.
+        variants: what each is.
+    """
+    fp32 = runs.get("fp32")
+    losses = [run.held_out_loss for run in fp32 or []]
+    spread = max(losses) - min(losses) if len(losses) > 1 else None
+    rows = [make_row(name, found, fp32, peaks[name], variants[name]) for name, found in runs.items()]
+    return Ablation(rows, spread, loss_before, runs)
+
+
+def make_row(name: str, runs: list[FineTuning], fp32: list[FineTuning] | None, peak: int, variant: Described) -> Row:
+    differences = [run.held_out_loss - other.held_out_loss for run, other in zip(runs, fp32 or [], strict=False)]
+    times = [run.step_seconds / other.step_seconds for run, other in zip(runs, fp32 or [], strict=False)]
+    return Row(
+        variant=name,
+        what=variant.what,
+        held_out_loss=statistics.mean(run.held_out_loss for run in runs),
+        difference=statistics.mean(differences) if differences else None,
+        difference_range=(min(differences), max(differences)) if differences else None,
+        lost=Shares(**{f.name: statistics.mean(getattr(run.lost, f.name) for run in runs) for f in fields(Shares)}),
+        skipped_steps=sum(run.skipped_steps for run in runs),
+        time=statistics.median(times) if times and not variant.is_emulated else None,
+        peak_mib=None if variant.is_emulated else peak / 2**20,
+    )
+
+
+def ablation_table(ablation: Ablation) -> Table:
+    table = Table("variant", title="What each technique is worth", title_justify="left", box=SIMPLE_HEAD)
+    lost = ("activation gradients lost", "weight gradients lost", "updates lost")
+    for heading in ("held-out loss", "to FP32", *lost, "skipped steps", "peak MiB", "CPU time"):
+        table.add_column(heading, justify="right")
+    for row in ablation.rows:
+        is_emulated = row.peak_mib is None
+        table.add_row(
+            row.variant,
+            f"{row.held_out_loss:.4f}",
+            "" if row.difference is None else f"{row.difference:+.4f}",
+            f"{row.lost.activation_gradients:.2%}",
+            f"{row.lost.weight_gradients:.2%}",
+            f"{row.lost.updates:.2%}",
+            str(row.skipped_steps),
+            "emulated" if row.peak_mib is None else f"{row.peak_mib:,.1f}",
+            "emulated" if is_emulated else "" if row.time is None else f"{row.time:.2f}",
+        )
+    return table
+
+
+def sentences(ablation: Ablation) -> Iterator[str]:
+    """What the table says, variant by variant."""
+    yield f"The pretrained model's held-out loss is {ablation.loss_before:.4f}."
+    if ablation.seed_spread is not None:
+        yield f"FP32's own lie {ablation.seed_spread:.4f} apart under different seeds: the seed spread."
+    for row in ablation.rows:
+        verdict = ablation.verdict(row)
+        low, high = row.difference_range or (0.0, 0.0)
+        yield f"{row.variant}: {row.what}" + (f"; {low:+.4f} to {high:+.4f}, {verdict}" if verdict else "")
+
+
+COLOURS = ("#4c566a", "#5e81ac", "#d08770", "#bf616a", "#b48ead", "#ebcb8b", "#a3be8c")
+
+
+def draw(ablation: Ablation, path: Path, window: int = 10) -> None:
+    """Training losses, and their differences to FP32 on the same batches, as a PNG; means over seeds and 10 steps."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    def curve(name: str) -> Tensor:
+        mean = torch.tensor([run.losses for run in ablation.runs[name]]).mean(0)
+        return mean.unfold(0, min(window, len(mean)), 1).mean(1)
+
+    figure, (losses, differences) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for name, colour in zip(ablation.runs, COLOURS, strict=False):
+        losses.plot(curve(name), color=colour, label=name)
+        if "fp32" in ablation.runs:
+            differences.plot(curve(name) - curve("fp32"), color=colour)
+    losses.set_ylabel("training loss")
+    differences.set_ylabel("difference to FP32 on the same batches")
+    differences.set_yscale("symlog", linthresh=1e-3)
+    for axes in (losses, differences):
+        axes.set_xlabel("step")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    figure.legend(loc="outside upper center", ncols=7, frameon=False)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)

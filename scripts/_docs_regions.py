@@ -1,0 +1,137 @@
+"""What stored results say on the pages of docs/, as Markdown."""
+
+from __future__ import annotations
+
+from _markdown import MIB, paragraph, table, timing
+from _stored import StoredResults
+
+
+def footprints(results: StoredResults) -> str:
+    """GPT-2 124M, loaded."""
+    rows = {row["precision"]: row for row in results("memory_footprints")["rows"].value}
+    precisions = ("fp32", "fp16", "int8", "nf4")
+
+    def cells(field: str, unit: int = 1) -> list[str]:
+        found = [rows[precision][field] / unit for precision in precisions]
+        return [f"{value:.2f}" if value else "" for value in found]
+
+    version = results("memory_footprints").root["versions"]["transformers"].text
+    return table(
+        ("", "FP32", "FP16", "INT8", "NF4, FP4"),
+        [
+            [f"Transformers {version.rpartition('.')[0]}", *cells("mib")],
+            ["with the 12 causal masks that older versions stored, 1 MiB each", *cells("with_masks_mib")],
+            ["quantization state beside it", *cells("quantization_state_bytes", MIB)],
+        ],
+    )
+
+
+def training_memory(results: StoredResults) -> str:
+    """Predicted and measured peaks of a training step."""
+    stored = results("memory_training")
+    rows = stored["rows"].value
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    cells = {
+        (row["model"], row["precision"]): f"{row['measured_bytes'] / MIB:.1f} "
+        f"({100 * abs(row['predicted_bytes'] / row['measured_bytes'] - 1):.2f}%)"
+        for row in rows
+    }
+    lines = [
+        [f"`{precision}`", *(cells[model, precision] for model in models)]
+        for precision in dict.fromkeys(row["precision"] for row in rows)
+    ]
+    above = {
+        f"`{row['precision']}` of {row['model']}": row["allocator_bytes"] / row["measured_bytes"] - 1 for row in rows
+    }
+    off = {name: share for name, share in above.items() if abs(share) > 1e-3}
+    exceptions = ", ".join(f"{100 * share:.1f}% for {name}" for name, share in off.items())
+    large = stored["large"]
+    versions, batch = stored.root["versions"], stored["step"]
+    return "\n\n".join(
+        [
+            paragraph(
+                "Peak of a training step on a CPU in MiB, measured, and the difference of what was predicted; "
+                f"{batch['batch_size'].number:.0f} x {batch['seq_len'].number:.0f} tokens, AdamW, torch "
+                f"{versions['torch'].text.partition('+')[0]}, Transformers {versions['transformers'].text}, "
+                f"{stored.root['date'].text[:10]} ([`scripts/memory_training.py`](../scripts/memory_training.py)):"
+            ),
+            table(("", *models), lines),
+            paragraph(
+                "The measured peak counts tensors. torch's CPU allocator, which also sees what kernels take inside of "
+                f"an op, was asked for each row as well: in {len(rows) - len(off)} of {len(rows)} its peak is within "
+                f"0.1%{f'; it is above by {exceptions}' if off else ''}."
+            ),
+            paragraph(
+                f"A Llama of {large['parameters'].number / 1e9:.1f} billion parameters in `bf16`, one sequence of 4096 "
+                f"tokens: {large['peak_bytes'].number / 2**30:,.0f} GiB, estimated in {large['seconds'].number:.1f} "
+                f"seconds within {large['process_bytes'].number / MIB:.0f} MiB of RAM."
+            ),
+        ]
+    )
+
+
+NUMERIC = "steps with planted inf and NaN"
+SOAK = "20,000 steps with evaluation, generation and saving"
+STOCK_KILLS = "kill -9, stock Trainer"
+
+
+def faults(results: StoredResults) -> str:
+    """What was struck, and what was lost."""
+    stored = results("faults")
+    rows = [
+        [
+            title,
+            f"{row['cases'].number:,.0f}",
+            f"{row['lost'].number:.0f}",
+            f"{row['date'].text[:10]}, {row['commit'].text}",
+        ]
+        for title, row in stored.parts()
+    ]
+    numeric, soak = (stored[title]["measured"] for title in (NUMERIC, SOAK))
+    stock = stored[STOCK_KILLS]
+    unusable = sum("does not resume" in loss["lost"] for loss in stock["losses"].value)
+    others = stock["lost"].number - unusable
+    ended = (
+        f"; {others:.0f} ended with other weights, as a run of it that is resumed at its last step trains one more"
+        if others
+        else ""
+    )
+    return "\n\n".join(
+        [
+            table(("fault", "cases", "lost", "date, commit"), rows),
+            paragraph(
+                f"Of the steps with planted inf and NaN, {numeric['struck'].number:,.0f} were struck and "
+                f"{numeric['skipped'].number:,.0f} skipped, those included in which a loss scale was too large. In "
+                f"the long run, resident memory was {soak['resident_mib_after_warm_up'].number:.1f} MiB after warm-up "
+                f"and {soak['resident_mib_at_end'].number:.1f} at its end: a slope of "
+                f"{soak['growth_bytes_per_step'].number:.0f} bytes a step, where a tensor kept at each step would be "
+                f"500; masters and working copies were consistent at all {soak['checks'].number:.0f} checks."
+            ),
+            paragraph(
+                f"The stock Trainer in the same harness lost {stock['lost'].number:.0f} of "
+                f"{stock['cases'].number:.0f} kills: {unusable} could not be resumed, as the newest directory had no "
+                f"`trainer_state.json`, half of one, or no weights yet{ended}. It is no rate of real life: these runs "
+                "save at every second step, and half of the kills strike at an operation on the disk."
+            ),
+        ]
+    )
+
+
+def checkpoint_cost(results: StoredResults) -> str:
+    """What syncs, checksums and reading back cost."""
+    if "bench_checkpoints" not in results:
+        return "How much is not measured yet."
+    stored = results("bench_checkpoints")
+    rows = [
+        [label, timing(stored[name]["stock"]), timing(stored[name]["ours"]), f"{stored[name]['ratio'].number:.2f}"]
+        for name, label in (("save", "a save"), ("load", "looking at the files and loading"))
+    ]
+    return "\n\n".join(
+        [
+            paragraph(
+                f"A checkpoint of {stored['checkpoint_bytes'].number / 1e9:.2f} GB, a GPT-2 of "
+                f"{stored['layers'].number:.0f} layers with AdamW; {stored.root['date'].text[:10]}:"
+            ),
+            table(("", "stock Trainer, s", "ours, s", "ratio"), rows),
+        ]
+    )

@@ -1,0 +1,160 @@
+"""The update on a CPU against its plain form, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_mp.kernels import adamw as module
+from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_, adamw_reference
+from hf_mp.master_weights.split import FP16_LARGEST_MASTER, split
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+SETTINGS = AdamWSettings(lr=1e-2, weight_decay=0.1)
+every_dtype = pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+
+
+@pytest.fixture(autouse=True)
+def several_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(module, "_BLOCK_ELEMENTS_PER_THREAD", 64)
+    yield
+
+
+def weights(count: int) -> Tensor:
+    """FP32 of every size that FP16 has: large, ordinary, subnormal, zeros of both signs."""
+    values = torch.randn(count) * 10.0 ** torch.randint(-9, 5, (count,))
+    values[::7], values[3::7] = 0.0, -0.0
+    return values
+
+
+def split_tensors(values: Tensor, gradient: Tensor, dtype: torch.dtype) -> AdamWTensors:
+    halves = split(values, dtype)
+    moments = (torch.zeros(values.shape), torch.zeros(values.shape))
+    return AdamWTensors(gradient, *moments, torch.zeros(()), None, *halves)
+
+
+def clone(tensors: AdamWTensors) -> AdamWTensors:
+    return AdamWTensors(*(None if tensor is None else tensor.clone() for tensor in tensors))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+
+
+def check(tensors: AdamWTensors, settings: AdamWSettings = SETTINGS, steps: int = 3, **kwargs: Any) -> AdamWTensors:
+    """Steps of both forms, which must leave the same bits; returns what the fast one left."""
+    fast, plain = clone(tensors), clone(tensors)
+    for _ in range(steps):
+        adamw_([fast], settings, **kwargs)
+        adamw_reference([plain], settings, **kwargs)
+    for name, found, expected in zip(fast._fields, fast, plain, strict=True):
+        if found is not None and expected is not None:
+            same = bits(found) == bits(expected)
+            if found.is_floating_point():  # which NaN it is, nobody says
+                same |= found.isnan() & expected.isnan()
+            assert same.all(), name
+    return fast
+
+
+@every_dtype
+@pytest.mark.parametrize("gradient_dtype", [FP16, BF16, FP32], ids=["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("count", [1, 15, 64, 65, 1000])
+def test_every_size_and_gradient(count: int, gradient_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    tensors = split_tensors(weights(count), torch.randn(count).to(gradient_dtype), dtype)
+    after = check(tensors, factor=torch.tensor([0.37 / 1024]))
+    assert not torch.equal(after.exp_avg, tensors.exp_avg) and after.step == 3
+    assert count < 64 or not torch.equal(bits(after.remainder), bits(tensors.remainder))  # type: ignore[arg-type]
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    "settings",
+    [
+        replace(SETTINGS, weight_decay=0.0),
+        replace(SETTINGS, decoupled=False),
+        replace(SETTINGS, maximize=True),
+        replace(SETTINGS, lr=0.0),
+        replace(SETTINGS, beta1=0.0, beta2=0.5, eps=1e-3),
+    ],
+    ids=["no decay", "adam", "maximize", "no lr", "betas"],
+)
+def test_settings(settings: AdamWSettings, dtype: torch.dtype) -> None:
+    check(split_tensors(weights(200), torch.randn(200).to(dtype), dtype), settings)
+
+
+@every_dtype
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 2.0**-24, 0.0, -0.0])
+@pytest.mark.parametrize("where", ["gradient", "weight"])
+def test_special_values(where: str, poison: float, dtype: torch.dtype) -> None:
+    values, gradient = weights(200), torch.randn(200).to(dtype)
+    (gradient if where == "gradient" else values)[70] = poison
+    check(split_tensors(values, gradient, dtype))
+
+
+@every_dtype
+def test_masters_that_grow_out_of_fp16(dtype: torch.dtype) -> None:
+    values = torch.full((200,), 65500.0)
+    after = check(split_tensors(values, -torch.ones(200).to(dtype), dtype), AdamWSettings(lr=10.0, weight_decay=0.0))
+    assert dtype is BF16 or (module._whole_master(after) == FP16_LARGEST_MASTER).all()
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5, 40)], ids=str)
+def test_shapes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    assert check(split_tensors(torch.randn(shape), torch.randn(shape).to(dtype), dtype)).step == 3
+
+
+@every_dtype
+def test_not_contiguous(dtype: torch.dtype) -> None:
+    tensors = split_tensors(torch.randn(40, 50), torch.randn(50, 40).to(dtype).t(), dtype)
+    check(tensors)
+    assert tensors.working is not None and tensors.remainder is not None
+    halves = {"working": tensors.working.t().contiguous().t(), "remainder": tensors.remainder.t().contiguous().t()}
+    check(tensors._replace(**halves))
+    with pytest.raises(ValueError, match=r"exp_avg is not contiguous: give its \.contiguous\(\)"):
+        adamw_([tensors._replace(exp_avg=torch.zeros(50, 40).t())], SETTINGS)
+
+
+@every_dtype
+def test_found_inf_leaves_everything(dtype: torch.dtype) -> None:
+    tensors = split_tensors(weights(200), torch.full((200,), math.inf).to(dtype), dtype)
+    after = check(tensors, found_inf=torch.ones(1))
+    assert after.step == 0 and torch.equal(bits(after.working), bits(tensors.working))  # type: ignore[arg-type]
+    assert check(tensors, found_inf=torch.zeros(1)).step == 3
+
+
+@pytest.mark.parametrize("working", [None, FP16, BF16], ids=["alone", "fp16", "bf16"])
+def test_a_whole_master_and_its_working_copy(working: torch.dtype | None) -> None:
+    master = weights(200)
+    copy = None if working is None else master.to(working)
+    tensors = AdamWTensors(torch.randn(200), torch.zeros(200), torch.zeros(200), torch.zeros(()), master.clone(), copy)
+    after = check(tensors)
+    ours = torch.nn.Parameter(master.clone())
+    optimizer = torch.optim.AdamW([ours], lr=1e-2, weight_decay=0.1, fused=True)
+    ours.grad = tensors.gradient
+    for _ in range(3):
+        optimizer.step()
+    assert torch.equal(ours.detach(), after.master)  # type: ignore[arg-type]
+    assert working is None or torch.equal(after.working, ours.detach().to(working))  # type: ignore[arg-type]
+
+
+def test_bad_input_is_refused_by_name() -> None:
+    good = split_tensors(torch.randn(4), torch.randn(4).half(), FP16)
+    with pytest.raises(ValueError, match=r"exp_avg has shape \(3,\), but the gradient \(4,\)"):
+        adamw_([good._replace(exp_avg=torch.zeros(3))], SETTINGS)
+    with pytest.raises(ValueError, match=r"exp_avg_sq is on meta, but the gradient on cpu: move them"):
+        adamw_([good._replace(exp_avg_sq=torch.zeros(4, device="meta"))], SETTINGS)
+    with pytest.raises(ValueError, match=r"exp_avg is torch.float16, but must be torch.float32"):
+        adamw_([good._replace(exp_avg=torch.zeros(4).half())], SETTINGS)
+    with pytest.raises(ValueError, match="either a FP32 master, or a working copy and its remainder"):
+        adamw_([good._replace(remainder=None)], SETTINGS)
+    with pytest.raises(ValueError, match="a remainder needs its working copy"):
+        adamw_([good._replace(working=None)], SETTINGS)
+    with pytest.raises(ValueError, match=r"working is torch.float32, but must be torch.float16 or torch.bfloat16"):
+        adamw_([good._replace(working=torch.zeros(4))], SETTINGS)

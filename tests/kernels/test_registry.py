@@ -1,0 +1,149 @@
+"""Which form of a kernel a call uses, and what is said about it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_mp.kernels import registry
+from hf_mp.kernels.cross_entropy import cross_entropy
+from hf_mp.kernels.gradient_scan import largest_magnitude
+from hf_mp.kernels.registry import KERNELS, Kernel, chosen, why_not
+
+SCAN = KERNELS["gradient_scan"]
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(registry.VARIABLE, raising=False)
+    registry._warn_once.cache_clear()
+    registry._is_right_on.cache_clear()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_entry_names_what_exists(name: str) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    kernel = KERNELS[name]
+    assert kernel.name == name
+    for path in (kernel.reference, kernel.triton, kernel.check):
+        assert callable(registry.load(path))
+
+
+@pytest.mark.parametrize("setting", [None, "auto", "plain"])
+def test_a_cpu_uses_the_plain_form_without_a_word(setting: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if setting is not None:
+        monkeypatch.setenv(registry.VARIABLE, setting)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert chosen("gradient_scan", [torch.ones(3)]) is None
+
+
+def test_asked_for_on_a_cpu_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setenv(registry.VARIABLE, "triton")
+    message = "HF_MP_KERNELS=triton: the plain form of gradient_scan is used, because the device is cpu, not a CUDA GPU"
+    with pytest.warns(UserWarning, match=message):
+        assert largest_magnitude([torch.tensor([-3.0])]) == 3.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert largest_magnitude([torch.tensor([-3.0])]) == 3.0
+    with pytest.warns(UserWarning, match="the plain form of cross_entropy is used, because the device is cpu"):
+        cross_entropy(torch.zeros(2, 3), torch.tensor([0, 1]))
+
+
+def test_an_unknown_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(registry.VARIABLE, "cuda")
+    with pytest.raises(ValueError, match="HF_MP_KERNELS='cuda' is not known: use one of auto, triton, plain"):
+        chosen("adamw", [torch.ones(3)])
+
+
+class Odd(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ([torch.ones(3), torch.ones(3, device="meta")], "the tensors are on cpu and meta"),
+        ([torch.ones(4, 2).t()], r"a tensor of shape \(2, 4\) is not contiguous"),
+        ([torch.ones(3, dtype=torch.float64)], "a tensor is torch.float64"),
+        ([torch.ones(3).as_subclass(Odd)], "a tensor is a Odd"),
+        ([torch.eye(3).to_sparse()], "a tensor is torch.sparse_coo"),
+        ([nn.Parameter(torch.ones(3))], "the device is cpu, not a CUDA GPU"),
+        ([torch.ones(())], "the device is cpu, not a CUDA GPU"),
+    ],
+    ids=["mixed devices", "not contiguous", "fp64", "subclass", "sparse", "parameter", "no dimension"],
+)
+def test_what_a_kernel_cannot_read_is_named(tensors: Any, reason: str) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    assert re.fullmatch(reason, str(why_not(SCAN, tensors)))
+
+
+def test_a_dtensor_is_named() -> None:
+    script = """
+import os, torch, torch.distributed as dist
+from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
+from hf_mp.kernels.registry import KERNELS, why_not
+store = dist.HashStore()
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+tensor = distribute_tensor(torch.ones(4), DeviceMesh("cpu", [0]), [Replicate()])
+print(why_not(KERNELS["adamw"], [tensor]))
+dist.destroy_process_group()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert "a tensor is a DTensor" in done.stdout, done.stderr
+
+
+def test_without_triton_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_has_triton", lambda: False)
+    assert why_not(SCAN, [torch.ones(3)]) == "triton is not installed"
+
+
+def differs(device: torch.device) -> str:
+    return "the norm differs"
+
+
+def breaks(device: torch.device) -> None:
+    raise RuntimeError("PTX is not for everybody")
+
+
+def fits(device: torch.device) -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("check", "message"),
+    [
+        ("differs", "the Triton kernel odd is not used on cpu: the norm differs"),
+        ("breaks", "not used on cpu: it failed with RuntimeError: PTX is not for everybody"),
+    ],
+)
+def test_a_kernel_that_is_wrong_here_is_not_used(check: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel("odd", "", "", check)
+    monkeypatch.setattr(registry, "load", globals().__getitem__)
+    with pytest.warns(UserWarning, match=message):
+        assert not registry._is_right_on(kernel, torch.device("cpu"))
+
+
+def test_a_kernel_that_is_right_here_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "load", globals().__getitem__)
+    assert registry._is_right_on(Kernel("odd", "", "", "fits"), torch.device("cpu"))
+
+
+def test_nothing_imports_triton_before_it_is_used() -> None:
+    script = """
+import sys
+import hf_mp.kernels.adamw, hf_mp.kernels.cross_entropy, hf_mp.kernels.gradient_scan, hf_mp.kernels.registry
+import torch
+hf_mp.kernels.gradient_scan.largest_magnitude([torch.ones(3)])
+print(sorted(name for name in sys.modules if name.startswith("hf_mp.kernels.triton")))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr

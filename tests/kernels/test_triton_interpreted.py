@@ -1,0 +1,34 @@
+"""The Triton kernels in Triton's interpreter, on a CPU: the tests of ``tests/gpu/test_kernels.py`` in a process."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_mp
+
+ROOT = Path(__file__).parents[2]
+CASES = ROOT / "tests" / "gpu" / "test_kernels.py"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("part", ["TestGradientScan", "TestAdamW", "TestCrossEntropy", "TestSteps or first_use"])
+def test_kernels_equal_their_plain_forms(part: str) -> None:
+    package = str(Path(hf_mp.__file__).parents[1])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": package}
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", part, str(CASES)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
