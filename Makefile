@@ -35,7 +35,7 @@ docs: $(INSTALLED) ## build the documentation site in site/ (python -m http.serv
 test: $(INSTALLED) ## run the tests (ARGS="tests/test_cli.py" runs those of one file)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not exhaustive" $(ARGS)
 
-faults: $(INSTALLED) ## kill, damage and starve trainings by the hundred, and store what was lost (half an hour)
+faults: $(INSTALLED) ## kill, damage and starve trainings by the hundred, and store what was lost (an hour)
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/inject_faults.py $(ARGS)
 
 tables: $(INSTALLED) ## write the stored results into the README and docs/ (ARGS="--check" only compares)

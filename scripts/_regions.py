@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from _ablation_region import techniques
-from _docs_regions import faults, footprints, training_memory
+from _docs_regions import checkpoint_cost, faults, footprints, training_memory
 from _markdown import MIB, hardware, otherwise, paragraph, ratio, script, table, timing, workload
 from _stored import Stored, StoredResults
 
@@ -373,4 +373,5 @@ REGIONS: dict[str, Region] = {
     "footprints": footprints,
     "training memory": training_memory,
     "faults": faults,
+    "checkpoint cost": checkpoint_cost,
 }
