@@ -130,7 +130,7 @@ def adamw_written_out(
         weight = 1.0 - settings.beta1
         difference = gradient - tensors.exp_avg
         if settings.lerps_from_gradient:
-            tensors.exp_avg.copy_(gradient + difference * (torch.tensor(weight) - 1.0).item())
+            tensors.exp_avg.copy_(gradient + difference * (torch.tensor(weight, dtype=torch.float32) - 1.0).item())
         else:
             tensors.exp_avg.copy_(tensors.exp_avg + difference * weight)
         square = gradient * (1.0 - settings.beta2) * gradient
@@ -265,7 +265,7 @@ def _blocks(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[_Block]:
     elements = _BLOCK_ELEMENTS_PER_THREAD * torch.get_num_threads()
     given = (tensors.gradient, tensors.exp_avg, tensors.exp_avg_sq, tensors.working, tensors.remainder)
     size = min(elements, tensors.gradient.numel())
-    master, gradient, floats, units = (torch.empty(size) for _ in range(4))
+    master, gradient, floats, units = (torch.empty(size, dtype=torch.float32) for _ in range(4))
     shorts = torch.empty(size, dtype=torch.int16)
     for scaled, exp_avg, exp_avg_sq, working, remainder in zip(
         *(tensor.reshape(-1).split(elements) for tensor in given), strict=True
@@ -284,7 +284,7 @@ def _blocks(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[_Block]:
 
 
 def _update_split_fp16(tensors: AdamWTensors, settings: AdamWSettings, factor: Tensor | None) -> None:
-    mask, zero = torch.tensor(_FP16_EXPONENT, dtype=torch.int16), torch.zeros(())
+    mask, zero = torch.tensor(_FP16_EXPONENT, dtype=torch.int16), torch.zeros((), dtype=torch.float32)
     for part, working, remainder, gradient, master, floats, units, shorts in _blocks(tensors, factor):
         bits, binade = working.view(torch.int16), shorts.view(torch.float16)
         torch.bitwise_and(bits, mask, out=shorts).clamp_(_FP16_SMALLEST_BINADE, _FP16_LARGEST_BINADE)

@@ -67,6 +67,12 @@ def test_the_check_of_first_use_is_passed(kernel: registry.Kernel) -> None:
     assert registry.load(kernel.check)(torch.device(DEVICE)) is None
 
 
+@pytest.mark.usefixtures("other_default_dtype")
+@pytest.mark.parametrize("kernel", registry.KERNELS.values(), ids=registry.KERNELS)
+def test_the_check_of_first_use_is_passed_whatever_the_default_dtype(kernel: registry.Kernel) -> None:
+    assert registry.load(kernel.check)(torch.device(DEVICE)) is None
+
+
 class TestGradientScan:
     def check(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
         given = [tensor.to(DEVICE) for tensor in tensors]

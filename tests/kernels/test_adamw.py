@@ -73,6 +73,16 @@ def test_every_size_and_gradient(count: int, gradient_dtype: torch.dtype, dtype:
 
 
 @every_dtype
+@pytest.mark.usefixtures("other_default_dtype")
+def test_whatever_the_default_dtype(dtype: torch.dtype) -> None:
+    values = torch.linspace(-3.0, 3.0, 300, dtype=FP32)
+    moments = (torch.zeros_like(values), torch.zeros_like(values), torch.zeros((), dtype=FP32))
+    tensors = AdamWTensors(values.to(dtype), *moments, None, *split(values, dtype))
+    after = check(tensors, factor=torch.full((1,), 0.37, dtype=FP32))
+    assert not torch.equal(after.exp_avg, tensors.exp_avg)
+
+
+@every_dtype
 @pytest.mark.parametrize(
     "settings",
     [

@@ -612,6 +612,23 @@ def test_masters_go_from_one_layout_to_the_other(dtype: torch.dtype, saved_in: A
     assert torch.equal(fresh[0].detach(), rounding(again.master(fresh[0]), dtype, loaded_in))
 
 
+@pytest.mark.parametrize("layout", ["whole", "split"])
+@pytest.mark.usefixtures("other_default_dtype")
+def test_loaded_state_stays_fp32_whatever_the_default_dtype(layout: Any) -> None:
+    def make() -> tuple[nn.Parameter, MasterWeightOptimizer]:
+        weight = nn.Parameter(torch.linspace(-1.0, 1.0, 12, dtype=torch.float16))
+        return weight, MasterWeightOptimizer(AdamW([weight], fused=True), layout=layout)
+
+    weight, optimizer = make()
+    weight.grad = torch.linspace(0.1, 0.7, 12, dtype=torch.float16)
+    optimizer.step()
+    resumed_weight, resumed = make()
+    resumed.load_state_dict(optimizer.state_dict())
+    for name in ("exp_avg", "exp_avg_sq"):
+        found, expected = resumed.state[resumed_weight][name], optimizer.state[weight][name]
+        assert found.dtype is torch.float32 and torch.equal(found, expected)
+
+
 @every_layout
 def test_a_parameter_that_was_written_after_loading_wins(layout: Any) -> None:
     ours, wrapper = trained(TORCH["AdamW"], layout, torch.float16)
