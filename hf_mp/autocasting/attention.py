@@ -83,7 +83,10 @@ def _read(
     if heads % shared or (heads != shared and not enable_gqa) or not 0.0 <= dropout_p < 1.0:
         return None
     if attn_mask is not None:
-        if is_causal or attn_mask.requires_grad or attn_mask.dim() > 4:
+        if is_causal or attn_mask.requires_grad or not 2 <= attn_mask.dim() <= 4:
+            return None
+        # A tokenizer's mask of 0 and 1 is refused by torch: added to the scores, it would hide nothing.
+        if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
             return None
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale

@@ -207,6 +207,20 @@ class TestWhichCallsAreTaken:
         assert read_attention([t[0] for t in inputs], {"enable_gqa": True}) is None
         assert read_attention(inputs[:2], {}) is None
 
+    @pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no dropout", "dropout"])
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float64], ids=str)
+    def test_a_mask_that_torch_refuses_is_refused(self, dtype: torch.dtype, dropout: float) -> None:
+        given = make()
+        mask = torch.ones(24, 24).tril().to(dtype)  # as a tokenizer gives it: 0 hides
+        with hf_mp.autocast(FP16), pytest.raises(RuntimeError, match="Expected attn_mask dtype to be bool or float"):
+            F.scaled_dot_product_attention(given.query, given.key, given.value, mask, dropout)
+
+    def test_a_mask_without_rows_is_torchs_to_judge(self) -> None:
+        given = make()
+        inputs = (given.query, given.key, given.value)
+        assert read_attention(inputs, {"attn_mask": torch.zeros(24)}) is None
+        assert read_attention(inputs, {"attn_mask": torch.zeros(1, 24)}) is not None
+
     @pytest.mark.parametrize(
         "dtype, dropout, native, taken",
         [(FP16, 0.0, False, True), (FP16, 0.3, False, True), (BF16, 0.0, True, False), (BF16, 0.3, True, True)],
