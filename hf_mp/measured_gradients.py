@@ -58,5 +58,5 @@ def largest_true_magnitude(parameters: Iterable[nn.Parameter]) -> Tensor:
         for factor, gradients in by_factor.items()
     ]
     if not found:
-        return torch.zeros((), dtype=torch.float32)
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     return torch.stack([magnitude.to(found[0].device) for magnitude in found]).max()

@@ -112,7 +112,7 @@ def attention_reference(attention: Attention, kept: Tensor | None = None) -> Ten
     scores = query * attention.scale @ key.transpose(-1, -2)
     hidden = None
     if attention.is_causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     elif attention.mask is not None and attention.mask.dtype is torch.bool:
         hidden = ~attention.mask
     elif attention.mask is not None:
@@ -127,7 +127,8 @@ def attention_reference(attention: Attention, kept: Tensor | None = None) -> Ten
 
 def draw_kept(attention: Attention) -> Tensor:
     """Which probabilities dropout keeps, as bits: uint8 of shape (batch, heads, L, S / 8 rounded up)."""
-    drawn = torch.empty(*attention.query.shape[:3], attention.key.shape[2], dtype=torch.bool)
+    query = attention.query
+    drawn = torch.empty(*query.shape[:3], attention.key.shape[2], dtype=torch.bool, device=query.device)
     return pack_bits(drawn.bernoulli_(1.0 - attention.dropout))
 
 
@@ -142,7 +143,8 @@ def pack_bits(bits: Tensor) -> Tensor:
 def _noise(kept: Tensor, dropout: float, keys: int) -> Tensor:
     """What dropout multiplies with, FP32: 0, or 1 / (1 - dropout); of shape (..., ``keys``)."""
     # By table: a byte is a row of eight factors.
-    bits = torch.arange(256, dtype=torch.uint8)[:, None].bitwise_right_shift(torch.arange(8, dtype=torch.uint8)) & 1
+    places = torch.arange(8, dtype=torch.uint8, device=kept.device)
+    bits = torch.arange(256, dtype=torch.uint8, device=kept.device)[:, None].bitwise_right_shift(places) & 1
     factors = F.embedding(kept.int(), bits.float() / (1.0 - dropout))
     return factors.flatten(-2)[..., :keys]
 
@@ -171,7 +173,7 @@ def _row_blocks(length: int, keys: int, is_causal: bool) -> list[_Rows]:
             continue
         seen = slice(0, min(rows.stop, keys))
         width = max(0, seen.stop - start)
-        future = torch.ones(rows.stop - start, width, dtype=torch.bool).triu_(1) if width else None
+        future = torch.ones(rows.stop - start, width, dtype=torch.bool, device="cpu").triu_(1) if width else None
         blocks.append(_Rows(rows, seen, future))
     return blocks
 

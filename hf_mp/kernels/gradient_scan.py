@@ -36,13 +36,13 @@ class Scan(NamedTuple):
 def scan_reference(tensors: Sequence[Tensor]) -> Scan:
     """What the kernel ``gradient_scan`` computes, of dense tensors of one device."""
     norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors if tensor.numel()]
-    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float32)
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float32, device="cpu")
     return Scan(largest_magnitude_reference(tensors), norm)
 
 
 def largest_magnitude_reference(tensors: Iterable[Tensor]) -> Tensor:
     """Plain form of :func:`largest_magnitude`."""
-    largest = torch.zeros((), dtype=torch.float32)
+    largest = torch.zeros((), dtype=torch.float32, device="cpu")
     for tensor in tensors:
         values = real_values(tensor)
         if values.numel():
@@ -64,7 +64,7 @@ def largest_magnitude(tensors: Iterable[Tensor]) -> Tensor:
     """
     values = [values for tensor in tensors if (values := real_values(tensor)).numel()]
     if not values:
-        return torch.zeros((), dtype=torch.float32)
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     if (kernel := chosen("gradient_scan", values)) is not None:
         return kernel(values).largest
     if all(tensor.device.type == "cpu" for tensor in values):
@@ -119,8 +119,8 @@ def largest_magnitude_and_norm(tensors: Sequence[Tensor]) -> tuple[Tensor, Tenso
         if tensor.numel():
             extremes += torch.aminmax(tensor)
         norms.append(torch.linalg.vector_norm(tensor))  # an empty one's as well: it moves the others in torch's sum
-    largest = torch.stack(extremes).abs().max() if extremes else torch.zeros((), dtype=torch.float32)
-    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float32)
+    largest = torch.stack(extremes).abs().max() if extremes else torch.zeros((), dtype=torch.float32, device="cpu")
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float32, device="cpu")
     return largest, norm
 
 
@@ -138,7 +138,7 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
         A FP32 scalar tensor, 0 for no tensors.
     """
     if not tensors:
-        return torch.zeros((), dtype=torch.float32)
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     if (kernel := chosen("gradient_scan", tensors)) is not None:
         return kernel(tensors).norm
     return torch.linalg.vector_norm(torch.stack([_norm(tensor) for tensor in tensors]))
@@ -149,7 +149,7 @@ def _norm(tensor: Tensor) -> Tensor:
     is_whole = tensor.device.type != "cpu" or tensor.dtype is torch.float32 or tensor.numel() <= size
     if is_whole or not tensor.is_contiguous() or type(tensor) is not Tensor:
         return torch.linalg.vector_norm(tensor, dtype=torch.float32)
-    scratch = torch.empty(size, dtype=torch.float32)
+    scratch = torch.empty(size, dtype=torch.float32, device=tensor.device)
     blocks = (scratch[: block.numel()].copy_(block) for block in tensor.view(-1).split(size))
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(block) for block in blocks]))
 

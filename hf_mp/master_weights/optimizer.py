@@ -441,7 +441,7 @@ class MasterWeightOptimizer(Optimizer):
 def norm_of(norms: list[Tensor]) -> Tensor:
     """The norm of all from the norms of each, FP32 of shape (); 0 for none."""
     if not norms:
-        return torch.zeros((), dtype=torch.float32)
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     return total
 

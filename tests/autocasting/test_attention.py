@@ -182,6 +182,21 @@ def test_bits(width: int) -> None:
     assert torch.equal(module._noise(packed, 0.5, width), 2.0 * bits)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_whatever_the_default_device(dropout: float) -> None:
+    given = make(dropout=dropout, is_causal=True)
+
+    def result() -> tuple[Tensor, ...]:
+        torch.manual_seed(7)
+        found = attend(given)
+        return found, *torch.autograd.grad(found.sum(), [given.query, given.key, given.value])
+
+    expected = result()
+    with torch.device("meta"):
+        found = result()
+    assert all(map(torch.equal, found, expected))
+
+
 class TestWhichCallsAreTaken:
     @pytest.mark.parametrize(
         "change",

@@ -83,6 +83,14 @@ def test_whatever_the_default_dtype(dtype: torch.dtype) -> None:
 
 
 @every_dtype
+def test_whatever_the_default_device(dtype: torch.dtype) -> None:
+    tensors, factor = split_tensors(weights(300), torch.randn(300).to(dtype), dtype), torch.tensor([0.37])
+    with torch.device("meta"):
+        after = check(tensors, factor=factor)
+    assert not torch.equal(after.exp_avg, tensors.exp_avg)
+
+
+@every_dtype
 @pytest.mark.parametrize(
     "settings",
     [

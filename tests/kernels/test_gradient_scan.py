@@ -226,6 +226,15 @@ def test_the_norm_is_fp32_whatever_the_default_dtype(monkeypatch: pytest.MonkeyP
     assert {number.dtype for number in largest_magnitude_and_norm([])} == {torch.float32}
 
 
+def test_the_norm_is_where_the_tensors_are_whatever_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_mp.kernels.gradient_scan._BLOCK_ELEMENTS_PER_THREAD", 64)
+    tensor = torch.randn(1000).half()
+    expected = total_norm([tensor])
+    with torch.device("meta"):
+        assert total_norm([tensor]) == expected
+        assert total_norm([]) == 0.0 and largest_magnitude([]) == 0.0
+
+
 def test_total_norm_of_several() -> None:
     tensors = [torch.full((3,), 2.0).half(), torch.empty(0), torch.full((4,), -1.0)]
     assert total_norm(tensors) == 4.0
