@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_mp.autocasting.fp32_products import fp32_product
 from hf_mp.borders import BorderFunction
@@ -73,6 +74,9 @@ def _read(
     enable_gqa: bool = False,
 ) -> Attention | None:
     tensors = (query, key, value)
+    # Nested tensors and DTensors have rows that only their own ops find.
+    if any(t.is_nested or is_traceable_wrapper_subclass(t) for t in tensors):
+        return None
     if any(t.dim() != 4 or t.device.type != "cpu" or t.dtype not in LOWER_PRECISION_DTYPES for t in tensors):
         return None
     if any(t.dtype is not query.dtype or t.shape[0] != query.shape[0] or t.numel() == 0 for t in tensors):

@@ -230,6 +230,18 @@ class TestWhichCallsAreTaken:
         with hf_mp.autocast(FP16), pytest.raises(RuntimeError, match="Expected attn_mask dtype to be bool or float"):
             F.scaled_dot_product_attention(given.query, given.key, given.value, mask, dropout)
 
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    @pytest.mark.parametrize("dropout", [0.0, 0.3], ids=["no dropout", "dropout"])
+    def test_sequences_of_different_lengths_are_torchs(self, dropout: float) -> None:
+        sequences = [random(length, 4, 8) for length in (5, 3)]
+        nested = torch.nested.nested_tensor(sequences, layout=torch.jagged).transpose(1, 2)
+        with hf_mp.autocast(FP16):
+            found = F.scaled_dot_product_attention(nested, nested, nested, dropout_p=dropout)
+        assert found.is_nested and found.dtype is FP16
+        for row, sequence in zip(found.unbind() if not dropout else (), sequences, strict=False):
+            heads = sequence.transpose(0, 1).float()
+            check_close(row, F.scaled_dot_product_attention(heads, heads, heads).half())
+
     def test_a_mask_without_rows_is_torchs_to_judge(self) -> None:
         given = make()
         inputs = (given.query, given.key, given.value)
