@@ -141,10 +141,11 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
         return torch.zeros((), dtype=torch.float32, device="cpu")
     if (kernel := chosen("gradient_scan", tensors)) is not None:
         return kernel(tensors).norm
-    return torch.linalg.vector_norm(torch.stack([_norm(tensor) for tensor in tensors]))
+    return torch.linalg.vector_norm(torch.stack([norm_of_one(tensor) for tensor in tensors]))
 
 
-def _norm(tensor: Tensor) -> Tensor:
+def norm_of_one(tensor: Tensor) -> Tensor:
+    """The 2-norm of a FP32, FP16 or BF16 tensor, FP32 of shape (); as :func:`total_norm`, without a FP32 copy of it."""
     size = torch.get_num_threads() * _BLOCK_ELEMENTS_PER_THREAD
     is_whole = tensor.device.type != "cpu" or tensor.dtype is torch.float32 or tensor.numel() <= size
     if is_whole or not tensor.is_contiguous() or type(tensor) is not Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp.autocasting.working_copies import version_of, watch
-from hf_mp.kernels.gradient_scan import total_norm
+from hf_mp.kernels.gradient_scan import norm_of_one, total_norm
 from hf_mp.master_weights.fused_adamw import step_split
 from hf_mp.master_weights.split import split
 from hf_mp.master_weights.split_parameter import (
@@ -214,7 +214,7 @@ class MasterWeightOptimizer(Optimizer):
         gradient, factor = gradient_and_factor(parameter)
         assert gradient is not None
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float32)
+        norm = norm_of_one(values)
         return norm if factor is None else norm * factor.squeeze()
 
     @torch.no_grad()

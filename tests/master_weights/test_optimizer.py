@@ -612,6 +612,27 @@ def test_masters_go_from_one_layout_to_the_other(dtype: torch.dtype, saved_in: A
     assert torch.equal(fresh[0].detach(), rounding(again.master(fresh[0]), dtype, loaded_in))
 
 
+def test_the_norm_of_one_gradient_makes_no_fp32_copy_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_mp.kernels.gradient_scan._BLOCK_ELEMENTS_PER_THREAD", 64)
+    weight = nn.Parameter(torch.zeros(10_000).half())
+    optimizer = MasterWeightOptimizer(AdamW([weight], fused=True), layout="split")
+    assert isinstance(weight, SplitParameter)
+    gradient = torch.randn(10_000).half()
+    weight.take_scaled_gradient(gradient)
+    expected = gradient.double().norm().float()
+    cast: list[int] = []
+    original = torch.linalg.vector_norm
+
+    def spy(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if tensor.dtype is torch.float16:  # torch casts it whole, on a CPU
+            cast.append(tensor.numel())
+        return original(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", spy)
+    torch.testing.assert_close(optimizer.gradient_norm(weight), expected, rtol=1e-6, atol=0.0)
+    assert cast == []
+
+
 @pytest.mark.parametrize("layout", ["whole", "split"])
 @pytest.mark.usefixtures("other_default_dtype")
 def test_loaded_state_stays_fp32_whatever_the_default_dtype(layout: Any) -> None:
