@@ -132,7 +132,7 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     another order: it differs from torch's by rounding.
 
     Args:
-        tensors: FP32, FP16 or BF16, on one device.
+        tensors: floating, on one device; the norm of a FP64 one is rounded to FP32.
 
     Returns:
         A FP32 scalar tensor, 0 for no tensors.
@@ -145,7 +145,9 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def norm_of_one(tensor: Tensor) -> Tensor:
-    """The 2-norm of a FP32, FP16 or BF16 tensor, FP32 of shape (); as :func:`total_norm`, without a FP32 copy of it."""
+    """The 2-norm of a floating tensor, FP32 of shape (); as :func:`total_norm`, without a FP32 copy of the tensor."""
+    if tensor.dtype is torch.float64:
+        return torch.linalg.vector_norm(tensor).to(torch.float32)
     size = torch.get_num_threads() * _BLOCK_ELEMENTS_PER_THREAD
     is_whole = tensor.device.type != "cpu" or tensor.dtype is torch.float32 or tensor.numel() <= size
     if is_whole or not tensor.is_contiguous() or type(tensor) is not Tensor:

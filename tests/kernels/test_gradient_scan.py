@@ -235,6 +235,10 @@ def test_the_norm_is_where_the_tensors_are_whatever_the_default_device(monkeypat
         assert total_norm([]) == 0.0 and largest_magnitude([]) == 0.0
 
 
+def test_total_norm_with_fp64_among_others() -> None:
+    assert total_norm([torch.full((4,), 1.5, dtype=torch.float64), torch.full((4,), 2.0).half()]) == 5.0
+
+
 def test_total_norm_of_several() -> None:
     tensors = [torch.full((3,), 2.0).half(), torch.empty(0), torch.full((4,), -1.0)]
     assert total_norm(tensors) == 4.0

@@ -612,6 +612,17 @@ def test_masters_go_from_one_layout_to_the_other(dtype: torch.dtype, saved_in: A
     assert torch.equal(fresh[0].detach(), rounding(again.master(fresh[0]), dtype, loaded_in))
 
 
+@pytest.mark.parametrize("layout", ["whole", "split"])
+def test_clipping_with_an_fp64_parameter_among_the_others(layout: Any) -> None:
+    half, double = nn.Parameter(torch.zeros(4).half()), nn.Parameter(torch.zeros(4).double())
+    optimizer = MasterWeightOptimizer(SGD([half, double], lr=1.0), layout=layout)
+    half.grad, double.grad = torch.full_like(half, 2.0), torch.full_like(double, 1.5)
+    assert optimizer.clip_grad_norm_(2.5) == 5.0
+    optimizer.step()
+    torch.testing.assert_close(half.detach(), torch.full((4,), -1.0).half())
+    torch.testing.assert_close(double.detach(), torch.full((4,), -0.75).double(), rtol=1e-6, atol=0.0)
+
+
 def test_the_norm_of_one_gradient_makes_no_fp32_copy_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_mp.kernels.gradient_scan._BLOCK_ELEMENTS_PER_THREAD", 64)
     weight = nn.Parameter(torch.zeros(10_000).half())
