@@ -31,12 +31,12 @@ def step_split(optimizer: Optimizer, parameters: list[nn.Parameter]) -> bool:
     """
     if not _is_fused_adam(optimizer, vars(optimizer).get("step")):
         return False
-    wanted = set(parameters)
+    wanted = set(map(id, parameters))  # a tensor's own hash is slow, where this is called for one parameter at a time
     stepped = False
     for settings, group in _groups(optimizer):
         batches: dict[tuple[torch.device, Tensor | None], list[tuple[nn.Parameter, AdamWTensors]]] = {}
         for parameter in group:
-            if parameter not in wanted or (given := _split_tensors(optimizer, parameter)) is None:
+            if id(parameter) not in wanted or (given := _split_tensors(optimizer, parameter)) is None:
                 continue
             tensors, factor = given
             stepped = True
