@@ -41,7 +41,8 @@ def fp32_product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Ten
     multiplications = left.shape[0] * left.shape[1] * right.shape[1]
     if not HAS_ONEDNN_PRODUCTS or multiplications < SMALLEST_FOR_ONEDNN or not torch.backends.mkldnn.enabled:
         return fp32_product_reference(left, right, bias)
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.t(), bias, "none", [], "")
+    dense = None if bias is None else bias.contiguous()  # the op reads a bias as if its stride were 1
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.t(), dense, "none", [], "")
     return result
 
 
