@@ -152,8 +152,11 @@ def _moments(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[Tensor, Ten
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+    for name in ("exp_avg", "exp_avg_sq"):
+        # Those of a channels-last parameter, loaded: torch's fused step reads by position, and masters are contiguous.
+        state[name] = state[name].contiguous()
     moments = state["exp_avg"], state["exp_avg_sq"], state["step"]
-    fit = all(m.dtype is torch.float32 and m.device == parameter.device and m.is_contiguous() for m in moments)
+    fit = all(m.dtype is torch.float32 and m.device == parameter.device for m in moments)
     return moments if fit else None
 
 
