@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from hf_mp.autocasting.fp32_products import fp32_product
 from hf_mp.autocasting.through_fp32 import runs_natively
 from hf_mp.memory.configs import BUILT_IN, built_in_config
 
@@ -27,7 +29,7 @@ DEFAULT_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _SQUARE = {"cpu": 2048, "cuda": 8192}  # of a product that is limited by arithmetic alone
 _COPIED_ELEMENTS = {"cpu": 2**26, "cuda": 2**29}  # in FP32: far more than caches hold
-_REPETITIONS = 3
+_REPETITIONS = 5
 
 
 @dataclass(frozen=True)
@@ -179,14 +181,22 @@ class DeviceRates:
 
 
 def matmul_flops_per_second(dtype: torch.dtype, device: str, shapes: Iterable[tuple[int, ...]]) -> float:
-    """Of the fastest repetition of the fastest product; ``shapes`` are rows, inner dimension and columns."""
+    """Of the fastest repetition of the fastest product; ``shapes`` are rows, inner dimension and columns.
+
+    With the right factor as it is and transposed, as a linear layer has it; in FP32 on a CPU by both of torch's
+    libraries for products.
+    """
+    multiplications: list[Callable[[Tensor, Tensor], Tensor]] = [torch.mm]
+    if dtype is torch.float32 and device == "cpu":
+        multiplications.append(fp32_product)
     rates = []
     for rows, inner, columns in shapes:
         left = torch.randn(rows, inner, device=device).to(dtype)
-        right = torch.randn(inner, columns, device=device).to(dtype)
-        out = torch.empty(rows, columns, device=device, dtype=dtype)
-        seconds = fastest_seconds(lambda: torch.mm(left, right, out=out), device)  # noqa: B023
-        rates.append(2 * rows * inner * columns / seconds)
+        as_it_is = torch.randn(inner, columns, device=device).to(dtype)
+        transposed = torch.randn(columns, inner, device=device).to(dtype).t()
+        for multiply, right in itertools.product(multiplications, (as_it_is, transposed)):
+            seconds = fastest_seconds(lambda: multiply(left, right), device)  # noqa: B023
+            rates.append(2 * rows * inner * columns / seconds)
     return max(rates)
 
 

@@ -114,10 +114,10 @@ def update(results: StoredResults) -> str:
             paragraph(
                 f"The update of {stored['parameters'].number / 1e6:.0f}M parameters, from the gradients that backward "
                 "left to refreshed working copies, beside GradScaler, `clip_grad_norm_`, fused AdamW and the casts of "
-                f"the weights, and the same with bitsandbytes' AdamW8bit ({script('bench_update')}). The floor reads "
+                f"the weights; and each with bitsandbytes' AdamW8bit ({script('bench_update')}). The floor reads "
                 "gradients twice, reads and writes masters and moments, and writes working copies:"
             ),
-            table(("", "seconds", "times torch.amp", "floor, seconds", "times its floor"), rows),
+            table(("", "seconds", "times torch.amp's", "floor, seconds", "times its floor"), rows),
         ]
     )
 

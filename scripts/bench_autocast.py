@@ -114,7 +114,8 @@ def generation(contender: str, workload: Workload, dtype: torch.dtype, tokens: i
 
     def step() -> None:
         with context(contender, workload, dtype), torch.no_grad():
-            model.generate(prompt, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+            lengths = {"min_new_tokens": tokens, "max_new_tokens": tokens}
+            model.generate(prompt, **lengths, do_sample=False, use_cache=True, pad_token_id=0)
 
     return step
 

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
@@ -349,7 +350,22 @@ def _lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: 
         attention = read_attention(args, kwargs)
         if attention is not None and _is_for_us(attention, native):
             return attend(attention)
+    if func is F.linear and args and not torch.compiler.is_compiling():
+        args[0] = _in_rows(args[0])
     return func(*args, **kwargs) if native else run_through_fp32(func, args, kwargs, dtype)
+
+
+def _in_rows(x: Any) -> Any:
+    """``x`` with the strides of rows one after the other; with others, torch's ``linear`` may copy the whole weight."""
+    if (
+        not isinstance(x, Tensor)
+        or x.layout is not torch.strided
+        or x.dim() < 3
+        or x.stride(-3) == x.shape[-2] * x.shape[-1]
+        or x.numel() == 0
+    ):
+        return x
+    return x.reshape(-1, x.shape[-1]).view(x.shape)
 
 
 def _is_for_us(attention: Attention, native: bool) -> bool:

@@ -294,7 +294,7 @@ class MasterWeightOptimizer(Optimizer):
             if gradient is None or (factor is None and gradient.dtype is torch.float32):
                 master.grad = gradient
             else:
-                master.grad = unscaled(gradient, factor)
+                master.grad = unscaled(gradient, factor, like=master)
             if isinstance(parameter, SplitParameter):
                 parameter.grad = None
 

@@ -90,7 +90,7 @@ class SplitParameter(nn.Parameter):
             gradient = gradient.to(torch.float32)
             _GRAD.__set__(self, gradient)
         if scaled is not None:
-            true = unscaled(scaled, self._factor())
+            true = unscaled(scaled, self._factor(), like=self)
             self._scaled_gradient = self._own_factor = None
             _GRAD.__set__(self, true if gradient is None else gradient + true)
         return _GRAD.__get__(self)
@@ -126,7 +126,7 @@ class SplitParameter(nn.Parameter):
         if self._scaled_gradient is None and _GRAD.__get__(self) is None:
             self._scaled_gradient = gradient
             return True
-        sum_so_far, true = self.grad, unscaled(gradient, self._factor())
+        sum_so_far, true = self.grad, unscaled(gradient, self._factor(), like=self)
         assert sum_so_far is not None
         if sum_so_far.is_sparse:
             _GRAD.__set__(self, true + sum_so_far)
@@ -346,9 +346,15 @@ def raw_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [gradient for gradient in map(raw_gradient, parameters) if gradient is not None]
 
 
-def unscaled(gradient: Tensor, factor: Tensor | None) -> Tensor:
-    """``gradient`` times ``factor`` (None for 1), as a new tensor in FP32."""
-    true = gradient.to(torch.float32, copy=True)
+def unscaled(gradient: Tensor, factor: Tensor | None, *, like: Tensor) -> Tensor:
+    """``gradient`` times ``factor`` (None for 1), as a new tensor in FP32, in memory as ``like``, its parameter.
+
+    torch's fused optimizers read a gradient in the order of its parameter, whatever its strides say.
+    """
+    if gradient.is_sparse:
+        true = gradient.to(torch.float32, copy=True)
+    else:
+        true = gradient.new_empty_strided(like.shape, like.stride(), dtype=torch.float32).copy_(gradient)
     return true if factor is None else true.mul_(factor.squeeze())
 
 
@@ -367,7 +373,7 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> No
             parameter._own_factor = here if inverse is None else factors[inverse]
         elif gradient.dtype in LOWER_PRECISION_DTYPES:
             parameter.grad_dtype = None
-            parameter.grad = unscaled(gradient, here)
+            parameter.grad = unscaled(gradient, here, like=parameter)
         else:
             gradient.mul_(here.squeeze())
 

@@ -503,6 +503,16 @@ def test_sparse_gradients() -> None:
     )
 
 
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 4, 4)])
+def test_a_true_gradient_lies_in_memory_as_its_parameter(shape: tuple[int, ...]) -> None:
+    """torch's fused optimizers read by position, so that a transposed gradient would update the wrong elements."""
+    parameter = made(values(*shape))
+    gradient = values(*shape).half()
+    assert parameter.take_scaled_gradient(gradient.transpose(0, 1).contiguous().transpose(0, 1))
+    assert parameter.grad is not None and parameter.grad.stride() == parameter.stride()
+    assert torch.equal(parameter.grad, gradient.float())
+
+
 def test_setting_and_deleting_gradients(pair: Pair) -> None:
     model, _, _ = pair
     for drop in (

@@ -54,7 +54,7 @@ def test_what_the_training_raises_reaches_the_caller(make_trainer):
         steps.step()
 
 
-def test_the_training_sees_the_settings_of_torch_that_the_caller_made(make_trainer, monkeypatch):
+def test_the_training_sees_the_settings_of_torch_that_the_caller_made(make_trainer):
     class Limit(TrainerCallback):
         def __init__(self):
             self.seen = []
@@ -62,9 +62,9 @@ def test_the_training_sees_the_settings_of_torch_that_the_caller_made(make_train
         def on_train_begin(self, args, state, control, **kwargs):
             self.seen.append(torch._dynamo.config.recompile_limit)
 
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 57)
     watch = Limit()
-    StepByStep(make_trainer(watch=watch)).close()
+    with torch._dynamo.config.patch(recompile_limit=57):
+        StepByStep(make_trainer(watch=watch)).close()
     assert watch.seen == [57]
 
 
