@@ -210,7 +210,7 @@ class LossScaler(ExplicitScaling, Generic[State]):
     def _check_keys(self, state_dict: Mapping[str, Any]) -> None:
         given, known = set(state_dict) - {"kind"}, self._state_keys()
         if state_dict.get("kind") != self.kind or given != known:
-            missing, unknown = sorted(known - given), sorted(given - known)
+            missing, unknown = sorted(known - given), sorted(given - known, key=str)
             raise ValueError(
                 f"this state is neither one of a {self.kind!r} loss scaler nor of a torch.amp.GradScaler: "
                 f"kind={state_dict.get('kind')!r}, missing keys {missing}, unknown keys {unknown}"

@@ -343,7 +343,7 @@ class MixedPrecision:
         if state_dict.get("version") != 1 or "loss_scaler" not in state_dict:
             raise ValueError(
                 f"not a mixed precision state of version 1: version={state_dict.get('version')!r}, "
-                f"keys {sorted(state_dict)}"
+                f"keys {sorted(state_dict, key=str)}"
             )
         saved = PrecisionPolicy.parse(str(state_dict.get("precision", self.policy)))
         if saved.loss_scale != self.policy.loss_scale:

@@ -308,6 +308,10 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
         _refuse_callbacks([callback])
         super().add_callback(callback)
 
+    def _keep_last_state(self, error: Exception) -> None:
+        super()._keep_last_state(error)
+        self.reporting.end(self.args)  # the run that most needs its report; no callback hears of its end
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the stock Trainer's; training logs also carry ``loss_scale`` and ``skipped_steps``."""
         if self.mixed_precision is not None and "loss" in logs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from transformers.integrations import TensorBoardCallback
 from transformers.utils import logging
 
 from hf_mp.diagnostics.precision_recorder import PrecisionRecorder, check_histogram_steps, record_precision
+from hf_mp.diagnostics.run_log import NoRunError
 from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, TensorMagnitudes
 from hf_mp.runtime import MixedPrecision, PrecisionStats
 
@@ -41,8 +43,6 @@ class ReportSettings:
         check_histogram_steps(self.histogram_steps)
         if isinstance(self.histogram_layers, str):
             raise TypeError(f"histogram_layers={self.histogram_layers!r} is one string: write a list of patterns")
-        if self.histogram_layers and not self.histogram_steps:
-            logger.warning("histogram_layers has no effect with histogram_steps=0: no histograms are taken")
 
     @property
     def is_asked(self) -> bool:
@@ -64,10 +64,14 @@ class TrainerReporting:
         self._settings = ReportSettings()
         self._shown: StepMagnitudes | None = None
         self._line = ""
+        self._has_warned = False
 
     def begin(self, runtime: MixedPrecision, args: TrainingArguments, settings: ReportSettings) -> None:
         """Have ``runtime`` recorded if that is asked for, on the first process alone; once for each runtime."""
         self._settings = settings
+        if settings.histogram_layers and not settings.histogram_steps and not self._has_warned:
+            self._has_warned = True  # it is told again of the same runtime
+            logger.warning("histogram_layers has no effect with histogram_steps=0: no histograms are taken")
         self.recorder = None
         if settings.is_asked and args.process_index == 0:
             self.recorder = record_precision(
@@ -109,20 +113,24 @@ class TrainerReporting:
                 optimizer=_as_text(args.optim),
                 accumulation_steps=args.gradient_accumulation_steps,
                 gradient_checkpointing=args.gradient_checkpointing,
+                free_gradients=getattr(args, "free_gradients", "step"),
             )
         self.recorder.end()
         if self._settings.precision_report:
             try:
                 logger.info(f"the precision report of this run is {self.recorder.write_report()}")
-            except OSError as error:
+            except (OSError, NoRunError) as error:  # the training is done: a page is no reason to lose its result
                 logger.warning(f"the precision report of this run could not be written: {error}")
 
 
 def _readable_settings(args: TrainingArguments) -> dict[str, Any]:
     found = {name: getattr(args, name) for name in _SETTINGS.split() if getattr(args, name, None) is not None}
-    return {
-        name: value if isinstance(value, (bool, int, float, str)) else _as_text(value) for name, value in found.items()
-    }
+    return {name: value if _is_json(value) else _as_text(value) for name, value in found.items()}
+
+
+def _is_json(value: Any) -> bool:
+    # max_grad_norm=inf is a setting, and JSON has no word for it
+    return isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _as_text(value: Any) -> str:

@@ -212,13 +212,14 @@ def _source(path: str) -> str:
 
 def _results() -> str:
     rows = []
-    for file in sorted((ROOT / RESULTS).glob("*.json")):
+    folder = ROOT / RESULTS
+    for file in sorted(folder.rglob("*.json")):  # those of a GPU lie in a folder of their own
         record = json.loads(file.read_text(encoding="utf-8"))
         device, versions = record["device"], record["versions"]
-        machine = device["CPU"] if device["GPU"].startswith("none") else device["GPU"]
+        machine = device.get("GPU 0", device["CPU"])
         _, script, *options = shlex.split(record["command"])
         cells = (
-            f"[{file.stem}]({RESULTS}/{file.name})",
+            f"[{file.relative_to(folder).with_suffix('').as_posix()}]({file.relative_to(ROOT).as_posix()})",
             f"[{script}]({script}) {f'`{shlex.join(options)}`' if options else ''}",
             *(record["date"][:10], machine, versions["torch"], versions["transformers"]),
         )

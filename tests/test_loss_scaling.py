@@ -160,6 +160,7 @@ class TestSavedState:
     def test_an_unknown_key_is_named(self) -> None:
         state = {**DynamicLossScaler(8.0).state_dict(), "surprise": 1}
         self.check_refused(DynamicLossScaler(2.0), state, r"missing keys \[\], unknown keys \['surprise'\]")
+        self.check_refused(DynamicLossScaler(2.0), {**state, 0.5: 1}, r"unknown keys \[0\.5, 'surprise'\]")
 
     def test_the_state_of_another_kind_is_refused(self) -> None:
         state = StaticLossScaler(8.0).state_dict()

@@ -513,6 +513,8 @@ def test_state_round_trip_from_other_than_default_values(gpt2: GPT2LMHeadModel, 
 def test_bad_states_are_refused() -> None:
     with pytest.raises(ValueError, match="not a mixed precision state of version 1: version=7"):
         MixedPrecision("fp16").load_state_dict({"version": 7})
+    with pytest.raises(ValueError, match=r"version=None, keys \[0\.5, 'scale'\]"):
+        MixedPrecision("fp16").load_state_dict({"scale": 2.0, 0.5: 1})
     dynamic = MixedPrecision("fp16", loss_scaler=DynamicLossScaler()).state_dict()
     with pytest.raises(ValueError, match=r"neither one of a 'headroom' loss scaler.*kind='dynamic'"):
         MixedPrecision("fp16").load_state_dict(dynamic)

@@ -17,7 +17,8 @@ from transformers.integrations import TensorBoardCallback
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
-from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer
+from hf_mp import LossScaleError, MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer
+from hf_mp.diagnostics import predicted_memory
 from hf_mp.diagnostics.report import PAGE_NAME
 from hf_mp.diagnostics.run_log import LOG_NAME, read_run
 from hf_mp.runtime import PrecisionStats
@@ -94,6 +95,49 @@ def test_both_contenders_record_the_same(contender: str, tmp_path: Path) -> None
     train("subclass", tmp_path / "other", histogram_steps=2)
     found, other = read_run(tmp_path / contender), read_run(tmp_path / "other")
     assert found.latest == other.latest and found.steps == other.steps
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
+@pytest.mark.parametrize("name", [LOG_NAME, PAGE_NAME])
+def test_a_report_that_cannot_be_written_costs_no_training(contender: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    with CaptureLogger(logging.get_logger("hf_mp.trainer_reporting")) as captured:
+        trainer = train(contender, tmp_path, precision_report=True)
+    assert trainer.state.global_step == 4
+    assert "the precision report of this run could not be written" in captured.out
+
+
+def test_training_that_cannot_go_on_leaves_its_report(tmp_path: Path) -> None:
+    settings = {"loss_scale": "1024", "loss_scale_kwargs": {"max_consecutive_skips": 2}, "max_steps": 8}
+    with pytest.raises(LossScaleError):
+        train("subclass", tmp_path, poisoned(Trainer, (3, 4)), precision_report=True, **settings)
+    assert "2 of 5 steps skipped." in (tmp_path / PAGE_NAME).read_text(encoding="utf-8")
+    assert read_run(tmp_path).has_ended
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
+def test_settings_that_json_has_no_word_for_are_told_as_text(contender: str, tmp_path: Path) -> None:
+    train(contender, tmp_path, precision_report=True, max_grad_norm=float("inf"))
+    assert read_run(tmp_path).starts[0]["settings"]["max_grad_norm"] == "inf"
+
+
+def test_memory_is_predicted_as_the_run_frees_its_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def spy(*args: Any, **settings: Any) -> Any:
+        asked.append(settings)
+        raise ValueError("not now")
+
+    monkeypatch.setattr(predicted_memory, "estimate_training_memory", spy)
+    train("subclass", tmp_path, precision="fp16-lean", free_gradients="backward", precision_report=True)
+    train("callback", tmp_path / "other", precision_report=True)
+    assert [settings["free_gradients"] for settings in asked] == ["backward", "step"]
+
+
+def test_memory_of_a_sharded_model_is_not_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predicted_memory, "is_sharded", lambda model: True)
+    train("callback", tmp_path, precision_report=True)
+    assert "not for parameters that FSDP shards" in read_run(tmp_path).missing[0]
 
 
 def test_memory_that_cannot_be_predicted_is_missing_by_name(tmp_path: Path) -> None:
@@ -227,21 +271,27 @@ def test_wrong_settings_are_refused_at_once(tmp_path: Path) -> None:
         MixedPrecisionTrainer(tiny_gpt2(), args)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"precision": "fp32", "histogram_steps": 5}, "have no effect with precision='fp32'"),
-        ({"histogram_layers": ["lm_head"]}, "no effect with histogram_steps=0"),
-    ],
-    ids=["fp32", "layers"],
-)
-def test_settings_without_effect_are_told(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
-    told = []
-    for name in ("hf_mp.trainer", "hf_mp.trainer_reporting"):
-        with CaptureLogger(logging.get_logger(name)) as captured:
-            MixedPrecisionArguments(output_dir=str(tmp_path), **settings)
-        told.append(captured.out)
-    assert "".join(told).count(message) == 1
+def test_histograms_without_effect_are_told(tmp_path: Path) -> None:
+    with CaptureLogger(logging.get_logger("hf_mp.trainer")) as captured:
+        MixedPrecisionArguments(output_dir=str(tmp_path), precision="fp32", histogram_steps=5)
+    assert captured.out.count("have no effect with precision='fp32'") == 1
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
+def test_layers_without_histograms_are_told_once(contender: str, tmp_path: Path) -> None:
+    with CaptureLogger(logging.get_logger("hf_mp.trainer_reporting")) as captured:
+        train(contender, tmp_path, histogram_layers=["lm_head"])
+    assert captured.out.count("no effect with histogram_steps=0") == 1
+
+
+def test_layers_of_the_callback_have_an_effect_where_the_arguments_take_histograms(tmp_path: Path) -> None:
+    args = arguments(tmp_path, MixedPrecisionArguments, histogram_steps=2)
+    with CaptureLogger(logging.get_logger("hf_mp.trainer_reporting")) as captured:
+        callback = MixedPrecisionCallback(histogram_layers=["lm_head"])
+        Trainer(tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[callback]).train()
+    latest = read_run(tmp_path).latest
+    assert latest is not None and latest.layers == ("lm_head",)
+    assert "no effect" not in captured.out
 
 
 def test_other_processes_record_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

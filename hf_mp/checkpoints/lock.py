@@ -21,6 +21,7 @@ HOLDER_NAME = ".hf_mp.lock.json"
 _FORK_SECONDS = 1.0  # a process that a killed run had just forked lets go of its lock when it first runs
 # A DataLoader's worker holds its run's lock as well, and looks every five seconds whether the run is there.
 _ORPHAN_SECONDS = 15.0
+_MOST_CHARACTERS = 10_000  # of the note of a holder, which has some 100
 
 
 class DirectoryLock:
@@ -81,6 +82,7 @@ class DirectoryLock:
     def _note_holder(self, path: Path) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         try:
+            path.unlink(missing_ok=True)  # a link in a stranger's directory would lead the writing elsewhere
             path.write_text(json.dumps({"process": os.getpid(), "host": socket.gethostname(), "since": now}))
         except OSError as error:
             logger.warning(f"{path} cannot be written ({error}): another run will not be told who holds the lock")
@@ -100,8 +102,12 @@ class DirectoryLock:
 
 def _read_holder(directory: Path) -> tuple[int, str, str] | None:
     """Process, host and begin of the run that holds a directory; None where it has not said so."""
+    path = directory / HOLDER_NAME
     try:
-        holder = json.loads((directory / HOLDER_NAME).read_text(encoding="utf-8"))
+        if path.is_symlink() or not path.is_file():  # a pipe would be waited for, a device read without end
+            return None
+        with path.open(encoding="utf-8") as file:
+            holder = json.loads(file.read(_MOST_CHARACTERS))
         return int(holder["process"]), str(holder["host"])[:100], str(holder["since"])[:40]
     except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return None

@@ -236,7 +236,7 @@ def explain_overflows(
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
     explainer = OverflowExplainer(runtime, directory)
-    runtime.observers.append(explainer)
+    runtime.observers.insert(0, explainer)  # before a recorder, which writes down what is found of the same step
     return explainer
 
 

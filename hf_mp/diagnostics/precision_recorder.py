@@ -22,12 +22,14 @@ from hf_mp.diagnostics.predicted_memory import as_record as as_memory_record
 from hf_mp.diagnostics.run_log import VERSION, RunLog
 from hf_mp.diagnostics.scale_level import is_finding_its_level
 from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, as_record
+from hf_mp.distributed import is_running
 from hf_mp.environment import describe_hardware, package_versions
 from hf_mp.loss_scale_rules import StepReport, headroom_left
 from hf_mp.runtime import MixedPrecision
 
 SEARCH = "the loss scale is finding its level"
 UNEXPLAINED = "a gradient was inf or NaN; nobody looked for the cause"
+ELSEWHERE = "a gradient was inf or NaN; this process found no cause, another one may have logged it"
 
 
 class PrecisionRecorder:
@@ -129,7 +131,7 @@ class PrecisionRecorder:
 
         Args:
             settings: as for :func:`hf_mp.estimate_training_memory`: ``optimizer``, ``accumulation_steps``,
-                ``gradient_checkpointing``.
+                ``gradient_checkpointing``, ``free_gradients``.
         """
         runtime, device = self._runtime, self._device.type
         self._begin()
@@ -206,7 +208,9 @@ class PrecisionRecorder:
 def _cause(reports: list[OverflowReport], searching: bool) -> str:
     if reports:
         return reports[-1].headline
-    return SEARCH if searching else UNEXPLAINED
+    if searching:
+        return SEARCH
+    return ELSEWHERE if is_running() else UNEXPLAINED
 
 
 def _ignore(outputs: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_mp.distributed import is_sharded
 from hf_mp.memory.ledger import Category, Moment, Phase
 from hf_mp.memory.training import TrainingMemory, estimate_training_memory
 from hf_mp.policy import PrecisionPolicy
@@ -56,6 +57,8 @@ def predict_memory(
     """
     if not isinstance(model, PreTrainedModel) or not all(p.requires_grad for p in model.parameters()):
         raise CannotPredictError("it is predicted for whole models of Transformers alone")
+    if is_sharded(model):
+        raise CannotPredictError("it is predicted for one process, not for parameters that FSDP shards")
     if str(policy) not in PREDICTABLE:
         raise CannotPredictError(f"it is predicted for precision {', '.join(PREDICTABLE)}, not {policy}")
     if batch_shape is None or len(batch_shape) != 2:
@@ -92,16 +95,24 @@ def from_record(record: Mapping[str, Any]) -> PredictedMemory:
         ValueError, TypeError, KeyError, AttributeError: for anything else.
     """
     timeline = tuple(
-        Moment(float(position), Phase(phase), {c: max(0, int(sizes.get(c.value, 0))) for c in Category})
+        Moment(float(position), Phase(phase), {c: _bytes(sizes.get(c.value, 0)) for c in Category})
         for position, phase, sizes in record["timeline"]
     )
-    if not timeline or not all(0.0 <= moment.position <= 1.0 for moment in timeline) or int(record["peak_bytes"]) < 1:
+    peak_bytes = _bytes(record["peak_bytes"])
+    if not timeline or not all(0.0 <= moment.position <= 1.0 for moment in timeline) or not peak_bytes:
         raise ValueError("no timeline")
     return PredictedMemory(
         int(record["batch_size"]),
         int(record["seq_len"]),
         str(record["device"]),
-        int(record["peak_bytes"]),
+        peak_bytes,
         Phase(record["peak_phase"]),
         timeline,
     )
+
+
+def _bytes(value: Any) -> int:
+    size = max(0, int(value))
+    if size >= 2**63:
+        raise ValueError(f"no memory has {value} bytes")
+    return size

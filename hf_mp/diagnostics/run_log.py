@@ -9,6 +9,7 @@ as it comes, so a killed process leaves all of them but the one that it was writ
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ from hf_mp.diagnostics.predicted_memory import from_record as from_memory_record
 from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, StepShares, from_record
 
 logger = logging.get_logger(__name__)
+
+# What reading a damaged record raises, or one that a stranger made up.
+_DAMAGED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 LOG_NAME = "precision_log.jsonl"
 VERSION = 1
@@ -51,11 +55,12 @@ class RunLog:
             self._file.write(line + "\n")
             self._file.flush()
         except OSError as error:
-            self._has_failed = True
-            logger.warning(f"the precision of this run is recorded no further, {self.path} cannot be written: {error}")
+            self._give_up(error)
 
     def _open(self) -> Any:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self.path.resolve().is_relative_to(self.path.parent.resolve()):
+            raise OSError("it is a link out of the run directory, which would not be read either")
         with self.path.open("ab+") as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
@@ -63,11 +68,20 @@ class RunLog:
                     file.write(b"\n")  # what a killed process began stays a line of its own
         return self.path.open("a", encoding="utf-8")
 
+    def _give_up(self, error: OSError) -> None:
+        if not self._has_failed:
+            logger.warning(f"the precision of this run is recorded no further, {self.path} cannot be written: {error}")
+        self._has_failed = True
+        self.close()
+
     def close(self) -> None:
         """Close the file; another record opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        try:
+            if file is not None:
+                file.close()  # writes what it still holds: on a full disk that fails once more
+        except OSError as error:
+            self._give_up(error)
 
 
 # Reading
@@ -107,7 +121,7 @@ class RunRecords:
 
     Attributes:
         directory: whose name is the run's.
-        starts: the settings of each start, oldest first.
+        starts: the settings of each start since the run was last begun anew, oldest first.
         steps: one a step, in their order; of steps that were taken again after a resume, the last.
         overflows: overflow reports by step, micro-batch and rank.
         shares: what 16 bits would lose, one a step that histograms were taken of.
@@ -185,7 +199,7 @@ def _read_log(run: RunRecords) -> bool:
             try:
                 record = json.loads(line)
                 _TAKE[record["record"]](run, record)
-            except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+            except _DAMAGED:
                 damaged.append(number)
     if number == 0:
         run.missing.append(f"{LOG_NAME} is empty")
@@ -216,10 +230,12 @@ def _take_step(run: RunRecords, record: Mapping[str, Any]) -> None:
     step = StepRecord(
         int(record["step"]), float(record["loss_scale"]), headroom, bool(record["skipped"]), str(record["cause"])
     )
-    if not 0.0 < step.loss_scale < float("inf"):
-        raise ValueError(f"loss scale {step.loss_scale}")
+    if not 0.0 < step.loss_scale < math.inf or not math.isfinite(headroom or 0.0):
+        raise ValueError(f"loss scale {step.loss_scale}, headroom {headroom}")
     if run.steps and next(reversed(run.steps)) >= step.step:
         _take_back(run, step.step)
+    if step.step == 1:
+        del run.starts[:-1]
     run.steps[step.step] = step
 
 
@@ -231,6 +247,10 @@ def _take_back(run: RunRecords, step: int) -> None:
             del records[later]
     for key in [key for key in run.overflows if key[0] >= step]:
         del run.overflows[key]
+    if run.latest is not None and run.latest.step >= step:
+        run.latest = None
+    if run.latest_updated is not None and run.latest_updated.step >= step:
+        run.latest_updated = None
 
 
 def _take_overflow(run: RunRecords, record: Mapping[str, Any]) -> None:
@@ -247,8 +267,8 @@ def _take_magnitudes(run: RunRecords, record: Mapping[str, Any]) -> None:
 
 def _take_memory(run: RunRecords, record: Mapping[str, Any]) -> None:
     points = tuple(MemoryPoint(str(moment), int(size)) for moment, size in record["points"])
-    if any(point.used_bytes < 0 for point in points):
-        raise ValueError("memory below zero")
+    if not all(0 <= point.used_bytes < 2**63 for point in points):
+        raise ValueError("no memory has so many bytes")
     run.memory[int(record["step"])] = MemoryRecord(int(record["step"]), str(record["source"]), points)
 
 
@@ -281,7 +301,8 @@ def _read_trainer_state(run: RunRecords) -> bool:
         try:
             history = json.loads(path.read_text(encoding="utf-8"))["log_history"]
             _take_history(run, history)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except _DAMAGED as error:
+            run.steps.clear()  # of what was read before the damage
             run.missing.append(f"{path.relative_to(run.directory)} cannot be read: {error}")
             continue
         if run.steps:
@@ -311,6 +332,6 @@ def _read_kept_reports(run: RunRecords) -> bool:
     for path in paths:
         try:
             _take_overflow(run, {"report": json.loads(path.read_text(encoding="utf-8"))})
-        except (ValueError, TypeError, KeyError) as error:
+        except _DAMAGED as error:
             run.missing.append(f"{path.relative_to(run.directory)} cannot be read: {error}")
     return bool(run.overflows)

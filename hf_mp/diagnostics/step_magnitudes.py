@@ -15,6 +15,7 @@ from hf_mp.diagnostics.magnitudes import Histogram, Swamped
 
 _BINS = len(Histogram.empty().counts)
 _COUNT = np.dtype("<u4")
+_MOST_ELEMENTS = 2**48  # of a tensor: sums over all tensors of a model stay within int64
 
 
 NO_UPDATES = Swamped(0, 0)
@@ -41,7 +42,8 @@ class TensorMagnitudes:
         dtype: in which it was found, such as ``"float16"``.
         stride: every how many-th element was counted.
         histogram: of the elements that were counted; gradients without the loss scale.
-        swamped_fp16, swamped_bf16: of updates: how many would leave a weight that is stored in FP16 or BF16 as it is.
+        swamped_fp16, swamped_bf16: of updates: how many of those that were counted would leave a weight that is stored
+            in FP16 or BF16 as it is.
     """
 
     kind: Kind
@@ -82,9 +84,12 @@ class StepMagnitudes:
         return total_histogram(t for t in self.tensors if t.kind is kind and layer in (None, t.layer))
 
     def swamped(self, layer: str | None = None) -> tuple[Swamped, Swamped]:
-        """The updates (of one layer) that FP16 weights would lose, and those that BF16 weights would lose."""
+        """The updates (of one layer) that FP16 weights would lose, and those that BF16 weights would lose.
+
+        Of all elements, as in :meth:`of`.
+        """
         found = [t for t in self.tensors if t.kind is Kind.UPDATES and layer in (None, t.layer)]
-        return _total(t.swamped_fp16 for t in found), _total(t.swamped_bf16 for t in found)
+        return _total((t.swamped_fp16, t.stride) for t in found), _total((t.swamped_bf16, t.stride) for t in found)
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -132,9 +137,9 @@ def total_histogram(tensors: Iterable[TensorMagnitudes]) -> Histogram:
     return Histogram(counts)
 
 
-def _total(found: Iterable[Swamped]) -> Swamped:
+def _total(found: Iterable[tuple[Swamped, int]]) -> Swamped:
     rows = list(found)
-    return Swamped(sum(row.swamped for row in rows), sum(row.updates for row in rows))
+    return Swamped(sum(s.swamped * stride for s, stride in rows), sum(s.updates * stride for s, stride in rows))
 
 
 # In a log
@@ -202,4 +207,8 @@ def _tensor(row: Sequence[Any], found: Histogram) -> TensorMagnitudes:
     kind, layer, tensor, dtype, stride, *lost = row
     swamped = [int(count) for count in lost] or [0, 0, 0, 0]
     fp16, bf16 = Swamped(*swamped[:2]), Swamped(*swamped[2:])
+    if not 1 <= int(stride) <= _MOST_ELEMENTS or found.total * int(stride) > _MOST_ELEMENTS:
+        raise ValueError(f"{found.total} values, every {stride}th of a tensor, are those of no tensor")
+    if not all(0 <= each.swamped <= each.updates <= found.total for each in (fp16, bf16)):
+        raise ValueError(f"{swamped} of {found.total} updates cannot be swamped")
     return TensorMagnitudes(Kind(kind), str(layer), str(tensor), str(dtype), int(stride), found, fp16, bf16)

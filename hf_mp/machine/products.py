@@ -73,7 +73,7 @@ def time_products(device: torch.device, size: int | None = None, rounds: int = R
     rates = {number: contenders[number].size ** 3 / seconds for number, seconds in best.items()}
     name = "CPU" if device.type == "cpu" else f"GPU {device.index or 0}"
     return [
-        Product(name, c.dtype, c.way, c.is_native, rates[number] / rates[0] if number in rates else None)
+        Product(name, c.dtype, c.way, c.is_native, rates[number] / rates[0] if {0, number} <= rates.keys() else None)
         for number, c in enumerate(contenders)
     ]
 

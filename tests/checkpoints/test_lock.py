@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,41 @@ def test_a_broken_note_of_the_holder_does_no_harm(tmp_path: Path, warnings: list
     with DirectoryLock(tmp_path):
         pass
     assert "it has not said which" in warnings[0]
+
+
+@contextmanager
+def nothing_waits_for(seconds: int) -> Iterator[None]:
+    def hangs(*_: object) -> None:
+        raise TimeoutError(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs Unix")
+@pytest.mark.parametrize("kind", ["pipe", "link", "link to nothing", "link to a device", "large"])
+def test_the_note_in_a_strangers_directory_does_no_harm(tmp_path: Path, warnings: list[str], kind: str) -> None:
+    note, outside = tmp_path / "run" / HOLDER_NAME, tmp_path / "outside"
+    note.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(note)
+    elif kind == "large":
+        with note.open("wb") as file:
+            file.truncate(2**33)
+    else:
+        note.symlink_to("/dev/zero" if kind == "link to a device" else outside)
+    if kind == "link":
+        outside.write_text('{"process": 1, "host": "elsewhere", "since": "2026"}')
+    before = outside.read_text() if outside.exists() else None
+    with nothing_waits_for(20), DirectoryLock(note.parent):
+        assert json.loads(note.read_text())["process"] == os.getpid()
+    assert (outside.read_text() if outside.exists() else None) == before
+    assert not any("elsewhere" in warning for warning in warnings)
 
 
 def test_where_nothing_can_be_locked_the_run_goes_on_with_a_warning(tmp_path: Path, warnings: list[str]) -> None:

@@ -18,9 +18,9 @@ import hf_mp
 from hf_mp import MixedPrecision, StaticLossScaler, record_precision
 from hf_mp.diagnostics import magnitude_collector
 from hf_mp.diagnostics.magnitude_collector import COMPILED
-from hf_mp.diagnostics.magnitudes import histogram
+from hf_mp.diagnostics.magnitudes import Swamped, histogram
 from hf_mp.diagnostics.precision_recorder import PrecisionRecorder
-from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, as_record, from_record
+from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes, as_record, from_record
 from hf_mp.master_weights.split_parameter import SplitParameter, master_value
 
 PRECISIONS = ["fp16", "bf16", "fp16-lean", "bf16-lean"]
@@ -267,6 +267,18 @@ def test_large_tensors_are_sampled_and_count_for_all_of_their_elements(tmp_path:
     assert row.stride > 1 and row.histogram.total <= 2**15
     total = loop.found.of(Kind.WEIGHTS, "0").total
     assert total == pytest.approx(512 * 512 + 512, rel=1e-3)
+    assert loop.found.swamped("0")[0].updates > 0.5 * 512 * 512
+
+
+def test_updates_of_a_sampled_tensor_count_for_those_that_were_left_out() -> None:
+    some, all_of_them = histogram(torch.ones(4)), histogram(torch.ones(2))
+    rows = (
+        TensorMagnitudes(Kind.UPDATES, "a", "weight", "float32", 100, some, Swamped(4, 4), Swamped(2, 4)),
+        TensorMagnitudes(Kind.UPDATES, "a", "bias", "float32", 1, all_of_them, Swamped(0, 2), Swamped(0, 2)),
+    )
+    step = StepMagnitudes(1, 1.0, False, rows)
+    assert step.swamped() == step.swamped("a") == ((400, 402), (200, 402))
+    assert step.shares().swamped_fp16 == 400 / 402
 
 
 # Which layers

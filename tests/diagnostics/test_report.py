@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import html.parser
+import json
+import math
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from planted_faults import Mlp, vectors
 from torch import nn
 from typer.testing import CliRunner
@@ -21,6 +26,7 @@ import hf_mp
 from hf_mp.cli import app
 from hf_mp.diagnostics import report_charts as charts
 from hf_mp.diagnostics.magnitudes import Histogram, Swamped, histogram
+from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.report import OPEN_ROWS, PAGE_NAME, findings, render_report, swamped_rows, write_report
 from hf_mp.diagnostics.run_log import LOG_NAME, RunRecords, StepRecord, read_run
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
@@ -120,6 +126,41 @@ def test_a_run_with_nothing_but_a_log_of_steps_has_a_page(tmp_path: Path) -> Non
 def test_an_empty_log_has_a_page_that_says_so(tmp_path: Path) -> None:
     (tmp_path / LOG_NAME).touch()
     assert "No step was recorded." in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_overflow_reports_alone_are_shown(tmp_path: Path) -> None:
+    folder = tmp_path / "overflows" / "step-3"
+    folder.mkdir(parents=True)
+    found = OverflowReport(3, 1, 1, 1, "forward", module="<head>", op="exp")
+    (folder / "report.json").write_text(found.to_json())
+    outline = Outline(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert outline.open == [] and "Step 3: who overflowed, in process 1" in outline.text
+    assert "made by 'exp' in module '<head>'" in outline.text
+
+
+ODD = [None, True, 0, -1, 2**40, 2**64, 10**400, 1e308, -0.5, math.inf, NAN, "", "x", [], {}, [1], {"a": 1}]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where in a record something may be changed."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from places(item, (*path, key))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None)
+@given(st.data())
+def test_whatever_a_record_says_there_is_a_page(run_directory: Path, tmp_path: Path, data: st.DataObject) -> None:
+    records = [json.loads(line) for line in (run_directory / LOG_NAME).read_text(encoding="utf-8").splitlines()]
+    record = data.draw(st.sampled_from(records))
+    *inner, key = data.draw(st.sampled_from(list(places(record))[1:]))
+    holder = record
+    for each in inner:
+        holder = holder[each]
+    holder[key] = data.draw(st.sampled_from(ODD))
+    (tmp_path / LOG_NAME).write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    assert Outline(render_report(read_run(tmp_path))).open == []
 
 
 # Many layers

@@ -13,9 +13,11 @@ import torch
 from planted_faults import Mlp, vectors
 
 import hf_mp
-from hf_mp.diagnostics import run_log
-from hf_mp.diagnostics.precision_recorder import SEARCH, UNEXPLAINED, PrecisionRecorder, record_precision
+from hf_mp.diagnostics import precision_recorder, run_log
+from hf_mp.diagnostics.magnitudes import Swamped, histogram
+from hf_mp.diagnostics.precision_recorder import ELSEWHERE, SEARCH, UNEXPLAINED, PrecisionRecorder, record_precision
 from hf_mp.diagnostics.run_log import LOG_NAME, NoRunError, RunLog, read_run
+from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes, as_record
 
 NAN = float("nan")
 
@@ -80,6 +82,24 @@ def test_a_skip_that_nobody_explained_says_so_and_a_search_is_one(tmp_path: Path
     assert causes == [SEARCH, "", UNEXPLAINED]
 
 
+def test_what_another_process_explains_is_not_said_to_be_looked_at_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, explain=False).train(1.0)
+    monkeypatch.setattr(precision_recorder, "is_running", lambda: True)
+    run.train(NAN)
+    assert read_run(tmp_path).steps[2].cause == ELSEWHERE
+
+
+def test_an_explainer_that_comes_after_the_recorder_explains_the_same_step(tmp_path: Path) -> None:
+    run = Run(tmp_path, explain=False)
+    hf_mp.explain_overflows(run.model)
+    run.train(1.0, 1.0, NAN, 1.0)
+    read = read_run(tmp_path)
+    assert read.steps[3].cause.startswith("The loss is computed outside of the model")
+    assert read.steps[4].cause == "" and [key[0] for key in read.overflows] == [3]
+
+
 def test_a_killed_process_leaves_what_it_wrote(tmp_path: Path) -> None:
     code = f"""
 import os
@@ -118,6 +138,29 @@ def test_a_resumed_run_goes_on_where_it_was_resumed(tmp_path: Path) -> None:
     assert len(read.starts) == 2
 
 
+def test_a_run_that_is_begun_anew_is_not_resumed_and_has_nothing_of_the_one_before(tmp_path: Path) -> None:
+    for steps in ([1.0] * 3, [1.0]):
+        run = Run(tmp_path, histogram_steps=0 if len(steps) == 1 else 2).train(*steps)
+        run.recorder.end()
+    read = read_run(tmp_path)
+    assert len(read.starts) == 1 and list(read.steps) == [1]
+    assert read.latest is None and read.latest_updated is None and not read.shares
+
+
+def magnitudes(stride: int = 1, swamped: int = 0) -> str:
+    """A record of three updates."""
+    row = TensorMagnitudes(
+        Kind.UPDATES, "a", "w", "float32", stride, histogram(torch.ones(3)), Swamped(swamped, 3), Swamped(0, 3)
+    )
+    return json.dumps({"record": "magnitudes", **as_record(StepMagnitudes(1, 1.0, False, (row,)))})
+
+
+def test_what_the_damage_below_is_made_of_is_none(tmp_path: Path) -> None:
+    (tmp_path / LOG_NAME).write_text(magnitudes(stride=2**20, swamped=3) + "\n")
+    latest = read_run(tmp_path).latest
+    assert latest is not None and latest.swamped()[0].share == 1.0
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -132,6 +175,13 @@ def test_a_resumed_run_goes_on_where_it_was_resumed(tmp_path: Path) -> None:
         '{"record":"predicted memory","batch_size":1,"seq_len":1,"device":"cpu","peak_bytes":1,"peak_phase":"update",'
         '"timeline":[[0,"lunch",{}]]}',
         "[" * 100_000,
+        '{"record":"step","step":1,"loss_scale":1,"headroom":NaN,"skipped":false,"cause":""}',
+        '{"record":"step","step":1,"loss_scale":1,"headroom":-1e999,"skipped":false,"cause":""}',
+        '{"record":"memory","step":1,"source":"","points":[["a",1' + 400 * "0" + "]]}",
+        '{"record":"predicted memory","batch_size":1,"seq_len":1,"device":"cpu","peak_bytes":1' + 400 * "0"
+        + ',"peak_phase":"update","timeline":[[0,"update",{}]]}',
+        magnitudes(stride=0), magnitudes(stride=-1), magnitudes(stride=2**60), magnitudes(stride=10**30),
+        magnitudes(swamped=-1), magnitudes(swamped=4),
     ],
     ids=lambda line: line[:40] + str(len(line)),
 )  # fmt: skip
@@ -179,6 +229,24 @@ def test_without_a_log_the_newest_checkpoint_tells(tmp_path: Path) -> None:
     assert f"{LOG_NAME} is not there" in missing
 
 
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"log_history": [{"step": 1, "loss_scale": 2.0, "skipped_steps": Infinity}]}',
+             '{"log_history": [{"step": 1, "loss_scale": 2.0}, {"step": 2, "loss_scale": 2.0, "headroom": NaN}]}'],
+    ids=["nested", "infinite", "nan"],
+)  # fmt: skip
+def test_a_damaged_checkpoint_and_a_damaged_report_are_missing_by_name(text: str, tmp_path: Path) -> None:
+    for name, content in (("checkpoint-2", text), ("checkpoint-1", '{"log_history": [{"step": 1, "loss_scale": 8}]}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer_state.json").write_text(content)
+    for number, content in enumerate(("[" * 100_000, '{"step": Infinity}', "[]")):
+        (tmp_path / "overflows" / str(number)).mkdir(parents=True)
+        (tmp_path / "overflows" / str(number) / "report.json").write_text(content)
+    read = read_run(tmp_path)
+    assert [(step.step, step.loss_scale) for step in read.steps.values()] == [(1, 8.0)]
+    unread = [sentence.partition(" cannot be read")[0] for sentence in read.missing if "cannot be read" in sentence]
+    assert unread == ["checkpoint-2/trainer_state.json", *(f"overflows/{n}/report.json" for n in range(3))]
+
+
 def test_kept_overflow_reports_are_found(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model, optimizer = hf_mp.prepare(net := Mlp(), torch.optim.SGD(net.parameters(), lr=0.01))
@@ -206,6 +274,16 @@ def test_nothing_outside_of_the_run_directory_is_read(tmp_path: Path) -> None:
 # Writing
 
 
+def test_nothing_is_written_outside_of_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(run_log.logger, "warning", told.append)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOG_NAME).symlink_to(tmp_path / "outside")
+    Run(tmp_path / "run").train(1.0)
+    assert not (tmp_path / "outside").exists()
+    assert len(told) == 1 and "is a link out of the run directory" in told[0]
+
+
 def test_a_log_that_cannot_be_written_is_told_once_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +293,17 @@ def test_a_log_that_cannot_be_written_is_told_once_and_training_goes_on(
     run = Run(tmp_path / "file" / "run").train(1.0, 1.0)
     assert run.model.forward.runtime.stats.steps == 2
     assert len(told) == 1 and "recorded no further" in told[0]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+def test_a_full_disk_costs_the_log_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(run_log.logger, "warning", told.append)
+    run = Run(tmp_path)
+    monkeypatch.setattr(run.recorder._log, "_open", lambda: Path("/dev/full").open("a", encoding="utf-8"))  # noqa: SIM115
+    run.train(1.0, 1.0).recorder.end()
+    run.model.forward.runtime.detach()
+    assert len(told) == 1 and "No space left on device" in told[0]
 
 
 def test_the_recorder_of_a_model_is_one(tmp_path: Path) -> None:

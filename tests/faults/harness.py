@@ -300,10 +300,10 @@ class Cases:
         files = sorted(path for path in (folder / "checkpoint-8").iterdir())
         path = files[seed % len(files)]
         how = damage_file(path, chance)
-        outcome = self._resumed("damage", seed, f"{path.name}: {how}", folder, 1, named=path.name)
+        # Without its manifest it is a checkpoint of the stock Trainer, and whole: nothing is to be named.
         manifest_gone = how == "removed" and path.name == "hf_mp_manifest.json"
-        # Without its manifest it is a checkpoint of the stock Trainer, and whole.
-        return Outcome("damage", seed, outcome.where) if manifest_gone else outcome
+        named = "" if manifest_gone else path.name
+        return self._resumed("damage", seed, f"{path.name}: {how}", folder, 1, named=named)
 
     def terminate(self, seed: int, *, ranks: int = 1) -> Outcome:
         """SIGTERM or SIGUSR1 at some time, to all processes or one."""

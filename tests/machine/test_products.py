@@ -53,6 +53,14 @@ def test_a_product_that_torch_does_not_have_has_no_rate(monkeypatch):
     assert by_dtype(time_products(CPU, size=32, rounds=1))["INT8", "torch, sums in INT32"].rate is None
 
 
+def test_without_fp32_nothing_has_a_rate(monkeypatch):
+    monkeypatch.setattr(products, "_seconds", lambda multiply, device: None)
+    assert {product.rate for product in time_products(CPU, size=32, rounds=1)} == {None}
+    answers = iter([None] + [1.0] * 99)
+    monkeypatch.setattr(products, "_seconds", lambda multiply, device: next(answers))
+    assert len(time_products(CPU, size=32, rounds=1)) >= 4
+
+
 def test_the_number_of_threads_is_as_before(monkeypatch):
     asked = []
     monkeypatch.setattr(products, "_seconds", lambda multiply, device: asked.append(torch.get_num_threads()) or 1.0)
