@@ -148,12 +148,19 @@ def make_row(name: str, runs: list[FineTuning], fp32: list[FineTuning] | None, p
 
 
 def ablation_table(ablation: Ablation) -> Table:
-    table = Table("variant", title="What each technique is worth", title_justify="left", box=SIMPLE_HEAD)
+    """Fits into 80 columns."""
+    table = Table(
+        title="What each technique is worth",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=0,
+    )
+    table.add_column("variant", no_wrap=True)
     lost = ("activation gradients lost", "weight gradients lost", "updates lost")
-    for heading in ("held-out loss", "to FP32", *lost, "skipped steps", "peak MiB", "CPU time"):
+    for heading in ("loss, held out", "to FP32", *lost, "steps skip- ped", "peak MiB", "CPU time"):
         table.add_column(heading, justify="right")
     for row in ablation.rows:
-        is_emulated = row.peak_mib is None
         table.add_row(
             row.variant,
             f"{row.held_out_loss:.4f}",
@@ -162,8 +169,8 @@ def ablation_table(ablation: Ablation) -> Table:
             f"{row.lost.weight_gradients:.2%}",
             f"{row.lost.updates:.2%}",
             str(row.skipped_steps),
-            "emulated" if row.peak_mib is None else f"{row.peak_mib:,.1f}",
-            "emulated" if is_emulated else "" if row.time is None else f"{row.time:.2f}",
+            "–" if row.peak_mib is None else f"{row.peak_mib:,.1f}",
+            "–" if row.time is None else f"{row.time:.2f}",
         )
     return table
 
@@ -176,7 +183,8 @@ def sentences(ablation: Ablation) -> Iterator[str]:
     for row in ablation.rows:
         verdict = ablation.verdict(row)
         low, high = row.difference_range or (0.0, 0.0)
-        yield f"{row.variant}: {row.what}" + (f"; {low:+.4f} to {high:+.4f}, {verdict}" if verdict else "")
+        emulated = " (emulated: its memory and time would say nothing)" if row.peak_mib is None else ""
+        yield f"{row.variant}: {row.what}{emulated}" + (f"; {low:+.4f} to {high:+.4f}, {verdict}" if verdict else "")
 
 
 COLOURS = ("#4c566a", "#5e81ac", "#d08770", "#bf616a", "#b48ead", "#ebcb8b", "#a3be8c")

@@ -64,7 +64,8 @@ PITFALLS = [
     Pitfall(
         "1 + 2**-24",
         lambda dtype, device: number(1.0, dtype, device) + number(2.0**-24, dtype, device),
-        "FP16 can hold 2**-24, its smallest number, but not add it to 1, whose neighbour is 2**-10 away.",
+        "FP16 can hold 2**-24, its smallest number, but not add it to 1, whose neighbour is 2**-10 away; FP32 just "
+        "loses it as well, 2**-23 not.",
         "Small numbers are summed among themselves, in FP32, before they meet a large one.",
     ),
     Pitfall(

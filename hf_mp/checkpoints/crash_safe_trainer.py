@@ -169,7 +169,12 @@ class CrashSafeTrainer(Trainer):
         name = self._preemption.watch.received or "a signal to another process"
         if self._last_save_failed:
             raise CheckpointError(f"{name} ended the run, and {step} could not be saved: the messages above say why")
-        raise Preempted(name, str(Path(str(self.args.output_dir), step)))
+        preempted = Preempted(name, str(Path(str(self.args.output_dir), step)))
+        if self.args.should_save:
+            logger.warning(
+                f"{preempted}: exit code {preempted.code}, and train(resume_from_checkpoint=True) goes on from there"
+            )
+        raise preempted
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # The stock loop looks whether it is at its end after a step only: resumed there, it would train one step more.
@@ -392,8 +397,11 @@ def _choose(run_directory: Path) -> int:
     if lookup.chosen is None:
         message = f"No valid checkpoint found in output directory ({run_directory})"
         if not lookup.passed_over:
-            raise NoCheckpointError(f"{message}: there is none yet")
-        raise CheckpointError(f"{message}:\n{lookup.describe()}")
+            raise NoCheckpointError(f"{message}: there is none yet. Train without resume_from_checkpoint to begin anew")
+        raise CheckpointError(
+            f"{message}:\n{lookup.describe()}\nNone of them was changed. Copy a whole one there, or train without "
+            "resume_from_checkpoint to begin anew"
+        )
     if lookup.passed_over:
         logger.warning(f"resuming from {lookup.chosen}; newer ones were passed over:\n{lookup.describe()}")
     return step_of(lookup.chosen) or 0
@@ -401,10 +409,11 @@ def _choose(run_directory: Path) -> int:
 
 def _refuse_problems(checkpoint: Path) -> None:
     if checkpoint.is_dir() and (problems := find_problems(checkpoint)):
+        has_manifest = (checkpoint / MANIFEST_NAME).is_file()
         raise CheckpointError(
             f"{Lookup(None, ((checkpoint, tuple(problems)),)).describe().strip()}\n{checkpoint} is not loaded: take "
-            "another checkpoint (resume_from_checkpoint=True finds the newest whole one). If you changed a file "
-            f"yourself, remove {MANIFEST_NAME}"
+            "another checkpoint (resume_from_checkpoint=True finds the newest whole one)"
+            + (f". If you changed a file yourself, remove {MANIFEST_NAME}" if has_manifest else "")
         )
 
 

@@ -114,6 +114,7 @@ class OriginTracker(TorchDispatchMode):
     ) -> Origin:
         came = [before[id(tensor)] if id(tensor) in before else finiteness(tensor) for tensor in inputs]
         # What lies in memory that nobody has written is not read either: `baddbmm(empty, q, k, beta=0)`.
+        shown = [tensor for tensor in inputs if id(tensor) not in before]  # what it wrote to is no longer what it read
         tainted = [
             (found, self._origins.get(memory))
             for found, memory in zip(came, map(_memory, inputs), strict=True)
@@ -123,9 +124,9 @@ class OriginTracker(TorchDispatchMode):
         if guilty:
             return min(guilty, key=lambda entry: entry[:2])[2]
         if state is Finiteness.MINUS_INF and tainted:
-            return tainted[0][1] or self._make(func, inputs, outputs, is_mask=True)
+            return tainted[0][1] or self._make(func, shown, outputs, is_mask=True)
         is_mask = state is Finiteness.MINUS_INF and _makes_mask(func, inputs)
-        return self._make(func, inputs, outputs, is_mask=is_mask)
+        return self._make(func, shown, outputs, is_mask=is_mask)
 
     def _make(self, func: Any, inputs: list[Tensor], outputs: list[Tensor], *, is_mask: bool) -> Origin:
         phase, site, node = self._where()

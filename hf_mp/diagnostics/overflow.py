@@ -101,7 +101,10 @@ class OverflowExplainer:
 
     def last_words(self) -> str:
         """What belongs into the message of the error that ends training."""
-        return self.reports[-1].to_text() if self.reports and self._unclean_steps else ""
+        if not self.reports or not self._unclean_steps:
+            return ""
+        # When training stops is no news any more, and the last steps may not have been replayed.
+        return f"The last of them that was replayed:\n{replace(self.reports[-1], skips_until_stop=None).to_text()}"
 
     # For the person
 

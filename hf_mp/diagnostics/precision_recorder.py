@@ -30,6 +30,7 @@ from hf_mp.runtime import MixedPrecision
 SEARCH = "the loss scale is finding its level"
 UNEXPLAINED = "a gradient was inf or NaN; nobody looked for the cause"
 ELSEWHERE = "a gradient was inf or NaN; this process found no cause, another one may have logged it"
+NOT_REPLAYED = "a gradient was inf or NaN; of skipped steps in a row, only the 1st, 2nd, 4th, 8th, ... are replayed"
 
 
 class PrecisionRecorder:
@@ -102,7 +103,7 @@ class PrecisionRecorder:
             loss_scale=scale,
             headroom=round(headroom_left(scale, largest), 3) if largest and not report.overflow else None,
             skipped=report.overflow,
-            cause=_cause(reports, searching) if report.overflow else "",
+            cause=self._cause(reports, searching) if report.overflow else "",
         )
         for found in reports:
             self._log.write("overflow", report=asdict(found))
@@ -199,18 +200,22 @@ class PrecisionRecorder:
         if used_bytes is not None:
             self._memory.append((moment, used_bytes))
 
+    def _explainers(self) -> list[OverflowExplainer]:
+        return [observer for observer in self._runtime.observers if isinstance(observer, OverflowExplainer)]
+
     def _new_reports(self) -> list[OverflowReport]:
-        reports = [r for o in self._runtime.observers if isinstance(o, OverflowExplainer) for r in o.reports]
+        reports = [report for explainer in self._explainers() for report in explainer.reports]
         new, self._written_reports = reports[self._written_reports :], len(reports)
         return new
 
-
-def _cause(reports: list[OverflowReport], searching: bool) -> str:
-    if reports:
-        return reports[-1].headline
-    if searching:
-        return SEARCH
-    return ELSEWHERE if is_running() else UNEXPLAINED
+    def _cause(self, reports: list[OverflowReport], searching: bool) -> str:
+        if reports:
+            return reports[-1].headline
+        if searching:
+            return SEARCH
+        if any(explainer.reports for explainer in self._explainers()):
+            return NOT_REPLAYED
+        return ELSEWHERE if is_running() else UNEXPLAINED
 
 
 def _ignore(outputs: Any) -> None:

@@ -107,7 +107,8 @@ def report_command(run_directory: Path, html: Path | None) -> str:
 def render_report(run: RunRecords) -> str:
     """The page as text. Whatever came from the run is escaped."""
     steps = list(run.steps.values())
-    latest, updated = run.latest, run.latest_updated
+    updated = run.latest_updated
+    latest = updated or run.latest  # a step that overflowed has hardly a value to draw
     start = run.starts[-1] if run.starts else {}
     return page_template("diagnostics/report.html.j2").render(
         name=run.directory.resolve().name,

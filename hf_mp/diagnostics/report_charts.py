@@ -165,7 +165,8 @@ def _staircase(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
         if not corners or corners[-1][1] != y:
             corners += [(step, corners[-1][1])] if corners else []
             corners.append((step, y))
-    corners.append((points[-1][0], points[-1][1]))
+    if len(points) > 1:
+        corners.append(points[-1])
     if len(corners) <= 2 * MOST_POINTS:
         return corners
     return [point for part in _stretches(corners) for point in sorted({min(part, key=_y), max(part, key=_y)})]

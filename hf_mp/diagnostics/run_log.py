@@ -209,9 +209,17 @@ def _read_log(run: RunRecords) -> bool:
     if number and not run.starts:
         run.missing.append(f"{LOG_NAME} has no record of the run's start: settings and versions are missing")
     if number and not run.has_ended:
-        run.missing.append("the run has not come to its end: it was killed, or it is still going on")
+        run.missing.append(
+            "the run has not come to its end: it was killed, an error stopped it, or it is still going on (a loop of "
+            "one's own says so by recorder.end())"
+        )
     if number and not run.shares:
-        run.missing.append("there are no histograms: histogram_steps=50 takes one every 50 steps")
+        asked = run.starts[-1].get("histogram_steps") if run.starts else None
+        run.missing.append(
+            f"there are no histograms: histogram_steps={asked} was asked for, and none could be read"
+            if asked
+            else "there are no histograms: histogram_steps=50 takes one every 50 steps"
+        )
     return True
 
 
