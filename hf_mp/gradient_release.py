@@ -104,10 +104,17 @@ class GradientRelease:
         self._optimizer = optimizer
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Be told when a gradient is complete; again where autograd has made a parameter's node anew (``model.to``)."""
+        """Be told when a gradient is complete; again where autograd has made a parameter's node anew (``model.to``).
+
+        Args:
+            parameters: all of the model's; others are not watched any more.
+        """
         if self._optimizer is not None:
             self._own = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        for parameter in split_parameters(parameters):
+        present = {id(parameter): parameter for parameter in split_parameters(parameters)}
+        for key in self._watched.keys() - present.keys():  # a node keeps its parameter alive
+            self._watched.pop(key).handle.remove()
+        for parameter in present.values():
             if not parameter.requires_grad:
                 continue
             node = get_gradient_edge(parameter).node

@@ -24,7 +24,8 @@ class StepReport:
     """What one optimizer step saw.
 
     Attributes:
-        overflow: whether a gradient was inf or NaN, so that the update was not applied.
+        overflow: whether a gradient was inf or NaN (or too large to be squared, where a :class:`MixedPrecision` looks),
+            so that the update was not applied.
         largest_gradient: largest magnitude among the unscaled gradients before clipping; None if it was not measured.
     """
 

@@ -57,4 +57,6 @@ def largest_true_magnitude(parameters: Iterable[nn.Parameter]) -> Tensor:
         largest_magnitude(gradients) if factor is None else largest_magnitude(gradients) * factor.squeeze()
         for factor, gradients in by_factor.items()
     ]
-    return torch.stack([magnitude.to(found[0].device) for magnitude in found]).max() if found else torch.zeros(())
+    if not found:
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+    return torch.stack([magnitude.to(found[0].device) for magnitude in found]).max()

@@ -114,7 +114,8 @@ class MixedPrecision:
 
     Default layout of a policy: the model's parameters become (or are) the FP32 master weights; autocast reads FP16/BF16
     working copies of them; when ``backward()`` returns, ``.grad`` is FP32 and unscaled; ``optimizer.step()`` is skipped
-    when a gradient is inf or NaN. Micikevicius et al. 2017 (arXiv 1710.03740), section 3.
+    when a gradient is inf or NaN, or so large (2**64) that its square is. Micikevicius et al. 2017 (arXiv 1710.03740),
+    section 3.
 
     Args:
         policy: a :class:`PrecisionPolicy` or what :meth:`PrecisionPolicy.parse` takes; default ``"fp16"``.
@@ -252,7 +253,9 @@ class MixedPrecision:
         return AttachedForward(self, module, original)
 
     def attach_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Guard ``optimizer.step()``: skip it when a gradient is inf or NaN.
+        """Guard ``optimizer.step()``: skip it when a gradient is inf or NaN, or 2**64 or larger.
+
+        FP32 cannot hold the square of such a one, and Adam's second moment would stay inf for good.
 
         A guarded optimizer is not guarded twice.
 
@@ -520,7 +523,12 @@ class MixedPrecision:
     def _nonfinite_gradients(self) -> list[str]:
         model = self.model
         named = [] if model is None else model.named_parameters()
-        return [name for name, p in named if not torch.isfinite(largest_true_magnitude([p])).item()]
+        largest = {name: largest_true_magnitude([parameter]).item() for name, parameter in named}
+        return [
+            f"{name} ({found:g} squared)" if math.isfinite(found) else name
+            for name, found in largest.items()
+            if not found < SQUARES_BELOW
+        ]
 
 
 def check_free_gradients(policy: PrecisionPolicy, free_gradients: str, max_grad_norm: float | None = None) -> None:

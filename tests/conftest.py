@@ -50,6 +50,15 @@ def _seeded() -> Iterator[None]:
     yield
 
 
+@pytest.fixture(params=[torch.bfloat16, torch.float64], ids=str)
+def other_default_dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    """A person has called ``torch.set_default_dtype``."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(before)
+
+
 @pytest.fixture
 def gpt2_config() -> GPT2Config:
     return GPT2Config(**TINY, **NO_DROPOUT, bos_token_id=0, eos_token_id=0, use_cache=False)

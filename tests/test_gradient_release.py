@@ -137,6 +137,18 @@ class TestMemory:
         assert alive and max(alive) <= 2
         assert all(raw_gradient(p) is None for p in run.model.parameters())
 
+    def test_a_parameter_that_was_replaced_is_freed(self) -> None:
+        run = Run(free_gradients="backward")
+        run.train(1)
+        embeddings, group = run.model.transformer.wpe, run.optimizer.param_groups[0]
+        before = weakref.ref(embeddings.weight)
+        embeddings.weight = nn.Parameter(embeddings.weight.detach().float())
+        group["params"] = [p for p in group["params"] if p is not before()] + [embeddings.weight]
+        del run.optimizer.state[before()]
+        run.train(1)
+        gc.collect()
+        assert before() is None and len(run.optimizer.state[embeddings.weight]) == 3
+
     def test_nothing_keeps_the_graph(self) -> None:
         run = Run(free_gradients="backward")
         run.train(1)

@@ -21,7 +21,7 @@ import hf_mp
 from hf_mp import measured_gradients
 from hf_mp.attached_forward import AttachedForward
 from hf_mp.autocasting import active_autocast
-from hf_mp.loss_scaling import DynamicLossScaler, StaticLossScaler
+from hf_mp.loss_scaling import DynamicLossScaler, LossScaleError, StaticLossScaler
 from hf_mp.runtime import MixedPrecision
 
 Batch = dict[str, Tensor]
@@ -891,3 +891,15 @@ def test_a_gradient_too_large_to_be_squared_is_an_overflow(
     gpt2(**batch).loss.backward()
     optimizer.step()
     assert not runtime.step_was_skipped
+
+
+def test_the_error_names_gradients_too_large_to_be_squared(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+    runtime = MixedPrecision("bf16", loss_scaler=StaticLossScaler(1.0, max_consecutive_skips=2))
+    optimizer = runtime.attach_optimizer(torch.optim.AdamW(runtime.attach(gpt2).parameters(), lr=0.1))
+    for step in range(2):
+        (gpt2(**batch).loss * 1e25).backward()
+        if step == 0:
+            optimizer.step()
+            gpt2.zero_grad()
+    with pytest.raises(LossScaleError, match=r"not finite: transformer\.wte\.weight \(.*e\+2\d squared\)"):
+        optimizer.step()

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_mp.autocasting.fp32_products import fp32_product
 from hf_mp.borders import BorderFunction
@@ -73,6 +74,9 @@ def _read(
     enable_gqa: bool = False,
 ) -> Attention | None:
     tensors = (query, key, value)
+    # Nested tensors and DTensors have rows that only their own ops find.
+    if any(t.is_nested or is_traceable_wrapper_subclass(t) for t in tensors):
+        return None
     if any(t.dim() != 4 or t.device.type != "cpu" or t.dtype not in LOWER_PRECISION_DTYPES for t in tensors):
         return None
     if any(t.dtype is not query.dtype or t.shape[0] != query.shape[0] or t.numel() == 0 for t in tensors):
@@ -83,7 +87,10 @@ def _read(
     if heads % shared or (heads != shared and not enable_gqa) or not 0.0 <= dropout_p < 1.0:
         return None
     if attn_mask is not None:
-        if is_causal or attn_mask.requires_grad or attn_mask.dim() > 4:
+        if is_causal or attn_mask.requires_grad or not 2 <= attn_mask.dim() <= 4:
+            return None
+        # A tokenizer's mask of 0 and 1 is refused by torch: added to the scores, it would hide nothing.
+        if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
             return None
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -109,7 +116,7 @@ def attention_reference(attention: Attention, kept: Tensor | None = None) -> Ten
     scores = query * attention.scale @ key.transpose(-1, -2)
     hidden = None
     if attention.is_causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     elif attention.mask is not None and attention.mask.dtype is torch.bool:
         hidden = ~attention.mask
     elif attention.mask is not None:
@@ -124,7 +131,8 @@ def attention_reference(attention: Attention, kept: Tensor | None = None) -> Ten
 
 def draw_kept(attention: Attention) -> Tensor:
     """Which probabilities dropout keeps, as bits: uint8 of shape (batch, heads, L, S / 8 rounded up)."""
-    drawn = torch.empty(*attention.query.shape[:3], attention.key.shape[2], dtype=torch.bool)
+    query = attention.query
+    drawn = torch.empty(*query.shape[:3], attention.key.shape[2], dtype=torch.bool, device=query.device)
     return pack_bits(drawn.bernoulli_(1.0 - attention.dropout))
 
 
@@ -139,7 +147,8 @@ def pack_bits(bits: Tensor) -> Tensor:
 def _noise(kept: Tensor, dropout: float, keys: int) -> Tensor:
     """What dropout multiplies with, FP32: 0, or 1 / (1 - dropout); of shape (..., ``keys``)."""
     # By table: a byte is a row of eight factors.
-    bits = torch.arange(256, dtype=torch.uint8)[:, None].bitwise_right_shift(torch.arange(8, dtype=torch.uint8)) & 1
+    places = torch.arange(8, dtype=torch.uint8, device=kept.device)
+    bits = torch.arange(256, dtype=torch.uint8, device=kept.device)[:, None].bitwise_right_shift(places) & 1
     factors = F.embedding(kept.int(), bits.float() / (1.0 - dropout))
     return factors.flatten(-2)[..., :keys]
 
@@ -168,7 +177,7 @@ def _row_blocks(length: int, keys: int, is_causal: bool) -> list[_Rows]:
             continue
         seen = slice(0, min(rows.stop, keys))
         width = max(0, seen.stop - start)
-        future = torch.ones(rows.stop - start, width, dtype=torch.bool).triu_(1) if width else None
+        future = torch.ones(rows.stop - start, width, dtype=torch.bool, device="cpu").triu_(1) if width else None
         blocks.append(_Rows(rows, seen, future))
     return blocks
 

@@ -3,6 +3,11 @@
 ``torch.mm`` of FP32 tensors is the BLAS library's, which for torch's x86 builds is Intel's MKL: on another maker's CPU
 it leaves AVX512 alone. oneDNN, which torch takes for BF16, has FP32 products as well, in the instructions that the CPU
 says it has: on an EPYC twice as many a second. torch offers them as an op that its compiler emits.
+
+What "FP32" is, a person may have changed: ``torch.set_float32_matmul_precision("medium")``, or
+``torch.backends.mkldnn.matmul.fp32_precision = "bf16"``, allows oneDNN to multiply in BF16, here as in ``torch.mm``.
+The EPYC multiplies in FP32 all the same; a CPU with AMX was not measured. The settings are the process's, so they are
+not changed around a product.
 """
 
 from __future__ import annotations
@@ -36,7 +41,8 @@ def fp32_product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Ten
     multiplications = left.shape[0] * left.shape[1] * right.shape[1]
     if not HAS_ONEDNN_PRODUCTS or multiplications < SMALLEST_FOR_ONEDNN or not torch.backends.mkldnn.enabled:
         return fp32_product_reference(left, right, bias)
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.t(), bias, "none", [], "")
+    dense = None if bias is None else bias.contiguous()  # the op reads a bias as if its stride were 1
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.t(), dense, "none", [], "")
     return result
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_mp.autocasting.fp32_products import fp32_product
 from hf_mp.autocasting.through_fp32 import must_be_plain, run_through_fp32
@@ -79,6 +80,8 @@ def read_product(name: str, func: Callable[..., Any], args: Sequence[Any], kwarg
 def _is_plain(product: Product) -> bool:
     tensors = [product.x, product.weight] + ([] if product.bias is None else [product.bias])
     if not all(isinstance(t, Tensor) and t.is_floating_point() and t.dtype is not torch.float64 for t in tensors):
+        return False
+    if any(t.is_nested or is_traceable_wrapper_subclass(t) for t in tensors):  # whose rows only their own ops find
         return False
     if product.weight.dim() != 2 or product.x.dim() < 2 or 0 in product.x.shape or 0 in product.weight.shape:
         return False

@@ -130,7 +130,9 @@ def adamw_written_out(
         weight = 1.0 - settings.beta1
         difference = gradient - tensors.exp_avg
         if settings.lerps_from_gradient:
-            tensors.exp_avg.copy_(gradient + difference * (torch.tensor(weight) - 1.0).item())
+            tensors.exp_avg.copy_(
+                gradient + difference * (torch.tensor(weight, dtype=torch.float32, device="cpu") - 1.0).item()
+            )
         else:
             tensors.exp_avg.copy_(tensors.exp_avg + difference * weight)
         square = gradient * (1.0 - settings.beta2) * gradient
@@ -264,9 +266,9 @@ def _blocks(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[_Block]:
     # whole vectors, so that torch's scalar loop for the rest begins where it would in the whole tensor
     elements = _BLOCK_ELEMENTS_PER_THREAD * torch.get_num_threads()
     given = (tensors.gradient, tensors.exp_avg, tensors.exp_avg_sq, tensors.working, tensors.remainder)
-    size = min(elements, tensors.gradient.numel())
-    master, gradient, floats, units = (torch.empty(size) for _ in range(4))
-    shorts = torch.empty(size, dtype=torch.int16)
+    size, device = min(elements, tensors.gradient.numel()), tensors.gradient.device
+    master, gradient, floats, units = (torch.empty(size, dtype=torch.float32, device=device) for _ in range(4))
+    shorts = torch.empty(size, dtype=torch.int16, device=device)
     for scaled, exp_avg, exp_avg_sq, working, remainder in zip(
         *(tensor.reshape(-1).split(elements) for tensor in given), strict=True
     ):
@@ -284,7 +286,9 @@ def _blocks(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[_Block]:
 
 
 def _update_split_fp16(tensors: AdamWTensors, settings: AdamWSettings, factor: Tensor | None) -> None:
-    mask, zero = torch.tensor(_FP16_EXPONENT, dtype=torch.int16), torch.zeros(())
+    device = tensors.gradient.device
+    mask = torch.tensor(_FP16_EXPONENT, dtype=torch.int16, device=device)
+    zero = torch.zeros((), dtype=torch.float32, device=device)
     for part, working, remainder, gradient, master, floats, units, shorts in _blocks(tensors, factor):
         bits, binade = working.view(torch.int16), shorts.view(torch.float16)
         torch.bitwise_and(bits, mask, out=shorts).clamp_(_FP16_SMALLEST_BINADE, _FP16_LARGEST_BINADE)
@@ -304,7 +308,7 @@ def _update_split_fp16(tensors: AdamWTensors, settings: AdamWSettings, factor: T
 
 
 def _update_split_bf16(tensors: AdamWTensors, settings: AdamWSettings, factor: Tensor | None) -> None:
-    half, sixteen = torch.tensor(0x8000, dtype=torch.int32), torch.tensor(16, dtype=torch.int32)
+    half, sixteen = torch.tensor((0x8000, 16), dtype=torch.int32, device=tensors.gradient.device)
     for part, working, remainder, gradient, master, floats, _, _ in _blocks(tensors, factor):
         bits, lower = master.view(torch.int32), floats.view(torch.int32)
         master.copy_(working)

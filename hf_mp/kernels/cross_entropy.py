@@ -209,7 +209,7 @@ class Rows:
             factors: FP32 of shape (rows,): what comes in for each row, the loss scale included; 0 for ignored ones.
             z_loss: as for :func:`cross_entropy`.
         """
-        hit = torch.full((1, 1), smoothing - 1.0, device=logits.device)
+        hit = torch.full((1, 1), smoothing - 1.0, dtype=torch.float32, device=logits.device)
         for rows in _blocks(logits):
             values = logits[rows].to(torch.float32, copy=True).sub_(denominators[rows, None]).exp_()
             if z_loss:

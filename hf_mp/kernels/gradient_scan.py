@@ -36,13 +36,13 @@ class Scan(NamedTuple):
 def scan_reference(tensors: Sequence[Tensor]) -> Scan:
     """What the kernel ``gradient_scan`` computes, of dense tensors of one device."""
     norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors if tensor.numel()]
-    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float32, device="cpu")
     return Scan(largest_magnitude_reference(tensors), norm)
 
 
 def largest_magnitude_reference(tensors: Iterable[Tensor]) -> Tensor:
     """Plain form of :func:`largest_magnitude`."""
-    largest = torch.zeros((), dtype=torch.float32)
+    largest = torch.zeros((), dtype=torch.float32, device="cpu")
     for tensor in tensors:
         values = real_values(tensor)
         if values.numel():
@@ -64,7 +64,7 @@ def largest_magnitude(tensors: Iterable[Tensor]) -> Tensor:
     """
     values = [values for tensor in tensors if (values := real_values(tensor)).numel()]
     if not values:
-        return torch.zeros((), dtype=torch.float32)
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     if (kernel := chosen("gradient_scan", values)) is not None:
         return kernel(values).largest
     if all(tensor.device.type == "cpu" for tensor in values):
@@ -113,11 +113,15 @@ def largest_magnitude_and_norm(tensors: Sequence[Tensor]) -> tuple[Tensor, Tenso
         return kernel(tensors)
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return largest_magnitude(tensors), get_total_norm(tensors)
-    found = [(torch.aminmax(tensor), torch.linalg.vector_norm(tensor)) for tensor in tensors if tensor.numel()]
-    if not found:
-        return torch.zeros(()), torch.zeros(())
-    largest = torch.stack([extreme for extremes, _ in found for extreme in extremes]).abs().max()
-    return largest, torch.linalg.vector_norm(torch.stack([norm for _, norm in found]))
+    extremes: list[Tensor] = []
+    norms: list[Tensor] = []
+    for tensor in tensors:
+        if tensor.numel():
+            extremes += torch.aminmax(tensor)
+        norms.append(torch.linalg.vector_norm(tensor))  # an empty one's as well: it moves the others in torch's sum
+    largest = torch.stack(extremes).abs().max() if extremes else torch.zeros((), dtype=torch.float32, device="cpu")
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float32, device="cpu")
+    return largest, norm
 
 
 @torch.no_grad()
@@ -128,24 +132,27 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     another order: it differs from torch's by rounding.
 
     Args:
-        tensors: FP32, FP16 or BF16, on one device.
+        tensors: floating, on one device; the norm of a FP64 one is rounded to FP32.
 
     Returns:
         A FP32 scalar tensor, 0 for no tensors.
     """
     if not tensors:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     if (kernel := chosen("gradient_scan", tensors)) is not None:
         return kernel(tensors).norm
-    return torch.linalg.vector_norm(torch.stack([_norm(tensor) for tensor in tensors]))
+    return torch.linalg.vector_norm(torch.stack([norm_of_one(tensor) for tensor in tensors]))
 
 
-def _norm(tensor: Tensor) -> Tensor:
+def norm_of_one(tensor: Tensor) -> Tensor:
+    """The 2-norm of a floating tensor, FP32 of shape (); as :func:`total_norm`, without a FP32 copy of the tensor."""
+    if tensor.dtype is torch.float64:
+        return torch.linalg.vector_norm(tensor).to(torch.float32)
     size = torch.get_num_threads() * _BLOCK_ELEMENTS_PER_THREAD
     is_whole = tensor.device.type != "cpu" or tensor.dtype is torch.float32 or tensor.numel() <= size
     if is_whole or not tensor.is_contiguous() or type(tensor) is not Tensor:
         return torch.linalg.vector_norm(tensor, dtype=torch.float32)
-    scratch = torch.empty(size)
+    scratch = torch.empty(size, dtype=torch.float32, device=tensor.device)
     blocks = (scratch[: block.numel()].copy_(block) for block in tensor.view(-1).split(size))
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(block) for block in blocks]))
 

@@ -247,21 +247,23 @@ def _weights(tensors: AdamWTensors) -> tuple[Tensor, Tensor]:
 def check(device: torch.device) -> str | None:
     """Compare the kernel with its plain form (on the CPU), bit for bit; what differs, or None."""
     settings = AdamWSettings(lr=1e-2, weight_decay=0.1)
-    generator = torch.Generator().manual_seed(0)
-    master = torch.randn(2 * BLOCK + 1, generator=generator) * 10.0 ** torch.linspace(-9, 4, 2 * BLOCK + 1)
-    gradient = torch.randn(master.shape, generator=generator).half()
+    generator = torch.Generator("cpu").manual_seed(0)
+    sizes = 10.0 ** torch.linspace(-9, 4, 2 * BLOCK + 1, dtype=torch.float32, device="cpu")
+    master = torch.empty_like(sizes).normal_(generator=generator) * sizes
+    gradient = torch.empty_like(sizes).normal_(generator=generator).half()
     gradient[7] = math.nan
     samples = []
     for dtype in (torch.float16, torch.bfloat16):
-        moments = (torch.zeros_like(master), torch.zeros_like(master), torch.zeros(()))
+        moments = (torch.zeros_like(master), torch.zeros_like(master), master.new_zeros(()))
         samples.append(AdamWTensors(gradient.to(dtype), *moments, None, *split(master, dtype)))
         samples.append(AdamWTensors(gradient.to(dtype), *moments, master, master.to(dtype)))
     for sample in samples:
         ours = sample.map(lambda tensor: tensor.to(device, copy=True))
         plain = sample.map(Tensor.clone)
+        factor = master.new_full((1,), 0.37 / 1024)
         for _ in range(2):
-            adamw_([ours], settings, torch.full((1,), 0.37 / 1024, device=device))
-            adamw_written_out([plain], settings, torch.full((1,), 0.37 / 1024))
+            adamw_([ours], settings, factor.to(device))
+            adamw_written_out([plain], settings, factor)
         for name, found, expected in zip(sample._fields, ours, plain, strict=True):
             if (
                 found is not None

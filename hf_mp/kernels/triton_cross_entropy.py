@@ -125,11 +125,12 @@ def _as_read(logits: Tensor) -> Tensor:
 
 def check(device: torch.device) -> str | None:
     """Compare the kernels with their plain forms on ``device``; what differs, or None."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     for dtype in DTYPE_CODES:
-        logits = (torch.randn(3, BLOCK + 5, generator=generator) * 4).to(dtype).to(device)
+        normal = torch.randn(3, BLOCK + 5, generator=generator, dtype=torch.float32, device="cpu")
+        logits = (normal * 4).to(device, dtype)
         targets = torch.tensor([0, BLOCK + 4, 7], device=device)
-        factors = torch.full((3,), 1024.0, device=device)
+        factors = torch.full((3,), 1024.0, dtype=torch.float32, device=device)
         found, expected = RowKernels.forward(logits, targets, 0.1), Rows.forward(logits, targets, 0.1)
         gradients = [torch.empty_like(logits), torch.empty_like(logits)]
         RowKernels.backward(gradients[0], logits, targets, found[0], factors, 0.1, 1e-3)

@@ -75,9 +75,12 @@ def _scan_of_one_dtype(tensors: list[Tensor], device: torch.device) -> tuple[Ten
 
 def check(device: torch.device) -> str | None:
     """Compare the kernel with its plain form on ``device``; what differs, or None."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     for dtype in DTYPE_CODES:
-        sample = [torch.randn(size, generator=generator).to(dtype).to(device) for size in (3, 2 * BLOCK + 1)]
+        normal = [
+            torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") for size in (3, 2 * BLOCK + 1)
+        ]
+        sample = [values.to(device, dtype) for values in normal]
         for poison in (None, float("inf"), float("nan")):
             if poison is not None:
                 sample[1][BLOCK] = poison

@@ -47,10 +47,10 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 @functools.lru_cache(maxsize=16)
 def blocks_of(numels: tuple[int, ...], device: torch.device) -> Blocks:
     """The blocks of tensors of so many elements."""
-    counts = torch.tensor(numels, dtype=torch.int64)
+    counts = torch.tensor(numels, dtype=torch.int64, device="cpu")
     blocks = (counts + BLOCK - 1) // BLOCK
-    tensor = torch.repeat_interleave(torch.arange(len(numels)), blocks)
-    index = torch.arange(int(blocks.sum())) - (blocks.cumsum(0) - blocks)[tensor]
+    tensor = torch.repeat_interleave(torch.arange(len(numels), device="cpu"), blocks)
+    index = torch.arange(int(blocks.sum()), device="cpu") - (blocks.cumsum(0) - blocks)[tensor]
     return Blocks(counts.to(device), tensor.to(device, torch.int32), index.to(device), all(n % 16 == 0 for n in numels))
 
 
@@ -60,7 +60,8 @@ def addresses_of(columns: Sequence[Sequence[Tensor]], device: torch.device) -> t
     Returns:
         int64 of shape (columns, tensors) on ``device``, copied without waiting for it.
     """
-    table = torch.tensor([[tensor.data_ptr() for tensor in column] for column in columns], dtype=torch.int64)
+    addresses = [[tensor.data_ptr() for tensor in column] for column in columns]
+    table = torch.tensor(addresses, dtype=torch.int64, device="cpu")
     is_aligned = bool((table % 16 == 0).all())
     if device.type == "cuda":
         table = table.pin_memory().to(device, non_blocking=True)

@@ -31,12 +31,12 @@ def step_split(optimizer: Optimizer, parameters: list[nn.Parameter]) -> bool:
     """
     if not _is_fused_adam(optimizer, vars(optimizer).get("step")):
         return False
-    wanted = set(parameters)
+    wanted = set(map(id, parameters))  # a tensor's own hash is slow, where this is called for one parameter at a time
     stepped = False
     for settings, group in _groups(optimizer):
         batches: dict[tuple[torch.device, Tensor | None], list[tuple[nn.Parameter, AdamWTensors]]] = {}
         for parameter in group:
-            if parameter not in wanted or (given := _split_tensors(optimizer, parameter)) is None:
+            if id(parameter) not in wanted or (given := _split_tensors(optimizer, parameter)) is None:
                 continue
             tensors, factor = given
             stepped = True
@@ -152,8 +152,11 @@ def _moments(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[Tensor, Ten
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+    for name in ("exp_avg", "exp_avg_sq"):
+        # Those of a channels-last parameter, loaded: torch's fused step reads by position, and masters are contiguous.
+        state[name] = state[name].contiguous()
     moments = state["exp_avg"], state["exp_avg_sq"], state["step"]
-    fit = all(m.dtype is torch.float32 and m.device == parameter.device and m.is_contiguous() for m in moments)
+    fit = all(m.dtype is torch.float32 and m.device == parameter.device for m in moments)
     return moments if fit else None
 
 

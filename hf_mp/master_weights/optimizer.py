@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp.autocasting.working_copies import version_of, watch
-from hf_mp.kernels.gradient_scan import total_norm
+from hf_mp.kernels.gradient_scan import norm_of_one, total_norm
 from hf_mp.master_weights.fused_adamw import step_split
 from hf_mp.master_weights.split import split
 from hf_mp.master_weights.split_parameter import (
@@ -214,7 +214,7 @@ class MasterWeightOptimizer(Optimizer):
         gradient, factor = gradient_and_factor(parameter)
         assert gradient is not None
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float32)
+        norm = norm_of_one(values)
         return norm if factor is None else norm * factor.squeeze()
 
     @torch.no_grad()
@@ -411,7 +411,11 @@ class MasterWeightOptimizer(Optimizer):
             if tensor.dtype is not torch.float32:
                 raise ValueError(f"masters[{index}] is {tensor.dtype}, but a master weight is torch.float32")
         # torch casts loaded state to the dtype of its parameter: to FP32, if it sees a FP32 one.
-        stand_ins = {p: nn.Parameter(torch.empty(0, device=p.device)) for p in parameters if _needs_master(p)}
+        stand_ins = {
+            p: nn.Parameter(torch.empty(0, dtype=torch.float32, device=p.device))
+            for p in parameters
+            if _needs_master(p)
+        }
         with self._in_place_of_parameters({p: stand_ins.get(p, p) for p in parameters}):
             self.optimizer.load_state_dict({key: state_dict[key] for key in state_dict if key != "masters"})
         self._masters.clear()
@@ -437,7 +441,7 @@ class MasterWeightOptimizer(Optimizer):
 def norm_of(norms: list[Tensor]) -> Tensor:
     """The norm of all from the norms of each, FP32 of shape (); 0 for none."""
     if not norms:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     return total
 

@@ -182,6 +182,21 @@ def test_bits(width: int) -> None:
     assert torch.equal(module._noise(packed, 0.5, width), 2.0 * bits)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_whatever_the_default_device(dropout: float) -> None:
+    given = make(dropout=dropout, is_causal=True)
+
+    def result() -> tuple[Tensor, ...]:
+        torch.manual_seed(7)
+        found = attend(given)
+        return found, *torch.autograd.grad(found.sum(), [given.query, given.key, given.value])
+
+    expected = result()
+    with torch.device("meta"):
+        found = result()
+    assert all(map(torch.equal, found, expected))
+
+
 class TestWhichCallsAreTaken:
     @pytest.mark.parametrize(
         "change",
@@ -206,6 +221,32 @@ class TestWhichCallsAreTaken:
         assert read_attention([t.float() for t in inputs], {"enable_gqa": True}) is None
         assert read_attention([t[0] for t in inputs], {"enable_gqa": True}) is None
         assert read_attention(inputs[:2], {}) is None
+
+    @pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no dropout", "dropout"])
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float64], ids=str)
+    def test_a_mask_that_torch_refuses_is_refused(self, dtype: torch.dtype, dropout: float) -> None:
+        given = make()
+        mask = torch.ones(24, 24).tril().to(dtype)  # as a tokenizer gives it: 0 hides
+        with hf_mp.autocast(FP16), pytest.raises(RuntimeError, match="Expected attn_mask dtype to be bool or float"):
+            F.scaled_dot_product_attention(given.query, given.key, given.value, mask, dropout)
+
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    @pytest.mark.parametrize("dropout", [0.0, 0.3], ids=["no dropout", "dropout"])
+    def test_sequences_of_different_lengths_are_torchs(self, dropout: float) -> None:
+        sequences = [random(length, 4, 8) for length in (5, 3)]
+        nested = torch.nested.nested_tensor(sequences, layout=torch.jagged).transpose(1, 2)
+        with hf_mp.autocast(FP16):
+            found = F.scaled_dot_product_attention(nested, nested, nested, dropout_p=dropout)
+        assert found.is_nested and found.dtype is FP16
+        for row, sequence in zip(found.unbind() if not dropout else (), sequences, strict=False):
+            heads = sequence.transpose(0, 1).float()
+            check_close(row, F.scaled_dot_product_attention(heads, heads, heads).half())
+
+    def test_a_mask_without_rows_is_torchs_to_judge(self) -> None:
+        given = make()
+        inputs = (given.query, given.key, given.value)
+        assert read_attention(inputs, {"attn_mask": torch.zeros(24)}) is None
+        assert read_attention(inputs, {"attn_mask": torch.zeros(1, 24)}) is not None
 
     @pytest.mark.parametrize(
         "dtype, dropout, native, taken",

@@ -52,6 +52,31 @@ class TestOneDNN:
         assert calls == [a.shape] and found.is_contiguous()
         assert ((found - exact).abs() <= ROUNDINGS_PER_TERM * 161 * 2.0**-24 * magnitude).all()
 
+    @pytest.mark.parametrize(
+        "bias", [random(384, seed=3)[::2], random(1, seed=3).expand(192)], ids=["gaps", "expanded"]
+    )
+    def test_a_bias_is_read_by_its_strides(self, bias: Tensor, calls: list[torch.Size]) -> None:
+        a, b = random(96, 160, seed=1), random(160, 192, seed=2)
+        torch.testing.assert_close(fp32_product(a, b, bias), fp32_product_reference(a, b, bias), rtol=0.0, atol=1e-4)
+        assert calls
+
+    @pytest.mark.parametrize(
+        ("left", "right"),
+        [
+            (random(1, 2048, seed=1), random(2048, 1024, seed=2)),
+            (random(2048, 3, seed=1)[:, :1].t(), random(2048, 1024, seed=2)),
+            (random(2048, 1024, seed=1), random(1024, 3, seed=2)[:, 1:2]),
+            (random(2048, 5, seed=1)[:, 2:3], random(1024, 4, seed=2)[:, 1:2].t()),
+            (random(1, 2048, seed=1).expand(64, 2048), random(1, 1024, seed=2).expand(2048, 1024)),
+        ],
+        ids=["one row", "one row of a column", "one column", "one term", "expanded"],
+    )
+    def test_odd_strides(self, left: Tensor, right: Tensor, calls: list[torch.Size]) -> None:
+        expected = fp32_product_reference(left.contiguous(), right.contiguous())
+        allowed = left.shape[1] * 2.0**-24 * (left.abs() @ right.abs()).max()
+        assert (fp32_product(left, right) - expected).abs().max() <= allowed
+        assert calls
+
     def test_small_products_stay_with_blas(self, calls: list[torch.Size]) -> None:
         a, b = random(8, 16, seed=1), random(16, 8, seed=2)
         assert torch.equal(fp32_product(a, b), a @ b)

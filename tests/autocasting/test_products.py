@@ -589,6 +589,20 @@ class TestThroughAutocast:
             assert found.dtype is expected.dtype is FP32
             assert (found - expected).norm() <= 2.0**-10 * expected.norm()
 
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    def test_sequences_of_different_lengths_are_multiplied_by_torch(
+        self, multiplied: list[tuple[torch.Size, torch.dtype]]
+    ) -> None:
+        layer = nn.Linear(8, 4).requires_grad_(False)
+        sequences = [torch.randn(length, 8) for length in (5, 3)]
+        with autocast():
+            found = layer(torch.nested.nested_tensor(sequences, layout=torch.jagged))
+            assert not multiplied
+            expected = [layer(sequence) for sequence in sequences]
+        assert found.is_nested and found.dtype is torch.float16
+        for row, sequence in zip(found.unbind(), expected, strict=True):
+            torch.testing.assert_close(row, sequence)
+
     def test_a_wrong_call_gets_torchs_error(self, multiplied: list[tuple[torch.Size, torch.dtype]]) -> None:
         with autocast():
             for wrong, message in [

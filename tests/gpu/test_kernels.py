@@ -30,6 +30,8 @@ from hf_mp.kernels.gradient_scan import (
 from hf_mp.master_weights.split import split
 
 pytest.importorskip("triton", reason="Triton is not installed")
+from hf_mp.kernels.triton_tables import blocks_of
+
 if not registry.is_interpreting():
     pytestmark = pytest.mark.gpu
 
@@ -65,6 +67,19 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("kernel", registry.KERNELS.values(), ids=registry.KERNELS)
 def test_the_check_of_first_use_is_passed(kernel: registry.Kernel) -> None:
     assert registry.load(kernel.check)(torch.device(DEVICE)) is None
+
+
+@pytest.mark.usefixtures("other_default_dtype")
+@pytest.mark.parametrize("kernel", registry.KERNELS.values(), ids=registry.KERNELS)
+def test_the_check_of_first_use_is_passed_whatever_the_default_dtype(kernel: registry.Kernel) -> None:
+    assert registry.load(kernel.check)(torch.device(DEVICE)) is None
+
+
+@pytest.mark.parametrize("kernel", registry.KERNELS.values(), ids=registry.KERNELS)
+def test_the_check_of_first_use_is_passed_whatever_the_default_device(kernel: registry.Kernel) -> None:
+    blocks_of.cache_clear()
+    with torch.device("meta"):
+        assert registry.load(kernel.check)(torch.device(DEVICE)) is None
 
 
 class TestGradientScan:

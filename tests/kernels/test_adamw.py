@@ -73,6 +73,24 @@ def test_every_size_and_gradient(count: int, gradient_dtype: torch.dtype, dtype:
 
 
 @every_dtype
+@pytest.mark.usefixtures("other_default_dtype")
+def test_whatever_the_default_dtype(dtype: torch.dtype) -> None:
+    values = torch.linspace(-3.0, 3.0, 300, dtype=FP32)
+    moments = (torch.zeros_like(values), torch.zeros_like(values), torch.zeros((), dtype=FP32))
+    tensors = AdamWTensors(values.to(dtype), *moments, None, *split(values, dtype))
+    after = check(tensors, factor=torch.full((1,), 0.37, dtype=FP32))
+    assert not torch.equal(after.exp_avg, tensors.exp_avg)
+
+
+@every_dtype
+def test_whatever_the_default_device(dtype: torch.dtype) -> None:
+    tensors, factor = split_tensors(weights(300), torch.randn(300).to(dtype), dtype), torch.tensor([0.37])
+    with torch.device("meta"):
+        after = check(tensors, factor=factor)
+    assert not torch.equal(after.exp_avg, tensors.exp_avg)
+
+
+@every_dtype
 @pytest.mark.parametrize(
     "settings",
     [

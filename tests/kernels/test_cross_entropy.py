@@ -194,3 +194,13 @@ def test_bad_shapes_and_reductions_are_refused() -> None:
         cross_entropy(torch.randn(2, 3, 4), torch.zeros(6, dtype=torch.long))
     with pytest.raises(ValueError, match="reduction='none' is not known: use 'mean' or 'sum'"):
         cross_entropy(torch.randn(2, 3), torch.zeros(2, dtype=torch.long), reduction="none")
+
+
+@pytest.mark.usefixtures("other_default_dtype")
+def test_whatever_the_default_dtype() -> None:
+    logits = torch.linspace(-4.0, 4.0, 120, dtype=FP32).view(4, 30).half()
+    labels = torch.tensor([0, 29, -100, 7])
+    loss, gradient = loss_and_gradient(cross_entropy, logits, labels)
+    expected_loss, expected = loss_and_gradient(cross_entropy_reference, logits, labels)
+    torch.testing.assert_close(loss, expected_loss)
+    assert (gradient.float() - expected.float()).abs().max() <= GRADIENT_TOLERANCE[FP16]

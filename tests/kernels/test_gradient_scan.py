@@ -160,6 +160,16 @@ class TestWithNorm:
         assert torch.equal(largest, expected_largest)
         assert torch.equal(norm, expected_norm)
 
+    def test_empty_tensors_among_the_others(self) -> None:
+        # torch sums lane by lane: a norm of 0 in the list moves the others to other lanes
+        for place in range(0, 30, 3):
+            tensors = [torch.randn(7) * 10.0 ** (index % 5) for index in range(30)]
+            tensors.insert(place, torch.zeros(0))
+            tensors.insert(place // 2, torch.zeros(0, 3))
+            largest, norm = largest_magnitude_and_norm(tensors)
+            expected_largest, expected_norm = largest_magnitude_and_norm_reference(tensors)
+            assert torch.equal(largest, expected_largest) and torch.equal(norm, expected_norm)
+
     @pytest.mark.parametrize("poison", [float("inf"), -float("inf"), float("nan")])
     def test_neither_is_finite_if_an_element_is_not(self, poison: float) -> None:
         tensors = [torch.ones(3), torch.tensor([1.0, poison]), torch.ones(2, 2)]
@@ -204,6 +214,29 @@ def test_norm_in_blocks(count: int, dtype: torch.dtype, monkeypatch: pytest.Monk
         assert total_norm([tensor]).item() == math.inf
         tensor[0] = math.nan
         assert total_norm([tensor]).isnan()
+
+
+@pytest.mark.usefixtures("other_default_dtype")
+def test_the_norm_is_fp32_whatever_the_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_mp.kernels.gradient_scan._BLOCK_ELEMENTS_PER_THREAD", 64)
+    tensor = torch.linspace(-1.0, 3.0, 1000, dtype=torch.float32).bfloat16()
+    expected = torch.linalg.vector_norm(tensor.double()).float()
+    torch.testing.assert_close(total_norm([tensor]), expected, rtol=1e-6, atol=0)
+    assert total_norm([]).dtype is torch.float32
+    assert {number.dtype for number in largest_magnitude_and_norm([])} == {torch.float32}
+
+
+def test_the_norm_is_where_the_tensors_are_whatever_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_mp.kernels.gradient_scan._BLOCK_ELEMENTS_PER_THREAD", 64)
+    tensor = torch.randn(1000).half()
+    expected = total_norm([tensor])
+    with torch.device("meta"):
+        assert total_norm([tensor]) == expected
+        assert total_norm([]) == 0.0 and largest_magnitude([]) == 0.0
+
+
+def test_total_norm_with_fp64_among_others() -> None:
+    assert total_norm([torch.full((4,), 1.5, dtype=torch.float64), torch.full((4,), 2.0).half()]) == 5.0
 
 
 def test_total_norm_of_several() -> None:

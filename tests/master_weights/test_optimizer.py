@@ -612,6 +612,55 @@ def test_masters_go_from_one_layout_to_the_other(dtype: torch.dtype, saved_in: A
     assert torch.equal(fresh[0].detach(), rounding(again.master(fresh[0]), dtype, loaded_in))
 
 
+@pytest.mark.parametrize("layout", ["whole", "split"])
+def test_clipping_with_an_fp64_parameter_among_the_others(layout: Any) -> None:
+    half, double = nn.Parameter(torch.zeros(4).half()), nn.Parameter(torch.zeros(4).double())
+    optimizer = MasterWeightOptimizer(SGD([half, double], lr=1.0), layout=layout)
+    half.grad, double.grad = torch.full_like(half, 2.0), torch.full_like(double, 1.5)
+    assert optimizer.clip_grad_norm_(2.5) == 5.0
+    optimizer.step()
+    torch.testing.assert_close(half.detach(), torch.full((4,), -1.0).half())
+    torch.testing.assert_close(double.detach(), torch.full((4,), -0.75).double(), rtol=1e-6, atol=0.0)
+
+
+def test_the_norm_of_one_gradient_makes_no_fp32_copy_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_mp.kernels.gradient_scan._BLOCK_ELEMENTS_PER_THREAD", 64)
+    weight = nn.Parameter(torch.zeros(10_000).half())
+    optimizer = MasterWeightOptimizer(AdamW([weight], fused=True), layout="split")
+    assert isinstance(weight, SplitParameter)
+    gradient = torch.randn(10_000).half()
+    weight.take_scaled_gradient(gradient)
+    expected = gradient.double().norm().float()
+    cast: list[int] = []
+    original = torch.linalg.vector_norm
+
+    def spy(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if tensor.dtype is torch.float16:  # torch casts it whole, on a CPU
+            cast.append(tensor.numel())
+        return original(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", spy)
+    torch.testing.assert_close(optimizer.gradient_norm(weight), expected, rtol=1e-6, atol=0.0)
+    assert cast == []
+
+
+@pytest.mark.parametrize("layout", ["whole", "split"])
+@pytest.mark.usefixtures("other_default_dtype")
+def test_loaded_state_stays_fp32_whatever_the_default_dtype(layout: Any) -> None:
+    def make() -> tuple[nn.Parameter, MasterWeightOptimizer]:
+        weight = nn.Parameter(torch.linspace(-1.0, 1.0, 12, dtype=torch.float16))
+        return weight, MasterWeightOptimizer(AdamW([weight], fused=True), layout=layout)
+
+    weight, optimizer = make()
+    weight.grad = torch.linspace(0.1, 0.7, 12, dtype=torch.float16)
+    optimizer.step()
+    resumed_weight, resumed = make()
+    resumed.load_state_dict(optimizer.state_dict())
+    for name in ("exp_avg", "exp_avg_sq"):
+        found, expected = resumed.state[resumed_weight][name], optimizer.state[weight][name]
+        assert found.dtype is torch.float32 and torch.equal(found, expected)
+
+
 @every_layout
 def test_a_parameter_that_was_written_after_loading_wins(layout: Any) -> None:
     ours, wrapper = trained(TORCH["AdamW"], layout, torch.float16)
