@@ -21,6 +21,7 @@ from transformers.utils import logging
 from hf_mp.autocasting.rules import Rules
 from hf_mp.autocasting.tables import TableName
 from hf_mp.checkpoints.finishing import finish
+from hf_mp.checkpoints.manifest import CheckpointError, find_damage, read_manifest
 from hf_mp.diagnostics.overflow import explain_overflows
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.loss_scaling import make_loss_scaler
@@ -67,6 +68,8 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
         rules: own rules of autocast by op and by module name, as for :class:`hf_mp.autocast`; default none.
         explain_overflows: have skipped steps explained (:func:`hf_mp.explain_overflows`); default: what
             ``MixedPrecisionArguments`` say, else True.
+        keep_overflow_batches: keep failing batches and their reports in ``OUTPUT_DIR/overflows``; default: what
+            ``MixedPrecisionArguments`` say, else False.
         histogram_steps, histogram_layers, precision_report: as in :class:`MixedPrecisionArguments`; default: what they
             say, else nothing is recorded.
         keep_attached: leave the model attached after ``train()``, so that evaluation and ``generate`` run under
@@ -82,6 +85,7 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
             optimizer to us) and settings that the loss scaler does not have. When the Trainer is made, for another
             mixed precision beside ours (``fp16=True``, a second callback, :class:`MixedPrecisionTrainer`) and for
             models that hide their forward or have nothing to train.
+        CheckpointError: when training begins, for a checkpoint that is not what its manifest says.
         TypeError: for settings that JSON cannot hold.
     """
 
@@ -96,6 +100,7 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
         tables: TableName = "compact",
         rules: Rules | None = None,
         explain_overflows: bool | None = None,
+        keep_overflow_batches: bool | None = None,
         histogram_steps: int | None = None,
         histogram_layers: Sequence[str] | None = None,
         precision_report: bool | None = None,
@@ -103,6 +108,7 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
     ) -> None:
         self.precision = precision
         self.explain_overflows = explain_overflows
+        self.keep_overflow_batches = keep_overflow_batches
         self.loss_scaler_settings = None if loss_scaler_settings is None else dict(loss_scaler_settings)
         self.tables: TableName = tables
         self.rules = rules
@@ -172,6 +178,8 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
                 "this Trainer does not hand its model and its optimizer to on_train_begin, so a step that overflows "
                 "could not be skipped: use hf_mp.prepare(model, optimizer) where it makes them"
             )
+        if state.global_step > 0:
+            _refuse_damaged(args, state)
         self._adopt_restored(model)
         if self.mixed_precision is None or self.mixed_precision.model is not model:
             refuse_other_precision(args, policy)
@@ -250,6 +258,7 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
                 "loss_scaler_settings": self.loss_scaler_settings,
                 "tables": self.tables,
                 "explain_overflows": self.explain_overflows,
+                "keep_overflow_batches": self.keep_overflow_batches,
                 **self.report_settings,
                 "keep_attached": self.keep_attached,
             },
@@ -300,7 +309,8 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
 
     def _explain_overflows(self, runtime: MixedPrecision, args: TrainingArguments) -> None:
         if (self.explain_overflows is None and asks_for_explanation(args)) or self.explain_overflows:
-            self.overflow_reports = explain_overflows(runtime, keep_batches=overflow_directory(args)).reports
+            folder = overflow_directory(args, self.keep_overflow_batches)
+            self.overflow_reports = explain_overflows(runtime, keep_batches=folder).reports
 
     def _adopt_restored(self, model: nn.Module) -> None:
         """Take over from the callback that the Trainer put this one in the place of.
@@ -369,6 +379,20 @@ def _checkpoint_of(args: TrainingArguments, state: TrainerState, directory: str 
         return None
     written = json.loads(path.read_text(encoding="utf-8"))
     return checkpoint if _run_so_far(written) == _run_so_far(vars(state)) else None
+
+
+def _refuse_damaged(args: TrainingArguments, state: TrainerState) -> None:
+    """Raise where the checkpoint that the Trainer has just read is not what its manifest says it was."""
+    for directory in (args.resume_from_checkpoint, None):
+        checkpoint = _checkpoint_of(args, state, directory)
+        manifest = None if checkpoint is None else read_manifest(checkpoint)
+        if checkpoint is not None and manifest is not None:
+            if damage := find_damage(checkpoint, manifest):
+                raise CheckpointError(
+                    f"{checkpoint} is damaged, and is not trained on: {'; '.join(damage)}. Resume from an earlier "
+                    "checkpoint; if you changed a file yourself, remove hf_mp_manifest.json"
+                )
+            return
 
 
 def _run_so_far(state: Mapping[str, Any]) -> str:

@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
+from hf_mp.autocasting.rules import Rules
+from hf_mp.autocasting.tables import TableName
 from hf_mp.callback import MixedPrecisionCallback
 from hf_mp.checkpoints.crash_safe_trainer import SAVE_FAILURES, CrashSafeTrainer
 from hf_mp.diagnostics.overflow import explain_overflows
@@ -180,6 +182,8 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
     Args:
         precision: a preset, a spelled-out policy or a :class:`PrecisionPolicy`; default: what ``args`` say
             (:class:`MixedPrecisionArguments`), else ``"fp16"``.
+        tables: whose op lists autocast applies, as for :class:`hf_mp.MixedPrecision`; default ``"compact"``.
+        rules: own rules of autocast by op and by module name, as for :class:`hf_mp.autocast`; default none.
 
     Attributes:
         mixed_precision: the :class:`MixedPrecision` runtime of the current model; None with ``precision="fp32"``.
@@ -205,10 +209,13 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
         args: TrainingArguments | None = None,
         *positional: Any,
         precision: str | PrecisionPolicy | None = None,
+        tables: TableName = "compact",
+        rules: Rules | None = None,
         **named: Any,
     ) -> None:
         args = MixedPrecisionArguments() if args is None else args
         self.precision_policy = policy_of(args, precision)
+        self._autocast: dict[str, Any] = {"tables": tables, "rules": rules}
         self.mixed_precision: MixedPrecision | None = None
         self.overflow_reports: list[OverflowReport] = []
         self.reporting = TrainerReporting()
@@ -221,9 +228,11 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
         for given in (*positional, *named.values()):
             _refuse_callbacks(given if isinstance(given, (list, tuple)) else ())
         if self.precision_policy.is_mixed:
-            self.mixed_precision = make_runtime(self.precision_policy, args)
+            self.mixed_precision = make_runtime(self.precision_policy, args, **self._autocast)
             if model is not None:
                 check_attachable(model)
+        elif rules or tables != "compact":
+            logger.warning("tables and rules have no effect with precision='fp32': there is no autocast")
         # By name where that can be: in DPOTrainer, the arguments are not the second parameter.
         first: dict[str, Any] = {} if positional else {"model": model, "args": args}
         super().__init__(*((model, args, *positional) if positional else ()), **{**first, **named})
@@ -238,7 +247,7 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
         if runtime is None or (runtime.was_attached and runtime.model is not model):
             if runtime is not None:
                 runtime.detach()
-            runtime = self.mixed_precision = make_runtime(self.precision_policy, self.args)
+            runtime = self.mixed_precision = make_runtime(self.precision_policy, self.args, **self._autocast)
         if runtime.model is None:
             runtime.attach(model)
         # Code of one's own may write gradients so that no version counter rises (`.data`, NumPy).

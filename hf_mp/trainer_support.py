@@ -105,13 +105,14 @@ def policy_of(args: TrainingArguments, precision: str | PrecisionPolicy | None) 
     return policy if loss_scale is None else replace(policy, loss_scale=parse_loss_scale(loss_scale))
 
 
-def make_runtime(policy: PrecisionPolicy, args: TrainingArguments) -> MixedPrecision:
-    """A runtime for ``policy``, with the settings of the loss scaler that ``args`` may have."""
+def make_runtime(policy: PrecisionPolicy, args: TrainingArguments, **autocast: Any) -> MixedPrecision:
+    """A runtime for ``policy`` with ``tables`` and ``rules``, and the loss scaler settings that ``args`` may have."""
     settings: dict[str, Any] = getattr(args, "loss_scaler_settings", {})
     release: dict[str, Any] = {}
     if getattr(args, "free_gradients", "step") == "backward":
         release = {"free_gradients": "backward", "max_grad_norm": args.max_grad_norm or None}
-    return MixedPrecision(policy, loss_scaler=make_loss_scaler(policy.loss_scale, **settings), **release)
+    scaler = make_loss_scaler(policy.loss_scale, **settings)
+    return MixedPrecision(policy, loss_scaler=scaler, **release, **autocast)
 
 
 def asks_for_explanation(args: TrainingArguments) -> bool:
@@ -119,9 +120,10 @@ def asks_for_explanation(args: TrainingArguments) -> bool:
     return bool(getattr(args, "explain_overflows", True))
 
 
-def overflow_directory(args: TrainingArguments) -> Path | None:
-    """Where failing batches are kept, if ``MixedPrecisionArguments`` ask for that."""
-    return Path(str(args.output_dir), OVERFLOWS_NAME) if getattr(args, "keep_overflow_batches", False) else None
+def overflow_directory(args: TrainingArguments, asked: bool | None = None) -> Path | None:
+    """Where failing batches are kept, if that is ``asked`` for; None asks ``MixedPrecisionArguments``."""
+    asked = getattr(args, "keep_overflow_batches", False) if asked is None else asked
+    return Path(str(args.output_dir), OVERFLOWS_NAME) if asked else None
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:

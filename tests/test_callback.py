@@ -29,6 +29,7 @@ from transformers.trainer_callback import CallbackHandler
 
 import hf_mp.callback
 from hf_mp import (
+    CheckpointError,
     MixedPrecisionArguments,
     MixedPrecisionCallback,
     MixedPrecisionTrainer,
@@ -104,6 +105,30 @@ def test_the_model_is_plain_after_training_or_stays_attached(tmp_path: Path) -> 
         assert callback.mixed_precision is not None and callback.mixed_precision.stats.steps == 4
         callback.detach()
         assert is_plain(trainer.model)
+
+
+def test_a_damaged_checkpoint_is_not_trained_on(tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    trainer_with(MixedPrecisionCallback("fp16"), tmp_path, **settings).train()
+    weights_file = tmp_path / "checkpoint-2" / "model.safetensors"
+    content = bytearray(weights_file.read_bytes())
+    content[-3] ^= 1
+    weights_file.write_bytes(content)
+    trainer = trainer_with(MixedPrecisionCallback("fp16"), tmp_path, **settings)
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 is damaged.*model\.safetensors"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    trainer = trainer_with(MixedPrecisionCallback("fp16"), tmp_path, **settings)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_failing_batches_are_kept_when_asked(tmp_path: Path, asked: bool | None) -> None:
+    model = tiny_gpt2()
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_fc.bias[0] = torch.nan
+    callback = MixedPrecisionCallback("fp16", keep_overflow_batches=asked)
+    trainer_with(callback, tmp_path, model, max_steps=2).train()
+    assert bool(list(tmp_path.glob("overflows/*/*.safetensors"))) is bool(asked)
 
 
 def lower_precision_products(trainer: Trainer, call: str) -> bool:

@@ -98,6 +98,20 @@ def test_training_follows_fp32(tmp_path: Path, gpt2_config: GPT2Config, rows: Ro
     assert losses(runs[precision]) == pytest.approx(reference, rel=tolerance)
 
 
+def test_rules_and_tables_are_those_of_autocast(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows) -> None:
+    dtypes = {}
+    for name, rules in (("without", None), ("with", {"transformer.h.0.mlp.c_fc": "fp32"})):
+        model = model_of(gpt2_config)
+        trainer = MixedPrecisionTrainer(
+            model, arguments(tmp_path, max_steps=1), train_dataset=rows, precision="fp16", tables="cuda", rules=rules
+        )
+        model.transformer.h[0].mlp.c_fc.register_forward_hook(
+            lambda module, args, output, name=name: dtypes.setdefault(name, output.dtype)
+        )
+        trainer.train()
+    assert dtypes == {"without": torch.float16, "with": torch.float32}
+
+
 def test_logs_carry_the_loss_scale_and_the_skipped_steps(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows) -> None:
     trainer = MixedPrecisionTrainer(model_of(gpt2_config), arguments(tmp_path), train_dataset=rows, eval_dataset=rows)
     trainer.train()
