@@ -14,6 +14,7 @@ from typing import Any, Protocol, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from hf_mp.attached_forward import AttachedForward
@@ -461,6 +462,21 @@ class MixedPrecision:
         ``measures_norm`` is set.
         """
         return self._measured.norm if self._are_unchanged(parameters) and self._measured.is_all(parameters) else None
+
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+        """Scale the gradients down to ``max_norm``, as ``torch.nn.utils.clip_grads_with_norm_`` does.
+
+        What was finite stays so: the guard does not look at the gradients once more, as it does after other writes.
+
+        Args:
+            parameters: all that have gradients.
+            max_norm: above 0.
+            norm: what :meth:`gradient_norm` told.
+        """
+        if norm <= max_norm - 1e-5:  # the factor is 1: one pass over the gradients less
+            return
+        clip_grads_with_norm_(parameters, max_norm, norm)
+        self._measured = Measured(raw_gradients(parameters))
 
     def _are_unchanged(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether the gradients are those that were measured when the backward ended."""

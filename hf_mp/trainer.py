@@ -12,7 +12,6 @@ from typing import Any, ClassVar, cast, get_args
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
@@ -285,8 +284,7 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
         norm = self._known_grad_norm(model)
         if norm is None:
             return super()._clip_grad_norm(model)
-        if not norm <= max_norm - 1e-5:  # below, the factor is 1: one pass over the gradients less
-            clip_grads_with_norm_(model.parameters(), max_norm, norm)
+        cast(MixedPrecision, self.mixed_precision).clip_gradients(list(model.parameters()), max_norm, norm)
         return norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:

@@ -23,7 +23,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import AdamW, Optimizer
 from transformers.utils import logging
 
@@ -112,7 +111,7 @@ def our_step(workload: Workload, precision: str, make: MakeOptimizer) -> Step:
         else:
             norm = runtime.gradient_norm(parameters)
             assert norm is not None
-            clip_grads_with_norm_(parameters, 1.0, norm)
+            runtime.clip_gradients(parameters, 1.0, norm)
         optimizer.step()
 
     return step

@@ -19,6 +19,7 @@ from transformers import GPT2LMHeadModel
 
 import hf_mp
 from hf_mp import measured_gradients
+from hf_mp import runtime as runtime_module
 from hf_mp.attached_forward import AttachedForward
 from hf_mp.autocasting import active_autocast
 from hf_mp.loss_scaling import DynamicLossScaler, LossScaleError, StaticLossScaler
@@ -730,12 +731,45 @@ class TestMeasuring:
         monkeypatch.setattr(measured_gradients, "largest_magnitude", counted)
         return counts
 
-    def trained(self, gpt2: GPT2LMHeadModel, batch: Batch) -> tuple[MixedPrecision, torch.optim.Optimizer]:
+    def trained(
+        self, gpt2: GPT2LMHeadModel, batch: Batch, measures_norm: bool = False
+    ) -> tuple[MixedPrecision, torch.optim.Optimizer]:
         runtime = MixedPrecision("fp16")
+        runtime.measures_norm = measures_norm
         runtime.attach(gpt2)
         optimizer = runtime.attach_optimizer(torch.optim.SGD(gpt2.parameters(), lr=0.1))
         gpt2(**batch).loss.backward()
         return runtime, optimizer
+
+    @pytest.mark.parametrize("overflows", [False, True])
+    def test_gradients_that_we_clip_are_read_once(
+        self, gpt2: GPT2LMHeadModel, batch: Batch, monkeypatch: pytest.MonkeyPatch, overflows: bool
+    ) -> None:
+        runtime, optimizer = self.trained(gpt2, batch, measures_norm=True)
+        parameters = list(gpt2.parameters())
+        if overflows:
+            gpt2.zero_grad()
+            (gpt2(**batch).loss * torch.inf).backward()
+        norm = runtime.gradient_norm(parameters)
+        assert norm is not None
+        monkeypatch.setattr(runtime_module, "all_finite", lambda *args: pytest.fail("the gradients were read again"))
+        before = [torch.clone(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        runtime.clip_gradients(parameters, float(norm) / 2 if norm.isfinite() else 1.0, norm)
+        optimizer.step()
+        assert optimizer.step_was_skipped is overflows
+        if not overflows:
+            halves = [2 * parameter.grad for parameter in parameters if parameter.grad is not None]
+            assert all(torch.allclose(now, then) for now, then in zip(halves, before, strict=True))
+
+    def test_a_write_after_our_clipping_is_seen(self, gpt2: GPT2LMHeadModel, batch: Batch) -> None:
+        runtime, optimizer = self.trained(gpt2, batch, measures_norm=True)
+        parameters = list(gpt2.parameters())
+        norm = runtime.gradient_norm(parameters)
+        assert norm is not None and parameters[0].grad is not None
+        runtime.clip_gradients(parameters, float(norm) / 2, norm)
+        parameters[0].grad[0, 0] = torch.nan
+        optimizer.step()
+        assert optimizer.step_was_skipped
 
     def test_gradients_that_nobody_touched_are_read_once(
         self, gpt2: GPT2LMHeadModel, batch: Batch, scans: list[int]
