@@ -466,7 +466,8 @@ class MixedPrecision:
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
         """Scale the gradients down to ``max_norm``, as ``torch.nn.utils.clip_grads_with_norm_`` does.
 
-        What was finite stays so: the guard does not look at the gradients once more, as it does after other writes.
+        With a finite norm, what was finite stays so: the guard does not look at the gradients once more, as it does
+        after other writes.
 
         Args:
             parameters: all that have gradients.
@@ -476,7 +477,8 @@ class MixedPrecision:
         if norm <= max_norm - 1e-5:  # the factor is 1: one pass over the gradients less
             return
         clip_grads_with_norm_(parameters, max_norm, norm)
-        self._measured = Measured(raw_gradients(parameters))
+        if norm.isfinite():  # others have become 0 or NaN
+            self._measured = Measured(raw_gradients(parameters))
 
     def _are_unchanged(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether the gradients are those that were measured when the backward ended."""

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
 from transformers import GPT2LMHeadModel
 
 import hf_mp
@@ -741,25 +742,40 @@ class TestMeasuring:
         gpt2(**batch).loss.backward()
         return runtime, optimizer
 
-    @pytest.mark.parametrize("overflows", [False, True])
     def test_gradients_that_we_clip_are_read_once(
-        self, gpt2: GPT2LMHeadModel, batch: Batch, monkeypatch: pytest.MonkeyPatch, overflows: bool
+        self, gpt2: GPT2LMHeadModel, batch: Batch, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         runtime, optimizer = self.trained(gpt2, batch, measures_norm=True)
         parameters = list(gpt2.parameters())
-        if overflows:
-            gpt2.zero_grad()
-            (gpt2(**batch).loss * torch.inf).backward()
         norm = runtime.gradient_norm(parameters)
         assert norm is not None
         monkeypatch.setattr(runtime_module, "all_finite", lambda *args: pytest.fail("the gradients were read again"))
         before = [torch.clone(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        runtime.clip_gradients(parameters, float(norm) / 2 if norm.isfinite() else 1.0, norm)
+        runtime.clip_gradients(parameters, float(norm) / 2, norm)
         optimizer.step()
-        assert optimizer.step_was_skipped is overflows
-        if not overflows:
-            halves = [2 * parameter.grad for parameter in parameters if parameter.grad is not None]
-            assert all(torch.allclose(now, then) for now, then in zip(halves, before, strict=True))
+        assert not optimizer.step_was_skipped
+        halves = [2 * parameter.grad for parameter in parameters if parameter.grad is not None]
+        assert all(torch.allclose(now, then) for now, then in zip(halves, before, strict=True))
+
+    @pytest.mark.parametrize("factor", [1e30, torch.inf])
+    def test_gradients_without_a_finite_norm_are_clipped_as_torch_does(
+        self, gpt2: GPT2LMHeadModel, batch: Batch, factor: float
+    ) -> None:
+        outcomes = []
+        for clips in (MixedPrecision.clip_gradients, lambda runtime, *given: clip_grads_with_norm_(*given)):
+            model = copy.deepcopy(gpt2)
+            runtime = MixedPrecision("bf16")
+            runtime.measures_norm = True
+            runtime.attach(model)
+            optimizer = runtime.attach_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            (model(**batch).loss * factor).backward()
+            parameters = list(model.parameters())
+            norm = runtime.gradient_norm(parameters)
+            assert norm is not None and not norm.isfinite()
+            clips(runtime, parameters, 1.0, norm)
+            optimizer.step()
+            outcomes.append(optimizer.step_was_skipped)
+        assert outcomes[0] is outcomes[1] is (factor == torch.inf)
 
     def test_a_write_after_our_clipping_is_seen(self, gpt2: GPT2LMHeadModel, batch: Batch) -> None:
         runtime, optimizer = self.trained(gpt2, batch, measures_norm=True)

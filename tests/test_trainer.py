@@ -105,9 +105,11 @@ def test_rules_and_tables_are_those_of_autocast(tmp_path: Path, gpt2_config: GPT
         trainer = MixedPrecisionTrainer(
             model, arguments(tmp_path, max_steps=1), train_dataset=rows, precision="fp16", tables="cuda", rules=rules
         )
-        model.transformer.h[0].mlp.c_fc.register_forward_hook(
-            lambda module, args, output, name=name: dtypes.setdefault(name, output.dtype)
-        )
+
+        def note(module: nn.Module, args: Any, output: Tensor, name: str = name) -> None:
+            dtypes[name] = output.dtype
+
+        model.transformer.h[0].mlp.c_fc.register_forward_hook(note)
         trainer.train()
     assert dtypes == {"without": torch.float16, "with": torch.float32}
 

@@ -350,22 +350,19 @@ def _lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: 
         attention = read_attention(args, kwargs)
         if attention is not None and _is_for_us(attention, native):
             return attend(attention)
-    if func is F.linear and args and not torch.compiler.is_compiling():
+    if func is F.linear and args and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         args[0] = _in_rows(args[0])
     return func(*args, **kwargs) if native else run_through_fp32(func, args, kwargs, dtype)
 
 
 def _in_rows(x: Any) -> Any:
-    """``x`` with the strides of rows one after the other; with others, torch's ``linear`` may copy the whole weight."""
-    if (
-        not isinstance(x, Tensor)
-        or x.layout is not torch.strided
-        or x.dim() < 3
-        or x.stride(-3) == x.shape[-2] * x.shape[-1]
-        or x.numel() == 0
-    ):
-        return x
-    return x.reshape(-1, x.shape[-1]).view(x.shape)
+    """The last tokens of sequences as rows one after the other: of a slice, torch would multiply a batch of matrices.
+
+    For that it copies the weight, with the whole vocabulary in it, once a sequence. With grad it does not.
+    """
+    if isinstance(x, Tensor) and x.layout is torch.strided and x.dim() == 3 and x.shape[1] == 1 != x.stride(0):
+        return x.reshape(-1, x.shape[-1]).view(x.shape)
+    return x
 
 
 def _is_for_us(attention: Attention, native: bool) -> bool:

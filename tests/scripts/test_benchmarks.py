@@ -76,13 +76,15 @@ def test_fp16_has_the_rate_in_which_its_products_run(monkeypatch, quick_rates):
 
 
 def test_the_rate_is_that_of_the_fastest_product(monkeypatch):
-    seconds = iter([1.0, 0.5])
+    # two layouts of the right factor, by two libraries in FP32
+    seconds = iter([1.0, 2.0, 4.0, 0.5, 1.0, 2.0, 4.0, 1.0])
     monkeypatch.setattr("_benchmarks.fastest_seconds", lambda call, device: next(seconds))
     assert matmul_flops_per_second(torch.float32, "cpu", [(2, 3, 4), (2, 3, 4)]) == 2 * 2 * 3 * 4 / 0.5
+    assert next(seconds, None) is None
 
 
 def test_the_first_call_is_not_timed(monkeypatch):
-    durations = iter([100, 5, 3, 4, 9])
+    durations = iter([100, 5, 3, 4, 9, 7])
     now = [0.0]
 
     def call():
