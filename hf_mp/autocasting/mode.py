@@ -360,7 +360,8 @@ def _in_rows(x: Any) -> Any:
 
     For that it copies the weight, with the whole vocabulary in it, once a sequence. With grad it does not.
     """
-    if isinstance(x, Tensor) and x.layout is torch.strided and x.dim() == 3 and x.shape[1] == 1 != x.stride(0):
+    is_last_token = isinstance(x, Tensor) and x.layout is torch.strided and x.dim() == 3 and x.shape[1] == 1
+    if is_last_token and x.stride(0) != x.shape[2]:
         return x.reshape(-1, x.shape[-1]).view(x.shape)
     return x
 
