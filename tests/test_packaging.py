@@ -76,7 +76,7 @@ def test_the_wheel_works_in_an_empty_environment(wheel, tmp_path):
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     outside = {"cwd": tmp_path, "env": clean}
     assert "env" in run(commands / "hf-mp", "--help", **outside)
-    rows = json.loads(run(commands / "hf-mp", "env", "--json", **outside))
+    rows = json.loads(run(commands / "hf-mp", "env", "--json", **outside))["versions"]
     assert rows["hf_mp"] == __version__
     # the recipes' packages are an extra
     assert rows["bitsandbytes"] == "not installed"

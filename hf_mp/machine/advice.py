@@ -55,7 +55,7 @@ def advise(machine: Capabilities) -> Advice:
     return _for_nvidia(machine.gpu, machine.compute_capability)
 
 
-_FULL_RANGE = "BF16 has FP32's range, so that there is no loss scale and no skipped step."
+_FULL_RANGE = "BF16 has FP32's range, so that there is no loss scale to find."
 _MORE_BITS = "fp16 for a model that was trained in FP16, or where bf16 ends at a higher loss: FP16 has 3 more bits"
 _LEAN_BF16 = "bf16-lean where memory is short."
 _LEAN_FP16 = "fp16-lean where memory is short."
