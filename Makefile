@@ -51,7 +51,7 @@ clean: ## remove the environment, caches and built packages; outputs/ stays
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first: every other package is then content with the tested one.
-$(INSTALLED): pyproject.toml constraints.txt hf_mp/_version.py
+$(INSTALLED): pyproject.toml constraints.txt hf_mp/__init__.py
 	@if [ ! -x $(BIN)/python ]; then \
 	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	    found=$$($(PYTHON) --version 2>&1) || found='not found'; \

@@ -7,45 +7,45 @@ The public names below are all that a program needs. They are imported when firs
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hf_mp._version import __version__
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from hf_mp.autocasting.functions import custom_bwd, custom_fwd
-    from hf_mp.autocasting.mode import autocast
-    from hf_mp.callback import MixedPrecisionCallback
-    from hf_mp.checkpoints.manifest import CheckpointError, NoCheckpointError
-    from hf_mp.checkpoints.preemption import Preempted
+    from hf_mp.casting.custom_functions import custom_bwd, custom_fwd
+    from hf_mp.casting.mode import autocast
     from hf_mp.diagnostics.overflow import explain_overflows
     from hf_mp.diagnostics.overflow_report import OverflowReport
     from hf_mp.diagnostics.precision_recorder import record_precision
-    from hf_mp.loss_scaling import (
-        DynamicLossScaler,
-        HeadroomLossScaler,
-        LossScaleError,
-        StaticLossScaler,
-    )
-    from hf_mp.master_weights.optimizer import MasterWeightOptimizer
     from hf_mp.memory.fitting import LargestBatch, largest_batch_size
     from hf_mp.memory.footprint import MemoryFootprint, memory_footprint
     from hf_mp.memory.measuring import measure_training_memory
     from hf_mp.memory.precisions import load
     from hf_mp.memory.training import TrainingMemory, estimate_training_memory
     from hf_mp.policy import PrecisionPolicy
-    from hf_mp.runtime import MixedPrecision, PrecisionStats, prepare
-    from hf_mp.trainer import MixedPrecisionArguments, MixedPrecisionTrainer
+    from hf_mp.scaling.scalers import (
+        DynamicLossScaler,
+        HeadroomLossScaler,
+        LossScaleError,
+        StaticLossScaler,
+    )
+    from hf_mp.step.mixed_precision import MixedPrecision, PrecisionStats, prepare
+    from hf_mp.trainer.callback import MixedPrecisionCallback
+    from hf_mp.trainer.checkpoints.manifest import CheckpointError, NoCheckpointError
+    from hf_mp.trainer.checkpoints.preemption import Preempted
+    from hf_mp.trainer.trainer import MixedPrecisionArguments, MixedPrecisionTrainer
+    from hf_mp.weights.optimizer import MasterWeightOptimizer
 
 _HOME = {
-    "autocast": "hf_mp.autocasting.mode",
-    "custom_bwd": "hf_mp.autocasting.functions",
-    "custom_fwd": "hf_mp.autocasting.functions",
+    "autocast": "hf_mp.casting.mode",
+    "custom_bwd": "hf_mp.casting.custom_functions",
+    "custom_fwd": "hf_mp.casting.custom_functions",
     "explain_overflows": "hf_mp.diagnostics.overflow",
     "OverflowReport": "hf_mp.diagnostics.overflow_report",
     "record_precision": "hf_mp.diagnostics.precision_recorder",
-    "DynamicLossScaler": "hf_mp.loss_scaling",
-    "HeadroomLossScaler": "hf_mp.loss_scaling",
-    "LossScaleError": "hf_mp.loss_scaling",
-    "StaticLossScaler": "hf_mp.loss_scaling",
-    "MasterWeightOptimizer": "hf_mp.master_weights.optimizer",
+    "DynamicLossScaler": "hf_mp.scaling.scalers",
+    "HeadroomLossScaler": "hf_mp.scaling.scalers",
+    "LossScaleError": "hf_mp.scaling.scalers",
+    "StaticLossScaler": "hf_mp.scaling.scalers",
+    "MasterWeightOptimizer": "hf_mp.weights.optimizer",
     "LargestBatch": "hf_mp.memory.fitting",
     "largest_batch_size": "hf_mp.memory.fitting",
     "MemoryFootprint": "hf_mp.memory.footprint",
@@ -55,15 +55,15 @@ _HOME = {
     "TrainingMemory": "hf_mp.memory.training",
     "estimate_training_memory": "hf_mp.memory.training",
     "PrecisionPolicy": "hf_mp.policy",
-    "MixedPrecision": "hf_mp.runtime",
-    "PrecisionStats": "hf_mp.runtime",
-    "prepare": "hf_mp.runtime",
-    "CheckpointError": "hf_mp.checkpoints.manifest",
-    "NoCheckpointError": "hf_mp.checkpoints.manifest",
-    "Preempted": "hf_mp.checkpoints.preemption",
-    "MixedPrecisionCallback": "hf_mp.callback",
-    "MixedPrecisionArguments": "hf_mp.trainer",
-    "MixedPrecisionTrainer": "hf_mp.trainer",
+    "MixedPrecision": "hf_mp.step.mixed_precision",
+    "PrecisionStats": "hf_mp.step.mixed_precision",
+    "prepare": "hf_mp.step.mixed_precision",
+    "CheckpointError": "hf_mp.trainer.checkpoints.manifest",
+    "NoCheckpointError": "hf_mp.trainer.checkpoints.manifest",
+    "Preempted": "hf_mp.trainer.checkpoints.preemption",
+    "MixedPrecisionCallback": "hf_mp.trainer.callback",
+    "MixedPrecisionArguments": "hf_mp.trainer.trainer",
+    "MixedPrecisionTrainer": "hf_mp.trainer.trainer",
 }
 
 __all__ = [

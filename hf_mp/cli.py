@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hf_mp._version import __version__
+from hf_mp import __version__
 
 app = typer.Typer(
     name="hf-mp",
@@ -36,7 +36,7 @@ def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the tables.")] = False,
 ) -> None:
     """Show what mixed precision runs on here, and the preset that suits it. Put it into a bug report."""
-    from hf_mp.machine.report import examine_machine, screen
+    from hf_mp.environment.report import examine_machine, screen
 
     machine = examine_machine()
     if as_json:

@@ -19,8 +19,8 @@ import matplotlib
 import torch
 from rich.console import Console
 
-from hf_mp.html_page import check_writable, write_whole
 from hf_mp.memory.command import quiet_libraries
+from hf_mp.memory.html_page import check_writable, write_whole
 from hf_mp.memory.ledger import Category
 from hf_mp.memory.page import render_page
 from hf_mp.memory.presets import TRAINING_PRESETS

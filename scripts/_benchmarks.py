@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_mp.autocasting.fp32_products import fp32_product
-from hf_mp.autocasting.through_fp32 import runs_natively
+from hf_mp.casting.cpu.fp32_products import fp32_product
+from hf_mp.casting.cpu.upcast import runs_natively
 from hf_mp.memory.configs import BUILT_IN, built_in_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))

@@ -17,7 +17,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 import hf_mp
 from _benchmarks import DTYPES, UpdateBytes, Workload, peak_tensor_bytes
 from _step_by_step import StepByStep
-from hf_mp.autocasting.through_fp32 import runs_natively
+from hf_mp.casting.cpu.upcast import runs_natively
 
 Step = Callable[[], None]
 COMPILED = " compiled"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_mp.environment import describe_hardware, package_versions
+from hf_mp.environment.machine import describe_hardware, package_versions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "scripts" / "results"

@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from _results import save_result
 from hf_mp import MixedPrecision
-from hf_mp.autocasting.tables import TableName
+from hf_mp.casting.tables import TableName
 
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 TABLES: tuple[TableName, ...] = get_args(TableName)

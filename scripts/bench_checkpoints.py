@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from _results import alternate, median_and_spread, save_result
 from hf_mp import MixedPrecisionArguments, MixedPrecisionTrainer
-from hf_mp.checkpoints.inspection import find_problems, list_checkpoints
+from hf_mp.trainer.checkpoints.inspection import find_problems, list_checkpoints
 
 
 def make_trainer(cls: type[Trainer], arguments: type[TrainingArguments], folder: Path, model: Any, **named: Any) -> Any:

@@ -29,7 +29,7 @@ from transformers.utils import logging
 from _benchmarks import number, show_table
 from _results import Timing, alternate, median_and_spread, save_result
 from hf_mp import MixedPrecision, explain_overflows, record_precision
-from hf_mp.loss_scaling import StaticLossScaler
+from hf_mp.scaling.scalers import StaticLossScaler
 
 # Every how many steps histograms are taken; the first step of a run is one of them.
 HISTOGRAMS = {"histograms, each step": 1, "histograms, between": 10**9, "histograms, every 50": 50}

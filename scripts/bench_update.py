@@ -38,7 +38,7 @@ from _benchmarks import (
     show_table,
 )
 from _results import RESULTS, Timing, alternate, median_and_spread, save_result
-from hf_mp.master_weights.split_parameter import SplitParameter
+from hf_mp.weights.split_parameter import SplitParameter
 
 Step = Callable[[], None]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]

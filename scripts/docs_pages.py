@@ -61,19 +61,23 @@ class Section:
 
 
 SECTIONS = (
-    Section("training", "Training", ("hf_mp.trainer", "hf_mp.callback", "hf_mp.runtime", "hf_mp.policy")),
+    Section(
+        "training",
+        "Training",
+        ("hf_mp.trainer.trainer", "hf_mp.trainer.callback", "hf_mp.step", "hf_mp.policy"),
+    ),
     Section(
         "autocast",
         "Autocast",
-        ("hf_mp.autocasting",),
+        ("hf_mp.casting",),
         (
-            "hf_mp.autocasting.explain.Explanation",
-            "hf_mp.autocasting.explain.ExplainedOp",
-            "hf_mp.autocasting.rules.parse_rules",
+            "hf_mp.casting.explain.Explanation",
+            "hf_mp.casting.explain.ExplainedOp",
+            "hf_mp.casting.rules.parse_rules",
         ),
     ),
-    Section("loss_scaling", "Loss scaling", ("hf_mp.loss_scaling",), ("hf_mp.loss_scaling.LossScaler",)),
-    Section("master_weights", "Master weights", ("hf_mp.master_weights",)),
+    Section("loss_scaling", "Loss scaling", ("hf_mp.scaling.scalers",), ("hf_mp.scaling.scalers.LossScaler",)),
+    Section("master_weights", "Master weights", ("hf_mp.weights",)),
     Section(
         "diagnostics",
         "Diagnostics",
@@ -100,7 +104,7 @@ SECTIONS = (
             "hf_mp.memory.ledger.Moment",
         ),
     ),
-    Section("checkpoints", "Checkpoints", ("hf_mp.checkpoints",)),
+    Section("checkpoints", "Checkpoints", ("hf_mp.trainer.checkpoints",)),
 )
 
 # Of these, only the methods that a person calls; the others are for the rest of the package.
@@ -266,7 +270,7 @@ def _command_line() -> str:
 
 
 def _autocast_ops() -> str:
-    from hf_mp.autocasting.tables import TABLES, CastRule
+    from hf_mp.casting.tables import TABLES, CastRule
 
     meaning = {
         CastRule.LOWER_PRECISION: "Lower-precision ops: in FP16 or BF16",

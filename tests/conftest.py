@@ -22,6 +22,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
+from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
+
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
@@ -48,6 +50,12 @@ def pytest_collection_finish() -> None:
 def _seeded() -> Iterator[None]:
     torch.manual_seed(0)
     yield
+
+
+@pytest.fixture(autouse=True)
+def _without_fp16_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every machine takes the FP16 path of a CPU without FP16 arithmetic; a test of the other path sets it back."""
+    monkeypatch.setitem(CPU_PRODUCTS, torch.float16, False)
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float64], ids=str)

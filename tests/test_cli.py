@@ -6,11 +6,10 @@ from dataclasses import asdict
 import pytest
 from typer.testing import CliRunner
 
-from hf_mp import cli
-from hf_mp._version import __version__
-from hf_mp.machine.advice import Advice
-from hf_mp.machine.libraries import Library
-from hf_mp.machine.report import Machine
+from hf_mp import __version__, cli
+from hf_mp.environment.advice import Advice
+from hf_mp.environment.libraries import Library
+from hf_mp.environment.report import Machine
 
 
 def run(*arguments):
@@ -42,7 +41,7 @@ def test_an_unknown_command_fails():
 def machine(monkeypatch):
     advice = Advice("bf16", "It is fast.", "fp16.")
     planted = Machine({"torch": "2.13.0"}, {"CPU": "a fast one"}, [Library("triton", True, "3.6")], [], advice)
-    monkeypatch.setattr("hf_mp.machine.report.examine_machine", lambda: planted)
+    monkeypatch.setattr("hf_mp.environment.report.examine_machine", lambda: planted)
     return planted
 
 

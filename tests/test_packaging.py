@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_mp._version import __version__
+from hf_mp import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_SOURCES = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "outputs", "runs")

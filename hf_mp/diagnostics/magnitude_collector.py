@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_mp.attached_forward import AttachedForward
 from hf_mp.diagnostics.layers import select_layers
 from hf_mp.diagnostics.magnitudes import histogram, sample, sampling_stride, swamped
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
 from hf_mp.diagnostics.values import named_tensors
-from hf_mp.distributed import is_sharded, local_part
-from hf_mp.loss_scale_rules import StepReport
-from hf_mp.master_weights.split_parameter import gradient_and_factor, master_sample
-from hf_mp.runtime import MixedPrecision
+from hf_mp.scaling.rules import StepReport
+from hf_mp.step.forward import AttachedForward
+from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.weights.distributed import is_sharded, local_part
+from hf_mp.weights.split_parameter import gradient_and_factor, master_sample
 
 COMPILED = "activations and their gradients: the model is compiled, and its modules are not seen from outside"
 SHARDED = "weights, weight gradients and updates: FSDP gathers and shards the parameters meanwhile"

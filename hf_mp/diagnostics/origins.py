@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_mp.diagnostics.call_sites import CallSites, Site
 from hf_mp.diagnostics.overflow_report import Phase
 from hf_mp.diagnostics.values import Finiteness, TensorRange, finiteness, ranges_of
-from hf_mp.loss_scale_rules import FP16_MAX
+from hf_mp.scaling.rules import FP16_MAX
 
 # -inf is what these write on purpose, to hide positions from a softmax.
 _MASKING = frozenset(

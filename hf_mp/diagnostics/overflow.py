@@ -12,15 +12,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from hf_mp.attached_forward import AttachedForward
 from hf_mp.diagnostics.kept_calls import IncomingGradient, KeptBackward, KeptCall
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.replay import Replay
 from hf_mp.diagnostics.scale_level import is_finding_its_level, skips_until_error
 from hf_mp.diagnostics.values import finiteness, named_tensors
-from hf_mp.distributed import is_running
-from hf_mp.loss_scale_rules import StepReport
-from hf_mp.runtime import MixedPrecision
+from hf_mp.scaling.rules import StepReport
+from hf_mp.step.forward import AttachedForward
+from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.weights.distributed import is_running
 
 logger = logging.get_logger(__name__)
 

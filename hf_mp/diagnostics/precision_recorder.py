@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_mp.attached_forward import AttachedForward
 from hf_mp.diagnostics.magnitude_collector import MagnitudeCollector
 from hf_mp.diagnostics.memory_in_use import memory_in_use, memory_source
 from hf_mp.diagnostics.overflow import OverflowExplainer, runtime_of
@@ -22,10 +21,11 @@ from hf_mp.diagnostics.predicted_memory import as_record as as_memory_record
 from hf_mp.diagnostics.run_log import VERSION, RunLog
 from hf_mp.diagnostics.scale_level import is_finding_its_level
 from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, as_record
-from hf_mp.distributed import is_running
-from hf_mp.environment import describe_hardware, package_versions
-from hf_mp.loss_scale_rules import StepReport, headroom_left
-from hf_mp.runtime import MixedPrecision
+from hf_mp.environment.machine import describe_hardware, package_versions
+from hf_mp.scaling.rules import StepReport, headroom_left
+from hf_mp.step.forward import AttachedForward
+from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.weights.distributed import is_running
 
 SEARCH = "the loss scale is finding its level"
 UNEXPLAINED = "a gradient was inf or NaN; nobody looked for the cause"

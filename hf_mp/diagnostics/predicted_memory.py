@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_mp.distributed import is_sharded
 from hf_mp.memory.ledger import Category, Moment, Phase
 from hf_mp.memory.training import TrainingMemory, estimate_training_memory
 from hf_mp.policy import PrecisionPolicy
+from hf_mp.weights.distributed import is_sharded
 
 # The policies that hf_mp.estimate_training_memory knows by the same name.
 PREDICTABLE = ("fp16", "bf16", "fp16-lean", "bf16-lean")

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
-from hf_mp.borders import output_border
-from hf_mp.containers import apply_to_tensors
+from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.diagnostics.call_sites import CallSites
 from hf_mp.diagnostics.kept_calls import KeptBackward, KeptCall
 from hf_mp.diagnostics.origins import LargestSeen, Origin, OriginTracker
 from hf_mp.diagnostics.untouched import gradients_set_aside, untouched
 from hf_mp.diagnostics.values import Finiteness, finiteness, named_tensors, ranges_of
-from hf_mp.distributed import is_dtensor, is_running, is_sharded
-from hf_mp.loss_scale_rules import FP16_MAX, power_of_two_below
-from hf_mp.master_weights.split_parameter import raw_gradient
-from hf_mp.runtime import MixedPrecision
+from hf_mp.scaling.rules import FP16_MAX, power_of_two_below
+from hf_mp.step.borders import output_border
+from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.weights.distributed import is_dtensor, is_running, is_sharded
+from hf_mp.weights.split_parameter import raw_gradient
 
 
 class CannotReplay(RuntimeError):

@@ -14,8 +14,8 @@ from hf_mp.diagnostics.predicted_memory import PredictedMemory
 from hf_mp.diagnostics.report_charts import percent
 from hf_mp.diagnostics.run_log import RunRecords, StepRecord, read_run
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, StepShares
-from hf_mp.html_page import check_writable, page_template, write_whole
 from hf_mp.memory import page as memory_page
+from hf_mp.memory.html_page import check_writable, page_template, write_whole
 from hf_mp.memory.ledger import Category
 from hf_mp.memory.sizes import readable
 

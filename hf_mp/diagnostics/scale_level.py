@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_mp.loss_scale_rules import DynamicState, HeadroomState, ScalerState, StepReport
-from hf_mp.loss_scaling import LossScaleError, LossScaler
+from hf_mp.scaling.rules import DynamicState, HeadroomState, ScalerState, StepReport
+from hf_mp.scaling.scalers import LossScaleError, LossScaler
 
 MOST_SKIPS = 10_000  # beyond that, training does not stop in any practical sense
 

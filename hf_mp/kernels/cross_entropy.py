@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from hf_mp.autocasting.working_copies import is_shared, version_of
-from hf_mp.borders import BorderFunction
 from hf_mp.kernels.registry import chosen
+from hf_mp.step.borders import BorderFunction
+from hf_mp.weights.working_copies import is_shared, version_of
 
 # FP32 elements of one block of rows: on a CPU what stays in its cache, on a GPU what keeps it busy.
 _BLOCK_ELEMENTS = {"cpu": 2**19}

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.utils import import_utils
 
-from hf_mp.master_weights.split_parameter import SPLIT_CLASSES, SplitParameter
 from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.weights.split_parameter import SPLIT_CLASSES, SplitParameter
 
 
 class FakeSplitParameter(SplitParameter, FakeTensor):
@@ -40,7 +40,7 @@ class AnswerAsIfAllWentWell(TorchDispatchMode):
     activation is an outlier to LLM.int8().
 
     FP16 products on a CPU keep an FP32 tensor in 16 bits where its values allow it; whether they do is known from where
-    the tensor came from (:class:`hf_mp.autocasting.through_fp32._SavedInputs`).
+    the tensor came from (:class:`hf_mp.casting.cpu.upcast._SavedInputs`).
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hf_mp.html_page import check_writable, write_whole
+from hf_mp.memory.html_page import check_writable, write_whole
 from hf_mp.memory.page import render_page
 from hf_mp.memory.presets import TRAINING_PRESETS, parse_preset
 from hf_mp.memory.report import as_json as report_as_json

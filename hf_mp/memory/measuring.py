@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_mp.gradient_release import FreeGradients
 from hf_mp.memory.ledger import total_bytes
 from hf_mp.memory.models import ModelLike, find_config, model_class
 from hf_mp.memory.precisions import load, parse_precision
@@ -27,6 +26,7 @@ from hf_mp.memory.training import (
     train_one_step,
     training_memory,
 )
+from hf_mp.weights.optimizer_in_backward import FreeGradients
 
 _PROCESS = Path("/proc/self")
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from hf_mp.environment import describe_hardware, package_versions
-from hf_mp.html_page import page_template
+from hf_mp.environment.machine import describe_hardware, package_versions
 from hf_mp.memory.folding import fold_tree
 from hf_mp.memory.footprint import MemoryFootprint
+from hf_mp.memory.html_page import page_template
 from hf_mp.memory.ledger import Category, Moment, Phase
 from hf_mp.memory.precisions import PRECISIONS
 from hf_mp.memory.presets import TRAINING_PRESETS

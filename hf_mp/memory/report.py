@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hf_mp.environment import describe_hardware, package_versions
+from hf_mp.environment.machine import describe_hardware, package_versions
 from hf_mp.memory.fitting import LargestBatch, largest_batch_size
 from hf_mp.memory.folding import FoldedRow, fold_parameters, fold_tree
 from hf_mp.memory.footprint import MemoryFootprint, ModuleBytes, TensorRow, memory_footprint

@@ -14,8 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_mp.gradient_release import FreeGradients
-from hf_mp.master_weights.optimizer import MasterWeightOptimizer
 from hf_mp.memory.answers import AnswerAsIfAllWentWell, unseen_by_transformers
 from hf_mp.memory.gpu_stand_in import STAND_IN, fused_optimizers, kernels_of_a_gpu
 from hf_mp.memory.ledger import Category, Moment, Phase, StepProfile, profile_step
@@ -24,7 +22,9 @@ from hf_mp.memory.presets import TrainingPreset, parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.sizes import largest_first, readable
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.runtime import MixedPrecision, check_free_gradients
+from hf_mp.step.mixed_precision import MixedPrecision, check_free_gradients
+from hf_mp.weights.optimizer import MasterWeightOptimizer
+from hf_mp.weights.optimizer_in_backward import FreeGradients
 
 DEFAULT_OPTIMIZER = "adamw_torch_fused"  # TrainingArguments'
 _MAX_GRAD_NORM = 1.0  # TrainingArguments'
@@ -300,7 +300,7 @@ def _forward(model: nn.Module, preset: TrainingPreset, device: torch.device) -> 
     from accelerate.utils import convert_outputs_to_fp32
 
     if device == STAND_IN:
-        from hf_mp.autocasting.mode import autocast
+        from hf_mp.casting.mode import autocast
 
         return cast(Callable[..., Any], convert_outputs_to_fp32(autocast(preset.autocast)(model)))
     inside = torch.autocast(device.type, preset.autocast)

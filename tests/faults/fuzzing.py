@@ -26,11 +26,13 @@ from torch import nn
 from transformers import HfArgumentParser
 
 from hf_mp import CheckpointError, MasterWeightOptimizer, MixedPrecision, MixedPrecisionArguments, PrecisionPolicy
-from hf_mp.autocasting.mode import TABLES
-from hf_mp.autocasting.rules import match_modules, parse_rules
-from hf_mp.checkpoints.inspection import find_problems
-from hf_mp.checkpoints.json_files import JSONProblem, json_problem
-from hf_mp.checkpoints.manifest import (
+from hf_mp.casting.mode import TABLES
+from hf_mp.casting.rules import match_modules, parse_rules
+from hf_mp.policy import parse_loss_scale
+from hf_mp.scaling.scalers import DynamicLossScaler, HeadroomLossScaler, StaticLossScaler, make_loss_scaler
+from hf_mp.trainer.checkpoints.inspection import find_problems
+from hf_mp.trainer.checkpoints.json_files import JSONProblem, json_problem
+from hf_mp.trainer.checkpoints.manifest import (
     FileEntry,
     Manifest,
     _checksum,
@@ -39,8 +41,6 @@ from hf_mp.checkpoints.manifest import (
     build_manifest,
     is_inside,
 )
-from hf_mp.loss_scaling import DynamicLossScaler, HeadroomLossScaler, StaticLossScaler, make_loss_scaler
-from hf_mp.policy import parse_loss_scale
 
 SECONDS = 20  # far more than any case takes: one that runs into it hangs
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_mp import CheckpointError
-from hf_mp.checkpoints.manifest import MANIFEST_NAME, _checksum, _dump, build_manifest
+from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, _checksum, _dump, build_manifest
 
 MOST_MIB = 800  # above what the process has when it begins; a file of 1 GiB in memory, or what it says, is more
 SECONDS = 60

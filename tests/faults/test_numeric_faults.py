@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from numeric_faults import run_segment, run_until_stuck
 
-from hf_mp.loss_scale_rules import StepReport
-from hf_mp.runtime import MixedPrecision
+from hf_mp.scaling.rules import StepReport
+from hf_mp.step.mixed_precision import MixedPrecision
 
 
 @pytest.mark.parametrize("seed", range(48, 64))  # each precision with each scaler; half of the steps are struck

@@ -29,8 +29,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer, NoCheckpointError
-from hf_mp.checkpoints.inspection import find_problems, list_checkpoints
-from hf_mp.trainer_support import unwrap_optimizer
+from hf_mp.trainer.checkpoints.inspection import find_problems, list_checkpoints
+from hf_mp.trainer.session import unwrap_optimizer
 
 gc.collect()
 gc.freeze()  # accelerate collects garbage at each start, which would look at all of torch and Transformers

@@ -27,7 +27,7 @@ from hf_mp.kernels.gradient_scan import (
     largest_magnitude_reference,
     total_norm,
 )
-from hf_mp.master_weights.split import split
+from hf_mp.weights.split import split
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from hf_mp.kernels.triton_tables import blocks_of
@@ -59,7 +59,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.extend([name] if launcher is not None else [])
         return launcher
 
-    for module in ("kernels.gradient_scan", "kernels.adamw", "kernels.cross_entropy", "master_weights.fused_adamw"):
+    for module in ("kernels.gradient_scan", "kernels.adamw", "kernels.cross_entropy", "weights.fused_adamw"):
         monkeypatch.setattr(f"hf_mp.{module}.chosen", spy)
     return names
 

@@ -6,10 +6,10 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_mp import cli
-from hf_mp.html_page import check_writable, write_whole
 from hf_mp.memory import command as command_module
 from hf_mp.memory import report as report_module
 from hf_mp.memory.footprint import memory_footprint
+from hf_mp.memory.html_page import check_writable, write_whole
 from hf_mp.memory.models import skeleton
 from hf_mp.memory.precisions import PRECISIONS
 from hf_mp.memory.presets import TRAINING_PRESETS

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from hf_mp.loss_scaling import LossScaler, StepReport
+from hf_mp.scaling.scalers import LossScaler, StepReport
 
 CPU = torch.device("cpu")
 CLEAN, OVERFLOW = StepReport(False), StepReport(True)

@@ -1,0 +1,1 @@
+"""Autocast: op tables, the mode that applies them, and what runs in place of an op."""

@@ -1,0 +1,65 @@
+"""Which autocasts are active in a thread, and what other code does to the innermost of them.
+
+torch.compile traces these functions: their state is read as it is, and changed by side effects that it knows.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_mp.casting.mode import autocast
+
+BOTH_ACTIVE = (
+    "torch.autocast was entered inside hf_mp.autocast, and the two would cast each other's results: use hf_mp.autocast "
+    "for both, or torch.autocast(..., enabled=False) for an FP32 island"
+)
+
+
+class _ThreadState(threading.local):
+    """The autocast modes that are active in one thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.active: list[autocast] = []
+
+
+state = _ThreadState()
+
+
+def active_autocast() -> autocast | None:
+    """The innermost autocast of this thread, also a disabled one; None outside of any."""
+    return state.active[-1] if state.active else None
+
+
+def border_argument(value: Any) -> Any:
+    """An argument of an autograd function, with the borders of all active autocasts around it."""
+    for mode in state.active:
+        value = mode.border_argument(value)
+    return value
+
+
+def enter_island(enabled: bool) -> bool:
+    """Enter an FP32 island in the active autocast, for a ``torch.autocast`` that somebody entered.
+
+    Args:
+        enabled: whether torch's autocast is to be enabled.
+
+    Returns:
+        False outside of any autocast of ours, where torch's own is meant.
+
+    Raises:
+        RuntimeError: if torch's autocast would be active inside ours.
+    """
+    ours = active_autocast()
+    if ours is None:
+        return False
+    if enabled:
+        raise RuntimeError(BOTH_ACTIVE)
+    ours.island().__enter__()
+    return True
+
+
+def leave_island() -> None:
+    """Leave the island that :func:`enter_island` entered."""
+    state.active[-1].__exit__(None, None, None)

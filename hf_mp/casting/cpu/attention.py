@@ -1,0 +1,285 @@
+"""Attention of FP16/BF16 tensors on a CPU, some rows of scores at a time in FP32, without keeping probabilities.
+
+With dropout or a mask, torch's CPU attention is its mathematics step by step: scores, probabilities, dropout masks and
+their products exist whole, and most of them are kept for backward. Here a block of scores lives in the cache, is
+softmaxed in FP32, and is computed again in backward from the 16-bit query and key, as FlashAttention does (Dao et al.
+2022, arXiv 2205.14135, section 3.1). What is kept is one bit an element, where dropout needs it.
+
+:func:`attend` is the fast path, :func:`attention_reference` its plain form; both drop what torch's own would drop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hf_mp.casting.cpu.fp32_products import fp32_product
+from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.step.borders import BorderFunction
+
+ROW_BLOCK_ELEMENTS = 2**17  # scores in one block: 512 KiB in FP32. Causal rows leave out the keys behind their block
+HEAD_BLOCK_ELEMENTS = 2**16  # heads whose scores are smaller are taken several at once
+
+ATTENTION = frozenset({F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention})
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A call of ``torch.nn.functional.scaled_dot_product_attention``.
+
+    Attributes:
+        query: (batch, heads, L, E), float16 or bfloat16.
+        key: (batch, heads or a divisor of it, S, E).
+        value: (batch, as ``key``, S, Ev).
+        mask: broadcast to (batch, heads, L, S); bool (False hides), or added to the scores; None without one.
+        dropout: probability with which a probability is dropped.
+        is_causal: whether row i sees keys up to i.
+        scale: of the scores.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout: float
+    is_causal: bool
+    scale: float
+
+
+def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Attention | None:
+    """The attention that a call computes; None where :func:`attend` is not for it: torch's own then has the word."""
+    try:
+        return _read(*args, **kwargs)
+    except (TypeError, AttributeError):
+        return None  # not a valid call: torch's own error is the better one
+
+
+def _read(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Attention | None:
+    tensors = (query, key, value)
+    # Nested tensors and DTensors have rows that only their own ops find.
+    if any(t.is_nested or is_traceable_wrapper_subclass(t) for t in tensors):
+        return None
+    if any(t.dim() != 4 or t.device.type != "cpu" or t.dtype not in LOWER_PRECISION_DTYPES for t in tensors):
+        return None
+    if any(t.dtype is not query.dtype or t.shape[0] != query.shape[0] or t.numel() == 0 for t in tensors):
+        return None
+    heads, shared = query.shape[1], key.shape[1]
+    if value.shape[:3] != key.shape[:3] or query.shape[-1] != key.shape[-1]:
+        return None
+    if heads % shared or (heads != shared and not enable_gqa) or not 0.0 <= dropout_p < 1.0:
+        return None
+    if attn_mask is not None:
+        if is_causal or attn_mask.requires_grad or not 2 <= attn_mask.dim() <= 4:
+            return None
+        # A tokenizer's mask of 0 and 1 is refused by torch: added to the scores, it would hide nothing.
+        if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+            return None
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    return Attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+
+def attend(attention: Attention) -> Tensor:
+    """Softmax(query @ key.T * scale) @ value, (batch, heads, L, Ev) in the dtype of the query, rounded once.
+
+    Computed in FP32. Dropout draws from torch's generator what torch's own attention would draw.
+    """
+    query, key = attention.query, attention.key
+    kept = draw_kept(attention) if attention.dropout else None
+    settings = _Settings(attention.dropout, attention.is_causal, attention.scale)
+    return _Attention.apply(query, key, attention.value, attention.mask, kept, settings)
+
+
+def attention_reference(attention: Attention, kept: Tensor | None = None) -> Tensor:
+    """Plain form of :func:`attend`, differentiable any number of times; ``kept`` as :func:`draw_kept` gives it."""
+    query, key, value = (tensor.float() for tensor in (attention.query, attention.key, attention.value))
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
+    scores = query * attention.scale @ key.transpose(-1, -2)
+    hidden = None
+    if attention.is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    elif attention.mask is not None and attention.mask.dtype is torch.bool:
+        hidden = ~attention.mask
+    elif attention.mask is not None:
+        scores = scores + attention.mask
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    probabilities = torch.ops.aten._safe_softmax(scores, -1)
+    if kept is not None:
+        probabilities = probabilities * _noise(kept, attention.dropout, scores.shape[-1])
+    return (probabilities @ value).to(attention.query.dtype)
+
+
+def draw_kept(attention: Attention) -> Tensor:
+    """Which probabilities dropout keeps, as bits: uint8 of shape (batch, heads, L, S / 8 rounded up)."""
+    query = attention.query
+    drawn = torch.empty(*query.shape[:3], attention.key.shape[2], dtype=torch.bool, device=query.device)
+    return pack_bits(drawn.bernoulli_(1.0 - attention.dropout))
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """Eight booleans in one byte, the first in its lowest bit; written over ``bits`` of shape (..., n)."""
+    if rest := -bits.shape[-1] % 8:
+        bits = F.pad(bits, (0, rest))
+    # Eight bytes of 0 or 1 are one integer; this product puts their bits side by side in its highest byte.
+    return bits.view(torch.int64).mul_(0x0102040810204080).bitwise_right_shift_(56).to(torch.uint8)
+
+
+def _noise(kept: Tensor, dropout: float, keys: int) -> Tensor:
+    """What dropout multiplies with, FP32: 0, or 1 / (1 - dropout); of shape (..., ``keys``)."""
+    # By table: a byte is a row of eight factors.
+    places = torch.arange(8, dtype=torch.uint8, device=kept.device)
+    bits = torch.arange(256, dtype=torch.uint8, device=kept.device)[:, None].bitwise_right_shift(places) & 1
+    factors = F.embedding(kept.int(), bits.float() / (1.0 - dropout))
+    return factors.flatten(-2)[..., :keys]
+
+
+class _Settings(NamedTuple):
+    dropout: float
+    is_causal: bool
+    scale: float
+
+
+class _Rows(NamedTuple):
+    """Some rows of scores, and the keys that they see."""
+
+    rows: slice
+    keys: slice
+    future: Tensor | None  # True where a key lies behind a row, among the last keys
+
+
+def _row_blocks(length: int, keys: int, is_causal: bool) -> list[_Rows]:
+    height = max(1, ROW_BLOCK_ELEMENTS // keys)
+    blocks = []
+    for start in range(0, length, height):
+        rows = slice(start, min(start + height, length))
+        if not is_causal:
+            blocks.append(_Rows(rows, slice(0, keys), None))
+            continue
+        seen = slice(0, min(rows.stop, keys))
+        width = max(0, seen.stop - start)
+        future = torch.ones(rows.stop - start, width, dtype=torch.bool, device="cpu").triu_(1) if width else None
+        blocks.append(_Rows(rows, seen, future))
+    return blocks
+
+
+def _head_blocks(query: Tensor, key: Tensor) -> Iterator[tuple[int, slice, list[slice]]]:
+    """(batch, heads of the key, the blocks of the query's heads that read them)."""
+    groups = query.shape[1] // key.shape[1]
+    several = max(1, HEAD_BLOCK_ELEMENTS // (query.shape[2] * key.shape[2])) if groups == 1 else 1
+    for batch in range(query.shape[0]):
+        for start in range(0, key.shape[1], several):
+            shared = slice(start, min(start + several, key.shape[1]))
+            if groups == 1:
+                yield batch, shared, [shared]
+            else:
+                yield batch, shared, [slice(head, head + 1) for head in range(start * groups, (start + 1) * groups)]
+
+
+def _blocks(query: Tensor, key: Tensor, is_causal: bool) -> tuple[list[tuple[int, slice, list[slice]]], list[_Rows]]:
+    heads, rows = list(_head_blocks(query, key)), _row_blocks(query.shape[2], key.shape[2], is_causal)
+    if is_fake(query):  # it has no values, and the largest block stands for the memory of all
+        return [(batch, shared, readers[:1]) for batch, shared, readers in heads[:1]], rows[-1:]
+    return heads, rows
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Of FP32 matrices, (heads, rows, K) and (heads, K, columns)."""
+    return fp32_product(left[0], right[0])[None] if left.shape[0] == 1 else torch.bmm(left, right)
+
+
+def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, future: Tensor | None) -> Tensor:
+    scores = _product(query, key.transpose(1, 2))
+    if future is not None:
+        scores[:, :, -future.shape[1] :].masked_fill_(future, -torch.inf)
+    if mask is None:
+        return torch.softmax(scores, -1)
+    if mask.dtype is torch.bool:
+        scores.masked_fill_(~mask, -torch.inf)
+    else:
+        scores.add_(mask)
+    result: Tensor = torch.ops.aten._safe_softmax(scores, -1)  # rows that see nothing give 0
+    return result
+
+
+class _Attention(BorderFunction):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        kept: Tensor | None,
+        settings: _Settings,
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value, mask, kept)
+        ctx.settings = settings
+        # Laid out as the query is, which after Transformers' transpose(1, 2) is what the next product reads.
+        result = torch.empty_like(query[..., :1].expand(*query.shape[:3], value.shape[-1]))
+        head_blocks, rows_of = _blocks(query, key, settings.is_causal)
+        for batch, shared, readers in head_blocks:
+            key32, value32 = key[batch, shared].float(), value[batch, shared].float()
+            for heads in readers:
+                for rows, keys, future in rows_of:
+                    query32 = query[batch, heads, rows].float().mul_(settings.scale)
+                    seen = None if mask is None else mask[batch, heads, rows]
+                    probabilities = _probabilities(query32, key32[:, keys], seen, future)
+                    if kept is not None:
+                        probabilities.mul_(_noise(kept[batch, heads, rows], settings.dropout, keys.stop))
+                    result[batch, heads, rows].copy_(_product(probabilities, value32[:, keys]))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, kept = ctx.saved_tensors
+        settings: _Settings = ctx.settings
+        if torch.is_grad_enabled():  # create_graph=True
+            whole = Attention(query, key, value, mask, *settings)
+            inputs = [t for t, needed in zip((query, key, value), ctx.needs_input_grad, strict=False) if needed]
+            found = iter(torch.autograd.grad(attention_reference(whole, kept), inputs, gradient, create_graph=True))
+            return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None, None, None
+        grad_query, grad_key, grad_value = (torch.empty_like(tensor) for tensor in (query, key, value))
+        head_blocks, rows_of = _blocks(query, key, settings.is_causal)
+        for batch, shared, readers in head_blocks:
+            key32, value32 = key[batch, shared].float(), value[batch, shared].float()
+            sum_key, sum_value = torch.zeros_like(key32), torch.zeros_like(value32)
+            for heads in readers:
+                for rows, keys, future in rows_of:
+                    seen = None if mask is None else mask[batch, heads, rows]
+                    noise = None
+                    if kept is not None:
+                        noise = _noise(kept[batch, heads, rows], settings.dropout, keys.stop)
+                    query32 = query[batch, heads, rows].float().mul_(settings.scale)
+                    gradient32 = gradient[batch, heads, rows].float()
+                    probabilities = _probabilities(query32, key32[:, keys], seen, future)
+                    used = probabilities if noise is None else probabilities * noise
+                    sum_value[:, keys].add_(_product(used.transpose(1, 2), gradient32))
+                    to_scores = _product(gradient32, value32[:, keys].transpose(1, 2))
+                    if noise is not None:
+                        to_scores.mul_(noise)
+                    to_scores = torch._softmax_backward_data(to_scores, probabilities, -1, torch.float32)
+                    sum_key[:, keys].add_(_product(to_scores.transpose(1, 2), query32))
+                    grad_query[batch, heads, rows].copy_(_product(to_scores, key32[:, keys]).mul_(settings.scale))
+            grad_key[batch, shared].copy_(sum_key)
+            grad_value[batch, shared].copy_(sum_value)
+        return grad_query, grad_key, grad_value, None, None, None

@@ -1,0 +1,326 @@
+"""Matrix products of FP16 tensors on a CPU without FP16 arithmetic, block by block in FP32.
+
+``y = x @ w.T + bias`` with x, w, y stored in 16 bits: blocks of the operands are cast to FP32, multiplied there, and
+the result is rounded once, as a tensor core does (Micikevicius et al. 2017, section 3.3). No operand or result ever
+exists whole in FP32: on a CPU a fresh large buffer costs more in page faults than the casts do, and it is memory. In
+backward a weight's gradient leaves through the same blocks, rounded, cast to FP32 and unscaled.
+
+:func:`multiply` is the fast path; its plain reference is ``run_through_fp32(torch.nn.functional.linear, ...)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hf_mp.casting.cpu.fp32_products import fp32_product
+from hf_mp.casting.cpu.upcast import must_be_plain, run_through_fp32
+from hf_mp.step.borders import BorderFunction, parameter_border, unscale
+
+BLOCK_ELEMENTS = 2**20  # 4 MiB in FP32: large enough for full matmul speed, small enough for caches and malloc
+
+
+@dataclass(frozen=True)
+class Product:
+    """``x @ weight.T + bias``, as read from a call of an op.
+
+    Attributes:
+        x: (..., K).
+        weight: (N, K), or (K, N) where ``transposed``.
+        bias: (N,), or None.
+        transposed: whether ``weight`` lies the other way round, as in ``addmm``.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    transposed: bool = False
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product:
+    return Product(input, weight, bias)
+
+
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Product | None:
+    if beta != 1 or alpha != 1 or input.dim() != 1 or mat1.dim() != 2:
+        return None
+    return Product(mat1, mat2, input, transposed=True)
+
+
+def _mm(input: Tensor, mat2: Tensor) -> Product | None:
+    return Product(input, mat2, transposed=True) if input.dim() == 2 else None
+
+
+def _matmul(input: Tensor, other: Tensor) -> Product:
+    return Product(input, other, transposed=True)
+
+
+_READ: dict[str, Callable[..., Product | None]] = {"linear": _linear, "addmm": _addmm, "mm": _mm, "matmul": _matmul}
+
+
+def read_product(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Product | None:
+    """The product that a call of op ``name`` computes; None where it is not one of (..., K) with a matrix."""
+    if name not in _READ:
+        return None
+    if getattr(func, "__name__", "") == "__rmatmul__":
+        args = args[::-1]
+    try:
+        product = _READ[name](*args, **kwargs)
+    except (TypeError, AttributeError):
+        return None  # not a valid call: torch's own error is the better one
+    return product if product is not None and _is_plain(product) else None
+
+
+def _is_plain(product: Product) -> bool:
+    tensors = [product.x, product.weight] + ([] if product.bias is None else [product.bias])
+    if not all(isinstance(t, Tensor) and t.is_floating_point() and t.dtype is not torch.float64 for t in tensors):
+        return False
+    if any(t.is_nested or is_traceable_wrapper_subclass(t) for t in tensors):  # whose rows only their own ops find
+        return False
+    if product.weight.dim() != 2 or product.x.dim() < 2 or 0 in product.x.shape or 0 in product.weight.shape:
+        return False
+    inner = product.weight.shape[0 if product.transposed else 1]
+    outer = product.weight.shape[1 if product.transposed else 0]
+    fits = product.bias is None or product.bias.shape == (outer,)
+    return product.x.shape[-1] == inner and fits and product.x.device.type == "cpu"
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A weight or bias on its way into a product.
+
+    Attributes:
+        outside: the tensor that receives the gradient, in its own dtype.
+        rounded: its value in 16 bits.
+        inverse: the inverse loss scale to unscale the gradient by, FP32 of shape (1,); None where nothing is scaled.
+    """
+
+    outside: Tensor
+    rounded: Tensor
+    inverse: Tensor | None = None
+
+
+def multiply(x: Tensor, weight: Factor, bias: Factor | None, *, transposed: bool, native: bool = False) -> Tensor:
+    """``x @ weight.T + bias`` of 16-bit tensors, accumulated in FP32 and rounded once to ``x``'s dtype.
+
+    Args:
+        x: (..., K), float16 or bfloat16, on a CPU.
+        weight: (N, K), or (K, N) where ``transposed``.
+        bias: (N,), or None.
+        transposed: which of the two.
+        native: whether the CPU multiplies ``x``'s dtype itself. Then only the way of a weight's gradient to its FP32
+            parameter goes block by block.
+
+    Returns:
+        (..., N) in ``x``'s dtype.
+    """
+    if must_be_plain():
+        inside = None if bias is None else _inside(bias)
+        if native:
+            return _forward_native(x, _inside(weight), inside, transposed)
+        return _plain_multiply(x, _inside(weight), inside, transposed)
+    outside, rounded = (None, None) if bias is None else (bias.outside, bias.rounded)
+    return _Product.apply(x, weight.outside, outside, weight.rounded, rounded, transposed, weight.inverse, native)
+
+
+def _inside(factor: Factor) -> Tensor:
+    if factor.outside is factor.rounded:
+        return factor.outside
+    return parameter_border(factor.outside, factor.rounded, factor.inverse)
+
+
+def _plain_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    return run_through_fp32(F.linear, (x, weight.t() if transposed else weight, bias), {}, x.dtype)
+
+
+class _Product(BorderFunction):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        weight16: Tensor,
+        bias16: Tensor | None,
+        transposed: bool,
+        inverse: Tensor | None,
+        native: bool,
+    ) -> Tensor:
+        # The weight is saved besides its rounding for second derivatives only; a parameter takes no memory.
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        weights = (weight16, weight) if needs_x else (None, None)
+        ctx.save_for_backward(x if needs_weight else None, *weights)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.x_shape, ctx.x_dtype, ctx.weight_shape, ctx.weight_dtype = x.shape, x.dtype, weight.shape, weight.dtype
+        ctx.transposed, ctx.inverse, ctx.native = transposed, inverse, native
+        if native:
+            result = _forward_native(x, weight16, bias16, transposed)
+        else:
+            matrix = weight16.t() if transposed else weight16
+            result = _forward_blocks(x.reshape(-1, x.shape[-1]), matrix, bias16)
+        # Never a view: models add to a product in place (`h = linear(x); h += residual`).
+        return torch.ops.aten._unsafe_view(result, [*x.shape[:-1], result.shape[-1]])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight16, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            weight_factor = None if weight16 is None else Factor(weight, weight16, ctx.inverse)
+            grads = _differentiable_backward(ctx, gradient, x, weight_factor)
+            return *grads, None, None, None, None, None
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_x = gradient.new_empty(ctx.x_shape) if needs_x else None
+        grad_weight = gradient.new_empty(ctx.weight_shape, dtype=ctx.weight_dtype) if needs_weight else None
+        grad_bias = gradient.new_empty(gradient.shape[-1], dtype=ctx.bias_dtype) if needs_bias else None
+        backward = _Backward(
+            gradient=gradient.reshape(-1, gradient.shape[-1]),
+            x=None if x is None else x.reshape(-1, x.shape[-1]),
+            weight=weight16.t() if weight16 is not None and ctx.transposed else weight16,
+            inverse=ctx.inverse,
+            grad_x=None if grad_x is None else grad_x.view(-1, ctx.x_shape[-1]),
+            grad_weight=grad_weight.t() if grad_weight is not None and ctx.transposed else grad_weight,
+            grad_bias=grad_bias,
+        )
+        (_backward_native if ctx.native else _backward_blocks)(backward)
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _blocks(total: int, width: int) -> Iterator[slice]:
+    """Slices of ``total`` rows of ``width`` elements, each within BLOCK_ELEMENTS."""
+    size = max(1, BLOCK_ELEMENTS // max(1, width))
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))
+
+
+def _forward_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    (rows, inner), outer = x.shape, weight.shape[0]
+    result = x.new_empty(rows, outer)
+    for row in _blocks(rows, inner):
+        x32 = x[row].float()
+        for column in _blocks(outer, max(inner, row.stop - row.start)):
+            bias32 = None if bias is None else bias[column].float()
+            result[row, column].copy_(fp32_product(x32, weight[column].float().t(), bias32))
+    return result
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """What a product's backward reads, and the gradients that it writes: those that are not None.
+
+    Attributes:
+        gradient: of the result, (rows, N).
+        x: (rows, K), for ``grad_weight``.
+        weight: (N, K), for ``grad_x``.
+        inverse: the inverse loss scale, for the gradients of weight and bias.
+        grad_x, grad_weight, grad_bias: as ``x`` and ``weight``, and (N,).
+    """
+
+    gradient: Tensor
+    x: Tensor | None
+    weight: Tensor | None
+    inverse: Tensor | None
+    grad_x: Tensor | None
+    grad_weight: Tensor | None
+    grad_bias: Tensor | None
+
+
+def _backward_blocks(backward: _Backward) -> None:
+    """Write the gradients, block by block in FP32."""
+    gradient, x, weight, inverse = backward.gradient, backward.x, backward.weight, backward.inverse
+    grad_x, grad_weight, grad_bias = backward.grad_x, backward.grad_weight, backward.grad_bias
+    (rows, outer), dtype = gradient.shape, gradient.dtype
+    inner = next((found.shape[1] for found in (grad_x, grad_weight) if found is not None), 1)
+    row_blocks = list(_blocks(rows, inner))
+    # Over one block of rows a weight's gradient is complete at once; over several it is summed up in FP32 first.
+    sum_weight = None if grad_weight is None or len(row_blocks) == 1 else _fp32_like(grad_weight)
+    sum_bias = gradient.new_zeros(outer, dtype=torch.float32)
+    for row in row_blocks:
+        x32 = None if x is None else x[row].float()
+        sum_x: Tensor | None = None
+        for column in _blocks(outer, max(inner, row.stop - row.start)):
+            gradient32 = gradient[row, column].float()
+            if grad_x is not None and weight is not None:
+                part = fp32_product(gradient32, weight[column].float())
+                sum_x = part if sum_x is None else sum_x.add_(part)
+            if grad_bias is not None:
+                sum_bias[column] += gradient32.sum(0)
+            if grad_weight is None or x32 is None:
+                continue
+            part = fp32_product(gradient32.t(), x32)
+            if sum_weight is None:
+                _leave(part, dtype, inverse, grad_weight[column])
+            elif row.start == 0:
+                sum_weight[column].copy_(part)
+            else:
+                sum_weight[column].add_(part)
+        if grad_x is not None and sum_x is not None:
+            grad_x[row].copy_(sum_x)
+    if grad_weight is not None and sum_weight is not None:
+        for column in _blocks(outer, inner):
+            _leave(sum_weight[column], dtype, inverse, grad_weight[column])
+    if grad_bias is not None:
+        _leave(sum_bias, dtype, inverse, grad_bias)
+
+
+def _forward_native(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    if not transposed:
+        return F.linear(x, weight, bias)
+    # As GPT-2's Conv1D calls it: a transposed view in F.linear is twice as slow for a single token.
+    if bias is None:
+        return torch.matmul(x, weight)
+    return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], -1)
+
+
+def _backward_native(backward: _Backward) -> None:
+    """As :func:`_backward_blocks`, with the CPU's own products."""
+    gradient, x, weight, inverse = backward.gradient, backward.x, backward.weight, backward.inverse
+    grad_x, grad_weight, grad_bias = backward.grad_x, backward.grad_weight, backward.grad_bias
+    if grad_x is not None and weight is not None:
+        torch.mm(gradient, weight, out=grad_x)
+    if grad_weight is not None and x is not None:
+        for column in _blocks(grad_weight.shape[0], grad_weight.shape[1]):
+            _leave(torch.mm(gradient[:, column].t(), x), gradient.dtype, inverse, grad_weight[column])
+    if grad_bias is not None:
+        _leave(gradient.sum(0), gradient.dtype, inverse, grad_bias)
+
+
+def _fp32_like(grad_weight: Tensor) -> Tensor:
+    """FP32 memory to sum a weight's gradient up in: its own where it is FP32."""
+    return grad_weight if grad_weight.dtype is torch.float32 else torch.empty_like(grad_weight, dtype=torch.float32)
+
+
+def _leave(gradient: Tensor, dtype: torch.dtype, inverse: Tensor | None, target: Tensor) -> None:
+    """Round a gradient to ``dtype``, then write it to ``target``, unscaled in FP32 where ``inverse`` is given."""
+    target.copy_(gradient.to(dtype))
+    if inverse is not None:
+        target.mul_(inverse)
+
+
+def _differentiable_backward(
+    ctx: Any, gradient: Tensor, x: Tensor | None, weight: Factor | None
+) -> tuple[Tensor | None, ...]:
+    """Backward made of differentiable ops, for ``create_graph=True``."""
+    gradients = gradient.reshape(-1, gradient.shape[-1])
+
+    def leave(found: Tensor) -> Tensor:
+        return unscale(found, ctx.inverse).to(ctx.weight_dtype)
+
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        return run_through_fp32(torch.matmul, (left, right), {}, ctx.x_dtype)
+
+    grad_x = grad_weight = grad_bias = None
+    if weight is not None:
+        inside = _inside(weight)
+        grad_x = product(gradients, inside.t() if ctx.transposed else inside).view(ctx.x_shape)
+    if x is not None:
+        rows = x.reshape(-1, x.shape[-1])
+        grad_weight = leave(product(*((rows.t(), gradients) if ctx.transposed else (gradients.t(), rows))))
+    if ctx.needs_input_grad[2]:
+        grad_bias = leave(run_through_fp32(torch.sum, (gradients, 0), {}, ctx.x_dtype))
+    return grad_x, grad_weight, grad_bias

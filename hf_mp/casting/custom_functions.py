@@ -1,0 +1,79 @@
+"""Autocast for autograd functions of one's own: ``custom_fwd`` and ``custom_bwd``.
+
+Equivalents of ``torch.amp.custom_fwd`` and ``torch.amp.custom_bwd`` (torch's AMP examples, "Functions with multiple
+inputs or autocastable ops" and "Functions that need a particular dtype").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hf_mp.casting.mode import active_autocast
+
+
+def custom_fwd(
+    forward: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | None = None
+) -> Callable[..., Any]:
+    """Decorate the ``forward`` of a ``torch.autograd.Function``; decorate its ``backward`` with :func:`custom_bwd`.
+
+    The equivalent of ``torch.amp.custom_fwd`` (torch's AMP examples, "Functions that need a particular dtype")::
+
+        class Scaled(torch.autograd.Function):
+            @staticmethod
+            @hf_mp.custom_fwd(cast_inputs=torch.float32)
+            def forward(ctx, x): ...
+
+            @staticmethod
+            @hf_mp.custom_bwd
+            def backward(ctx, gradient): ...
+
+    Args:
+        forward: the static method, for use as ``@custom_fwd`` without arguments.
+        cast_inputs: None (default) runs ``forward`` in the autocast that is active. A dtype casts the floating inputs
+            to it and runs ``forward`` with autocast off; outside of any autocast it has no effect.
+
+    Returns:
+        The decorated method; with ``cast_inputs`` and no ``forward``, a decorator for it.
+
+    Raises:
+        TypeError: if ``cast_inputs`` is not a dtype.
+    """
+    if cast_inputs is not None and not isinstance(cast_inputs, torch.dtype):
+        raise TypeError(f"cast_inputs must be a torch.dtype, not {cast_inputs!r}")
+    if forward is None:
+        return functools.partial(custom_fwd, cast_inputs=cast_inputs)
+
+    @functools.wraps(forward)
+    def decorated(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        active = active_autocast()
+        ctx._hf_mp_autocast = active
+        if active is None or not active.enabled or cast_inputs is None:
+            return forward(ctx, *args, **kwargs)
+        ctx._hf_mp_autocast = active.island()
+        with ctx._hf_mp_autocast:
+            cast_kwargs = {key: active.cast(value, cast_inputs) for key, value in kwargs.items()}
+            return forward(ctx, *active.cast(args, cast_inputs), **cast_kwargs)
+
+    return decorated
+
+
+def custom_bwd(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate the ``backward`` of a ``torch.autograd.Function``: it runs in the autocast that its forward ran in.
+
+    The equivalent of ``torch.amp.custom_bwd``; the ``forward`` is to be decorated with :func:`custom_fwd`.
+
+    Args:
+        backward: the static method.
+    """
+
+    @functools.wraps(backward)
+    def decorated(ctx: Any, *gradients: Any) -> Any:
+        with ctx._hf_mp_autocast or contextlib.nullcontext():
+            return backward(ctx, *gradients)
+
+    return decorated

@@ -1,0 +1,154 @@
+"""``autocast.explain``: what ran in which dtype, op by op and module by module."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from hf_mp.casting.cpu.upcast import map_tensors
+from hf_mp.casting.tables import CastRule, op_name
+
+Dtypes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ExplainedOp:
+    """Calls of one op in one module that were treated alike.
+
+    Attributes:
+        module: name of the innermost module that made the call; empty outside of any.
+        op: name of the op.
+        rule: the table or rule that decided, such as ``"lower precision"``; ``"unlisted"`` where none speaks of it.
+        inputs: dtypes in which the floating inputs came.
+        cast: dtypes in which the op got them; of an unlisted op the same as ``inputs``.
+        outputs: dtypes of its floating results.
+        count: number of such calls.
+    """
+
+    module: str
+    op: str
+    rule: str
+    inputs: Dtypes
+    cast: Dtypes
+    outputs: Dtypes
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The calls under autocast, in the order in which they first came; prints as a table."""
+
+    ops: tuple[ExplainedOp, ...]
+
+    def __str__(self) -> str:
+        table = Table(title=None)
+        for column in ("module", "op", "rule", "came as", "ran as", "gave"):
+            table.add_column(column, overflow="fold")
+        table.add_column("calls", justify="right")
+        for op in self.ops:
+            ran = " ".join(op.cast) if op.cast != op.inputs else "as it came"
+            cells = (op.module, op.op, op.rule, " ".join(op.inputs), ran, " ".join(op.outputs), str(op.count))
+            table.add_row(*cells)
+        console = Console(width=150)
+        with console.capture() as text:
+            console.print(table)
+        return text.get()
+
+
+class Recorder:
+    """Takes down each call that autocast sees, with the module that made it."""
+
+    def __init__(self) -> None:
+        self._modules: list[str] = []
+        self._calls: Counter[ExplainedOp] = Counter()
+
+    def observe(
+        self, mode: Any, entry: tuple[CastRule, str] | None, func: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Make a call in place of ``mode.apply`` and take it down."""
+        if entry is None:
+            result = mode.apply(entry, func, args, kwargs)
+            came = _dtypes((args, kwargs))
+            self._record(op_name(func), "unlisted", came, came, result)
+            return result
+        if entry[0] is CastRule.LOWER_PRECISION:  # also where the CPU computes through FP32: the numbers are FP16's
+            result = mode.apply(entry, func, args, kwargs)
+            ran = tuple(len(_dtypes(part)) * (_name(mode.dtype),) for part in (args, kwargs))
+            self._record(entry[1], entry[0].value, _dtypes((args, kwargs)), sum(ran, ()), result)
+            return result
+        got: list[Any] = []
+
+        @functools.wraps(func)
+        def watched(*cast_args: Any, **cast_kwargs: Any) -> Any:
+            got.append((cast_args, cast_kwargs))
+            return func(*cast_args, **cast_kwargs)
+
+        result = mode.apply(entry, watched, args, kwargs)
+        self._record(entry[1], entry[0].value, _dtypes((args, kwargs)), _dtypes(got[0]), result)
+        return result
+
+    def _record(self, op: str, rule: str, came: Dtypes, ran: Dtypes, result: Any) -> None:
+        outputs = _dtypes(result)
+        if not outputs:  # questions (`.shape`) and integer arithmetic
+            return
+        module = self._modules[-1] if self._modules else ""
+        self._calls[ExplainedOp(module, op, rule, came, ran, outputs)] += 1
+
+    @contextlib.contextmanager
+    def following(self, model: nn.Module) -> Iterator[None]:
+        """Know in which of ``model``'s modules a call is made."""
+        handles = []
+        for name, module in model.named_modules():
+            enter = module.register_forward_pre_hook(_enter(self._modules, name), prepend=True)
+            handles += [enter, module.register_forward_hook(_leave(self._modules), always_call=True)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def explanation(self) -> Explanation:
+        """What was recorded."""
+        return Explanation(tuple(_with_count(op, count) for op, count in self._calls.items()))
+
+
+def _with_count(op: ExplainedOp, count: int) -> ExplainedOp:
+    return ExplainedOp(op.module, op.op, op.rule, op.inputs, op.cast, op.outputs, count)
+
+
+def _enter(modules: list[str], name: str) -> Callable[..., None]:
+    return lambda module, args: modules.append(name)
+
+
+def _leave(modules: list[str]) -> Callable[..., None]:
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        modules.pop()
+
+    return leave
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtypes(value: Any) -> Dtypes:
+    found: list[str] = []
+
+    def take(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            found.append(_name(tensor.dtype))
+        return tensor
+
+    with torch._C.DisableTorchFunction():
+        for part in value if isinstance(value, tuple) else (value,):
+            map_tensors(take, list(part.values()) if isinstance(part, dict) else part)
+    return tuple(found)

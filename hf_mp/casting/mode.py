@@ -1,0 +1,445 @@
+"""``hf_mp.autocast``: the mode that sees every torch call and applies the op tables to it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils.hooks import RemovableHandle
+
+from hf_mp.casting.active import active_autocast, border_argument, enter_island, leave_island, state
+from hf_mp.casting.cpu.attention import ATTENTION, Attention, attend, read_attention
+from hf_mp.casting.cpu.products import Factor, Product, multiply, read_product
+from hf_mp.casting.cpu.upcast import must_be_plain, run_through_fp32, runs_natively
+from hf_mp.casting.decompositions.composites import COMPOSITES, call
+from hf_mp.casting.decompositions.ops import NOT_TRACED, WRITTEN_OUT
+from hf_mp.casting.explain import Explanation, Recorder
+from hf_mp.casting.rules import ParsedRules, Rules, match_modules, parse_rules
+from hf_mp.casting.tables import OPS, TABLES, CastRule, TableName
+from hf_mp.casting.torch_patches import autocast_state as torch_state
+from hf_mp.casting.torch_patches import compiler as compiling
+from hf_mp.casting.torch_patches.autocast_state import is_torch_autocast_enabled
+from hf_mp.casting.torch_patches.checkpoints import reenter_in_recomputation
+from hf_mp.step import borders
+from hf_mp.weights.working_copies import WatchedParameter, version_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_CASTABLE = frozenset(
+    dtype for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype is not torch.float64
+)  # fmt: skip
+ALLOWED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class autocast(TorchFunctionMode):
+    """Run each op in the dtype that suits it: products in ``dtype``, reductions and exponentials in FP32.
+
+    A context manager and a decorator, with the semantics of ``torch.autocast`` (torch's AMP documentation,
+    "Autocast Op Reference"): floating tensors other than FP64 are cast; in-place ops, ``out=`` and calls that name a
+    ``dtype=`` are left alone. It nests, holds for the calling thread only, and applies again where gradient
+    checkpointing recomputes a forward that ran inside it.
+
+    Args:
+        dtype: ``torch.float16`` (default), ``torch.bfloat16`` or ``torch.float32`` (nothing is lowered).
+        enabled: False switches autocast off inside an outer one; default True.
+        tables: whose documented op lists apply: ``"cuda"`` (default, on every device) or ``"cpu"``; ``"compact"`` is
+            torch's for CUDA without the FP32 copies that kernels do not need (softmax).
+        rules: a person's own rules, by op and by module name (:func:`hf_mp.casting.rules.parse_rules`), for
+            example ``{torch.softmax: "unlisted", "lm_head": "fp32"}``; default none.
+        model: where the module names in ``rules`` are looked up; default none, for rules by op alone.
+
+    Raises:
+        TypeError: if ``dtype`` is not a ``torch.dtype``, or a rule is for something that is not a torch function.
+        ValueError: for another dtype, a table set that does not exist, a rule that is not known, or one that matches
+            no module.
+        RuntimeError: on entering, if ``torch.autocast`` is active: the two would cast each other's results.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float16,
+        *,
+        enabled: bool = True,
+        tables: TableName = "cuda",
+        rules: Rules | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"autocast's dtype must be a torch.dtype, not {type(dtype).__name__} ({dtype!r})")
+        if dtype not in ALLOWED_DTYPES:
+            raise ValueError(f"autocast cannot use {dtype}: use torch.float16, torch.bfloat16 or torch.float32")
+        if tables not in TABLES:
+            raise ValueError(f"tables={tables!r} is not known: use one of {', '.join(map(repr, TABLES))}")
+        if not torch.compiler.is_compiling():
+            torch_state.install_in_transformers(active_autocast)
+        self.dtype = dtype
+        self.enabled = enabled
+        self.tables: TableName = tables
+        self._ops = OPS[tables] if enabled else {}
+        self._fp32_modules: list[nn.Module] = []
+        if rules and enabled:
+            self._take_rules(parse_rules(rules, TABLES[tables]), model)
+        self._casts = CastCache()
+        self._island_hooks: list[RemovableHandle] = []
+        self.observer: Callable[..., Any] | None = None  # makes every call in place of apply(); see explain
+
+    def _take_rules(self, rules: ParsedRules, model: nn.Module | None) -> None:
+        ops = {**self._ops, **rules.ops}
+        self._ops = {function: entry for function, entry in ops.items() if entry is not None}
+        if rules.modules:
+            if model is None:
+                names = ", ".join(map(repr, rules.modules))
+                raise ValueError(f"rules by module name ({names}) need the model to look them up in: model=...")
+            self._fp32_modules = match_modules(rules.modules, model)
+
+    def __enter__(self) -> autocast:
+        if is_torch_autocast_enabled("cpu") or is_torch_autocast_enabled("cuda"):
+            raise RuntimeError(
+                "torch.autocast is active: use either torch.autocast or hf_mp.autocast, not one inside the other"
+            )
+        if self._fp32_modules and not self._island_hooks:
+            self._island_hooks = [handle for m in self._fp32_modules for handle in _make_island(m, self)]
+        state.active.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        state.active.pop()
+        if self not in state.active:
+            self._casts.clear()
+            for handle in self._island_hooks:
+                handle.remove()
+            self._island_hooks = []
+
+    def island(self) -> autocast:
+        """An autocast to enter inside this one, switched off."""
+        return autocast(self.dtype, enabled=False, tables=self.tables)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Decorate ``function`` so that it runs under this autocast."""
+
+        @functools.wraps(function)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self:
+                return function(*args, **kwargs)
+
+        return wrapped
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # The order below is for speed: most calls of a model are unlisted, and every one of them comes here.
+        kwargs = kwargs or {}
+        entry = self._ops.get(func)
+        if entry is None:
+            if func in COMPOSITES and not (torch.compiler.is_dynamo_compiling() and func in NOT_TRACED):
+                return self._open(COMPOSITES[func], args, kwargs)
+            if torch.compiler.is_dynamo_compiling() and self._writes_out(func):
+                return self._write_out(NOT_TRACED[func], func, args, kwargs)
+            if self.observer is None:
+                return self.call_unlisted(func, args, kwargs)
+        # An autocast inside this one has decided already; what reaches here is the call that it makes.
+        elif state.active[-1] is not self:
+            entry = None
+        elif entry[0] is CastRule.WRITTEN_OUT:
+            return self._write_out(entry[1], func, args, kwargs)
+        return (self.apply if self.observer is None else self.observer)(entry, func, args, kwargs)
+
+    def _open(self, opened: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a composite function with this mode active, which torch has taken off its stack for the call."""
+        if torch.compiler.is_dynamo_compiling():
+            with self:
+                return opened(*args, **kwargs)
+        _push_mode(self)
+        try:
+            return opened(*args, **kwargs)
+        finally:
+            _pop_mode()
+
+    def _writes_out(self, func: Callable[..., Any]) -> bool:
+        innermost = self.enabled and state.active[-1] is self
+        return innermost and func in NOT_TRACED and NOT_TRACED[func] in TABLES[self.tables].written_out
+
+    def _write_out(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Make the calls that an op makes inside; where there are none, lower the op as a whole."""
+        result = self._open(WRITTEN_OUT[name], args, kwargs)
+        if result is not NotImplemented:
+            return result
+        return (self.observer or self.apply)((CastRule.LOWER_PRECISION, name), func, args, kwargs)
+
+    def apply(
+        self,
+        entry: tuple[CastRule, str] | None,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Make a call by the table entry that was found for it."""
+        if entry is None:
+            return self.call_unlisted(func, args, kwargs)
+        rule, name = entry
+        if rule is CastRule.LOWER_PRECISION:  # most calls; to look an enum member up costs as much as a small op
+            return _lower_precision(self, name, func, args, kwargs)
+        return _APPLY[rule](self, name, func, args, kwargs)
+
+    @staticmethod
+    def explain(
+        function: Callable[..., Any],
+        *inputs: Any,
+        dtype: torch.dtype = torch.float16,
+        tables: TableName = "cuda",
+        rules: Rules | None = None,
+        **kwargs: Any,
+    ) -> Explanation:
+        """Call ``function`` once under autocast and tell what ran in which dtype.
+
+        Args:
+            function: a model or any function; a model that mixed precision is attached to is explained as it runs.
+            inputs: what to call it with.
+            dtype: as for :class:`autocast`, default ``torch.float16``; of no effect for an attached model.
+            tables: as for :class:`autocast`, default ``"cuda"``; of no effect for an attached model.
+            rules: as for :class:`autocast`, default none; of no effect for an attached model.
+            kwargs: what to call it with, by name.
+
+        Returns:
+            An :class:`Explanation`: a table when printed, its rows as data in ``.ops``.
+        """
+        model = function if isinstance(function, nn.Module) else None
+        attached = getattr(getattr(function, "forward", None), "runtime", None)
+        mode = autocast(dtype, tables=tables, rules=rules, model=model) if attached is None else attached.region
+        recorder = Recorder()
+        mode.observer = functools.partial(recorder.observe, mode)
+        try:
+            with contextlib.ExitStack() as contexts:
+                if model is not None:
+                    contexts.enter_context(recorder.following(model))
+                if attached is None:  # an attached model enters its region itself
+                    contexts.enter_context(mode)
+                function(*inputs, **kwargs)
+        finally:
+            mode.observer = None
+        return recorder.explanation()
+
+    def border_argument(self, value: Any) -> Any:
+        """An argument for an autograd function, which torch function modes do not see."""
+        return value
+
+    def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Make a call that no table speaks of."""
+        return call(func, args, kwargs) if torch.compiler.is_dynamo_compiling() else func(*args, **kwargs)
+
+    def cast_parameter(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """The parameter in ``dtype``; cast once while this autocast lasts, as torch does."""
+        if parameter.dtype is dtype:
+            return parameter
+        return self._casts.get(parameter, dtype) if parameter.requires_grad else parameter.to(dtype)
+
+    # Whether products go through multiply() also where the CPU has them: see its `native`.
+    takes_products = False
+
+    def factor(self, tensor: Tensor) -> Factor:
+        """A weight or bias for a product that runs block by block."""
+        inside = self.cast(tensor, self.dtype)
+        return Factor(inside, inside)
+
+    def cast(self, value: Any, dtype: torch.dtype) -> Any:
+        """Cast the eligible tensors (floating, not FP64) in one argument of an op."""
+        if type(value) is Tensor:
+            found = value.dtype
+            return value.to(dtype) if found is not dtype and found in _CASTABLE else value
+        if type(value) is WatchedParameter and value.dtype is torch.float32:  # a parameter with a working copy
+            return self.cast_parameter(value, dtype)
+        if isinstance(value, Tensor):
+            eligible = value.is_floating_point() and value.dtype is not torch.float64
+            if isinstance(value, nn.Parameter):
+                return self.cast_parameter(value, dtype if eligible else value.dtype)
+            if not eligible:
+                return value
+            return value if value.dtype is dtype else value.to(dtype)
+        if isinstance(value, (list, tuple)):
+            items = [self.cast(item, dtype) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return value
+
+
+class _Island(autocast):
+    """Autocast switched off inside one module."""
+
+    def __init__(self, outer: autocast, module: nn.Module) -> None:
+        super().__init__(outer.dtype, enabled=False, tables=outer.tables)
+        self.module = module
+
+
+def _make_island(module: nn.Module, outer: autocast) -> tuple[RemovableHandle, RemovableHandle]:
+    """Run ``module`` in FP32 inside ``outer``: floating inputs are cast up, autocast is off."""
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if outer not in state.active:
+            return None
+        _Island(outer, module).__enter__()
+        return outer.cast(args, torch.float32), {key: outer.cast(arg, torch.float32) for key, arg in kwargs.items()}
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        island = active_autocast()
+        if isinstance(island, _Island) and island.module is module:
+            island.__exit__(None, None, None)
+
+    # Also after an exception: an island must not outlive its module.
+    return (
+        module.register_forward_pre_hook(enter, with_kwargs=True),
+        module.register_forward_hook(leave, always_call=True),
+    )
+
+
+class CastCache:
+    """Casts of parameters, kept while an autocast is active (torch keeps the same cache)."""
+
+    def __init__(self) -> None:
+        self._casts: dict[tuple[int, torch.dtype, bool], tuple[Tensor, int, Tensor]] = {}
+
+    def get(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        if torch.compiler.is_compiling():  # one graph casts a parameter once by itself
+            return parameter.to(dtype)
+        # A cast made without grad must not serve a forward with grad, nor one of an older value serve a newer.
+        key = (id(parameter), dtype, torch.is_grad_enabled())
+        kept = self._casts.get(key)
+        version = version_of(parameter)
+        if kept is not None and kept[1] == version != -1:
+            return kept[2]
+        made = parameter.to(dtype)
+        self._casts[key] = (parameter, version, made)
+        return made
+
+    def clear(self) -> None:
+        self._casts.clear()
+
+
+def _device_type(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return value.device.type
+        if isinstance(value, (list, tuple)) and value and (found := _device_type(tuple(value), {})):
+            return found
+    return ""
+
+
+def _lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if kwargs.get("out") is not None:
+        return mode.call_unlisted(func, args, kwargs)
+    dtype = mode.dtype
+    native = runs_natively(dtype, "cpu") or runs_natively(dtype, _device_type(args, kwargs))
+    # Where the CPU has the product itself, only the gradients' way to the parameters is worth a function of our own.
+    if not native or (mode.takes_products and torch.is_grad_enabled()):
+        product = read_product(name, func, args, kwargs)
+        if product is not None:
+            return _multiply(mode, product, native)
+    cast = mode.cast
+    args = [cast(arg, dtype) for arg in args]
+    if kwargs:
+        kwargs = {key: cast(arg, dtype) for key, arg in kwargs.items()}
+    if func in ATTENTION and (not native or mode.takes_products) and not must_be_plain():
+        attention = read_attention(args, kwargs)
+        if attention is not None and _is_for_us(attention, native):
+            return attend(attention)
+    if func is F.linear and args and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        args[0] = _in_rows(args[0])
+    return func(*args, **kwargs) if native else run_through_fp32(func, args, kwargs, dtype)
+
+
+def _in_rows(x: Any) -> Any:
+    """The last tokens of sequences as rows one after the other: of a slice, torch would multiply a batch of matrices.
+
+    For that it copies the weight, with the whole vocabulary in it, once a sequence. With grad it does not.
+    """
+    is_last_token = isinstance(x, Tensor) and x.layout is torch.strided and x.dim() == 3 and x.shape[1] == 1
+    if is_last_token and x.stride(0) != x.shape[2]:
+        return x.reshape(-1, x.shape[-1]).view(x.shape)
+    return x
+
+
+def _is_for_us(attention: Attention, native: bool) -> bool:
+    # Without dropout, a CPU that multiplies in 16 bits has a fused kernel of its own.
+    if native or attention.dropout:
+        return bool(attention.dropout)
+    # Also without grad, so that what a checkpoint computes again is the same; but for a token that is generated.
+    return torch.is_grad_enabled() or attention.query.shape[2] > 1
+
+
+def _multiply(mode: autocast, product: Product, native: bool) -> Tensor:
+    x = mode.cast(product.x, mode.dtype)
+    bias = None if product.bias is None else mode.factor(product.bias)
+    return multiply(x, mode.factor(product.weight), bias, transposed=product.transposed, native=native)
+
+
+def _fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if kwargs.get("out") is not None:
+        return mode.call_unlisted(func, args, kwargs)
+    args = [mode.cast(arg, torch.float32) for arg in args]
+    return func(*args, **{key: mode.cast(arg, torch.float32) for key, arg in kwargs.items()})
+
+
+def _is_eligible(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not torch.float64
+
+
+def _fp32_output(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    while args and args[-1] is None:  # `softmax(x, -1, None)`: a dtype of None, by position
+        args = args[:-1]
+    names_dtype = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
+    first = args[0] if args else kwargs.get("input")
+    if names_dtype or kwargs.get("out") is not None or not _is_eligible(first):
+        return mode.call_unlisted(func, args, kwargs)
+    return mode.call_unlisted(func, args, {**kwargs, "dtype": torch.float32})
+
+
+def _has_fp32(values: Iterable[Any]) -> bool:
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.dtype is torch.float32:
+                return True
+        elif isinstance(value, (list, tuple)) and _has_fp32(value):
+            return True
+    return False
+
+
+def _widest(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if kwargs.get("out") is not None:
+        return mode.call_unlisted(func, args, kwargs)
+    widest = torch.float32 if _has_fp32((*args, *kwargs.values())) else mode.dtype
+    args = [mode.cast(arg, widest) for arg in args]
+    return func(*args, **{key: mode.cast(arg, widest) for key, arg in kwargs.items()})
+
+
+def _banned(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    raise RuntimeError(TABLES[mode.tables].banned[name])
+
+
+_APPLY: dict[CastRule, Callable[..., Any]] = {
+    CastRule.LOWER_PRECISION: _lower_precision,
+    CastRule.FP32: _fp32,
+    CastRule.FP32_OUTPUT: _fp32_output,
+    CastRule.FP32_NORM: _fp32,
+    CastRule.WIDEST: _widest,
+    CastRule.BANNED: _banned,
+}
+
+
+reenter_in_recomputation(active_autocast)
+torch_state.install(active_autocast)
+borders.watch_autograd_functions(border_argument)
+borders.watch_script_functions(border_argument)
+compiling.check_compiler()
+compiling.trace_borders(borders.needs_borders, border_argument)
+compiling.trace_islands(enter_island, leave_island)
+compiling.trace_operators_inside(active_autocast, border_argument)
+compiling.run_graphs_without_modes(active_autocast)

@@ -1,0 +1,1 @@
+"""Pieces of a model that are replaced while mixed precision is attached."""

@@ -1,0 +1,89 @@
+"""The loss of an attached causal language model of Transformers, from FP16/BF16 logits as they are."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.nn import functional as F
+
+from hf_mp.casting.cpu.upcast import must_be_plain
+from hf_mp.kernels.cross_entropy import cross_entropy
+
+_LOSS_TYPE = "ForCausalLM"  # Transformers' name for next-token prediction, and its default
+
+
+class CausalLMLoss:
+    """Takes the place of ``transformers.loss.loss_utils.ForCausalLMLoss``: same arguments, same value.
+
+    That one casts all logits to FP32 first. Here :func:`hf_mp.kernels.cross_entropy.cross_entropy` does without. Where
+    its autograd function cannot be used (compiled code, ``torch.func``), the original is called.
+    """
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        is_ordinary = type(logits) is Tensor or is_fake(logits)  # fake ones are those of an estimate of memory
+        if not is_ordinary or logits.dtype is torch.float64 or must_be_plain():
+            return _original()(
+                logits,
+                labels,
+                vocab_size,
+                num_items_in_batch=num_items_in_batch,
+                ignore_index=ignore_index,
+                shift_labels=shift_labels,
+                **kwargs,
+            )
+        if shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        shift_labels = shift_labels.reshape(-1).to(logits.device)
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = cross_entropy(logits.view(-1, vocab_size), shift_labels, ignore_index=ignore_index, reduction=reduction)
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+    def __deepcopy__(self, memo: Any) -> CausalLMLoss:
+        return self
+
+    def __reduce__(self) -> Any:
+        # A pickled model is an ordinary one.
+        return _original, ()
+
+
+def _original() -> Any:
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    return LOSS_MAPPING[_LOSS_TYPE]
+
+
+def install_causal_lm_loss(model: nn.Module) -> None:
+    """Give the Transformers models in ``model`` that would use the original this loss; a loss of one's own stays."""
+    if "transformers.modeling_utils" not in sys.modules:
+        return
+    from transformers import PreTrainedModel
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    original = _original()
+    for module in model.modules():
+        if not isinstance(module, PreTrainedModel) or "_loss_function" in module.__dict__:
+            continue
+        if LOSS_MAPPING.get(str(getattr(module, "loss_type", None)), original) is original:
+            module._loss_function = CausalLMLoss()
+
+
+def remove_causal_lm_loss(model: nn.Module) -> None:
+    """Undo :func:`install_causal_lm_loss`."""
+    for module in model.modules():
+        if isinstance(module.__dict__.get("_loss_function"), CausalLMLoss):
+            del module._loss_function

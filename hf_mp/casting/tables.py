@@ -1,0 +1,204 @@
+"""The op tables: which op runs in which dtype, as data.
+
+An op is named once. :func:`op_table` finds every Python spelling of it (``torch.mm``, ``Tensor.mm``, ``@`` …), so
+adding an op to autocast is adding its name to one of the sets below.
+
+Source: "Autocast Op Reference" of torch's AMP documentation (https://docs.pytorch.org/docs/stable/amp.html), and for
+what that page leaves out, the registrations in ``ATen/autocast_mode.h`` and ``autocast_mode.cpp`` of torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+import torch.overrides
+from torch._ops import OpOverload, OpOverloadPacket
+
+from hf_mp.casting.decompositions.composites import COMPOSITES
+
+TableName = Literal["cuda", "cpu", "compact"]
+
+
+class CastRule(Enum):
+    """What autocast does with the floating inputs of an op."""
+
+    LOWER_PRECISION = "lower precision"  # cast to autocast's dtype
+    FP32 = "fp32"  # cast to FP32
+    FP32_OUTPUT = "fp32 output"  # inputs stay; the op is told dtype=float32 unless the caller named a dtype
+    FP32_NORM = "fp32 norm"  # as FP32_OUTPUT for norm(), whose p=None forms take no dtype
+    WIDEST = "widest type"  # cast to the widest floating dtype among the inputs
+    BANNED = "banned"  # refuse, with advice
+    WRITTEN_OUT = "written out"  # the ops inside are cast, each by its own rule: see written_out.py
+
+
+@dataclass(frozen=True)
+class OpTables:
+    """Autocast's tables for one family of devices: each op name in at most one set."""
+
+    lower_precision: frozenset[str]
+    fp32: frozenset[str]
+    fp32_output: frozenset[str] = frozenset()
+    fp32_norm: frozenset[str] = frozenset()
+    widest: frozenset[str] = frozenset()
+    written_out: frozenset[str] = frozenset()
+    banned: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = [name for _, name in self.entries()]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"ops in two autocast tables at once: {', '.join(twice)}")
+
+    def entries(self) -> Iterator[tuple[CastRule, str]]:
+        """Yield each op name with its rule."""
+        for rule, names in (
+            (CastRule.LOWER_PRECISION, self.lower_precision),
+            (CastRule.FP32, self.fp32),
+            (CastRule.FP32_OUTPUT, self.fp32_output),
+            (CastRule.FP32_NORM, self.fp32_norm),
+            (CastRule.WIDEST, self.widest),
+            (CastRule.WRITTEN_OUT, self.written_out),
+            (CastRule.BANNED, self.banned),
+        ):
+            yield from ((rule, name) for name in sorted(names))
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_BANNED_BINARY_CROSS_ENTROPY = (
+    "binary_cross_entropy takes probabilities, whose logarithms FP16 cannot hold: it is unsafe under autocast. Many "
+    "models end in a sigmoid before it: use binary_cross_entropy_with_logits (BCEWithLogitsLoss) on the values before "
+    "the sigmoid, which is safe, or compute this loss inside `with autocast(enabled=False):` on FP32 tensors"
+)
+
+CUDA_TABLES = OpTables(
+    lower_precision=_names("""
+        conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
+        cudnn_convolution cudnn_convolution_transpose
+        prelu addmm addmv addr matmul mm mv linear bmm addbmm baddbmm chain_matmul einsum
+        linalg.matmul linalg.multi_dot linalg.vecdot
+        lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+        scaled_dot_product_attention
+    """),
+    fp32=_names("""
+        square trapezoid trapz cumulative_trapezoid
+        acos arccos asin arcsin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow
+        softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm cosine_similarity
+        poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d nll_loss_nd hinge_embedding_loss kl_div l1_loss
+        smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+        triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits cross_entropy_loss
+        dist pdist cdist renorm logsumexp pairwise_distance
+        upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d
+        upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa
+        upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
+    """),
+    fp32_output=_names("""
+        prod softmax log_softmax cumprod cumsum sum linalg.vector_norm linalg.matrix_norm linalg.norm
+    """),
+    fp32_norm=_names("norm"),
+    widest=_names("""
+        addcdiv addcmul atan2 arctan2 bilinear cross linalg.cross dot vdot grid_sampler index_put tensordot scatter_add
+    """),
+    written_out=_names("cov corrcoef linalg.matrix_power sum_to_size"),
+    banned={"binary_cross_entropy": _BANNED_BINARY_CROSS_ENTROPY},
+)
+
+CPU_TABLES = OpTables(
+    lower_precision=_names("""
+        conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d _convolution
+        prelu addmm _addmm_activation matmul mm linear bmm addbmm baddbmm linalg.vecdot rnn_tanh rnn_relu
+        scaled_dot_product_attention _native_multi_head_attention
+        linalg.matmul chain_matmul linalg.multi_dot
+    """),
+    fp32=_names("""
+        avg_pool3d adaptive_avg_pool3d max_pool3d max_unpool2d max_unpool3d adaptive_max_pool3d
+        fractional_max_pool2d fractional_max_pool3d reflection_pad1d reflection_pad2d
+        replication_pad1d replication_pad2d replication_pad3d
+        binary_cross_entropy grid_sampler grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback
+        polar view_as_complex prod quantile nanquantile stft cdist trace fake_quantize_per_tensor_affine
+        cholesky cholesky_inverse cholesky_solve inverse pinverse lu_solve orgqr ormqr geqrf qr svd triangular_solve
+        lu _lu_with_info
+        mse_loss cosine_embedding_loss nll_loss nll_loss2d nll_loss_nd hinge_embedding_loss poisson_nll_loss
+        smooth_l1_loss cross_entropy_loss l1_loss huber_loss margin_ranking_loss soft_margin_loss triplet_margin_loss
+        multi_margin_loss multilabel_margin_loss ctc_loss kl_div binary_cross_entropy_with_logits
+        fft.fft fft.ifft fft.fft2 fft.ifft2 fft.fftn fft.ifftn fft.rfft fft.irfft fft.rfft2 fft.irfft2 fft.rfftn
+        fft.irfftn fft.hfft fft.ihfft
+        linalg.cond linalg.matrix_rank linalg.solve linalg.cholesky linalg.cholesky_ex linalg.svdvals linalg.svd
+        linalg.eig linalg.eigh linalg.eigvals linalg.eigvalsh linalg.inv linalg.inv_ex linalg.householder_product
+        linalg.tensorinv linalg.tensorsolve linalg.qr linalg.lstsq
+    """),
+    widest=_names("stack cat concat concatenate index_copy"),
+    written_out=_names("""
+        pad einsum inner tensordot linalg.matrix_power bilinear cov corrcoef linalg.pinv
+        lstm gru lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+        _transformer_encoder_layer_fwd
+    """),
+)
+
+# torch's lists for CUDA without FP32 copies where the kernel computes in FP32 registers anyway: softmax reads and
+# writes FP16. In an attached model, activations.py belongs to it as well.
+COMPACT_TABLES = replace(CUDA_TABLES, fp32_output=CUDA_TABLES.fp32_output - {"softmax"})
+
+TABLES: dict[TableName, OpTables] = {"cuda": CUDA_TABLES, "cpu": CPU_TABLES, "compact": COMPACT_TABLES}
+
+# Python operators and dunder methods that are spellings of a named op.
+_DUNDER_SPELLINGS = {
+    "matmul": ("__matmul__", "__rmatmul__"),
+    "pow": ("__pow__", "__rpow__"),
+    "reciprocal": ("__rdiv__", "__rtruediv__"),
+}
+# Every place where torch keeps Python names of ops. torch._C._nn and torch._VF are where nn.functional finds its
+# builtins; they are what a module's forward calls directly.
+_NAMESPACES = (torch, torch.Tensor, F, torch._C._nn, torch._C._VariableFunctions, torch.special, torch.functional)
+
+
+def spellings(name: str) -> list[Callable[..., Any]]:
+    """Every distinct Python callable by which torch's op ``name`` is called.
+
+    Args:
+        name: an op as torch's documentation names it, ``"mm"`` or ``"linalg.multi_dot"``.
+
+    Returns:
+        The callables; none if this torch has no op of that name.
+    """
+    prefix, _, short = name.rpartition(".")
+    namespaces = (getattr(torch, prefix), getattr(torch._C, f"_{prefix}")) if prefix else _NAMESPACES
+    names = (short, *_DUNDER_SPELLINGS.get(name, ()))
+    if prefix:
+        names = (short, f"{prefix}_{short}")
+    found = {id(f): f for ns in namespaces for n in names if callable(f := getattr(ns, n, None))}
+    return list(found.values())
+
+
+_NAMESPACE_PREFIXES = ("torch.Tensor.", "torch.nn.functional.", "torch.functional.", "torch._C._nn.", "torch.")
+
+
+def op_name(function: Any) -> str:
+    """What an op is called where no table names it: ``tanh``, ``linalg.inv``, ``my_library.my_op``."""
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        return str(function)
+    name = torch.overrides.resolve_name(function) or getattr(function, "__name__", repr(function))
+    name = next((name.removeprefix(prefix) for prefix in _NAMESPACE_PREFIXES if name.startswith(prefix)), name)
+    return name.removesuffix(".__get__")
+
+
+def op_table(tables: OpTables) -> dict[Callable[..., Any], tuple[CastRule, str]]:
+    """Map every callable of the tables' ops to its rule and op name."""
+    return {
+        function: (rule, name)
+        for rule, name in tables.entries()
+        for function in spellings(name)
+        # What an op written out in Python does before it calls the op itself is opened: see composites.py.
+        if rule is not CastRule.WRITTEN_OUT or function not in COMPOSITES
+    }
+
+
+# Made once, at import: torch.compile reads a constant dictionary, but not a cached function.
+OPS = {name: op_table(tables) for name, tables in TABLES.items()}

@@ -1,0 +1,1 @@
+"""What autocast changes in torch while it is in use."""

@@ -1,0 +1,142 @@
+"""Matrix products in each dtype: whether the device has arithmetic for it, and how fast one product runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_mp.casting.cpu.upcast import runs_natively
+from hf_mp.casting.mode import autocast
+
+# Rows of the square matrices. torch multiplies FP16 some hundred times slower than FP32 on a CPU that has no
+# instructions for it: such a product is a small one.
+CPU_SIZE = 1024
+CPU_SIZE_WITHOUT_INSTRUCTIONS = 256  # a fortieth of a second; below, torch has faster code that training never meets
+GPU_SIZE = 4096
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product of two square matrices.
+
+    Attributes:
+        device: ``"CPU"``, or ``"GPU 0"``.
+        dtype: ``"FP32"``, ``"FP16"``, ``"BF16"`` or ``"INT8"``.
+        way: who multiplies, and with what.
+        is_native: whether the device has arithmetic for it, as torch tells; None where torch does not tell.
+        rate: products a second as a multiple of FP32's on the same device; None where it cannot be run.
+    """
+
+    device: str
+    dtype: str
+    way: str
+    is_native: bool | None
+    rate: float | None
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A product to time: what :class:`Product` says, the call that makes it, and the rows of its matrices."""
+
+    dtype: str
+    way: str
+    is_native: bool | None
+    multiply: Callable[[], Tensor]
+    size: int
+
+
+def time_products(device: torch.device, size: int | None = None, rounds: int = ROUNDS) -> list[Product]:
+    """Time one product in each dtype on ``device``, in turns; the best of ``rounds`` counts.
+
+    A single product on one thread: it shows which dtypes are worth while here, not what a training gains.
+
+    Args:
+        device: a CPU or a CUDA device.
+        size: rows of the square matrices; default 1024 on a CPU, 4096 on a GPU. torch's FP16 product on a CPU without
+            instructions for it has at most 256.
+        rounds: how often each runs, after one run to warm up.
+    """
+    contenders = list(_contenders(device, size or (CPU_SIZE if device.type == "cpu" else GPU_SIZE)))
+    best: dict[int, float] = {}
+    with _one_thread():
+        for round_number in range(rounds + 1):
+            for number, contender in enumerate(contenders):
+                seconds = _seconds(contender.multiply, device)
+                if seconds is not None and round_number > 0:
+                    best[number] = min(best.get(number, seconds), seconds)
+    rates = {number: contenders[number].size ** 3 / seconds for number, seconds in best.items()}
+    name = "CPU" if device.type == "cpu" else f"GPU {device.index or 0}"
+    return [
+        Product(name, c.dtype, c.way, c.is_native, rates[number] / rates[0] if {0, number} <= rates.keys() else None)
+        for number, c in enumerate(contenders)
+    ]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Threads wait for each other: on a machine with other work a small product takes a hundred times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _contenders(device: torch.device, size: int) -> Iterator[Contender]:
+    """FP32 first: the others are compared with it."""
+    native_fp16, native_bf16, native_int8 = _natives(device)
+    values = torch.rand(size, size, generator=torch.Generator().manual_seed(0)).to(device)
+    half, brain, small = values.half(), values.bfloat16(), (values * 100).to(torch.int8)
+
+    def through_autocast() -> Tensor:
+        with torch.no_grad(), autocast(torch.float16):
+            return half @ half
+
+    yield Contender("FP32", "torch", True, lambda: values @ values, size)
+    if runs_natively(torch.float16, device.type):
+        yield Contender("FP16", "torch", native_fp16, lambda: half @ half, size)
+    else:
+        few = min(size, CPU_SIZE_WITHOUT_INSTRUCTIONS)
+        few_half = half[:few, :few].contiguous()
+        yield Contender("FP16", "torch", native_fp16, lambda: few_half @ few_half, few)
+        yield Contender("FP16", "hf_mp, through FP32", None, through_autocast, size)
+    yield Contender("BF16", "torch", native_bf16, lambda: brain @ brain, size)
+    yield Contender("INT8", "torch, sums in INT32", native_int8, lambda: torch._int_mm(small, small), size)
+
+
+def _natives(device: torch.device) -> tuple[bool | None, bool | None, bool | None]:
+    """Whether there is arithmetic for FP16, BF16 and INT8."""
+    if device.type == "cpu":
+        # torch asks the CPU for VNNI, which x86 alone has
+        int8 = torch.cpu._is_vnni_supported() if torch.backends.cpu.get_cpu_capability().startswith("AVX") else None
+        return runs_natively(torch.float16, "cpu"), runs_natively(torch.bfloat16, "cpu"), int8
+    bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    if torch.version.hip is not None:
+        return None, bf16, None
+    # From the table "Arithmetic Instructions" of NVIDIA's CUDA C++ Programming Guide: torch has no question for these.
+    capability = torch.cuda.get_device_capability(device)
+    return capability >= (5, 3), bf16, capability >= (6, 1)
+
+
+def _seconds(multiply: Callable[[], Tensor], device: torch.device) -> float | None:
+    """Of one product; None where torch has no such product for this device."""
+    try:
+        _wait(device)
+        began = time.perf_counter()
+        multiply()
+        _wait(device)
+    except (RuntimeError, NotImplementedError):  # how torch says that a kernel is missing
+        return None
+    return time.perf_counter() - began
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

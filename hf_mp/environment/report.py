@@ -1,0 +1,102 @@
+"""The screen of ``hf-mp env``, and the same as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from hf_mp.casting.cpu.upcast import runs_natively
+from hf_mp.environment.advice import Advice, Capabilities, advise
+from hf_mp.environment.libraries import Library, bitsandbytes_status, triton_status
+from hf_mp.environment.machine import describe_hardware, package_versions
+from hf_mp.environment.products import Product, time_products
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What mixed precision runs on here.
+
+    Attributes:
+        versions, hardware: label to readable value.
+        libraries: optional ones, and whether they work.
+        products: one in each dtype, on each device.
+        advice: the preset to begin with.
+    """
+
+    versions: dict[str, str]
+    hardware: dict[str, str]
+    libraries: list[Library]
+    products: list[Product]
+    advice: Advice
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+
+def examine_machine() -> Machine:
+    """Ask the libraries, time the products: seconds. Initialises CUDA where there is a GPU."""
+    libraries = [bitsandbytes_status(), triton_status()]  # before anything else imports them, and lets them print
+    devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
+    return Machine(
+        versions=dict(package_versions()),
+        hardware=dict(describe_hardware()),
+        libraries=libraries,
+        products=[product for device in devices for product in time_products(device)],
+        advice=advise(capabilities()),
+    )
+
+
+def capabilities() -> Capabilities:
+    """Of this machine."""
+    cpu_fp16, cpu_bf16 = runs_natively(torch.float16, "cpu"), runs_natively(torch.bfloat16, "cpu")
+    if not torch.cuda.is_available():
+        return Capabilities(cpu_fp16=cpu_fp16, cpu_bf16=cpu_bf16)
+    weakest = min(range(torch.cuda.device_count()), key=torch.cuda.get_device_capability)
+    return Capabilities(
+        gpu=torch.cuda.get_device_name(weakest),
+        compute_capability=None if torch.version.hip is not None else torch.cuda.get_device_capability(weakest),
+        gpu_bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+        cpu_fp16=cpu_fp16,
+        cpu_bf16=cpu_bf16,
+    )
+
+
+def screen(machine: Machine) -> Iterator[RenderableType]:
+    """What to print, in its order."""
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = {
+        **machine.versions,
+        **{library.name: library.status for library in machine.libraries},
+        **machine.hardware,
+    }
+    environment = Table("environment", "value", show_edge=False)
+    for label, value in rows.items():
+        environment.add_row(label, Text(value))
+    yield environment
+    yield ""
+    products = Table("product on", "in", "by", "arithmetic", show_edge=False)
+    products.add_column("rate (FP32 = 1)", justify="right")
+    for product in machine.products:
+        products.add_row(product.device, product.dtype, product.way, _arithmetic(product), _rate(product))
+    yield products
+    yield ""
+    advice = machine.advice
+    preset = (f"precision={advice.preset!r}", "bold")
+    yield Text.assemble("Advice: ", preset, f". {advice.reason} Otherwise {advice.otherwise}")
+
+
+def _arithmetic(product: Product) -> str:
+    return {True: "native", False: "none", None: ""}[product.is_native]
+
+
+def _rate(product: Product) -> str:
+    return "cannot run" if product.rate is None else f"{product.rate:.3g}"

@@ -1,0 +1,54 @@
+"""What our HTML pages share: the templates' environment, the look, and writing a file whole."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import jinja2
+
+from hf_mp.memory.sizes import readable
+
+
+def page_template(name: str) -> jinja2.Template:
+    """A template by its path below ``hf_mp/``. Whatever is put into it is escaped.
+
+    ``memory/page_style.css`` beside this file is there for ``include``.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("hf_mp", ""),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["readable"] = readable
+    return environment.get_template(name)
+
+
+def check_writable(path: Path) -> None:
+    """Raise before the work is done where its result could not be written.
+
+    Raises:
+        ValueError: for a directory, and for a file in a directory that does not exist or cannot be written to.
+    """
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory: name a file, as in {path / 'report.html'}")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path} cannot be written: there is no directory {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{path} cannot be written: no permission for {path.parent}")
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Write a file at once or not at all: what was there before stays until all is written."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(content)
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

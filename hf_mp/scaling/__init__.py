@@ -1,0 +1,1 @@
+"""Loss scaling: pure rules, scalers, and the explicit style of GradScaler."""

@@ -1,0 +1,1 @@
+"""Mixed precision for Hugging Face's Trainer: subclass, callback, checkpoints."""

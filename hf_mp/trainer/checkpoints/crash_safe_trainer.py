@@ -1,0 +1,448 @@
+"""``CrashSafeTrainer``: the stock Trainer whose checkpoints are whole or not there, and whose runs survive signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import SAFE_WEIGHTS_NAME, logging
+
+from hf_mp.trainer.checkpoints.atomic import clear, publish, recover, staging_folder
+from hf_mp.trainer.checkpoints.finishing import finish
+from hf_mp.trainer.checkpoints.inspection import (
+    Lookup,
+    find_newest_whole,
+    find_problems,
+    is_finished,
+    list_checkpoints,
+    step_of,
+)
+from hf_mp.trainer.checkpoints.loaded_state import (
+    check_optimizer,
+    check_parameters,
+    check_scheduler,
+    check_weights_file,
+    naming,
+)
+from hf_mp.trainer.checkpoints.lock import DirectoryLock
+from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, CheckpointError, NoCheckpointError, read_manifest
+from hf_mp.trainer.checkpoints.preemption import Preempted, PreemptionCallback, SignalWatch
+from hf_mp.trainer.checkpoints.rotation import is_damaged, rotate
+from hf_mp.weights.distributed import is_running, is_sharded
+
+logger = logging.get_logger(__name__)
+
+SAVE_FAILURES = ("continue", "stop")
+_OTHER_PROCESS = "the process that saves said why"
+
+
+class _Saving(NamedTuple):
+    """A save in progress: where it is written, where it will be, and what went wrong in this process."""
+
+    staged: Path
+    target: Path
+    errors: list[BaseException]
+
+
+class CrashSafeTrainer(Trainer):
+    """A ``Trainer`` that trains as the stock one, and keeps its checkpoints as ``docs/faults.md`` promises.
+
+    Reads from its arguments, where they have them (:class:`hf_mp.MixedPrecisionArguments`): ``save_failure``
+    (``"continue"``, the default, or ``"stop"``) and ``handle_preemption`` (default True).
+
+    Raises:
+        CheckpointError: from ``train``, where another run holds the output directory, no checkpoint can be resumed
+            from, or one could not be saved and ``save_failure="stop"``.
+        NoCheckpointError: from ``train(resume_from_checkpoint=True)``, where none has been saved yet.
+        Preempted: from ``train``, after a signal and a checkpoint; a ``SystemExit``.
+    """
+
+    # What ends a training that cannot go on and leaves weights and optimizer as after the last good step.
+    stuck_errors: ClassVar[tuple[type[Exception], ...]] = ()
+
+    _saving: _Saving | None = None
+    _before_trouble: Path | None = None  # the last checkpoint that was saved while steps were not being skipped
+    _last_save_failed = False
+    _resumed_from: Path | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._preemption = PreemptionCallback(SignalWatch(), self._largest)
+        self.add_callback(self._preemption)
+        self.add_callback(_BestBeside(self))
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As the stock Trainer's, with the output directory locked and signals watched.
+
+        ``resume_from_checkpoint=True`` takes the newest checkpoint that is whole, and a warning says which ones were
+        passed over and why. A path is refused where that checkpoint is damaged or could run code.
+        """
+        watch, lock = self._preemption.watch, DirectoryLock(Path(str(self.args.output_dir)))
+        try:
+            checkpoint = self._begin(lock, resume_from_checkpoint)
+            if getattr(self.args, "handle_preemption", True):
+                watch.start()
+            output = super().train(checkpoint, *args, **kwargs)
+            if not self._preemption.requested and self._largest(int(watch.received is not None)):
+                self._save_after_last_step()
+        except self.stuck_errors as error:
+            self._keep_last_state(error)
+            raise
+        finally:
+            watch.stop()
+            lock.__exit__(None, None, None)
+        if self._preemption.requested:
+            self._end_preempted()
+        if watch.received is not None:  # after the last step, whose state is no longer there: as without us
+            signal.raise_signal(getattr(signal, watch.received))
+        return output
+
+    def _begin(self, lock: DirectoryLock, wanted: str | bool | None) -> str | bool | None:
+        """Lock, clear up after a killed run, and find the checkpoint to resume from."""
+        run_directory = Path(str(self.args.output_dir))
+
+        def begin() -> int:
+            lock.__enter__()
+            try:
+                for path in recover(run_directory, is_finished):
+                    logger.warning(f"{path} was saved by a run that was killed before it could be put in its place")
+            except OSError as error:
+                logger.warning(f"{run_directory} cannot be cleared of what a killed run left ({error})")
+            if wanted is True:
+                return _choose(run_directory)
+            if isinstance(wanted, (str, os.PathLike)):
+                _refuse_problems(Path(wanted))
+            return 0
+
+        # The lowest, where each node has a directory of its own.
+        step = self._for_all(begin)
+        checkpoint = str(run_directory / f"{PREFIX_CHECKPOINT_DIR}-{step}") if wanted is True else wanted
+        self._resumed_from = Path(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else None
+        self._before_trouble = self._resumed_from
+        if self._resumed_from is not None:
+            _warn_of_other_world_size(self._resumed_from, self.args.world_size)
+        return checkpoint
+
+    def _save_after_last_step(self) -> None:
+        """A signal came after the last step, as during its save: have that step's checkpoint in place."""
+        step = Path(str(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        missing = self._largest(int(not step.is_dir()))
+        if missing and self.args.load_best_model_at_end:
+            return  # the best weights are in the place of the last
+        if missing:
+            assert self.model is not None
+            self._save_checkpoint(self.model, None)
+        self._preemption.requested = True
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the last steps did not go through, so that the state saved now may be one that cannot go on."""
+        return False
+
+    def _keep_last_state(self, error: Exception) -> None:
+        """Save what the last good step left, beside the checkpoint from before; tell in ``error`` where both are."""
+        step = Path(str(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        before = self._before_trouble
+        assert self.model is not None
+        try:
+            if self.state.global_step and self._largest(int(not step.is_dir())):
+                self._save_checkpoint(self.model, None)
+        except CheckpointError as failure:
+            error.add_note(str(failure))
+        if step.is_dir() and not self._last_save_failed:
+            error.add_note(f"The weights and the optimizer's state as the last good step left them are in {step}.")
+        if before is not None and before.is_dir() and before != step:
+            error.add_note(f"{before} is the last checkpoint from before steps were skipped.")
+
+    def _end_preempted(self) -> None:
+        step = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        name = self._preemption.watch.received or "a signal to another process"
+        if self._last_save_failed:
+            raise CheckpointError(f"{name} ended the run, and {step} could not be saved: the messages above say why")
+        preempted = Preempted(name, str(Path(str(self.args.output_dir), step)))
+        if self.args.should_save:
+            logger.warning(
+                f"{preempted}: exit code {preempted.code}, and train(resume_from_checkpoint=True) goes on from there"
+            )
+        raise preempted
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        # The stock loop looks whether it is at its end after a step only: resumed there, it would train one step more.
+        if 0 < self.state.max_steps <= self.state.global_step:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
+    # Several processes
+
+    def _largest(self, number: int) -> int:
+        """The largest of ``number`` over all processes."""
+        if not is_running():
+            return number
+        tensor = torch.tensor([number], device=self.args.device)
+        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+        return int(tensor.item())
+
+    def _for_all(self, action: Callable[[], int]) -> int:
+        """What ``action`` gives in the process that saves (the lowest, if several do); its failure is that of all.
+
+        Raises:
+            CheckpointError: what ``action`` raised; in other processes, that it did.
+        """
+        least, error = -(2**62), None
+        if self.args.should_save:
+            try:
+                least = -action()
+            except CheckpointError as failure:
+                error = failure
+        kinds = (CheckpointError, NoCheckpointError)
+        failed = self._largest(0 if error is None else 1 + kinds.index(type(error)))
+        if error is not None:
+            raise error
+        if failed:
+            raise kinds[failed - 1](_OTHER_PROCESS)
+        return -self._largest(least)
+
+    # Saving
+
+    def _get_output_dir(self, trial: Any) -> str:
+        if self._saving is not None:
+            return str(self._saving.staged.parent)
+        return str(super()._get_output_dir(trial))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the stock Trainer's."""
+        # Inside of a save, a process that left here would leave the others at the barrier that follows.
+        with self._noting_failures() if _internal_call and self._saving is not None else _nothing():
+            super().save_model(output_dir, _internal_call=_internal_call)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._saving is None:  # else once it is in place
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    @contextmanager
+    def _noting_failures(self) -> Iterator[None]:
+        assert self._saving is not None
+        try:
+            yield
+        except BaseException as error:
+            if not (_is_write_failure(error) or (self._saving.errors and isinstance(error, Exception))):
+                raise
+            self._saving.errors.append(error)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        run_directory = Path(self._get_output_dir(trial))
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        staged, target = staging_folder(run_directory) / name, run_directory / name
+        best_before = self.state.best_model_checkpoint
+        self._saving = saving = _Saving(staged, target, [])
+        try:
+            self._save_step(self._clear_staging)
+            if not (failed := self._anyone_failed()):
+                with self._noting_failures():
+                    super()._save_checkpoint(model, trial)
+                self._save_step(self._correct_best)
+                failed = self._anyone_failed()
+            if not failed:
+                self._save_step(self._finish)
+                failed = self._anyone_failed()
+        finally:
+            self._saving = None
+        self._last_save_failed = failed
+        if failed:
+            self.state.best_model_checkpoint = best_before
+            self._report_failure(saving)
+            return
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(target))
+        if not self.is_stuck:
+            self._before_trouble = target
+        if self.args.should_save:
+            self._rotate(target)
+
+    def _save_step(self, action: Callable[[_Saving], None]) -> None:
+        """Do a part of a save that is ours, in the process that saves."""
+        assert self._saving is not None
+        if self.args.should_save and not self._saving.errors:
+            with self._noting_failures():
+                action(self._saving)
+
+    def _anyone_failed(self) -> bool:
+        assert self._saving is not None
+        return bool(self._largest(int(bool(self._saving.errors))))
+
+    def _clear_staging(self, saving: _Saving) -> None:
+        clear(saving.target.parent)
+        saving.staged.mkdir(parents=True, exist_ok=True)
+
+    def _correct_best(self, saving: _Saving) -> None:
+        """Name the best checkpoint by its place: the Trainer wrote down where it lies while it is being saved."""
+        if self.state.best_model_checkpoint == str(saving.staged):
+            self.state.best_model_checkpoint = str(saving.target)
+            self.state.save_to_json(str(saving.staged / TRAINER_STATE_NAME))
+
+    def _finish(self, saving: _Saving) -> None:
+        finish(
+            saving.staged,
+            step=self.state.global_step,
+            world_size=self.args.world_size,
+            precision=str(getattr(self, "precision_policy", "fp32")),
+        )
+        publish(saving.staged, saving.target)
+
+    def _report_failure(self, saving: _Saving) -> None:
+        reason = str(saving.errors[0]) if saving.errors else _OTHER_PROCESS
+        message = f"{saving.target} could not be saved: {reason}"
+        stops = getattr(self.args, "save_failure", SAVE_FAILURES[0]) == "stop"
+        if self.args.should_save:
+            clear(saving.target.parent)
+            message += f". The last whole checkpoint is {_last_whole(saving.target.parent)}"
+        if stops:
+            raise CheckpointError(f"{message}. The run ends here (save_failure='stop')") from next(
+                iter(saving.errors), None
+            )
+        logger.error(f"{message}. Training goes on and tries again at the next save (save_failure='stop' would end it)")
+
+    def _rotate(self, written: Path) -> None:
+        best = self.state.best_model_checkpoint
+        keep = [Path(path) for path in (best, self._before_trouble) if path]
+        try:
+            rotate(written.parent, self.args.save_total_limit, written=written, keep=keep)
+        except OSError as error:
+            logger.warning(f"older checkpoints in {written.parent} could not be removed ({error})")
+
+    # Loading
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        checkpoint, loaded = Path(resume_from_checkpoint), self.model if model is None else model
+        assert loaded is not None
+        with naming(checkpoint, "the model"):
+            if (weights := checkpoint / SAFE_WEIGHTS_NAME).is_file() and not is_sharded(loaded):
+                check_weights_file(weights, loaded)
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        check_parameters(checkpoint, loaded)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        known = set(self.lr_scheduler.state_dict()) if self.lr_scheduler is not None else set()
+        with naming(checkpoint, "the state of the optimizer or the scheduler"):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        if self.optimizer is not None:
+            check_optimizer(checkpoint, self.optimizer)
+        if self.lr_scheduler is not None:
+            check_scheduler(checkpoint, self.lr_scheduler, known)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with naming(str(checkpoint), "the state of the random numbers"):
+            super()._load_rng_state(checkpoint)
+
+    def _load_best_model(self) -> None:
+        best = Path(str(self.state.best_model_checkpoint))
+
+        def check() -> int:
+            _refuse_problems(best)
+            return 0
+
+        self._for_all(check)
+        super()._load_best_model()
+
+
+class _BestBeside(TrainerCallback):
+    """Has a resumed run take the best model from beside its checkpoints, wherever the checkpoint says it lies."""
+
+    def __init__(self, trainer: CrashSafeTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        resumed, said = self._trainer._resumed_from, state.best_model_checkpoint
+        if resumed is None or said is None:
+            return
+        name = Path(said).name
+        places = [folder / name for folder in (resumed.parent, Path(str(args.output_dir)))]
+        found = [place for place in places if step_of(place) is not None and place.is_dir()]
+        if any(place.resolve() == Path(said).resolve() for place in found):
+            return
+        state.best_model_checkpoint = str(found[0]) if found else None
+        logger.warning(
+            f"{resumed} names {said!r} as the best checkpoint, which does not lie beside it: "
+            + (
+                f"{found[0]} is taken"
+                if found
+                else "the best model is sought anew; copy that checkpoint here to keep it"
+            )
+        )
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _choose(run_directory: Path) -> int:
+    lookup = find_newest_whole(list_checkpoints(run_directory))
+    if lookup.chosen is None:
+        message = f"No valid checkpoint found in output directory ({run_directory})"
+        if not lookup.passed_over:
+            raise NoCheckpointError(f"{message}: there is none yet. Train without resume_from_checkpoint to begin anew")
+        raise CheckpointError(
+            f"{message}:\n{lookup.describe()}\nNone of them was changed. Copy a whole one there, or train without "
+            "resume_from_checkpoint to begin anew"
+        )
+    if lookup.passed_over:
+        logger.warning(f"resuming from {lookup.chosen}; newer ones were passed over:\n{lookup.describe()}")
+    return step_of(lookup.chosen) or 0
+
+
+def _refuse_problems(checkpoint: Path) -> None:
+    if checkpoint.is_dir() and (problems := find_problems(checkpoint)):
+        has_manifest = (checkpoint / MANIFEST_NAME).is_file()
+        raise CheckpointError(
+            f"{Lookup(None, ((checkpoint, tuple(problems)),)).describe().strip()}\n{checkpoint} is not loaded: take "
+            "another checkpoint (resume_from_checkpoint=True finds the newest whole one)"
+            + (f". If you changed a file yourself, remove {MANIFEST_NAME}" if has_manifest else "")
+        )
+
+
+def _warn_of_other_world_size(checkpoint: Path, world_size: int) -> None:
+    try:
+        manifest = read_manifest(checkpoint)
+    except CheckpointError:
+        return  # of another node: the process that saves has checked it
+    if manifest is not None and manifest.world_size != world_size:
+        logger.warning(
+            f"{checkpoint} was saved by {manifest.world_size} processes and this run has {world_size}: it goes on, but "
+            "not bit for bit as the other would have"
+        )
+
+
+def _last_whole(run_directory: Path) -> str:
+    try:
+        found = [path for path in list_checkpoints(run_directory) if not is_damaged(path)]
+    except OSError as error:
+        return f"not known ({error})"
+    return str(found[-1]) if found else "none yet"
+
+
+def _is_write_failure(error: BaseException) -> bool:
+    """Whether ``error`` comes from the disk, in the words of Python, safetensors, torch.save or its sharded form."""
+    if isinstance(error, RuntimeError):
+        text = str(error)
+        return any(part in text for part in ("inline_container", "PytorchStreamWriter", "iostream", "Parent directory"))
+    shards: Any = getattr(error, "failures", None)  # CheckpointException of torch.distributed.checkpoint, by rank
+    if isinstance(shards, dict):
+        return any(_is_write_failure(failure[0]) for failure in shards.values())
+    return isinstance(error, (OSError, SafetensorError))

@@ -1,0 +1,114 @@
+"""Which checkpoint of a run to resume from: the newest one that is whole and cannot do harm."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_mp.trainer.checkpoints.json_files import JSONProblem, read_json
+from hf_mp.trainer.checkpoints.manifest import CheckpointError, find_damage, read_manifest
+from hf_mp.trainer.checkpoints.untrusted import find_hazards, find_out_of_place
+
+_NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d{{1,18}})")
+_WRITTEN_LAST = "trainer_state.json"  # by the stock Trainer
+_UNFINISHED = "checkpoint-is-incomplete.txt"  # there while Transformers' JITCheckpointCallback saves
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """The checkpoint that was chosen, and those passed over for it, newest first, with the reasons."""
+
+    chosen: Path | None
+    passed_over: tuple[tuple[Path, tuple[str, ...]], ...] = ()
+
+    def describe(self) -> str:
+        """Which were passed over and why, one line each."""
+        return "\n".join(f"  {path.name}: {'; '.join(reasons)}" for path, reasons in self.passed_over)
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """The step in the name of a checkpoint; None where it has another name."""
+    match = _NAME.fullmatch(checkpoint.name)
+    return int(match[1]) if match else None
+
+
+def list_checkpoints(run_directory: Path) -> list[Path]:
+    """The checkpoints of a run, oldest step first."""
+    found = [path for path in run_directory.iterdir() if step_of(path) is not None and path.is_dir()]
+    return sorted(found, key=lambda path: step_of(path) or 0)
+
+
+def find_problems(checkpoint: Path) -> list[str]:
+    """Why not to load a checkpoint: damage, then hazards; one line a file, empty where there is none.
+
+    With a manifest every file is read and compared. Without one (the stock Trainer's) each file is checked for what its
+    format can tell: a missing end, and in files of torch.save a flipped bit.
+    """
+    try:
+        if out_of_place := find_out_of_place(checkpoint):
+            return out_of_place
+        manifest = read_manifest(checkpoint)
+    except CheckpointError as error:
+        return [str(error)]
+    damage = _damage_without_manifest(checkpoint) if manifest is None else find_damage(checkpoint, manifest)
+    return damage or find_hazards(checkpoint)
+
+
+def find_newest_whole(checkpoints: Iterable[Path]) -> Lookup:
+    """The last of ``checkpoints`` without a problem."""
+    passed_over: list[tuple[Path, tuple[str, ...]]] = []
+    for checkpoint in reversed(list(checkpoints)):
+        if not (problems := find_problems(checkpoint)):
+            return Lookup(checkpoint, tuple(passed_over))
+        passed_over.append((checkpoint, tuple(problems)))
+    return Lookup(None, tuple(passed_over))
+
+
+def is_finished(checkpoint: Path) -> bool:
+    """Whether a checkpoint has a manifest and matches it."""
+    try:
+        manifest = read_manifest(checkpoint)
+    except CheckpointError:
+        return False
+    return manifest is not None and not find_damage(checkpoint, manifest)
+
+
+# Without a manifest
+
+
+def _damage_without_manifest(checkpoint: Path) -> list[str]:
+    if (checkpoint / _UNFINISHED).exists():
+        return [f"{_UNFINISHED} is there: it was never finished"]
+    if not (checkpoint / _WRITTEN_LAST).is_file():
+        return [f"{_WRITTEN_LAST} is missing, which is written last"]
+    found = []
+    for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
+        if (problem := _format_error(path)) is not None:
+            found.append(f"{path.relative_to(checkpoint).as_posix()} is damaged ({problem})")
+    return found
+
+
+def _format_error(path: Path) -> str | None:
+    try:
+        if path.suffix == ".json":
+            read_json(path)
+        elif path.suffix == ".safetensors":
+            with safe_open(path, "pt"):
+                pass
+        elif path.suffix in (".pt", ".pth", ".bin"):
+            with zipfile.ZipFile(path) as archive:
+                broken = archive.testzip()
+            return None if broken is None else f"the checksum of {broken} does not match"
+    except JSONProblem as problem:
+        return str(problem)
+    except (ValueError, OSError, EOFError, SafetensorError, zipfile.BadZipFile) as error:
+        return str(error)[:200] or type(error).__name__
+    except (NotImplementedError, RuntimeError) as error:  # of zipfile: an unknown compression, encryption
+        return str(error)[:200]
+    return None

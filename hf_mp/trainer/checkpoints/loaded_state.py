@@ -1,0 +1,136 @@
+"""Whether what was loaded fits the run: the model's tensors, finite weights and moments, counters that count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hf_mp.kernels.gradient_scan import all_finite
+from hf_mp.trainer.checkpoints.manifest import CheckpointError
+from hf_mp.weights.distributed import local_part
+
+_FLOATING = ("F", "BF")  # how safetensors' names of floating dtypes begin
+# Rates and counters, in an optimizer's groups and in schedulers: finite, and none below 0.
+_RATES = ("lr", "initial_lr", "base_lrs", "_last_lr", "betas", "momentum", "eps", "weight_decay")
+_NUMBERS = {*_RATES, "step", "last_epoch", "_step_count"}
+# State that has an element for each of its parameter; other optimizers' factors have not.
+_LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
+
+
+@contextmanager
+def naming(checkpoint: str | Path, what: str) -> Iterator[None]:
+    """Have what a library says of a state that it cannot take name the checkpoint.
+
+    Raises:
+        CheckpointError: in the place of other errors.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError) as error:
+        raise CheckpointError(
+            f"{what} of {checkpoint} does not fit this run: {error}. Resume with the model, the optimizer and the "
+            "settings that it was saved with"
+        ) from error
+
+
+def check_weights_file(path: Path, model: nn.Module) -> None:
+    """Raise where ``model.safetensors`` is another model's: no name in common, or whole numbers for floating ones.
+
+    Raises:
+        CheckpointError: naming the file.
+    """
+    expected = model.state_dict()
+    with safe_open(path, "pt") as file:
+        names = set(file.keys())
+        common = names & expected.keys()
+        if names and expected and not common:
+            raise CheckpointError(
+                f"{path} has no tensor of this {type(model).__name__}: it has {_some(names)}, sought are "
+                f"{_some(expected)}"
+            )
+        for name in sorted(common):
+            dtype = file.get_slice(name).get_dtype()
+            if expected[name].is_floating_point() != dtype.startswith(_FLOATING):
+                raise CheckpointError(f"{path}: {name} is {dtype}, and {expected[name].dtype} here")
+
+
+def check_parameters(checkpoint: str | Path, model: nn.Module) -> None:
+    """Raise where a floating parameter that was loaded is inf or NaN.
+
+    Raises:
+        CheckpointError: naming the first.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not all_finite([local_part(parameter)]):
+            raise CheckpointError(f"{checkpoint}: the weight {name} holds inf or NaN: take an earlier checkpoint")
+
+
+def check_optimizer(checkpoint: str | Path, optimizer: Optimizer) -> None:
+    """Raise where an optimizer's state that was loaded cannot be one: inf, NaN, negative steps, other shapes.
+
+    Raises:
+        CheckpointError: naming the entry.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        if wrong := _wrong_number({key: value for key, value in group.items() if key != "params"}):
+            raise CheckpointError(f"{checkpoint}: the optimizer's group {number} says {wrong}")
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, Tensor) or not isinstance(state, Mapping):
+            continue
+        for name, value in state.items():
+            if wrong := _wrong_entry(name, value, parameter):
+                raise CheckpointError(
+                    f"{checkpoint}: the optimizer's {name} of a parameter of shape {tuple(parameter.shape)} {wrong}: "
+                    "take an earlier checkpoint"
+                )
+
+
+def _wrong_entry(name: str, value: Any, parameter: Tensor) -> str | None:
+    if not isinstance(value, Tensor):
+        return f"is {value}" if _wrong_number({name: value}) else None
+    if name in _LIKE_PARAMETER and value.shape != parameter.shape:
+        return f"has shape {tuple(value.shape)}"
+    if name in _LIKE_PARAMETER and parameter.is_floating_point() and value.dtype.is_complex:
+        return f"is {value.dtype}"
+    if value.is_floating_point() and not all_finite([local_part(value)]):
+        return "holds inf or NaN"
+    return f"is {value.item()}" if name == "step" and value.numel() == 1 and value.item() < 0 else None
+
+
+def check_scheduler(checkpoint: str | Path, scheduler: Any, known: Iterable[str]) -> None:
+    """Raise where an LR scheduler took over what no scheduler of its kind saves.
+
+    Raises:
+        CheckpointError: naming the entry.
+    """
+    state = scheduler.state_dict()
+    if unknown := sorted(set(state) - set(known)):
+        raise CheckpointError(f"{checkpoint}: scheduler.pt has {unknown[0][:100]!r}, which this scheduler has not")
+    if wrong := _wrong_number(state):
+        raise CheckpointError(f"{checkpoint}: scheduler.pt says {wrong}")
+
+
+def _wrong_number(values: Mapping[str, Any]) -> str | None:
+    """The first rate or counter, also in a list, that is inf, NaN or negative."""
+    for name in values.keys() & _NUMBERS:
+        value = values[name]
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(each, Tensor) and each.numel() == 1:
+                each = each.item()
+            if isinstance(each, (int, float)) and not 0 <= each < math.inf:
+                return f"{name}={each}"
+    return None
+
+
+def _some(names: Iterable[str], limit: int = 3) -> str:
+    found = sorted(names)
+    return ", ".join(repr(name[:100]) for name in found[:limit]) + (", ..." if len(found) > limit else "")

@@ -1,0 +1,208 @@
+"""What a checkpoint from a stranger must not do: run code, read outside its directory, blow up in memory.
+
+torch's restricted unpickler (``weights_only=True``), with which Transformers loads, stops the first at most places;
+:func:`find_hazards` looks at the files before anything is loaded, names the file, and closes what is left: the pickled
+metadata and values of ``torch.distributed.checkpoint`` (FSDP's sharded state), shard names in an index, links that lead
+out of the directory, pipes and devices, and what grows in memory: compressed archives, tensors larger than their data,
+JSON of millions of values.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import stat
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint
+from transformers.trainer_pt_utils import safe_globals
+
+from hf_mp.trainer.checkpoints.json_files import JSONProblem, json_problem, read_json
+from hf_mp.trainer.checkpoints.manifest import is_inside
+
+# What a Trainer reads with torch.load when it resumes. training_args.bin is not among it: nothing reads that.
+_TORCH_FILE = re.compile(r"(optimizer|scheduler|scaler|rng_state|pytorch_model|adapter_model).*\.(pt|pth|bin)")
+_SHARD_METADATA = re.compile(r"(__\d+)?\.metadata")
+_SHARD_CLASSES = {
+    "torch.distributed.checkpoint.metadata": None,  # all of its dataclasses
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "WindowsPath", "PurePosixPath"},
+}
+MAX_PICKLE_BYTES = 64 * 2**20  # names and shapes in a file of torch.save; those of 10,000 parameters take 5 MB
+
+
+def find_hazards(directory: Path) -> list[str]:
+    """Why a checkpoint must not be loaded: one line a file, empty where nothing was found.
+
+    Nothing is unpickled except by torch's restricted unpickler, without the tensors' data, and shard metadata with a
+    reader that knows its dataclasses alone.
+    """
+    return find_out_of_place(directory) or _find(directory, _hazard)
+
+
+def find_out_of_place(directory: Path) -> list[str]:
+    """What must not even be opened: links that lead out of a checkpoint, pipes, devices; one line each."""
+    return _find(directory, _out_of_place)
+
+
+def _find(directory: Path, look: Callable[[Path, Path], str | None]) -> list[str]:
+    found = []
+    for path in sorted(_files(directory)):
+        name = path.relative_to(directory).as_posix()
+        try:
+            reason = look(directory, path)
+        except OSError as error:
+            reason = f"cannot be read ({error})"
+        if reason is not None:
+            found.append(f"{name} {reason}")
+    return found
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    for folder, folders, names in os.walk(directory):
+        yield from (Path(folder, name) for name in names)
+        yield from (Path(folder, name) for name in folders if Path(folder, name).is_symlink())
+
+
+def _out_of_place(directory: Path, path: Path) -> str | None:
+    if path.is_symlink() and not path.resolve().is_relative_to(directory.resolve()):
+        return "is a link that leads out of the checkpoint: copy what it points to (cp -rL) if you trust it"
+    mode = path.stat().st_mode  # a link inside may be broken: that is an OSError
+    if not (stat.S_ISREG(mode) or (path.is_symlink() and stat.S_ISDIR(mode))):
+        return "is a pipe, a device or the like, no file: remove it"
+    return None
+
+
+def _hazard(directory: Path, path: Path) -> str | None:
+    if _TORCH_FILE.fullmatch(path.name):
+        return _hazard_of_torch_file(path)
+    if _SHARD_METADATA.fullmatch(path.name):
+        return _hazard_of_shards(path)
+    if path.name.endswith(".index.json"):
+        return _hazard_of_index(path)
+    if path.name.endswith(".json"):
+        return json_problem(path)
+    if path.name.endswith(".safetensors"):
+        return _hazard_of_safetensors(path)
+    return None
+
+
+def _hazard_of_safetensors(path: Path) -> str | None:
+    try:
+        with safe_open(path, "pt"):  # checks its header, which must be below 100 MB
+            return None
+    except (SafetensorError, ValueError) as error:
+        return f"is no whole file of safetensors ({_first_line(error)})"
+
+
+def _hazard_of_torch_file(path: Path) -> str | None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            return "has compressed entries, which torch.save does not write and which can fill the memory"
+        if any(entry.filename.endswith(".pkl") and entry.file_size > MAX_PICKLE_BYTES for entry in entries):
+            return f"has a pickle of more than {MAX_PICKLE_BYTES} bytes, which can fill the memory"
+        with safe_globals():
+            if unsafe := _unsafe(get_unsafe_globals_in_checkpoint(str(path))):
+                return unsafe
+            # mapped: only what is looked at is read
+            return _larger_than_its_data(torch.load(str(path), map_location="cpu", weights_only=True, mmap=True))
+    except Exception as error:  # whatever a stranger's bytes bring about: the file is refused by name
+        return f"is not a whole file of torch.save ({_first_line(error)})"
+
+
+def _larger_than_its_data(loaded: Any) -> str | None:
+    """A tensor that repeats few bytes takes gigabytes when it is copied."""
+    left, seen = [loaded], set()
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+                return f"has a tensor of shape {tuple(value.shape)} larger than its data, which can fill the memory"
+        elif isinstance(value, dict):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple, set)):
+            left += value
+    return None
+
+
+def _unsafe(names: list[str]) -> str | None:
+    if not names:
+        return None
+    return (
+        f"holds pickled objects that may run code when they are loaded ({', '.join(sorted(names))[:200]}): refused. If "
+        "you trust it, allow them by torch.serialization.add_safe_globals"
+    )
+
+
+def _hazard_of_index(path: Path) -> str | None:
+    try:
+        shards = set(read_json(path)["weight_map"].values())
+    except JSONProblem as problem:
+        return str(problem)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"is no index of shards ({_first_line(error)})"
+    outside = [shard for shard in shards if not (isinstance(shard, str) and is_inside(shard))]
+    return f"names a shard outside of the checkpoint: {outside[0]!r:.200}" if outside else None
+
+
+class _ShardMetadataReader(pickle.Unpickler):
+    """Reads the metadata of ``torch.distributed.checkpoint``, and refuses every other class or function."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        names = _SHARD_CLASSES.get(module, set())
+        home = sys.modules.get(module)
+        value = getattr(home, name, None) if "." not in name else None
+        dtype = module == "torch" and isinstance(value, (torch.dtype, torch.layout, torch.memory_format))
+        defined_there = isinstance(value, type) and value.__module__ == module
+        if dtype or name in (names or ()) or (names is None and defined_there):
+            return super().find_class(module, name)
+        if (module, name) in {("builtins", "list"), ("builtins", "dict"), ("builtins", "set"), ("builtins", "tuple")}:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+def _hazard_of_shards(path: Path) -> str | None:
+    """Look at pickled metadata and, where it says they lie, at each pickled value inside the shards."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    try:
+        with path.open("rb") as file:
+            metadata = _ShardMetadataReader(file).load()
+        kinds, places = metadata.state_dict_metadata, metadata.storage_data
+        for index, place in places.items():
+            if not is_inside(str(place.relative_path)):
+                return f"names a shard outside of the checkpoint: {str(place.relative_path)!r:.200}"
+            if place.transform_descriptors:
+                return "has transformed shards, which no Trainer writes"
+            if isinstance(kinds.get(index.fqn), BytesStorageMetadata):
+                with (path.parent / place.relative_path).open("rb") as shard:
+                    shard.seek(place.offset)
+                    value = io.BytesIO(shard.read(place.length))
+                if problem := _unsafe(get_unsafe_globals_in_checkpoint(value)):
+                    return f"leads to {place.relative_path}, which {problem}"
+    except pickle.UnpicklingError as error:
+        return _unsafe([_first_line(error)])
+    except Exception as error:  # whatever a stranger's bytes bring about: the file is refused by name
+        return f"is no metadata of shards ({_first_line(error)})"
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,174 @@
+"""What a Trainer shows of its run's precision: the progress bar's live line, TensorBoard's histograms, the report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import ProgressCallback, TrainerCallback, TrainingArguments
+from transformers.integrations import TensorBoardCallback
+from transformers.utils import logging
+
+from hf_mp.diagnostics.precision_recorder import PrecisionRecorder, check_histogram_steps, record_precision
+from hf_mp.diagnostics.run_log import NoRunError
+from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, TensorMagnitudes
+from hf_mp.step.mixed_precision import MixedPrecision, PrecisionStats
+
+logger = logging.get_logger(__name__)
+
+# What decides the numbers of a run, and says nothing of the machine.
+_SETTINGS = """
+    optim learning_rate weight_decay max_grad_norm lr_scheduler_type warmup_steps per_device_train_batch_size
+    gradient_accumulation_steps gradient_checkpointing num_train_epochs max_steps seed torch_compile world_size
+    loss_scale loss_scale_kwargs
+"""
+
+
+@dataclass(frozen=True)
+class ReportSettings:
+    """What a Trainer is asked to report, as :class:`hf_mp.MixedPrecisionArguments` name it.
+
+    Raises:
+        ValueError: for a number of steps that is none.
+        TypeError: for one string as patterns.
+    """
+
+    histogram_steps: int = 0
+    histogram_layers: Sequence[str] | None = None
+    precision_report: bool = False
+
+    def __post_init__(self) -> None:
+        check_histogram_steps(self.histogram_steps)
+        if isinstance(self.histogram_layers, str):
+            raise TypeError(f"histogram_layers={self.histogram_layers!r} is one string: write a list of patterns")
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether anything is to be recorded."""
+        return bool(self.histogram_steps or self.precision_report)
+
+    @classmethod
+    def of(cls, args: TrainingArguments) -> ReportSettings:
+        """What ``args`` say, if they are :class:`hf_mp.MixedPrecisionArguments`."""
+        names = cls.__dataclass_fields__
+        return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+
+
+class TrainerReporting:
+    """Shows one Trainer's precision; with nothing asked for, only in its progress bar."""
+
+    def __init__(self) -> None:
+        self.recorder: PrecisionRecorder | None = None
+        self._settings = ReportSettings()
+        self._shown: StepMagnitudes | None = None
+        self._line = ""
+        self._has_warned = False
+
+    def begin(self, runtime: MixedPrecision, args: TrainingArguments, settings: ReportSettings) -> None:
+        """Have ``runtime`` recorded if that is asked for, on the first process alone; once for each runtime."""
+        self._settings = settings
+        if settings.histogram_layers and not settings.histogram_steps and not self._has_warned:
+            self._has_warned = True  # it is told again of the same runtime
+            logger.warning("histogram_layers has no effect with histogram_steps=0: no histograms are taken")
+        self.recorder = None
+        if settings.is_asked and args.process_index == 0:
+            self.recorder = record_precision(
+                runtime,
+                str(args.output_dir),
+                histogram_steps=settings.histogram_steps,
+                histogram_layers=settings.histogram_layers,
+                settings=_readable_settings(args),
+            )
+
+    def after_step(self, stats: PrecisionStats, callbacks: Iterable[TrainerCallback], step: int) -> None:
+        """Show optimizer step ``step``, which has just ended."""
+        latest = None if self.recorder is None else self.recorder.latest
+        is_new, self._shown = latest is not self._shown, latest
+        for callback in callbacks:
+            if isinstance(callback, ProgressCallback):
+                self._show_in_progress_bar(callback, stats)
+            elif isinstance(callback, TensorBoardCallback) and latest is not None and is_new:
+                _add_histograms(callback.tb_writer, latest, step)
+
+    def _show_in_progress_bar(self, callback: ProgressCallback, stats: PrecisionStats) -> None:
+        bar: Any = callback.training_bar
+        if bar is None or (bar.postfix and bar.postfix != self._line):  # somebody shows a line of their own
+            return
+        self._line = live_line(stats)
+        bar.set_postfix_str(self._line, refresh=False)  # drawn along with the next step
+
+    def log_entries(self) -> dict[str, float]:
+        """What a training log is to carry besides the stats."""
+        latest = None if self.recorder is None else self.recorder.latest
+        return {} if latest is None else latest.shares().log_entries()
+
+    def end(self, args: TrainingArguments) -> None:
+        """Training has come to its end: write the page, if that was asked for."""
+        if self.recorder is None:
+            return
+        if self._settings.precision_report:
+            self.recorder.predict_memory(
+                optimizer=_as_text(args.optim),
+                accumulation_steps=args.gradient_accumulation_steps,
+                gradient_checkpointing=args.gradient_checkpointing,
+                free_gradients=getattr(args, "free_gradients", "step"),
+            )
+        self.recorder.end()
+        if self._settings.precision_report:
+            try:
+                logger.info(f"the precision report of this run is {self.recorder.write_report()}")
+            except (OSError, NoRunError) as error:  # the training is done: a page is no reason to lose its result
+                logger.warning(f"the precision report of this run could not be written: {error}")
+
+
+def _readable_settings(args: TrainingArguments) -> dict[str, Any]:
+    found = {name: getattr(args, name) for name in _SETTINGS.split() if getattr(args, name, None) is not None}
+    return {name: value if _is_json(value) else _as_text(value) for name, value in found.items()}
+
+
+def _is_json(value: Any) -> bool:
+    # max_grad_norm=inf is a setting, and JSON has no word for it
+    return isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={item}" for key, item in value.items())
+    return str(getattr(value, "value", value))
+
+
+def live_line(stats: PrecisionStats) -> str:
+    """The stats in a few words: ``loss scale 2,048, headroom 5.3, skipped 1``."""
+    headroom = [] if stats.headroom is None else [f"headroom {stats.headroom:.1f}"]
+    return ", ".join([f"loss scale {stats.loss_scale:,g}", *headroom, f"skipped {stats.skipped_steps}"])
+
+
+def _add_histograms(writer: Any, magnitudes: StepMagnitudes, step: int) -> None:
+    """One histogram of log2 |value| for each tensor; zeros, which have no logarithm, are not in it."""
+    for tensor in magnitudes.tensors if writer is not None else ():
+        if tensor.histogram.finite_nonzero:
+            writer.add_histogram_raw(_tag(tensor), **_raw_histogram(tensor), global_step=step)
+
+
+def _tag(tensor: TensorMagnitudes) -> str:
+    name = f"{tensor.layer}.{tensor.tensor}" if tensor.tensor else tensor.layer
+    return f"log2 of {tensor.kind.value}/{name}"
+
+
+def _raw_histogram(tensor: TensorMagnitudes) -> dict[str, Any]:
+    octaves = {k: count * tensor.stride for k, count in tensor.histogram.by_octave().items()}
+    first, last = min(octaves), max(octaves)
+    counts = [octaves.get(k, 0) for k in range(first, last + 1)]
+    middles = [k + 0.5 for k in range(first, last + 1)]
+    return {
+        "min": float(first),
+        "max": float(last + 1),
+        "num": sum(counts),
+        "sum": sum(c * m for c, m in zip(counts, middles, strict=True)),
+        "sum_squares": sum(c * m * m for c, m in zip(counts, middles, strict=True)),
+        # The first bucket is empty: TensorBoard draws it from the smallest number there is.
+        "bucket_limits": [float(k) for k in range(first, last + 2)],
+        "bucket_counts": [0, *counts],
+    }

@@ -1,0 +1,205 @@
+"""Several processes: which of them train a model together, and how they come to one decision at each step.
+
+Every process measures its own gradients (under FSDP its own shards), but all of them must skip the same steps and hold
+the same loss scale. One all-reduce of one number at each step does both (:func:`agree`).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.scaling.scalers import StepReport
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # not in every build of torch
+
+_NOT_MEASURED = -1.0
+
+
+def to_number(report: StepReport) -> float:
+    """A report as one number whose maximum over all processes is the report of all: inf for an overflow.
+
+    NaN never appears: the maximum of a NaN and a number depends on their order.
+    """
+    if report.overflow or not math.isfinite(_NOT_MEASURED if (found := report.largest_gradient) is None else found):
+        return math.inf
+    return _NOT_MEASURED if found is None else found
+
+
+def to_report(number: float) -> StepReport:
+    """The report that :func:`to_number` made a number of."""
+    if number == math.inf:
+        return StepReport(overflow=True)
+    return StepReport(overflow=False, largest_gradient=None if number < 0.0 else number)
+
+
+@torch.no_grad()
+def agree(report: StepReport, groups: Iterable[ProcessGroup], device: torch.device) -> StepReport:
+    """The report of all processes: an overflow if any of them saw one, and the largest of their largest gradients.
+
+    A collective call: every process of ``groups`` makes it at the same step.
+
+    Args:
+        report: what this process saw.
+        groups: the groups to agree over, one after the other (the dimensions of a device mesh).
+        device: where the gradients are; the number travels there if the backend of the group can, as gloo does on CPUs
+            and NCCL on GPUs.
+    """
+    for group in groups:
+        number = torch.tensor([to_number(report)], dtype=torch.float32, device=_device_for(group, device))
+        torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=group)
+        report = to_report(number.item())
+    return report
+
+
+def _device_for(group: ProcessGroup, preferred: torch.device) -> torch.device:
+    served = [part.partition(":")[0] for part in torch.distributed.get_backend_config(group).split(",")]
+    return preferred if preferred.type in served else torch.device(served[0])
+
+
+class Ranks:
+    """Which processes train one model together: those of the DDP that it runs in, or of the meshes that FSDP uses.
+
+    Processes that train models of their own, each without DDP and FSDP, never wait for each other here.
+    """
+
+    def __init__(self) -> None:
+        self._groups: list[ProcessGroup] = []
+        self._stepped = False
+
+    def note_forward(self, model: nn.Module) -> None:
+        """Look in which DDP a forward of ``model`` runs; called at its begin."""
+        if not is_running() or not torch.is_grad_enabled():
+            return
+        if self._stepped:
+            self._groups, self._stepped = [], False
+        ddp = model if isinstance(model, DistributedDataParallel) else DistributedDataParallel._get_active_ddp_module()
+        # Inside join() other processes may have no batch left and so no step to agree on. There all gradients are
+        # those of the all-reduce, and who steps decides alike.
+        if ddp is not None and ddp.process_group not in self._groups and not ddp._join_config.enable:
+            self._groups.append(ddp.process_group)
+
+    @property
+    def train_together(self) -> bool:
+        """Whether a forward since the last step ran in a DDP of several processes."""
+        return any(torch.distributed.get_world_size(group) > 1 for group in self._groups)
+
+    def gradients_are_final(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether nobody reduces gradients after a backward: DDP and FSDP have done so, or there is one process.
+
+        Other loops of several processes may call ``all_reduce`` on them, which raises no version counter.
+        """
+        return not is_running() or bool(self._groups) or any(is_dtensor(parameter) for parameter in parameters)
+
+    def agree(self, report: StepReport, parameters: Iterable[Tensor]) -> StepReport:
+        """:func:`agree` over the processes that train ``parameters``; ``report`` itself on a single process."""
+        if not is_running():
+            return report
+        parameters = list(parameters)
+        groups = [*self._groups, *_mesh_groups(parameters)]
+        groups = [group for group in groups if torch.distributed.get_world_size(group) > 1]
+        self._stepped = True
+        device = next((local_part(p).device for p in parameters), torch.device("cpu"))
+        return agree(report, groups, device)
+
+
+def is_running() -> bool:
+    """Whether this process is one of several."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _mesh_groups(parameters: Iterable[Tensor]) -> list[ProcessGroup]:
+    groups: list[ProcessGroup] = []
+    for mesh in {id(p.device_mesh): p.device_mesh for p in parameters if is_dtensor(p)}.values():  # type: ignore[attr-defined]
+        groups += [group for group in mesh.get_all_groups() if group not in groups]
+    return groups
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is spread over processes."""
+    dtensors = sys.modules.get("torch.distributed.tensor")  # not imported: there is none
+    return dtensors is not None and isinstance(tensor, dtensors.DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The shard of ``tensor`` that this process holds; any other tensor as it is."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+# What FSDP does to a model
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 (``torch.distributed.fsdp.fully_shard``) shards ``model`` or a part of it."""
+    return next(_fsdp_modules(model), None) is not None
+
+
+def _fsdp_modules(model: nn.Module) -> Iterator[Any]:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return (module for module in model.modules() if fsdp is not None and isinstance(module, fsdp.FSDPModule))
+
+
+def check_parallelism(model: nn.Module) -> None:
+    """Raise where a model is spread over processes in a way that mixed precision cannot follow.
+
+    Raises:
+        ValueError: for FSDP1, tensor parallelism, FSDP2 with a mixed precision of its own, and FP16/BF16 parameters
+            that DDP or FSDP2 took hold of before they had masters.
+    """
+    if _is_flattened(model):
+        raise ValueError(
+            "FSDP1 (FullyShardedDataParallel) flattens parameters, and there is nothing left to give a working copy: "
+            "use FSDP2 (fsdp_version 2, torch.distributed.fsdp.fully_shard)"
+        )
+    for module in _fsdp_modules(model):
+        policy = module._get_fsdp_state()._mp_policy
+        if not {policy.param_dtype, policy.reduce_dtype} <= {None, torch.float32}:
+            raise ValueError(
+                f"fully_shard(mp_policy={policy}) is a mixed precision of FSDP's own, beside this one: leave mp_policy "
+                "out, so that FP32 masters are gathered and FP32 gradients reduced"
+            )
+    _check_masters(model)
+    _check_placements(model)
+
+
+def _is_flattened(model: nn.Module) -> bool:
+    """Whether FSDP1 holds ``model``, also while its forward runs and it shows views in the places of parameters."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and (
+        any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules())
+        or any(not isinstance(p, nn.Parameter) or hasattr(p, "_fsdp_flattened") for p in model.parameters())
+    )
+
+
+def _check_masters(model: nn.Module) -> None:
+    wrapper = "DistributedDataParallel" if isinstance(model, DistributedDataParallel) else "fully_shard"
+    if wrapper == "fully_shard" and not is_sharded(model):
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in LOWER_PRECISION_DTYPES:
+            raise ValueError(
+                f"{name} is {parameter.dtype} and {wrapper} holds it already, so it cannot be given an FP32 master: "
+                f"attach mixed precision to the model before {wrapper}, or load it in FP32 (lean layouts do not "
+                "work with FSDP)"
+            )
+
+
+def _check_placements(model: nn.Module) -> None:
+    spread = [(name, parameter) for name, parameter in model.named_parameters() if is_dtensor(parameter)]
+    sharded = not spread or is_sharded(model)
+    for name, parameter in spread:
+        placements = parameter.placements  # type: ignore[attr-defined]
+        # (Shard,) is FSDP, (Replicate, Shard) its hybrid form; anything else is (also) tensor parallelism.
+        if not sharded or len(placements) > 2 or (len(placements) == 2 and not placements[0].is_replicate()):
+            raise ValueError(
+                f"{name} is placed as {tuple(placements)}: tensor parallelism is not supported, use DDP or FSDP2 alone"
+            )

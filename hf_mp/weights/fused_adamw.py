@@ -1,0 +1,166 @@
+"""The fused AdamW kernel in the place of an optimizer's own step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.optim import Adam, AdamW, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_
+from hf_mp.kernels.registry import chosen
+from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, halves_of, note_written_halves
+from hf_mp.weights.working_copies import WorkingCopies
+
+Given = tuple[AdamWTensors, Tensor | None]
+
+
+def step_split(optimizer: Optimizer, parameters: list[nn.Parameter]) -> bool:
+    """Update those split ``parameters`` of which :func:`hf_mp.kernels.adamw.adamw_` does what ``optimizer`` would.
+
+    That is ``torch.optim.AdamW`` and ``Adam`` with ``fused=True``, without ``amsgrad``: on a CPU a parameter at a time,
+    of which the gradient is freed at once; on a GPU all in one launch, where the Triton kernel is used.
+
+    Returns:
+        Whether anything was updated. What was not keeps its gradient.
+    """
+    if not _is_fused_adam(optimizer, vars(optimizer).get("step")):
+        return False
+    wanted = set(map(id, parameters))  # a tensor's own hash is slow, where this is called for one parameter at a time
+    stepped = False
+    for settings, group in _groups(optimizer):
+        batches: dict[tuple[torch.device, Tensor | None], list[tuple[nn.Parameter, AdamWTensors]]] = {}
+        for parameter in group:
+            if id(parameter) not in wanted or (given := _split_tensors(optimizer, parameter)) is None:
+                continue
+            tensors, factor = given
+            stepped = True
+            if parameter.device.type == "cpu":
+                adamw_([tensors], settings, factor)
+                _finish_split(parameter)
+            else:
+                batches.setdefault((parameter.device, factor), []).append((parameter, tensors))
+        for (_, factor), batch in batches.items():
+            adamw_([tensors for _, tensors in batch], settings, factor)
+            for parameter, _ in batch:
+                _finish_split(parameter)
+    if stepped:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # for LR schedulers made before
+    return stepped
+
+
+def step_whole(optimizer: Optimizer, own_step: Callable[..., Any] | None, copies: WorkingCopies) -> bool:
+    """Update FP32 parameters and their working copies in one launch, where the Triton kernel is used for all of them.
+
+    Args:
+        optimizer: steps as it would by itself, if False is returned.
+        own_step: what stood in the place of its class's ``step`` before it was guarded.
+        copies: the working copies; those of updated parameters are fresh afterwards.
+    """
+    if copies.keeps_none or not _is_fused_adam(optimizer, own_step) or _has_hooks(optimizer):
+        return False
+    everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    stepping = [parameter for parameter in everything if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in stepping]
+    if not stepping or chosen("adamw", [*stepping, *gradients]) is None:  # before any state is made
+        return False
+    batches: list[tuple[AdamWSettings, list[AdamWTensors]]] = []
+    for settings, group in _groups(optimizer):
+        given = [_whole_tensors(optimizer, parameter, copies) for parameter in group if parameter.grad is not None]
+        batches.append((settings, [tensors for tensors in given if tensors is not None]))
+    written = [tensor for _, batch in batches for tensors in batch for tensor in tensors.floating_state()]
+    kernel = chosen("adamw", written) if written else None
+    if kernel is None or sum(len(batch) for _, batch in batches) != len(stepping):
+        return False
+    for settings, batch in batches:
+        if batch:
+            kernel(batch, settings)
+    copies.note_written(stepping)
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    return True
+
+
+def _is_fused_adam(optimizer: Any, own_step: Callable[..., Any] | None) -> bool:
+    if type(optimizer) not in (Adam, AdamW) or (own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched")):
+        return False
+    replaced = inspect.unwrap(type(optimizer).step).__module__ != Adam.__module__
+    scales = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
+    return not replaced and not scales
+
+
+def _has_hooks(optimizer: Any) -> bool:
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+
+
+def _groups(optimizer: Optimizer) -> Iterator[tuple[AdamWSettings, Sequence[nn.Parameter]]]:
+    """The groups whose settings the kernel has."""
+    for group in optimizer.param_groups:
+        lr, (beta1, beta2), eps, weight_decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
+        numbers = (lr, beta1, beta2, eps, weight_decay)
+        on_device = any(isinstance(number, Tensor) and number.device.type != "cpu" for number in numbers)
+        if group.get("fused") and not group["amsgrad"] and not group["differentiable"] and not on_device:
+            lr, beta1, beta2, eps, weight_decay = map(float, numbers)
+            decoupled, maximize = group["decoupled_weight_decay"], group["maximize"]
+            yield AdamWSettings(lr, beta1, beta2, eps, weight_decay, decoupled, maximize), group["params"]
+
+
+def _split_tensors(optimizer: Optimizer, parameter: nn.Parameter) -> Given | None:
+    """What the kernel needs of ``parameter``, and the factor of its gradient; None where the optimizer is to step."""
+    if not isinstance(parameter, SplitParameter):
+        return None
+    gradient, factor = gradient_and_factor(parameter)
+    if gradient is None or not _is_plain(gradient, parameter):
+        return None
+    halves = halves_of(parameter)
+    if halves is None:  # somebody cast the parameter to FP32
+        return None
+    if gradient.device.type != "cpu" and chosen("adamw", [gradient, halves.working]) is None:
+        return None
+    if (moments := _moments(optimizer, parameter)) is None:
+        return None
+    return AdamWTensors(gradient, *moments, working=halves.working, remainder=halves.remainder), factor
+
+
+def _whole_tensors(optimizer: Optimizer, parameter: nn.Parameter, copies: WorkingCopies) -> AdamWTensors | None:
+    gradient = parameter.grad
+    if gradient is None or not _is_plain(gradient, parameter) or parameter.dtype is not torch.float32:
+        return None
+    if (moments := _moments(optimizer, parameter)) is None:
+        return None
+    copy = copies.copy_of(parameter)
+    if copy is not None and copy.device != parameter.device:
+        return None
+    return AdamWTensors(gradient, *moments, master=parameter.detach(), working=copy)
+
+
+def _is_plain(gradient: Tensor, parameter: Tensor) -> bool:
+    # a sparse gradient is refused by the optimizer itself; fake ones are those of an estimate of memory
+    is_dense = (type(gradient) is Tensor or is_fake(gradient)) and not gradient.is_sparse
+    return is_dense and gradient.shape == parameter.shape and gradient.device == parameter.device
+
+
+def _moments(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[Tensor, Tensor, Tensor] | None:
+    """First and second moment and step, made where there are none; None for moments that the kernel cannot use."""
+    state = optimizer.state[parameter]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+    for name in ("exp_avg", "exp_avg_sq"):
+        # Those of a channels-last parameter, loaded: torch's fused step reads by position, and masters are contiguous.
+        state[name] = state[name].contiguous()
+    moments = state["exp_avg"], state["exp_avg_sq"], state["step"]
+    fit = all(m.dtype is torch.float32 and m.device == parameter.device for m in moments)
+    return moments if fit else None
+
+
+def _finish_split(parameter: nn.Parameter) -> None:
+    assert isinstance(parameter, SplitParameter)
+    note_written_halves(parameter)
+    parameter.grad = None

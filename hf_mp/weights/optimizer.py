@@ -1,0 +1,524 @@
+"""``MasterWeightOptimizer``: FP32 master weights around any optimizer over FP16/BF16 parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hf_mp.kernels.gradient_scan import norm_of_one, total_norm
+from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.weights.fused_adamw import step_split
+from hf_mp.weights.split import split
+from hf_mp.weights.split_parameter import (
+    SplitParameter,
+    gradient_and_factor,
+    make_split,
+    master_value,
+    multiply_gradients,
+    open_master,
+    unscaled,
+    write_master,
+)
+from hf_mp.weights.working_copies import version_of, watch
+
+MasterLayout = Literal["whole", "split"]
+
+# Split masters are put together for as many parameters at once as have this many elements: 16 MiB in FP32.
+_BUCKET_ELEMENTS = 2**22
+
+# Optimizers that treat each parameter by itself, so that their step may be taken in parts.
+STEPS_BY_PARAMETER = {
+    "torch.optim": "Adadelta Adagrad Adam AdamW Adamax ASGD Muon NAdam RAdam RMSprop Rprop SGD SparseAdam Adafactor",
+    "bitsandbytes.optim": "*",
+    "transformers.optimization": "Adafactor",
+}
+
+
+class MasterWeightOptimizer(Optimizer):
+    """FP32 masters for the FP16/BF16 parameters of any optimizer (Micikevicius et al. 2017, section 3.1).
+
+    The optimizer runs on the masters, with FP32 gradients and FP32 state; the parameters are their roundings. An update
+    that is smaller than half a unit in the last place of its weight adds up in the master instead of being lost::
+
+        optimizer = hf_mp.MasterWeightOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
+        loss.backward()
+        optimizer.step()
+
+    Hyperparameters stay in ``param_groups``, where LR schedulers find them; ``param_groups`` and ``state`` name the
+    model's parameters. What is written into a parameter from outside wins over its master. FP32 parameters among the
+    others are updated as they are.
+
+    With loss scaling in the explicit style (``scaler.unscale_``, ``scaler.step``), gradients become FP32 when they are
+    unscaled.
+
+    Args:
+        optimizer: over floating parameters, not stepped yet. Step this wrapper from now on, not it.
+        layout: ``"whole"`` (default) keeps an FP32 tensor per parameter; ``"split"`` keeps the 16 bits that the
+            parameter lacks (:mod:`hf_mp.weights.split`), and puts masters together for the step only.
+
+    Raises:
+        TypeError: for parameters that are not floating, and for anything but an optimizer.
+        ValueError: for an unknown layout, or an optimizer that was stepped already.
+    """
+
+    keeps_masters = True  # its FP16 gradients may be unscaled: they become FP32
+    optimizer: Optimizer
+    layout: MasterLayout
+
+    def __init__(self, optimizer: Optimizer, *, layout: MasterLayout = "whole") -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"MasterWeightOptimizer wraps an optimizer, not {optimizer!r}: give it "
+                "torch.optim.AdamW(model.parameters()) or the like"
+            )
+        if layout not in get_args(MasterLayout):
+            raise ValueError(f"layout={layout!r} is not known: use one of {', '.join(get_args(MasterLayout))}")
+        if isinstance(optimizer, MasterWeightOptimizer):
+            raise TypeError("this optimizer is a MasterWeightOptimizer already: wrap one only once")
+        _state_to_fp32(optimizer)
+        self._wrap(optimizer, layout)
+        if hasattr(optimizer, "check_overrides"):
+            optimizer.check_overrides()  # bitsandbytes knows parameters with settings of their own by identity
+        for group in optimizer.param_groups:
+            self._adopt(group["params"])
+        if not any(_needs_master(parameter) for parameter in self._parameters()):
+            warnings.warn("MasterWeightOptimizer has nothing to do: no parameter is FP16 or BF16", stacklevel=2)
+
+    def _wrap(self, optimizer: Optimizer, layout: MasterLayout) -> None:
+        self.optimizer = optimizer
+        self.layout = layout
+        self._masters: dict[nn.Parameter, _WholeMaster] = {}
+        self._loaded: dict[nn.Parameter, Tensor] = {}  # FP32 masters of a checkpoint, not taken over yet
+        self._is_stepping = False
+        super().__setstate__({})  # hooks, and the step that calls them
+        for name, value in vars(optimizer).items():
+            if name.startswith("_optimizer_") and name.endswith("_hooks"):
+                setattr(self, name, value)
+        optimizer.register_step_pre_hook(self._refuse_direct_step)
+
+    def __getstate__(self) -> dict[str, Any]:
+        masters = {p: self.master(p) for p in self._parameters() if p in self._masters or p in self._loaded}
+        return {"optimizer": self.optimizer, "layout": self.layout, "masters": masters}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._wrap(state["optimizer"], state["layout"])
+        self._loaded = state["masters"]
+
+    def _refuse_direct_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer is self.optimizer and not self._is_stepping:
+            raise RuntimeError(
+                f"step() of a {type(optimizer).__name__} whose master weights are in a MasterWeightOptimizer: call the "
+                "wrapper's step(), the object that MasterWeightOptimizer(...) or prepare(...) returned"
+            )
+
+    def _adopt(self, parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if not parameter.is_floating_point():
+                raise TypeError(
+                    f"master weights are for floating parameters, not for one of {parameter.dtype} and shape "
+                    f"{tuple(parameter.shape)}: leave it out of the optimizer"
+                )
+            if self.layout == "split" and _needs_master(parameter) and not isinstance(parameter, SplitParameter):
+                make_split(parameter, parameter.dtype)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the wrapped optimizer: hyperparameters, and the model's parameters."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """That of the wrapped optimizer, by the model's parameters; its floating tensors belong to the masters."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Those of the wrapped optimizer."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def __repr__(self) -> str:
+        return f"MasterWeightOptimizer({self.optimizer!r}, layout={self.layout!r})"
+
+    def master(self, parameter: nn.Parameter) -> Tensor:
+        """The FP32 master weight of ``parameter``, detached, of its shape; write through the parameter."""
+        self._take_over_loaded(parameter)
+        if isinstance(parameter, SplitParameter):
+            return master_value(parameter)
+        if not _needs_master(parameter):
+            return parameter.detach()
+        return self._whole(parameter).value()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the wrapped optimizer's; FP16/BF16 parameters get masters as well."""
+        self.optimizer.add_param_group(param_group)
+        self._adopt(self.param_groups[-1]["params"])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``torch.optim.Optimizer.zero_grad``."""
+        if set_to_none:
+            for parameter in self._parameters():
+                parameter.grad = None
+        else:
+            self.optimizer.zero_grad(set_to_none=False)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the global 2-norm of the gradients.
+
+        As ``torch.nn.utils.clip_grad_norm_`` (``error_if_nonfinite=False``), without FP32 copies of gradients that are
+        still scaled: those keep the factor, for whoever reads them.
+
+        Args:
+            max_norm: the largest norm to leave; ``inf`` only measures.
+
+        Returns:
+            The norm before, of the unscaled gradients: FP32, of shape ().
+        """
+        by_factor: dict[tuple[torch.device, Tensor | None], list[Tensor]] = {}
+        for parameter in self._parameters():
+            gradient, factor = gradient_and_factor(parameter)
+            if gradient is not None:
+                values = gradient.coalesce().values() if gradient.is_sparse else gradient
+                by_factor.setdefault((gradient.device, factor), []).append(values)
+        norms = [
+            total_norm(values) if factor is None else total_norm(values) * factor.squeeze()
+            for (_, factor), values in by_factor.items()
+        ]
+        total = norm_of(norms)
+        if (clip_by := clip_factor(total, max_norm)) is not None:
+            multiply_gradients(self._parameters(), clip_by)
+        return total
+
+    @staticmethod
+    def gradient_norm(parameter: nn.Parameter) -> Tensor:
+        """The 2-norm of one gradient, which there is: FP32 of shape (), unscaled."""
+        gradient, factor = gradient_and_factor(parameter)
+        assert gradient is not None
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        norm = norm_of_one(values)
+        return norm if factor is None else norm * factor.squeeze()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the masters, and the parameters with them.
+
+        In the split layout, gradients are freed as they are used.
+
+        Args:
+            closure: recomputes the loss on the parameters and calls ``backward``; as often as the optimizer asks for.
+
+        Returns:
+            What the wrapped optimizer's ``step`` returns.
+        """
+        if closure is not None:
+            return self._step_on(self._parameters(), closure)
+        result = None
+        parameters = self._parameters()
+        for parameter in parameters if self._loaded else ():
+            self._take_over_loaded(parameter)
+        if step_split(self.optimizer, parameters) and not any(
+            gradient_and_factor(p)[0] is not None for p in parameters
+        ):
+            return result
+        for bucket in self._buckets():
+            result = self._step_on(bucket)
+        return result
+
+    @property
+    def steps_by_parameter(self) -> bool:
+        """Whether the wrapped optimizer is known to treat each parameter by itself."""
+        return _steps_by_parameter(self.optimizer)
+
+    @torch.no_grad()
+    def step_on(self, parameters: list[nn.Parameter]) -> None:
+        """Update these parameters alone; hooks of the step are not called, :meth:`step` does that."""
+        for parameter in parameters:
+            self._take_over_loaded(parameter)
+        if not step_split(self.optimizer, parameters):
+            self._step_on(parameters)
+
+    def _step_on(self, parameters: list[nn.Parameter], closure: Callable[[], Any] | None = None) -> Any:
+        masters = {parameter: self._open(parameter) for parameter in parameters}
+        with self._in_place_of_parameters(masters):
+            if closure is None:
+                self._hand_over_gradients(masters)
+                result = self._step_wrapped()
+            else:
+                result = self._step_wrapped(lambda: self._evaluate(closure, masters))
+        self._close(masters)
+        return result
+
+    def _step_wrapped(self, *closure: Callable[[], Any]) -> Any:
+        optimizer: Any = self.optimizer
+        own_step = vars(optimizer).get("step")
+        if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
+            return optimizer.step(*closure)
+        # Around the function that fires hooks: this object's own step does, once however many parts there are.
+        optimizer._opt_called = True  # for LR schedulers made before
+        step = type(optimizer).step
+        return (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, *closure)
+
+    def _evaluate(self, closure: Callable[[], Any], masters: dict[nn.Parameter, nn.Parameter]) -> Any:
+        with torch.no_grad():
+            self._close(masters, keep=True)
+        with self._in_place_of_masters(masters), torch.enable_grad():
+            loss = closure()
+        with torch.no_grad():
+            self._hand_over_gradients(masters)
+        return loss
+
+    def _hand_over_gradients(self, masters: dict[nn.Parameter, nn.Parameter]) -> None:
+        for parameter, master in masters.items():
+            if master is parameter:
+                continue
+            gradient, factor = gradient_and_factor(parameter)
+            if gradient is None or (factor is None and gradient.dtype is torch.float32):
+                master.grad = gradient
+            else:
+                master.grad = unscaled(gradient, factor, like=master)
+            if isinstance(parameter, SplitParameter):
+                parameter.grad = None
+
+    def _open(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What the wrapped optimizer updates in the place of ``parameter``."""
+        self._take_over_loaded(parameter)
+        if isinstance(parameter, SplitParameter):
+            return nn.Parameter(open_master(parameter), requires_grad=parameter.requires_grad)
+        return self._whole(parameter).open() if _needs_master(parameter) else parameter
+
+    def _close(self, masters: dict[nn.Parameter, nn.Parameter], keep: bool = False) -> None:
+        for parameter, master in masters.items():
+            if isinstance(parameter, SplitParameter):
+                write_master(parameter, master.detach())
+            elif master is not parameter:
+                self._masters[parameter].round_into_parameter()
+            if master is not parameter and not keep:
+                master.grad = None
+
+    def _whole(self, parameter: nn.Parameter) -> _WholeMaster:
+        if parameter not in self._masters:
+            self._masters[parameter] = _WholeMaster(parameter)
+        return self._masters[parameter]
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _buckets(self) -> list[list[nn.Parameter]]:
+        if not _steps_by_parameter(self.optimizer):
+            return [self._parameters()]
+        parameters = [p for p in self._parameters() if gradient_and_factor(p)[0] is not None]
+        if self.layout == "whole":
+            return [parameters]
+        buckets: list[list[nn.Parameter]] = [[]]
+        elements = 0
+        for parameter in parameters:
+            if elements and elements + parameter.numel() > _BUCKET_ELEMENTS:
+                buckets.append([])
+                elements = 0
+            buckets[-1].append(parameter)
+            elements += parameter.numel()
+        return buckets
+
+    @contextlib.contextmanager
+    def _in_place_of_parameters(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
+        """Have the wrapped optimizer see masters; parameters without one are not there."""
+        absent = nn.Parameter(torch.empty(0), requires_grad=False)
+        shown = [[masters.get(parameter, absent) for parameter in group["params"]] for group in self.param_groups]
+        hidden = [list(group["params"]) for group in self.param_groups]
+        self._show(shown, masters)
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+            self._show(hidden, {master: parameter for parameter, master in masters.items()})
+
+    @contextlib.contextmanager
+    def _in_place_of_masters(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
+        """Within :meth:`_in_place_of_parameters`: the person's closure sees the parameters again."""
+        parameters = {master: parameter for parameter, master in masters.items()}
+        shown = [list(group["params"]) for group in self.param_groups]
+        self._show([[parameters[master] for master in group] for group in shown], parameters)
+        try:
+            yield
+        finally:
+            self._show(shown, masters)
+
+    def _show(self, groups: list[list[nn.Parameter]], renamed: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        # In place: LBFGS keeps the list of its group.
+        for group, parameters in zip(self.param_groups, groups, strict=True):
+            group["params"][:] = parameters
+        state = self.optimizer.state
+        for before, after in renamed.items():
+            if before is not after and before in state:
+                state[after] = state.pop(before)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state, and under ``masters`` the FP32 masters that no model's ``state_dict()`` holds.
+
+        ``masters`` maps the index of a parameter (as in ``state``) to an FP32 tensor of its shape, in either layout.
+        Models in a lean layout save their masters themselves. Other optimizers can load the state, without masters.
+        """
+        saved = {}
+        for index, parameter in enumerate(self._parameters()):
+            if isinstance(parameter, SplitParameter):
+                if not parameter.is_saved_in_full:
+                    saved[index] = self.master(parameter)
+            elif parameter in self._masters or parameter in self._loaded:
+                saved[index] = self.master(parameter)
+        return {**self.optimizer.state_dict(), "masters": saved}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state that :meth:`state_dict` gave, in either layout, bit for bit.
+
+        The model's weights may be loaded before or after: until the first step, a master comes into force where the
+        parameter is its rounding. The state of the wrapped optimizer alone is taken as well: the parameters are then
+        their own masters.
+
+        Raises:
+            TypeError: for masters that are no tensors.
+            ValueError: for masters of another shape or dtype, and as ``torch.optim.Optimizer.load_state_dict``.
+        """
+        parameters = self._parameters()
+        given: Mapping[int, Tensor] = state_dict.get("masters", {})
+        if not isinstance(given, Mapping):
+            raise TypeError(f"masters must map indices of parameters to FP32 tensors, and is a {type(given).__name__}")
+        for index, tensor in given.items():
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"masters[{index!r}] must be a FP32 tensor, not {tensor!r:.200}")
+            if index not in range(len(parameters)) or tensor.shape != parameters[index].shape:
+                shape = tuple(parameters[index].shape) if index in range(len(parameters)) else "no parameter"
+                raise ValueError(f"masters[{index}] has shape {tuple(tensor.shape)}, but there is {shape} here")
+            if tensor.dtype is not torch.float32:
+                raise ValueError(f"masters[{index}] is {tensor.dtype}, but a master weight is torch.float32")
+        # torch casts loaded state to the dtype of its parameter: to FP32, if it sees a FP32 one.
+        stand_ins = {
+            p: nn.Parameter(torch.empty(0, dtype=torch.float32, device=p.device))
+            for p in parameters
+            if _needs_master(p)
+        }
+        with self._in_place_of_parameters({p: stand_ins.get(p, p) for p in parameters}):
+            self.optimizer.load_state_dict({key: state_dict[key] for key in state_dict if key != "masters"})
+        self._masters.clear()
+        self._loaded = {parameters[index]: tensor.detach().clone() for index, tensor in given.items()}
+
+    @torch.no_grad()
+    def _take_over_loaded(self, parameter: nn.Parameter) -> None:
+        if parameter not in self._loaded:
+            return
+        loaded = self._loaded.pop(parameter).to(parameter.device)
+        if not _needs_master(parameter):
+            return
+        working = parameter.detach()
+        # Layouts round ties differently, and either may have been saved.
+        is_rounding = (loaded.to(working.dtype) == working) | (split(loaded, working.dtype).working == working)
+        value = torch.where(is_rounding, loaded, self.master(parameter))
+        if isinstance(parameter, SplitParameter):
+            write_master(parameter, value)
+        else:
+            self._whole(parameter).set(value)
+
+
+def norm_of(norms: list[Tensor]) -> Tensor:
+    """The norm of all from the norms of each, FP32 of shape (); 0 for none."""
+    if not norms:
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return total
+
+
+def clip_factor(total: Tensor, max_norm: float) -> Tensor | None:
+    """What ``torch.nn.utils.clip_grad_norm_`` multiplies gradients of norm ``total`` with; None for no bound."""
+    return (max_norm / (total + 1e-6)).clamp(max=1.0) if math.isfinite(max_norm) else None
+
+
+class _WholeMaster:
+    """The FP32 tensor of one parameter in the whole layout."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        watch(parameter)
+        self._parameter = parameter
+        self._master = nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
+        self._version = version_of(parameter)
+        self._address = parameter.data_ptr()
+
+    def open(self) -> nn.Parameter:
+        """The master, with what was written into the parameter from outside."""
+        parameter = self._parameter
+        if self._master.device != parameter.device:
+            self._master.data = self._master.data.to(parameter.device)
+        if self._may_have_changed():
+            self._let_parameter_win()
+        return self._master
+
+    def value(self) -> Tensor:
+        return self.open().detach()
+
+    @torch.no_grad()
+    def set(self, value: Tensor) -> None:
+        self._master.copy_(value)
+        self.round_into_parameter()
+
+    @torch.no_grad()
+    def round_into_parameter(self) -> None:
+        self._parameter.copy_(self._master)
+        self._version = version_of(self._parameter)
+        self._address = self._parameter.data_ptr()
+
+    def _may_have_changed(self) -> bool:
+        parameter: Any = self._parameter
+        seen = getattr(parameter, "may_have_changed_unseen", bool)()
+        return seen or self._version != version_of(parameter) or self._address != parameter.data_ptr()
+
+    @torch.no_grad()
+    def _let_parameter_win(self) -> None:
+        # Element by element: a row that was written does not cost the others their bits.
+        parameter = self._parameter.detach()
+        is_rounding = self._master.to(parameter.dtype) == parameter
+        self._master.copy_(torch.where(is_rounding, self._master, parameter.float()))
+        self._version = version_of(self._parameter)
+        self._address = self._parameter.data_ptr()
+
+
+def _needs_master(parameter: Tensor) -> bool:
+    return parameter.dtype in LOWER_PRECISION_DTYPES
+
+
+def _steps_by_parameter(optimizer: Optimizer) -> bool:
+    kind: Any
+    for kind in type(optimizer).__mro__:
+        for module, names in STEPS_BY_PARAMETER.items():
+            if kind.__module__.startswith(module) and (names == "*" or kind.__name__ in names.split()):
+                # A subclass with a step of its own may look at all parameters together.
+                return inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
+    return False
+
+
+def _state_to_fp32(optimizer: Optimizer) -> None:
+    """Cast the state that some optimizers make before their first step (Adagrad)."""
+    for state in optimizer.state.values():
+        if "step" not in state or state["step"] != 0:
+            raise ValueError(
+                f"this {type(optimizer).__name__} was stepped already, with state in its parameters' dtype: wrap it "
+                "before its first step, or load its state into the wrapper"
+            )
+        state.update({k: v.float() for k, v in state.items() if isinstance(v, Tensor) and _needs_master(v)})

@@ -1,0 +1,272 @@
+"""Gradients freed inside of backward: each parameter is updated as soon as its own gradient is complete.
+
+Never more than one gradient is there (LOMO, Lv et al. 2023, arXiv 2306.09782, section 3.1), and a step keeps what it
+always keeps: one that overflows changes nothing, and clipping is by the norm of this step's gradients.
+
+Whether to skip and how much to clip depends on the last gradient of a backward, when the first ones are used up. A
+skip could be undone only from what takes more memory than the gradient that is saved (AdamW: 12 bytes a parameter
+beside 2). So where the loss is scaled or gradients are clipped, backward runs twice, as LOMO's does: the first pass
+measures each gradient and drops it, the second updates. Both are inside of the person's ``loss.backward()``. Without
+either, one pass will do: it starts only if the loss is finite, and stops with an error at a gradient that is not.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite
+from hf_mp.scaling.rules import StepReport
+from hf_mp.step.borders import BorderFunction, accumulates
+from hf_mp.step.gradients import largest_true_magnitude
+from hf_mp.weights.optimizer import MasterWeightOptimizer, clip_factor, norm_of
+from hf_mp.weights.split_parameter import SplitParameter, multiply_gradients, raw_gradient, split_parameters
+
+FreeGradients = Literal["step", "backward"]
+
+# A second pass over one graph gives the same gradients, up to the order in which a GPU adds some of them up.
+_PASSES_AGREE_WITHIN = 0.01
+
+
+class _Phase(Enum):
+    MEASURE = "measure"
+    UPDATE = "update"
+    DISCARD = "discard"
+
+
+@dataclass
+class _Backward:
+    """What one backward has found so far."""
+
+    task: int
+    phase: _Phase
+    norms: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    largest: list[Tensor] = field(default_factory=list)
+    updated: set[nn.Parameter] = field(default_factory=set)
+    overflow: bool = False
+    norm: Tensor | None = None
+    clip_factor: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Watched:
+    node: Any  # where a parameter's gradient is complete; kept, for autograd forgets its hooks with it
+    handle: RemovableHandle
+
+
+class GradientRelease:
+    """Updates the parameters of one optimizer inside of backward.
+
+    Args:
+        max_grad_norm: to which the global 2-norm of the gradients is clipped; ``inf`` only measures it, None does not.
+        is_scaled: whether the loss is scaled.
+        on_measured: told the largest magnitude after a first pass.
+    """
+
+    def __init__(
+        self, max_grad_norm: float | None, is_scaled: Callable[[], bool], on_measured: Callable[[Tensor], None]
+    ) -> None:
+        self.max_grad_norm = max_grad_norm
+        self._is_scaled = is_scaled
+        self._on_measured = on_measured
+        self._optimizer: MasterWeightOptimizer | None = None
+        self._own: set[int] = set()  # the optimizer's parameters, by identity
+        self._watched: dict[int, _Watched] = {}
+        self._backward: _Backward | None = None
+
+    @property
+    def norm(self) -> Tensor | None:
+        """The global 2-norm before clipping, FP32 of shape (); None where it was not measured."""
+        return None if self._backward is None else self._backward.norm
+
+    def take_optimizer(self, optimizer: MasterWeightOptimizer) -> None:
+        """The optimizer to update with.
+
+        Raises:
+            ValueError: for a second one, and for one that looks at all parameters together.
+        """
+        if self._optimizer is not None and self._optimizer is not optimizer:
+            raise ValueError("free_gradients='backward' works with one optimizer: give it all parameters as groups")
+        if not optimizer.steps_by_parameter:
+            raise ValueError(
+                f"free_gradients='backward' updates parameter by parameter, and whether a "
+                f"{type(optimizer.optimizer).__name__} may be stepped so is not known: use one of torch.optim or "
+                "bitsandbytes, or free_gradients='step'"
+            )
+        self._optimizer = optimizer
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Be told when a gradient is complete; again where autograd has made a parameter's node anew (``model.to``).
+
+        Args:
+            parameters: all of the model's; others are not watched any more.
+        """
+        if self._optimizer is not None:
+            self._own = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        present = {id(parameter): parameter for parameter in split_parameters(parameters)}
+        for key in self._watched.keys() - present.keys():  # a node keeps its parameter alive
+            self._watched.pop(key).handle.remove()
+        for parameter in present.values():
+            if not parameter.requires_grad:
+                continue
+            node = get_gradient_edge(parameter).node
+            known = self._watched.get(id(parameter))
+            if known is None or known.node is not node:
+                self._watched[id(parameter)] = _Watched(node, node.register_hook(self._hook_of(parameter)))
+
+    def _hook_of(self, parameter: SplitParameter) -> Callable[..., None]:
+        reference = weakref.ref(parameter)
+
+        def hook(*_: Any) -> None:
+            if (found := reference()) is not None:
+                self._complete(found)
+
+        return hook
+
+    def forget(self) -> None:
+        """Remove all hooks."""
+        for watched in self._watched.values():
+            watched.handle.remove()
+        self._watched.clear()
+        self._optimizer, self._backward = None, None
+
+    def point(self, output: Tensor) -> Tensor:
+        """``output``, as what the model's backward begins with."""
+        if self._optimizer is None or not (output.requires_grad and torch.is_grad_enabled()):
+            return output
+        value = output.detach() if output.numel() == 1 else None
+        return _Point.apply(output, self, get_gradient_edge(output), value)
+
+    def begins(self, edge: GradientEdge, gradient: Tensor, value: Tensor | None) -> None:
+        """A gradient enters the model; nothing of the model's backward has run."""
+        task = torch._C._current_graph_task_id()
+        measures = self._is_scaled() or self.max_grad_norm is not None
+        if self._backward is not None:
+            if self._backward.task != task:
+                raise RuntimeError(
+                    "a second backward() before optimizer.step(): with free_gradients='backward' the first one has "
+                    "updated the parameters already. To accumulate gradients, use free_gradients='step'"
+                )
+            if measures:
+                raise RuntimeError(
+                    "gradients enter the model through several outputs: with free_gradients='backward' they cannot be "
+                    "measured before they are used. Make one loss in the model, or use free_gradients='step'"
+                )
+            return
+        if not measures:
+            starts = all_finite([gradient]) and (value is None or all_finite([value]))
+            self._backward = _Backward(task, _Phase.UPDATE if starts else _Phase.DISCARD, overflow=not starts)
+            return
+        self._backward = _Backward(task, _Phase.MEASURE)
+        try:
+            torch.autograd.backward([edge], [gradient], retain_graph=True)
+        except BaseException:
+            self._backward = None  # nothing was changed
+            raise
+        self._conclude(self._backward)
+
+    def _conclude(self, backward: _Backward) -> None:
+        """Decide what the second pass does."""
+        if not backward.largest:
+            backward.phase = _Phase.UPDATE
+            return
+        largest = torch.stack([found.to(backward.largest[0].device) for found in backward.largest]).max()
+        backward.largest = [largest]
+        self._on_measured(largest)
+        # a norm that leaves FP32 would clip everything to nothing
+        is_sound = bool(largest < SQUARES_BELOW) and all_finite(backward.norms.values())
+        backward.overflow = not is_sound
+        backward.phase = _Phase.DISCARD if backward.overflow else _Phase.UPDATE
+        if self.max_grad_norm is not None and backward.norms:
+            assert self._optimizer is not None
+            # in the optimizer's order, as it adds them up itself
+            order = [p for group in self._optimizer.param_groups for p in group["params"] if p in backward.norms]
+            backward.norm = norm_of([backward.norms[parameter] for parameter in order])
+            backward.clip_factor = clip_factor(backward.norm, self.max_grad_norm)
+
+    @torch.no_grad()
+    def _complete(self, parameter: SplitParameter) -> None:
+        """A parameter has its gradient, of all its uses."""
+        backward = self._backward
+        if backward is None or raw_gradient(parameter) is None:
+            return
+        if backward.phase is _Phase.MEASURE:
+            if parameter in backward.norms:
+                raise RuntimeError(_MORE_THAN_ONCE)
+            if id(parameter) in self._own:
+                assert self._optimizer is not None
+                backward.norms[parameter] = self._optimizer.gradient_norm(parameter)
+            backward.largest.append(largest_true_magnitude([parameter]))
+            parameter.grad = None
+        elif id(parameter) in self._own and backward.phase is _Phase.DISCARD:
+            parameter.grad = None
+        elif id(parameter) in self._own:
+            self._update(parameter, backward)
+
+    def _update(self, parameter: SplitParameter, backward: _Backward) -> None:
+        assert self._optimizer is not None
+        if parameter in backward.updated:
+            raise RuntimeError(_MORE_THAN_ONCE)
+        norm = self._optimizer.gradient_norm(parameter)
+        measured = backward.norms.get(parameter)
+        if measured is None:
+            is_sound = bool(largest_true_magnitude([parameter]) < SQUARES_BELOW)
+        else:
+            is_sound = bool((norm - measured).abs() <= _PASSES_AGREE_WITHIN * measured)
+        if not is_sound:
+            shape, done = tuple(parameter.shape), len(backward.updated)
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {shape} has norm {norm.item():g}"
+                + ("" if measured is None else f", and had {measured.item():g} when it was measured")
+                + f"; {done} parameters are updated already. Go back to a checkpoint, and use "
+                "free_gradients='step', or max_grad_norm=inf where gradients may become inf or NaN"
+            )
+        if backward.clip_factor is not None:
+            multiply_gradients([parameter], backward.clip_factor)
+        self._optimizer.step_on([parameter])
+        parameter.grad = None
+        backward.updated.add(parameter)
+
+    def report(self) -> StepReport | None:
+        """What the gradients of the last backward were like; None if there was none since the last step."""
+        backward = self._backward
+        if backward is None:
+            return None
+        known = self._is_scaled() and backward.largest and not backward.overflow
+        return StepReport(backward.overflow, backward.largest[0].item() if known else None)
+
+    def finish_step(self) -> None:
+        """The optimizer has taken, or skipped, its step."""
+        self._backward = None
+
+
+_MORE_THAN_ONCE = (
+    "a parameter was given gradients at two times of one backward, and free_gradients='backward' has used the first: "
+    "checkpoint with use_reentrant=False (gradient_checkpointing_kwargs={'use_reentrant': False}), or use "
+    "free_gradients='step'"
+)
+
+
+class _Point(BorderFunction):
+    """The identity; in backward it lets the release know before anything else runs."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, release: GradientRelease, edge: GradientEdge, value: Tensor | None) -> Tensor:
+        ctx.release, ctx.edge, ctx.value = release, edge, value
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True needs free_gradients='step': 'backward' leaves no gradients")
+        if accumulates(ctx):  # not in torch.autograd.grad, which leaves no gradients behind
+            ctx.release.begins(ctx.edge, gradient, ctx.value)
+        return gradient, None, None, None

@@ -1,0 +1,87 @@
+"""The lean layouts of a whole model: its trainable parameters split, its checkpoints in FP32 all the same."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import CONFIG_NAME
+
+from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.weights.split_parameter import (
+    InverseScale,
+    SplitParameter,
+    check_splittable,
+    make_split,
+    put_masters_into_state_dict,
+    unsplit,
+)
+
+
+def split_trainable_parameters(model: nn.Module, dtype: torch.dtype, inverse_scale: InverseScale) -> bool:
+    """Split what is trainable and not split yet; frozen parameters stay as they are.
+
+    ``state_dict()`` of the model and of its parts, and ``save_pretrained()``, then give FP32 masters. Whoever computes
+    with the parameters themselves (``torch.optim.swa_utils.AveragedModel``) computes in FP16/BF16: average
+    :func:`master_value` instead.
+
+    Returns:
+        Whether there was anything to split.
+
+    Args:
+        model: any module.
+        dtype: of the parameters, ``float16`` or ``bfloat16``.
+        inverse_scale: as for :func:`make_split`.
+
+    Raises:
+        TypeError: as :func:`make_split`; then nothing is changed.
+    """
+    trainable = {
+        parameter: None for parameter in model.parameters() if parameter.requires_grad and parameter.is_floating_point()
+    }
+    new = [parameter for parameter in trainable if not isinstance(parameter, SplitParameter)]
+    check_splittable(new)  # before anything is changed
+    for parameter in trainable:
+        make_split(parameter, dtype, inverse_scale)
+        parameter.is_saved_in_full = True  # type: ignore[attr-defined]
+    if not new and put_masters_into_state_dict in model._state_dict_hooks.values():
+        return False
+    for module in model.modules():
+        if put_masters_into_state_dict not in module._state_dict_hooks.values():
+            module.register_state_dict_post_hook(put_masters_into_state_dict)
+    for buffer in model.buffers():  # running statistics in FP16 would swamp their updates, as weights would
+        if buffer.dtype in LOWER_PRECISION_DTYPES:
+            buffer.data = buffer.data.float()
+    if hasattr(type(model), "save_pretrained"):
+        model.save_pretrained = types.MethodType(save_pretrained, model)  # type: ignore[assignment]
+    return True
+
+
+def restore_parameters(model: nn.Module) -> None:
+    """Make the split parameters of ``model`` ordinary FP32 ones again, and take back what came with them."""
+    for parameter in model.parameters():
+        if isinstance(parameter, SplitParameter):
+            unsplit(parameter)
+    for module in model.modules():
+        for key, hook in list(module._state_dict_hooks.items()):
+            if hook is put_masters_into_state_dict:
+                del module._state_dict_hooks[key]
+    if getattr(model.__dict__.get("save_pretrained"), "__func__", None) is save_pretrained:
+        del model.save_pretrained
+
+
+def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    """In the place of a split model's own: its configuration says FP32, as its saved weights are.
+
+    Transformers writes the dtype of the parameters, and would load the weights in it.
+    """
+    result = type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    config = getattr(model, "config", None)
+    # An adapter is saved without one.
+    if config is not None and kwargs.get("is_main_process", True) and Path(save_directory, CONFIG_NAME).is_file():
+        config.dtype = torch.float32
+        config.save_pretrained(save_directory)
+    return result

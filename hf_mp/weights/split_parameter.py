@@ -1,0 +1,436 @@
+"""``SplitParameter``: an FP16/BF16 parameter that carries the rest of its FP32 master value."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _foreach_supported_types
+
+from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.weights.split import REMAINDER_DTYPE, Split, merge, split, split_into
+from hf_mp.weights.working_copies import WatchedParameter, is_shared, unwatch, version_of
+
+_DATA: Any = Tensor.data  # the properties themselves, which the class below overrides
+_GRAD: Any = Tensor.grad
+
+InverseScale = Callable[[torch.device], Tensor | None]
+
+
+class _Merged(NamedTuple):
+    value: weakref.ref[Tensor]
+    version: int
+
+
+class SplitParameter(nn.Parameter):
+    """A parameter in FP16/BF16 that together with a 16-bit remainder is an FP32 master weight.
+
+    The model reads the parameter, an optimizer wrapper updates the master (:func:`master_value`,
+    :func:`write_master`). Three things are looked after:
+
+    - **Writes from outside win.** An element that anybody writes is its own master from then on; what was not changed
+      keeps its remainder. In-place methods and ``.data`` are noticed element by element, any other write through the
+      version counter, which makes the whole parameter its own master. FP32 values that are copied into the parameter
+      (``load_state_dict``) keep all their bits.
+    - **Gradients are true for whoever looks.** Backward of an attached model leaves a gradient of the parameter's
+      dtype, still multiplied by the loss scale, beside ``.grad``. Reading ``.grad`` adds it there, in FP32 and
+      unscaled, for good; the wrapper reads it as it is (:func:`gradient_and_factor`), without the FP32 copy. A second
+      gradient (of tied weights, of the next micro-batch) is added in FP32.
+    - Copies and pickles: a deep copy is split as well; a pickle holds an ordinary FP32 parameter.
+    """
+
+    remainder_bits: Tensor
+    inverse_scale: InverseScale | None
+    is_saved_in_full: bool
+    _scaled_gradient: Tensor | None
+    _own_factor: Tensor | None
+    _version_seen: int
+    _snapshot: Tensor | None
+    _wants_true_gradients: bool
+    _merged: _Merged | None
+
+    @property
+    def data(self) -> Tensor:
+        self._take_snapshot()
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        master, before = open_master(self), _DATA.__get__(self)
+        _DATA.__set__(self, value)
+        self._merged = None
+        if value.shape == before.shape:  # written, moved to a device, or cast as model.float() does
+            self._keep_master_where_equal(master, before)
+        else:
+            self.remainder_bits = torch.zeros_like(value, dtype=REMAINDER_DTYPE)
+        self._snapshot = _DATA.__get__(self).clone()  # `value` still is an alias
+        self._version_seen = version_of(self)
+
+    @torch.no_grad()
+    def _keep_master_where_equal(self, master: Tensor, before: Tensor) -> None:
+        value = _DATA.__get__(self)
+        master, before = master.to(value.device), before.to(value.device)
+        if value.dtype in LOWER_PRECISION_DTYPES:
+            halves = split(master, value.dtype)
+            self.remainder_bits = halves.remainder
+            _keep_where_equal(self.remainder_bits, value, halves.working)
+            return
+        if value.dtype is torch.float32:
+            _DATA.__set__(self, torch.where(value == before.float(), master, value))
+        self.remainder_bits = torch.zeros_like(value, dtype=REMAINDER_DTYPE)
+
+    @property
+    def grad(self) -> Tensor | None:
+        gradient, scaled = _GRAD.__get__(self), self._scaled_gradient
+        if gradient is not None and gradient.dtype in LOWER_PRECISION_DTYPES:
+            gradient = gradient.to(torch.float32)
+            _GRAD.__set__(self, gradient)
+        if scaled is not None:
+            true = unscaled(scaled, self._factor(), like=self)
+            self._scaled_gradient = self._own_factor = None
+            _GRAD.__set__(self, true if gradient is None else gradient + true)
+        return _GRAD.__get__(self)
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        self._scaled_gradient = self._own_factor = None
+        _GRAD.__set__(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """As ``Tensor.register_hook``; from now on backward leaves true FP32 gradients, which the hook sees."""
+        self._wants_true_gradients = True
+        return super().register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """As ``Tensor.register_post_accumulate_grad_hook``; backward leaves true FP32 gradients from now on."""
+        self._wants_true_gradients = True
+        return super().register_post_accumulate_grad_hook(hook)
+
+    @torch.no_grad()
+    def take_scaled_gradient(self, gradient: Tensor) -> bool:
+        """Keep what backward brings, still scaled, or add it to what is there; False where autograd is to do it.
+
+        Args:
+            gradient: of the parameter's shape; not written to.
+        """
+        if self._wants_true_gradients or gradient.dtype not in LOWER_PRECISION_DTYPES:
+            return False
+        if self._scaled_gradient is None and _GRAD.__get__(self) is None:
+            self._scaled_gradient = gradient
+            return True
+        sum_so_far, true = self.grad, unscaled(gradient, self._factor(), like=self)
+        assert sum_so_far is not None
+        if sum_so_far.is_sparse:
+            _GRAD.__set__(self, true + sum_so_far)
+        else:
+            sum_so_far.add_(true)
+        return True
+
+    def _factor(self) -> Tensor | None:
+        """What makes a scaled gradient true: FP32, of shape (1,); None for 1."""
+        if self._own_factor is not None or self.inverse_scale is None:
+            return self._own_factor
+        return self.inverse_scale(self.device)
+
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
+        """As ``Tensor.copy_``; the bits of an FP32 or FP64 ``source`` are kept in the remainder."""
+        if source.dtype not in (torch.float32, torch.float64) or self.dtype is torch.float32:
+            return _noticed("copy_")(self, source, non_blocking)
+        value = source.detach().to(self.device, torch.float32).expand(self.shape).contiguous()
+        halves = split(value, self.dtype)
+        Tensor.copy_(self, halves.working)
+        self.remainder_bits.copy_(halves.remainder)
+        _mark_seen(self)
+        return self
+
+    def _take_snapshot(self) -> None:
+        if self._snapshot is None:
+            _reconcile(self)
+            self._snapshot = _DATA.__get__(self).clone()
+        self._merged = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SplitParameter:
+        if id(self) not in memo:
+            _reconcile(self)
+            clone = nn.Parameter(_DATA.__get__(self).clone(), self.requires_grad)
+            copied = _become_split(clone, self.remainder_bits.clone(), self.inverse_scale)
+            copied.is_saved_in_full = self.is_saved_in_full
+            memo[id(self)] = copied
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = nn.Parameter(master_value(self), self.requires_grad)
+        plain.__dict__.update({k: v for k, v in self.__dict__.items() if k not in SplitParameter.__annotations__})
+        return plain.__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(nn.Parameter(self.detach(), self.requires_grad))
+
+
+# What a parameter becomes, by its class. The estimation of memory adds one for fake tensors.
+SPLIT_CLASSES: dict[type[Tensor], type[SplitParameter]] = {nn.Parameter: SplitParameter}
+
+# Optimizers choose their fast implementations by these types.
+_foreach_supported_types.append(SplitParameter)
+
+
+def _noticed(name: str) -> Callable[..., Any]:
+    original = getattr(Tensor, name)
+
+    @functools.wraps(original)
+    def write(self: SplitParameter, *args: Any, **kwargs: Any) -> Any:
+        self._take_snapshot()
+        return original(self, *args, **kwargs)
+
+    return write
+
+
+def _notice_writes() -> None:
+    keeps_values = {"requires_grad_", "share_memory_", "retain_grad_", "rename_", "names_"}
+    in_place = {name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_")} - keeps_values
+    operators = {name for name in dir(Tensor) if name.startswith("__i") and name not in ("__init__", "__int__")}
+    for name in (in_place | operators | {"__setitem__"}) - set(vars(SplitParameter)):
+        if callable(getattr(Tensor, name)) and name not in vars(object) and name not in _NOT_WRITERS:
+            setattr(SplitParameter, name, _noticed(name))
+
+
+_NOT_WRITERS = {"__index__", "__invert__", "__init_subclass__", "__iter__"}
+_notice_writes()
+
+
+def make_split(parameter: nn.Parameter, dtype: torch.dtype, inverse_scale: InverseScale | None = None) -> None:
+    """Turn ``parameter`` into a :class:`SplitParameter` of ``dtype``, in place; its FP32 value stays its master.
+
+    Args:
+        parameter: a leaf, FP32, or FP16/BF16 (then it is its own master).
+        dtype: ``float16`` or ``bfloat16``.
+        inverse_scale: gives the inverse loss scale on a device, as FP32 of shape (1,), or None where gradients are not
+            scaled. None leaves gradients as backward makes them.
+
+    Raises:
+        TypeError: for a subclass of ``nn.Parameter``, which has a life of its own.
+    """
+    if isinstance(parameter, SplitParameter):
+        parameter.inverse_scale = inverse_scale
+        return
+    check_splittable([parameter])
+    unwatch(parameter)
+    halves = split(parameter.detach().float(), dtype)
+    parameter.data = halves.working
+    _become_split(parameter, halves.remainder, inverse_scale)
+
+
+def check_splittable(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise ``TypeError`` for a subclass of ``nn.Parameter``, which has a life of its own."""
+    for parameter in parameters:
+        if type(parameter) not in (*SPLIT_CLASSES, WatchedParameter):
+            raise TypeError(
+                f"a {type(parameter).__name__} of shape {tuple(parameter.shape)} cannot be split into working copy and "
+                "remainder, only nn.Parameter itself: freeze it, or use the default layout"
+            )
+
+
+def _become_split(parameter: nn.Parameter, remainder: Tensor, inverse_scale: InverseScale | None) -> SplitParameter:
+    parameter.__class__ = SPLIT_CLASSES[type(parameter)]
+    assert isinstance(parameter, SplitParameter)
+    parameter.remainder_bits = remainder
+    parameter.inverse_scale = inverse_scale
+    parameter.is_saved_in_full = False
+    parameter._scaled_gradient = None
+    parameter._own_factor = None
+    parameter._snapshot = None
+    parameter._merged = None
+    parameter._wants_true_gradients = bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    parameter._version_seen = version_of(parameter)
+    parameter.grad_dtype = None  # FP16 as well as FP32
+    return parameter
+
+
+def unsplit(parameter: SplitParameter) -> None:
+    """Make ``parameter`` an ordinary FP32 parameter again, in place, of its master value and its true gradient."""
+    value, gradient = master_value(parameter), parameter.grad
+    for name in SplitParameter.__annotations__:
+        parameter.__dict__.pop(name, None)
+    parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    parameter.grad = None
+    parameter.data = value
+    parameter.grad_dtype = torch.float32
+    parameter.grad = gradient
+
+
+def master_value(parameter: SplitParameter) -> Tensor:
+    """The FP32 master weight, of the parameter's shape: a new tensor, or one given before that is still true."""
+    _reconcile(parameter)
+    given = parameter._merged
+    merged = None if given is None else given.value()
+    if given is None or merged is None or version_of(merged) != given.version:
+        merged = open_master(parameter)
+        # tied weights of one state dict stay one tensor
+        parameter._merged = _Merged(weakref.ref(merged), version_of(merged))
+    return merged
+
+
+def open_master(parameter: SplitParameter) -> Tensor:
+    """The FP32 master weight as a new tensor, to change and give to :func:`write_master`."""
+    _reconcile(parameter)
+    working = _DATA.__get__(parameter)
+    return working.clone() if working.dtype is torch.float32 else merge(working, parameter.remainder_bits)
+
+
+@torch.no_grad()
+def master_sample(parameter: nn.Parameter, select: Callable[[Tensor], Tensor]) -> Tensor:
+    """What ``select`` takes of the FP32 master weight of any parameter, without putting the whole together.
+
+    Args:
+        parameter: split, or its own master.
+        select: gives elements of a tensor by their places alone; called for each half.
+    """
+    if not isinstance(parameter, SplitParameter):
+        return select(parameter.detach()).to(torch.float32)
+    _reconcile(parameter)
+    working = _DATA.__get__(parameter)
+    return (
+        select(working) if working.dtype is torch.float32 else merge(select(working), select(parameter.remainder_bits))
+    )
+
+
+@torch.no_grad()
+def write_master(parameter: SplitParameter, value: Tensor) -> None:
+    """Set the FP32 master weight, and with it the parameter."""
+    working = _DATA.__get__(parameter)
+    if working.dtype is torch.float32:  # somebody called model.float()
+        working.copy_(value)
+    else:
+        split_into(value, working, parameter.remainder_bits)
+    torch.autograd.graph.increment_version(parameter)
+    _mark_seen(parameter)
+
+
+def halves_of(parameter: SplitParameter) -> Split | None:
+    """The halves of the master weight, to write to; then call :func:`note_written_halves`. None if it is FP32 now."""
+    _reconcile(parameter)
+    working = _DATA.__get__(parameter)
+    return Split(working, parameter.remainder_bits) if working.dtype in LOWER_PRECISION_DTYPES else None
+
+
+def note_written_halves(parameter: SplitParameter) -> None:
+    """Take in that both halves of the master weight were written."""
+    torch.autograd.graph.increment_version(parameter)
+    _mark_seen(parameter)
+
+
+def gradient_and_factor(parameter: nn.Parameter) -> tuple[Tensor | None, Tensor | None]:
+    """The gradient as backward left it, and the FP32 factor, of shape (1,), that makes it true; None for 1."""
+    if not isinstance(parameter, SplitParameter):
+        return parameter.grad, None
+    if parameter._scaled_gradient is None or _GRAD.__get__(parameter) is not None:
+        return parameter.grad, None
+    return parameter._scaled_gradient, parameter._factor()
+
+
+def raw_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """The gradient as backward left it."""
+    return gradient_and_factor(parameter)[0]
+
+
+def raw_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The gradients that there are, as backward left them."""
+    return [gradient for gradient in map(raw_gradient, parameters) if gradient is not None]
+
+
+def unscaled(gradient: Tensor, factor: Tensor | None, *, like: Tensor) -> Tensor:
+    """``gradient`` times ``factor`` (None for 1), as a new tensor in FP32, in memory as ``like``, its parameter.
+
+    torch's fused optimizers read a gradient in the order of its parameter, whatever its strides say.
+    """
+    if gradient.is_sparse:
+        true = gradient.to(torch.float32, copy=True)
+    else:
+        true = gradient.new_empty_strided(like.shape, like.stride(), dtype=torch.float32).copy_(gradient)
+    return true if factor is None else true.mul_(factor.squeeze())
+
+
+@torch.no_grad()
+def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiply gradients by ``factor``, FP32 of one element; those that are still scaled are not written for it."""
+    factors: dict[Tensor | torch.device, Tensor] = {}  # so that parameters share them
+    for parameter in parameters:
+        gradient, inverse = gradient_and_factor(parameter)
+        if gradient is None:
+            continue
+        here = factors.setdefault(gradient.device, factor.to(gradient.device).reshape(1))
+        if isinstance(parameter, SplitParameter) and gradient is parameter._scaled_gradient:
+            if inverse is not None and inverse not in factors:
+                factors[inverse] = inverse * here
+            parameter._own_factor = here if inverse is None else factors[inverse]
+        elif gradient.dtype in LOWER_PRECISION_DTYPES:
+            parameter.grad_dtype = None
+            parameter.grad = unscaled(gradient, here, like=parameter)
+        else:
+            gradient.mul_(here.squeeze())
+
+
+def keep_scale_of_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Have gradients that are still scaled remember by how much: the loss scale is about to change."""
+    kept: dict[torch.device, Tensor] = {}
+    for parameter in split_parameters(parameters):
+        gradient = parameter._scaled_gradient
+        if gradient is None or parameter._own_factor is not None or (factor := parameter._factor()) is None:
+            continue
+        parameter._own_factor = kept.setdefault(gradient.device, factor.clone())
+
+
+def put_masters_into_state_dict(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    """State-dict hook of a module: its split parameters are saved as what they are, FP32 values."""
+    for name, parameter in module._parameters.items():
+        key = prefix + name
+        if isinstance(parameter, SplitParameter) and key in state_dict and state_dict[key] is not parameter:
+            state_dict[key] = master_value(parameter)
+
+
+def split_parameters(parameters: Iterable[nn.Parameter]) -> list[SplitParameter]:
+    """Those of ``parameters`` that are split."""
+    return [parameter for parameter in parameters if isinstance(parameter, SplitParameter)]
+
+
+def _mark_seen(parameter: SplitParameter) -> None:
+    parameter._version_seen = version_of(parameter)
+    parameter._merged = None
+    if parameter._snapshot is not None:
+        _renew_snapshot(parameter)
+
+
+def _renew_snapshot(parameter: SplitParameter) -> None:
+    working = _DATA.__get__(parameter)
+    parameter._snapshot = None
+    if is_shared(working, owners=2):  # `working` is an alias, too
+        parameter._snapshot = working.clone()
+
+
+def _reconcile(parameter: SplitParameter) -> None:
+    """Let writes from outside win."""
+    if parameter._snapshot is not None:
+        _keep_where_equal(parameter.remainder_bits, _DATA.__get__(parameter), parameter._snapshot)
+        _renew_snapshot(parameter)
+    elif parameter._version_seen != version_of(parameter):
+        parameter.remainder_bits.zero_()
+        parameter._merged = None
+    parameter._version_seen = version_of(parameter)
+
+
+@torch.no_grad()
+def _keep_where_equal(remainder: Tensor, working: Tensor, before: Tensor) -> None:
+    if working.dtype not in LOWER_PRECISION_DTYPES:
+        return
+    changed = working.view(torch.int16) != before.view(torch.int16)  # bits: NaN does not equal itself
+    remainder.masked_fill_(changed, 0)

@@ -1,0 +1,231 @@
+"""Working copies: the FP16/BF16 roundings of the master weights that lower-precision ops read."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _foreach_supported_types
+
+from hf_mp.weights.transient_copies import PassingCopies
+
+_DATA: Any = Tensor.data  # the property itself, which the class below overrides
+
+
+class WatchedParameter(nn.Parameter):
+    """A parameter that notices writes through ``.data``.
+
+    In-place writes raise a tensor's version counter, but not those through ``parameter.data`` (EMA libraries, manual
+    surgery). Each read of ``.data`` hands out an alias; from then on, and for as long as anything shares the memory
+    (the alias, a view or a NumPy array made of it), the value may change unseen.
+    """
+
+    _data_was_out: bool = False
+
+    @property
+    def data(self) -> Tensor:
+        self._data_was_out = True
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._data_was_out = True  # memory that is freed may come back at the address of the old value
+        _DATA.__set__(self, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            clone = self.detach().clone(memory_format=torch.preserve_format)
+            memo[id(self)] = nn.Parameter(clone, self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = nn.Parameter(self.detach(), self.requires_grad)
+        plain.__dict__.update({key: value for key, value in self.__dict__.items() if key != "_data_was_out"})
+        return plain.__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(nn.Parameter(self.detach(), self.requires_grad))
+
+    def may_have_changed_unseen(self) -> bool:
+        """Whether ``.data`` was read or set since the last call, or what was made of it still lives."""
+        changed = self._data_was_out
+        if changed:
+            self._data_was_out = is_shared(self)
+        return changed
+
+
+# Optimizers choose their fast implementations by these types.
+_foreach_supported_types.append(WatchedParameter)
+
+
+def is_shared(tensor: Tensor, owners: int = 1) -> bool:
+    """Whether more than ``owners`` tensors, ``tensor`` among them, refer to its memory."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > owners + 1  # and `storage` here
+
+
+def watch(parameter: nn.Parameter) -> None:
+    """Notice writes through ``parameter.data`` from now on. Subclasses of ``nn.Parameter`` are left as they are."""
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = WatchedParameter
+        # A parameter inside of a larger buffer is written through that, as FSDP does.
+        parameter._data_was_out = is_shared(parameter)  # type: ignore[attr-defined]
+
+
+def unwatch(parameter: nn.Parameter) -> None:
+    """Make a watched parameter an ordinary ``nn.Parameter`` again."""
+    if type(parameter) is WatchedParameter:
+        parameter.__dict__.pop("_data_was_out", None)
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def version_of(tensor: Tensor) -> int:
+    """The tensor's version counter; -1 for tensors made in inference mode, which have none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+@dataclass
+class _Entry:
+    parameter: weakref.ref[nn.Parameter]
+    copy: Tensor
+    version: int
+    address: int
+
+
+class WorkingCopies:
+    """One working copy per parameter, made at its first use and refreshed when the parameter has changed.
+
+    Outside of ``optimizer.step()``, a copy that :meth:`get` returns equals its parameter rounded to nearest, whoever
+    wrote the parameter. Tied weights are one parameter and so have one copy. A copy is released with its parameter.
+
+    Args:
+        dtype: dtype of the copies, ``float16`` or ``bfloat16``.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._entries: dict[int, _Entry] = {}
+        self._passing: PassingCopies | None = None
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._entries
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that the copies take."""
+        return sum(entry.copy.nbytes for entry in self._entries.values())
+
+    def get(self, parameter: nn.Parameter) -> Tensor:
+        """The working copy of ``parameter``, a tensor of its shape without grad; do not write to it."""
+        if self._passing is not None:
+            return self._passing.get(parameter)
+        entry = self._entries.get(id(parameter))
+        if entry is None or entry.copy.shape != parameter.shape or entry.copy.device != parameter.device:
+            return self._make(parameter).copy
+        if _is_stale(entry, parameter):
+            _refresh([entry])
+        elif _may_have_changed_unseen(parameter):
+            _refresh_if_changed(entry, parameter)
+        return entry.copy
+
+    def refresh_all(self) -> None:
+        """Round every trainable parameter into its copy, in one fused pass; called once after each update.
+
+        Stale or not: optimizers that write through ``.data`` or in a kernel of their own raise no version counter.
+        Frozen ones wait until :meth:`get` finds them changed: the base under an adapter is not read at every step.
+        """
+        _refresh([entry for entry, parameter in self._live() if parameter.requires_grad])
+
+    def copy_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """The copy that ``parameter`` has, whether or not it is fresh, for whoever is about to write both."""
+        entry = self._entries.get(id(parameter))
+        return None if entry is None or entry.copy.shape != parameter.shape else entry.copy
+
+    def note_written(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take in that ``parameters`` and their copies were written by a kernel, which raises no version counter."""
+        for parameter in parameters:
+            torch.autograd.graph.increment_version(parameter)
+            if (entry := self._entries.get(id(parameter))) is not None:
+                torch.autograd.graph.increment_version(entry.copy)
+                entry.version, entry.address = version_of(parameter), parameter.data_ptr()
+
+    @property
+    def keeps_none(self) -> bool:
+        """Whether each use makes a copy of its own."""
+        return self._passing is not None
+
+    def keep_none(self) -> None:
+        """From now on make a copy at each use: something else manages the memory of the parameters (FSDP)."""
+        if self._passing is None:
+            self.clear()
+            self._passing = PassingCopies(self.dtype)
+
+    def saving(self) -> AbstractContextManager[None]:
+        """To run a forward in: decides what autograd saves of the copies."""
+        return nullcontext() if self._passing is None else self._passing.not_saved()
+
+    def clear(self) -> None:
+        """Release all copies, and leave the parameters as ordinary ones."""
+        for _, parameter in self._live():
+            unwatch(parameter)
+        self._entries.clear()
+
+    def _live(self) -> Iterator[tuple[_Entry, nn.Parameter]]:
+        for entry in list(self._entries.values()):
+            parameter = entry.parameter()
+            if parameter is not None and entry.copy.shape == parameter.shape:
+                yield entry, parameter
+
+    def _make(self, parameter: nn.Parameter) -> _Entry:
+        watch(parameter)
+        key = id(parameter)
+        entries = self._entries
+
+        def release(reference: weakref.ref[nn.Parameter]) -> None:
+            # The address may belong to another parameter by now.
+            if key in entries and entries[key].parameter is reference:
+                del entries[key]
+
+        # A new tensor even where nothing needs rounding: a copy never shares memory with its master. And one that can
+        # be written and differentiated later, also if generate() is the first to ask.
+        with torch.inference_mode(False):
+            copy = parameter.detach().to(self.dtype, copy=True)
+        entry = _Entry(weakref.ref(parameter, release), copy, version_of(parameter), parameter.data_ptr())
+        entries[key] = entry
+        return entry
+
+
+def _is_stale(entry: _Entry, parameter: nn.Parameter) -> bool:
+    return entry.version == -1 or entry.version != version_of(parameter) or entry.address != parameter.data_ptr()
+
+
+def _may_have_changed_unseen(parameter: nn.Parameter) -> bool:
+    return type(parameter) is WatchedParameter and parameter.may_have_changed_unseen()
+
+
+@torch.no_grad()
+def _refresh_if_changed(entry: _Entry, parameter: nn.Parameter) -> None:
+    # A graph may have saved the copy: writing the same value again would only spoil its backward. Bits are compared,
+    # because NaN does not equal itself.
+    rounded = parameter.detach().to(entry.copy.dtype)
+    if not torch.equal(rounded.view(torch.int16), entry.copy.view(torch.int16)):
+        entry.copy.copy_(rounded)
+
+
+@torch.no_grad()
+def _refresh(entries: list[_Entry]) -> None:
+    pairs = [(entry, parameter) for entry in entries if (parameter := entry.parameter()) is not None]
+    if not pairs:
+        return
+    torch._foreach_copy_([entry.copy for entry, _ in pairs], [parameter.detach() for _, parameter in pairs])
+    for entry, parameter in pairs:
+        entry.version = version_of(parameter)
+        entry.address = parameter.data_ptr()

@@ -1,0 +1,132 @@
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.activations import AccurateGELUActivation, FastGELUActivation, NewGELUActivation, QuickGELUActivation
+
+from hf_mp.casting.replacements.activations import ONE_KERNEL, OneKernel, install_activations, remove_activations
+from hf_mp.scaling.scalers import StaticLossScaler
+from hf_mp.step.mixed_precision import MixedPrecision
+
+KINDS = [NewGELUActivation, FastGELUActivation, AccurateGELUActivation]
+
+
+def test_every_name_is_tested() -> None:
+    assert {kind.__name__ for kind in KINDS} == set(ONE_KERNEL)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernel_computes_what_the_module_writes_out(kind: Any) -> None:
+    # In FP64 the two are one function; the constants of FastGELUActivation have 10 digits.
+    values = torch.cat([torch.linspace(-12, 12, 2001), torch.tensor([0.0, -0.0])]).double()
+    torch.testing.assert_close(ONE_KERNEL[kind.__name__](values), kind()(values), rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_as_accurate_as_fp32_rounded_once(kind: Any, dtype: torch.dtype) -> None:
+    def errors(function: Any) -> tuple[Tensor, Tensor]:
+        leaf = values.clone().requires_grad_()
+        result = function(leaf)
+        result.backward(gradient.to(result.dtype))
+        assert leaf.grad is not None
+        return (result.to(dtype).double() - exact).abs(), (leaf.grad.double() - exact_gradient).abs()
+
+    values = torch.linspace(-6, 6, 4001).to(dtype)
+    gradient = torch.linspace(0.5, 1.5, 4001).to(dtype)
+    reference = values.double().requires_grad_()
+    exact = kind()(reference)
+    exact.backward(gradient.double())
+    exact, exact_gradient = exact.detach(), reference.grad
+    ours = errors(ONE_KERNEL[kind.__name__])
+    written_out = errors(lambda leaf: kind()(leaf.float()))
+    for our_error, their_error in zip(ours, written_out, strict=True):
+        assert our_error.mean() <= 1.05 * their_error.mean()
+        assert our_error.max() <= 1.05 * their_error.max()
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=32, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config).eval()
+
+
+IDS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+def logits_and_gradients(model: nn.Module) -> Tensor:
+    outputs = model(input_ids=IDS, labels=IDS)
+    outputs.loss.backward()
+    return torch.cat([outputs.logits.detach().flatten(), *[p.grad.flatten() for p in model.parameters()]])
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_compact_tables_are_as_accurate_as_torchs(precision: str) -> None:
+    exact = logits_and_gradients(gpt2().double())
+    errors = {}
+    for tables in ("compact", "cuda"):
+        model = gpt2()
+        MixedPrecision(precision, loss_scaler=StaticLossScaler(2.0**10), tables=tables).attach(model)  # type: ignore[arg-type]
+        errors[tables] = (logits_and_gradients(model).double() - exact).norm()
+    assert errors["compact"] <= 1.05 * errors["cuda"]
+
+
+def test_they_keep_less_for_backward() -> None:
+    def kept_bytes(tables: Any) -> int:
+        model = gpt2()
+        MixedPrecision("fp16", tables=tables).attach(model)
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(input_ids=IDS, labels=IDS)
+        return sum(kept.values())
+
+    intermediate = 2 * 16 * 4 * 32 * 4  # bytes of one FP32 tensor of the MLP's width
+    assert kept_bytes("cuda") - kept_bytes("compact") == 2 * 3 * intermediate  # in 2 layers
+
+
+class TestInstalling:
+    def test_only_known_modules_and_only_where_nobody_was(self) -> None:
+        model = nn.ModuleList([NewGELUActivation(), QuickGELUActivation(), nn.GELU(), NewGELUActivation()])
+
+        def own(input: Tensor) -> Tensor:
+            return input
+
+        model[3].forward = own
+        install_activations(model)
+        assert [isinstance(module.__dict__.get("forward"), OneKernel) for module in model] == [
+            True,
+            False,
+            False,
+            False,
+        ]
+        remove_activations(model)
+        assert "forward" not in model[0].__dict__
+        assert model[3].forward is own
+
+    def test_detach_takes_it_back_and_torchs_tables_do_without(self) -> None:
+        model = gpt2()
+        runtime = MixedPrecision("fp16")
+        runtime.attach(model)
+        assert any(isinstance(module.__dict__.get("forward"), OneKernel) for module in model.modules())
+        runtime.detach()
+        assert not any("forward" in module.__dict__ for module in model.modules())
+        MixedPrecision("fp16", tables="cuda").attach(model)
+        assert not any(isinstance(module.__dict__.get("forward"), OneKernel) for module in model.modules())
+
+    def test_copies_have_their_own_and_pickles_none(self) -> None:
+        model = nn.ModuleList([NewGELUActivation()])
+        install_activations(model)
+        copied = copy.deepcopy(model)
+        assert copied[0].forward._module() is copied[0]
+        pickled = pickle.loads(pickle.dumps(model))
+        assert pickled[0].forward.__func__ is NewGELUActivation.forward
+        assert torch.equal(pickled[0](torch.ones(2)), NewGELUActivation()(torch.ones(2)))

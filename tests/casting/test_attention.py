@@ -1,0 +1,282 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import hf_mp
+from hf_mp.casting import mode
+from hf_mp.casting.cpu import attention as module
+from hf_mp.casting.cpu.attention import (
+    Attention,
+    attend,
+    attention_reference,
+    draw_kept,
+    pack_bits,
+    read_attention,
+)
+
+FP16, BF16 = torch.float16, torch.bfloat16
+every_dtype = pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+
+# The two round an FP32 value once, which was summed in another order: one unit in the last place apart, and a little
+# where terms cancel. In units of the largest value, which is what a loss sees of it.
+ULPS = 1.5
+
+
+def random(*shape: int, dtype: torch.dtype = FP16, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def make(
+    *,
+    heads: int = 4,
+    shared: int = 4,
+    rows: int = 24,
+    keys: int = 24,
+    dtype: torch.dtype = FP16,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+) -> Attention:
+    # As Transformers gives them: the projections' outputs, seen with heads before rows.
+    def inputs(heads: int, rows: int, width: int, seed: int) -> Tensor:
+        return random(2, rows, heads, width, dtype=dtype, seed=seed).transpose(1, 2).requires_grad_()
+
+    query, key, value = inputs(heads, rows, 8, 1), inputs(shared, keys, 8, 2), inputs(shared, keys, 16, 3)
+    return Attention(query, key, value, mask, dropout, is_causal, 8**-0.5)
+
+
+def gradients(result: Tensor, given: Attention, **settings: Any) -> tuple[Tensor, ...]:
+    direction = random(*result.shape, dtype=result.dtype, seed=4)
+    return torch.autograd.grad(result, [given.query, given.key, given.value], direction, **settings)
+
+
+def check_close(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype is expected.dtype and found.shape == expected.shape
+    allowed = ULPS * torch.finfo(found.dtype).eps * expected.double().abs().max()
+    assert (found.double() - expected.double()).abs().max() <= allowed
+
+
+def check(given: Attention) -> None:
+    kept = None
+    if given.dropout:
+        torch.manual_seed(7)
+        kept = draw_kept(given)
+        torch.manual_seed(7)
+    found, expected = attend(given), attention_reference(given, kept)
+    check_close(found.detach(), expected.detach())
+    for ours, theirs in zip(gradients(found, given), gradients(expected, given), strict=True):
+        check_close(ours, theirs)
+
+
+@pytest.fixture(params=["one block", "many blocks"])
+def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "many blocks":
+        monkeypatch.setattr(module, "ROW_BLOCK_ELEMENTS", 7 * 24)
+        monkeypatch.setattr(module, "HEAD_BLOCK_ELEMENTS", 24 * 24)
+
+
+def masks() -> dict[str, Tensor | None]:
+    hidden = torch.ones(2, 1, 1, 24, dtype=torch.bool)
+    hidden[0, ..., -5:] = False
+    nothing = hidden.clone()
+    nothing[1] = False
+    return {
+        "no mask": None,
+        "padding": hidden.expand(2, 4, 24, 24),
+        "rows that see nothing": nothing.expand(2, 4, 24, 24),
+        "added": random(1, 4, 24, 24, seed=5).expand(2, 4, 24, 24),
+    }
+
+
+@pytest.mark.usefixtures("blocks")
+class TestAgainstTheReference:
+    @every_dtype
+    @pytest.mark.parametrize("dropout", [0.0, 0.3])
+    @pytest.mark.parametrize("mask", masks())
+    def test_masks(self, mask: str, dropout: float, dtype: torch.dtype) -> None:
+        check(make(mask=masks()[mask], dropout=dropout, dtype=dtype))
+
+    @every_dtype
+    @pytest.mark.parametrize("dropout", [0.0, 0.3])
+    @pytest.mark.parametrize("rows, keys", [(24, 24), (24, 13), (13, 24), (1, 24), (24, 1)])
+    def test_causal(self, rows: int, keys: int, dropout: float, dtype: torch.dtype) -> None:
+        check(make(rows=rows, keys=keys, dropout=dropout, is_causal=True, dtype=dtype))
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    @pytest.mark.parametrize("shared", [1, 2])
+    def test_heads_that_share_keys(self, shared: int, is_causal: bool) -> None:
+        check(make(shared=shared, dropout=0.3, is_causal=is_causal))
+
+    def test_inf_and_nan_reach_those_rows_that_see_them(self) -> None:
+        given = make(is_causal=True)
+        with torch.no_grad():
+            given.key[0, 0, 10, 0], given.value[1, 1, 5, 0] = torch.nan, torch.inf
+        found, expected = attend(given), attention_reference(given)
+        assert torch.equal(found.isfinite(), expected.isfinite())
+        assert found[0, 0, :10].isfinite().all() and not found[0, 0, 10:].isfinite().any()
+
+
+def test_the_reference_is_torchs_attention() -> None:
+    given = make(is_causal=True, dropout=0.3)
+    torch.manual_seed(7)
+    kept = draw_kept(given)
+    torch.manual_seed(7)
+    theirs = F.scaled_dot_product_attention(
+        given.query.float(), given.key.float(), given.value.float(), dropout_p=0.3, is_causal=True
+    )
+    check_close(attention_reference(given, kept), theirs.half())
+
+
+def test_probabilities_are_not_kept_for_backward() -> None:
+    given = make(heads=2, shared=2, rows=128, keys=128, dropout=0.3, is_causal=True)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+        attend(given)
+    scores = 2 * 2 * 128 * 128
+    assert sum(kept) == given.query.nbytes + given.key.nbytes + given.value.nbytes + scores // 8
+
+
+def test_the_output_lies_as_the_query_does() -> None:
+    given = make()
+    assert attend(given).transpose(1, 2).is_contiguous()
+    assert all(gradient.transpose(1, 2).is_contiguous() for gradient in gradients(attend(given), given))
+
+
+def test_second_derivatives() -> None:
+    given = make(dropout=0.3, is_causal=True)
+
+    def penalty(compute: Callable[[Attention], Tensor]) -> tuple[Tensor, ...]:
+        torch.manual_seed(7)
+        first = gradients(compute(given), given, create_graph=True)
+        total = torch.stack([g.float().square().sum() for g in first]).sum()
+        return torch.autograd.grad(total, [given.query, given.key, given.value])
+
+    expected = penalty(lambda a: attention_reference(a, draw_kept(a)))
+    for ours, theirs in zip(penalty(attend), expected, strict=True):
+        assert torch.allclose(ours.float(), theirs.float(), rtol=2e-2, atol=2e-2 * float(theirs.abs().max()))
+
+
+def test_recomputed_by_checkpointing_it_drops_the_same() -> None:
+    given = make(dropout=0.3, is_causal=True)
+
+    def compute(query: Tensor) -> Tensor:
+        return attend(Attention(query, *(getattr(given, name) for name in list(Attention.__annotations__)[1:])))
+
+    torch.manual_seed(7)
+    plain = gradients(compute(given.query), given)
+    torch.manual_seed(7)
+    again = gradients(checkpoint(compute, given.query, use_reentrant=False), given)
+    assert all(map(torch.equal, plain, again))
+
+
+@pytest.mark.parametrize("width", [1, 7, 8, 9, 64])
+def test_bits(width: int) -> None:
+    bits = random(3, 2, width) > 0
+    packed = pack_bits(bits.clone())
+    assert packed.shape == (3, 2, -(-width // 8)) and packed.dtype is torch.uint8
+    assert torch.equal(module._noise(packed, 0.5, width), 2.0 * bits)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_whatever_the_default_device(dropout: float) -> None:
+    given = make(dropout=dropout, is_causal=True)
+
+    def result() -> tuple[Tensor, ...]:
+        torch.manual_seed(7)
+        found = attend(given)
+        return found, *torch.autograd.grad(found.sum(), [given.query, given.key, given.value])
+
+    expected = result()
+    with torch.device("meta"):
+        found = result()
+    assert all(map(torch.equal, found, expected))
+
+
+class TestWhichCallsAreTaken:
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"dropout_p": 1.0},
+            {"is_causal": True, "attn_mask": torch.zeros(24, 24)},
+            {"attn_mask": torch.zeros(24, 24, requires_grad=True)},
+        ],
+        ids=["all dropped", "two masks", "a mask with a gradient"],
+    )
+    def test_not_by_setting(self, change: dict[str, Any]) -> None:
+        given = make()
+        inputs = (given.query, given.key, given.value)
+        assert read_attention(inputs, {}) is not None
+        assert read_attention(inputs, change) is None
+
+    def test_not_by_tensors(self) -> None:
+        given = make(shared=2)
+        inputs = (given.query, given.key, given.value)
+        assert read_attention(inputs, {}) is None
+        assert read_attention(inputs, {"enable_gqa": True}) is not None
+        assert read_attention([t.float() for t in inputs], {"enable_gqa": True}) is None
+        assert read_attention([t[0] for t in inputs], {"enable_gqa": True}) is None
+        assert read_attention(inputs[:2], {}) is None
+
+    @pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no dropout", "dropout"])
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float64], ids=str)
+    def test_a_mask_that_torch_refuses_is_refused(self, dtype: torch.dtype, dropout: float) -> None:
+        given = make()
+        mask = torch.ones(24, 24).tril().to(dtype)  # as a tokenizer gives it: 0 hides
+        with hf_mp.autocast(FP16), pytest.raises(RuntimeError, match="Expected attn_mask dtype to be bool or float"):
+            F.scaled_dot_product_attention(given.query, given.key, given.value, mask, dropout)
+
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    @pytest.mark.parametrize("dropout", [0.0, 0.3], ids=["no dropout", "dropout"])
+    def test_sequences_of_different_lengths_are_torchs(self, dropout: float) -> None:
+        sequences = [random(length, 4, 8) for length in (5, 3)]
+        nested = torch.nested.nested_tensor(sequences, layout=torch.jagged).transpose(1, 2)
+        with hf_mp.autocast(FP16):
+            found = F.scaled_dot_product_attention(nested, nested, nested, dropout_p=dropout)
+        assert found.is_nested and found.dtype is FP16
+        for row, sequence in zip(found.unbind() if not dropout else (), sequences, strict=False):
+            heads = sequence.transpose(0, 1).float()
+            check_close(row, F.scaled_dot_product_attention(heads, heads, heads).half())
+
+    def test_a_mask_without_rows_is_torchs_to_judge(self) -> None:
+        given = make()
+        inputs = (given.query, given.key, given.value)
+        assert read_attention(inputs, {"attn_mask": torch.zeros(24)}) is None
+        assert read_attention(inputs, {"attn_mask": torch.zeros(1, 24)}) is not None
+
+    @pytest.mark.parametrize(
+        "dtype, dropout, native, taken",
+        [(FP16, 0.0, False, True), (FP16, 0.3, False, True), (BF16, 0.0, True, False), (BF16, 0.3, True, True)],
+        ids=["FP16", "FP16, dropout", "BF16", "BF16, dropout"],
+    )
+    def test_by_the_mode(
+        self, dtype: torch.dtype, dropout: float, native: bool, taken: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls: list[Attention] = []
+        monkeypatch.setattr(mode, "runs_natively", lambda *_: native)
+        monkeypatch.setattr(mode, "attend", lambda given: calls.append(given) or attend(given))
+
+        class Attending(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = torch.nn.Parameter(random(1, 4, 24, 8).float())
+
+            def forward(self, x: Tensor, rows: int = 24) -> Tensor:
+                return F.scaled_dot_product_attention((x * self.weight)[:, :, :rows], x, x, dropout_p=dropout)
+
+        model = Attending()
+        hf_mp.MixedPrecision("fp16" if dtype is FP16 else "bf16").attach(model)
+        model(random(2, 4, 24, 8).float())
+        assert bool(calls) == taken
+        calls.clear()
+        with torch.no_grad():  # as the first forward of a reentrant checkpoint, whose second one is with grad
+            model(random(2, 4, 24, 8).float())
+        assert bool(calls) == taken
+        calls.clear()
+        with torch.no_grad():  # as a token is generated
+            model(random(2, 4, 24, 8).float(), rows=1)
+        assert bool(calls) == bool(dropout)

@@ -1,0 +1,461 @@
+"""torch.compile and torch.func under our autocast: the same numbers as without them."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.func import functional_call, grad, jvp, vmap
+from torch.utils.checkpoint import checkpoint
+from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from hf_mp.casting.mode import active_autocast, autocast
+from hf_mp.scaling.scalers import StaticLossScaler
+from hf_mp.step.mixed_precision import MixedPrecision
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+LOWER = pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+# Of compiled code autograd saves other values and aot_eager adds gradients up in another order: a few roundings.
+GRADIENT_TOLERANCE = {FP16: 2.0**-9, BF16: 2.0**-6}
+
+Function = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads(x, x, x, need_weights=False)[0]
+
+
+class RawAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x)[:, None].chunk(3, dim=-1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(self.out(self.norm(x)), -1) * x
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Sequential(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 4)),
+    "attention": RawAttention,
+    "multi-head attention": Attention,
+    "norm": Norm,
+}
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm() / expected.norm())
+
+
+def result_and_gradients(function: Function, module: nn.Module) -> tuple[Tensor, list[Tensor]]:
+    x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(2))
+    result = function(x)
+    gradients = torch.autograd.grad(result.float().square().sum(), list(module.parameters()))
+    return result.detach(), list(gradients)
+
+
+@LOWER
+@BACKENDS
+@pytest.mark.parametrize("entered", ["inside", "outside"])
+@pytest.mark.parametrize("name", MODULES)
+def test_compiled_is_as_eager(name: str, entered: str, backend: str, dtype: torch.dtype) -> None:
+    module = MODULES[name]()
+
+    def enters(x: Tensor) -> Tensor:
+        with autocast(dtype):
+            return module(x)
+
+    expected, expected_gradients = result_and_gradients(enters, module)
+    if entered == "inside":
+        found, gradients = result_and_gradients(torch.compile(enters, fullgraph=True, backend=backend), module)
+    else:
+        compiled = torch.compile(lambda x: module(x), fullgraph=True, backend=backend)
+        found, gradients = result_and_gradients(autocast(dtype)(compiled), module)
+    assert found.dtype is expected.dtype
+    assert torch.equal(found, expected)
+    assert max(map(relative, gradients, expected_gradients)) <= GRADIENT_TOLERANCE[dtype]
+
+
+@BACKENDS
+def test_leaving_and_entering_again_inside_of_one_graph(backend: str) -> None:
+    w = torch.randn(8, 8)
+
+    def function(x: Tensor) -> list[Tensor]:
+        with autocast(BF16):
+            first = x @ w
+            with autocast(BF16, enabled=False):
+                second = first.float() @ w
+            with autocast(FP16):
+                third = second @ w
+            fourth = third.float() @ w
+        return [first, second, third, fourth, fourth.float() @ w]
+
+    x = torch.randn(4, 8)
+    found = torch.compile(function, fullgraph=True, backend=backend)(x)
+    assert [t.dtype for t in found] == [BF16, FP32, FP16, BF16, FP32]
+    assert all(torch.equal(a, b) for a, b in zip(found, function(x), strict=True))
+
+
+@BACKENDS
+def test_compiled_code_is_not_used_again_under_another_autocast(backend: str) -> None:
+    w = torch.randn(8, 8)
+    compiled = torch.compile(lambda x: x @ w, fullgraph=True, backend=backend)
+    x = torch.randn(4, 8)
+    assert compiled(x).dtype is FP32
+    with autocast(BF16):
+        assert compiled(x).dtype is BF16
+    with autocast(FP16):
+        assert compiled(x).dtype is FP16
+    with autocast(FP16, enabled=False):
+        assert compiled(x).dtype is FP32
+    assert compiled(x).dtype is FP32
+
+
+def test_an_island_of_torchs_around_a_compiled_function() -> None:
+    w = torch.randn(8, 8)
+    compiled = torch.compile(lambda x: x @ w, fullgraph=True, backend="eager")
+    x = torch.randn(4, 8)
+    with autocast(BF16):
+        assert compiled(x).dtype is BF16
+        with torch.autocast("cpu", enabled=False):
+            assert torch.equal(compiled(x), x @ w) and compiled(x).dtype is FP32
+        assert compiled(x).dtype is BF16
+
+
+class TestIslandsOfTorchsInsideOfAGraph:
+    @BACKENDS
+    @pytest.mark.parametrize("spelling", ["with", "decorator", "object", "torch.cuda.amp"])
+    @pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.autocast:FutureWarning")
+    def test_are_in_fp32(self, spelling: str, backend: str) -> None:
+        w, made_before = torch.randn(8, 8), torch.autocast("cpu", enabled=False)
+
+        def island(x: Tensor) -> Tensor:
+            if spelling == "decorator":
+                return made_before(lambda: x @ w)()
+            if spelling == "object":
+                with made_before:
+                    return x @ w
+            of_cuda = spelling == "torch.cuda.amp"
+            with torch.cuda.amp.autocast(enabled=False) if of_cuda else torch.autocast("cpu", enabled=False):
+                return x @ w
+
+        compiled = torch.compile(lambda x: [island(x), x @ w], fullgraph=True, backend=backend)
+        x = torch.randn(4, 8)
+        for _ in range(2):
+            with autocast(BF16):
+                inside, after = compiled(x)
+            assert torch.equal(inside, x @ w) and after.dtype is BF16
+            assert compiled(x)[1].dtype is FP32
+
+    @BACKENDS
+    def test_with_ours_inside_and_around_them_in_the_same_graph(self, backend: str) -> None:
+        w = torch.randn(8, 8)
+
+        @torch.compile(fullgraph=True, backend=backend)
+        def function(x: Tensor) -> list[Tensor]:
+            with autocast(BF16):
+                with torch.autocast("cpu", enabled=False):
+                    first = x @ w
+                    with autocast(FP16):
+                        second = x @ w
+                    third = x @ w
+                fourth = x @ w
+            with torch.autocast("cpu", BF16):
+                fifth = x @ w
+            return [first, second, third, fourth, fifth, x @ w]
+
+        assert [t.dtype for t in function(torch.randn(4, 8))] == [FP32, FP16, FP32, BF16, BF16, FP32]
+
+    def test_a_graph_that_breaks_inside_of_one(self) -> None:
+        w = torch.randn(8, 8)
+
+        @torch.compile(backend="eager")
+        def function(x: Tensor) -> list[Tensor]:
+            with torch.autocast("cpu", enabled=False):
+                first = x @ w
+                torch._dynamo.graph_break()
+                second = x @ w
+            return [first, second, x @ w]
+
+        with autocast(BF16):
+            assert [t.dtype for t in function(torch.randn(4, 8))] == [FP32, FP32, BF16]
+        assert active_autocast() is None
+
+    def test_an_exception_inside_of_one(self) -> None:
+        w = torch.randn(8, 8)
+
+        @torch.compile(fullgraph=True, backend="eager")
+        def function(x: Tensor) -> Tensor:
+            try:
+                with torch.autocast("cpu", enabled=False):
+                    raise ValueError
+            except ValueError:
+                return x @ w
+
+        with autocast(BF16):
+            assert function(torch.randn(4, 8)).dtype is BF16
+        assert active_autocast() is None
+
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
+    @pytest.mark.filterwarnings("ignore:CUDA is not available")
+    def test_torchs_switched_on_is_an_error(self, device: str) -> None:
+        w = torch.randn(8, 8)
+
+        @torch.compile(backend="eager")
+        def function(x: Tensor) -> Tensor:
+            with torch.autocast(device, BF16):
+                return x @ w
+
+        with autocast(BF16), pytest.raises(RuntimeError, match=r"torch.autocast was entered inside hf_mp.autocast"):
+            function(torch.randn(4, 8))
+        assert active_autocast() is None
+
+
+@BACKENDS
+def test_torchs_autocast_compiles_outside_of_ours(backend: str) -> None:
+    w = torch.randn(8, 8)
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def function(x: Tensor) -> list[Tensor]:
+        with torch.autocast("cpu", BF16):
+            first = x @ w
+            with torch.autocast("cpu", enabled=False):
+                second = x @ w
+        return [first, second, x @ w]
+
+    assert [t.dtype for t in function(torch.randn(4, 8))] == [BF16, FP32, FP32]
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=50, num_key_value_heads=2)).eval()
+
+
+@LOWER
+@BACKENDS
+def test_transformers_islands_inside_of_a_graph(backend: str, dtype: torch.dtype) -> None:
+    model = tiny_llama()
+    ids = torch.arange(10)[None]
+    with autocast(dtype):
+        expected = model(ids, use_cache=False).logits
+        found = torch.compile(model, backend=backend)(ids, use_cache=False).logits
+    assert counters["graph_break"] == {}
+    assert torch.equal(found, expected)
+
+
+@LOWER
+@BACKENDS
+def test_an_attached_model_has_the_gradients_of_eager(
+    gpt2: GPT2LMHeadModel, batch: dict[str, Tensor], backend: str, dtype: torch.dtype
+) -> None:
+    precision = "fp16" if dtype is FP16 else "bf16"
+    MixedPrecision(precision).attach(gpt2)
+    expected = gpt2(**batch)
+    expected.loss.backward()
+    expected_gradients = [p.grad.clone() for p in gpt2.parameters()]
+    gpt2.zero_grad()
+    found = torch.compile(gpt2, backend=backend)(**batch)
+    found.loss.backward()
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+    gradients = [p.grad for p in gpt2.parameters()]
+    assert all(g.dtype is FP32 for g in gradients)
+    assert max(map(relative, gradients, expected_gradients)) <= GRADIENT_TOLERANCE[dtype]
+
+
+def test_another_loss_scale_needs_no_compiling_and_changes_no_gradient(
+    gpt2: GPT2LMHeadModel, batch: dict[str, Tensor]
+) -> None:
+    runtime = MixedPrecision("fp16")
+    runtime.attach(gpt2)
+    optimizer = runtime.attach_optimizer(torch.optim.SGD(gpt2.parameters(), lr=0.1))
+    compiled = torch.compile(gpt2, backend="aot_eager")
+    for _ in range(2):  # the first call makes what the later ones find
+        gpt2.zero_grad()
+        compiled(**batch).loss.backward()
+    expected = [p.grad.clone() for p in gpt2.parameters()]
+    before = runtime.scaler.get_scale()
+    gpt2.transformer.wte.weight.grad[0, 0] = torch.inf
+    optimizer.step()
+    assert runtime.step_was_skipped and runtime.scaler.get_scale() < before
+    gpt2.zero_grad()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled(**batch).loss.backward()
+    gradients = [p.grad for p in gpt2.parameters()]
+    assert max(map(relative, gradients, expected)) <= 2.0**-10
+
+
+def test_training_compiled_follows_training_eager(gpt2: GPT2LMHeadModel, batch: dict[str, Tensor]) -> None:
+    def losses(model: nn.Module, run: Callable[..., Any]) -> list[float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        runtime = MixedPrecision("fp16", loss_scaler=StaticLossScaler(1024.0))
+        runtime.attach(model)
+        runtime.attach_optimizer(optimizer)
+        called = run(model)
+        found = []
+        for _ in range(4):
+            loss = called(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    eager = losses(copy.deepcopy(gpt2), lambda model: model)
+    compiled = losses(gpt2, lambda model: torch.compile(model, backend="aot_eager"))
+    assert eager[-1] < eager[0]
+    assert compiled == pytest.approx(eager, rel=1e-4)
+
+
+def test_torchs_own_answers_outside_are_unaffected() -> None:
+    w = torch.randn(4, 4)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def function(x: Tensor) -> Tensor:
+        with autocast(BF16):
+            return x @ w
+
+    function(torch.randn(2, 4))
+    assert not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda")
+    with torch.autocast("cpu", BF16):
+        assert torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is BF16
+        assert torch.compile(lambda x: x @ w, fullgraph=True, backend="eager")(torch.randn(2, 4)).dtype is BF16
+    assert not torch.is_autocast_enabled("cpu")
+
+
+class TestTransforms:
+    @pytest.fixture
+    def layer(self) -> nn.Linear:
+        return nn.Linear(8, 4)
+
+    @LOWER
+    def test_grad(self, layer: nn.Linear, dtype: torch.dtype) -> None:
+        x = torch.randn(3, 8)
+
+        def loss(parameters: dict[str, Tensor]) -> Tensor:
+            with autocast(dtype):
+                return functional_call(layer, parameters, (x,)).float().square().sum()
+
+        found = grad(loss)(dict(layer.named_parameters()))
+        with autocast(dtype):
+            layer(x).float().square().sum().backward()
+        for name, parameter in layer.named_parameters():
+            assert relative(found[name], parameter.grad) <= GRADIENT_TOLERANCE[dtype]
+
+    @LOWER
+    def test_vmap(self, layer: nn.Linear, dtype: torch.dtype) -> None:
+        x = torch.randn(5, 3, 8)
+        with autocast(dtype):
+            found = vmap(layer)(x)
+            expected = torch.stack([layer(part) for part in x])
+        assert found.dtype is dtype
+        assert relative(found, expected) <= torch.finfo(dtype).eps
+
+    def test_gradients_of_each_sample(self, layer: nn.Linear) -> None:
+        x = torch.randn(5, 8)
+
+        def loss(parameters: dict[str, Tensor], one: Tensor) -> Tensor:
+            return functional_call(layer, parameters, (one,)).float().square().sum()
+
+        parameters = dict(layer.named_parameters())
+        with autocast(FP16):
+            found = vmap(grad(loss), (None, 0))(parameters, x)
+            expected = [grad(loss)(parameters, one)["weight"] for one in x]
+        assert relative(found["weight"], torch.stack(expected)) <= GRADIENT_TOLERANCE[FP16]
+
+    @LOWER
+    def test_jvp(self, layer: nn.Linear, dtype: torch.dtype) -> None:
+        x, tangent = torch.randn(3, 8), torch.randn(3, 8)
+        with autocast(dtype), torch.no_grad():
+            value, found = jvp(layer, (x,), (tangent,))
+            expected = tangent.to(dtype).float() @ layer.weight.to(dtype).float().t()
+        assert value.dtype is found.dtype is dtype
+        assert relative(found, expected) <= torch.finfo(dtype).eps
+
+    def test_functional_call_with_other_weights(self, layer: nn.Linear) -> None:
+        doubled = {name: 2 * p.detach() for name, p in layer.named_parameters()}
+        x = torch.randn(3, 8)
+        with autocast(FP16):
+            assert torch.equal(functional_call(layer, doubled, (x,)), 2 * layer(x))
+
+
+WRITTEN_OUT: dict[str, Function] = {
+    "einsum of matrices": lambda x: torch.einsum("ij,kj->ik", x, x),
+    "einsum of a list": lambda x: torch.einsum("ij,kj->ik", [x, x]),
+    "einsum by numbers": lambda x: torch.einsum(x, [0, 1], x, [2, 1], [0, 2]),
+    "einsum of an outer product": lambda x: torch.einsum("i,j->ij", x[0], x[1]),
+    "tensordot": lambda x: torch.tensordot(x, x, ([1], [1])),
+    "tensordot to a number": lambda x: torch.tensordot(x, x, 2),
+    "inner": lambda x: torch.inner(x, x),
+    "pad": lambda x: F.pad(x[None], (1, 1), mode="reflect"),
+    "bilinear": lambda x: F.bilinear(x, x, torch.ones(2, 8, 8)),
+    "cov": lambda x: torch.cov(x),
+    "gru_cell": lambda x: torch.gru_cell(x, x, torch.ones(24, 8), torch.ones(24, 8)),
+}
+
+
+@pytest.mark.parametrize("tables", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_what_is_written_out_compiles_to_the_same(name: str, tables: str) -> None:
+    function, x = WRITTEN_OUT[name], torch.randn(3, 8)
+    with autocast(BF16, tables=tables):
+        expected = function(x)
+        found = torch.compile(function, backend="aot_eager", fullgraph=True)(x)
+    assert found.dtype is expected.dtype and torch.equal(found, expected)
+
+
+def test_einsum_in_a_compiled_island() -> None:
+    x = torch.randn(3, 8)
+    compiled = torch.compile(lambda x: torch.einsum("ij,kj->ik", x, x), backend="aot_eager", fullgraph=True)
+    with autocast(BF16, tables="cpu"), autocast(enabled=False):
+        assert compiled(x).dtype is FP32
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.before, self.inside, self.use_reentrant = nn.Linear(8, 8), nn.Linear(8, 8), use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside: Tensor = checkpoint(self.inside, self.before(x), use_reentrant=self.use_reentrant)
+        return inside
+
+
+@BACKENDS
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_parts_of_a_compiled_model_have_their_casts_and_borders(backend: str, use_reentrant: bool) -> None:
+    x = torch.randn(4, 8)
+    model = Checkpointed(use_reentrant)
+    reference = copy.deepcopy(model)
+    reference(x).square().sum().backward()
+    MixedPrecision("fp16", loss_scaler=StaticLossScaler(1024.0)).attach(model)
+    torch.compile(model, backend=backend)(x).square().sum().backward()
+    for found, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=0.02, atol=0.02)

@@ -1,0 +1,259 @@
+"""Functions and modules of torch that are made of other ops: what is inside is autocast."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_mp.casting.mode import autocast
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+LOWER = pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+
+
+def first(value: Any) -> Tensor:
+    """The first tensor in a result."""
+    while not isinstance(value, Tensor):
+        value = value[0]
+    return value
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.detach().double() - expected.detach().double()).norm() / expected.detach().double().norm())
+
+
+def encoder_layer(**settings: Any) -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0, **settings)
+
+
+SEQUENCE, ROW = (2, 5, 8), (2, 8)
+# Modules, the shape of their input, and whether their result is in autocast's dtype or in FP32 (residuals).
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = {
+    "LSTM": (lambda: nn.LSTM(8, 8, 2, batch_first=True), SEQUENCE, True),
+    "LSTM both ways": (lambda: nn.LSTM(8, 8, batch_first=True, bidirectional=True), SEQUENCE, True),
+    "LSTM with projection": (lambda: nn.LSTM(8, 8, proj_size=4, batch_first=True), SEQUENCE, True),
+    "GRU": (lambda: nn.GRU(8, 8, batch_first=True), SEQUENCE, True),
+    "RNN tanh": (lambda: nn.RNN(8, 8, batch_first=True), SEQUENCE, True),
+    "RNN relu": (lambda: nn.RNN(8, 8, nonlinearity="relu", batch_first=True), SEQUENCE, True),
+    "LSTMCell": (lambda: nn.LSTMCell(8, 8), ROW, True),
+    "GRUCell": (lambda: nn.GRUCell(8, 8), ROW, True),
+    "RNNCell": (lambda: nn.RNNCell(8, 8), ROW, True),
+    "Linear, LSTM": (lambda: nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 8, batch_first=True)), SEQUENCE, True),
+    "Linear, GRUCell": (lambda: nn.Sequential(nn.Linear(8, 8), nn.GRUCell(8, 8)), ROW, True),
+    "encoder layer": (encoder_layer, SEQUENCE, False),
+    "encoder layer, norm first": (lambda: encoder_layer(norm_first=True), SEQUENCE, False),
+    "encoder layer, evaluated": (lambda: encoder_layer().eval(), SEQUENCE, False),
+    "Bilinear": (lambda: Twice(nn.Bilinear(8, 8, 4)), ROW, False),
+}
+
+
+class Twice(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, x)
+
+
+@LOWER
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(name: str, dtype: torch.dtype) -> None:
+    make, shape, lowered = MODULES[name]
+    module, x = make(), torch.randn(shape)
+    expected = first(module(x))
+    gradients = torch.autograd.grad(expected.square().sum(), list(module.parameters()))
+    with autocast(dtype):
+        found = first(module(x))
+    assert found.dtype is (dtype if lowered else FP32)
+    eps = torch.finfo(dtype).eps
+    assert relative(found, expected) < 3 * eps
+    lowered_gradients = torch.autograd.grad(found.float().square().sum(), list(module.parameters()))
+    assert all(g.dtype is FP32 for g in lowered_gradients)
+    joined = [torch.cat([g.flatten() for g in group]) for group in (lowered_gradients, gradients)]
+    assert relative(*joined) < 8 * eps
+
+
+@LOWER
+def test_packed_sequences(dtype: torch.dtype) -> None:
+    lstm = nn.LSTM(8, 8, batch_first=True)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(2, 5, 8), [5, 3], batch_first=True)
+    with autocast(dtype):
+        found = lstm(packed)[0].data
+    assert found.dtype is dtype
+    assert relative(found, lstm(packed)[0].data) < 3 * torch.finfo(dtype).eps
+
+
+@LOWER
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_multi_head_attention(dtype: torch.dtype, need_weights: bool, training: bool) -> None:
+    heads, x = nn.MultiheadAttention(8, 2, batch_first=True).train(training), torch.randn(SEQUENCE)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with autocast(dtype), torch.set_grad_enabled(training):
+        found, weights = heads(x, x, x, key_padding_mask=padding, need_weights=need_weights)
+    expected, expected_weights = heads(x, x, x, key_padding_mask=padding, need_weights=need_weights)
+    assert found.dtype is dtype
+    assert relative(found, expected) < 3 * torch.finfo(dtype).eps
+    if need_weights:
+        assert relative(weights, expected_weights) < 3 * torch.finfo(dtype).eps
+
+
+def test_the_fast_path_of_an_encoder_layer_is_autocast() -> None:
+    layer, x = encoder_layer().eval(), torch.randn(SEQUENCE)
+    with torch.no_grad():
+        expected = layer(x)
+        with autocast(FP16):
+            found = layer(x)
+    assert not torch.equal(found, expected)
+    assert relative(found, expected) < 3 * torch.finfo(FP16).eps
+
+
+def test_an_encoder_of_several_layers_with_padding() -> None:
+    encoder = nn.TransformerEncoder(encoder_layer(), 2).eval()
+    x, padding = torch.randn(SEQUENCE), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        expected = encoder(x, src_key_padding_mask=padding)
+        with autocast(FP16):
+            found = encoder(x, src_key_padding_mask=padding)
+    kept = ~padding
+    assert relative(found[:, : expected.shape[1]][kept], expected[kept]) < 4 * torch.finfo(FP16).eps
+
+
+PICTURE = torch.rand(1, 2, 6, 6, generator=torch.Generator().manual_seed(0))
+FP32_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "interpolate": lambda x: F.interpolate(x, scale_factor=2),
+    "interpolate, bilinear": lambda x: F.interpolate(x, size=4, mode="bilinear"),
+    "interpolate, bicubic": lambda x: F.interpolate(x, size=4, mode="bicubic", antialias=True),
+    "Upsample": lambda x: nn.Upsample(scale_factor=2)(x),
+    "normalize": lambda x: F.normalize(x, dim=1).float(),
+    "gaussian_nll_loss": lambda x: F.gaussian_nll_loss(x, x * 0.5, x + 0.1).float(),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.ones(1, 6, 6, dtype=torch.long)),
+    "cross_entropy, smoothed": lambda x: F.cross_entropy(x, torch.ones(1, 6, 6, dtype=torch.long), label_smoothing=0.1),
+    "cross_entropy of probabilities": lambda x: F.cross_entropy(x.flatten(1), x.flatten(1).softmax(-1)),
+    "softmin": lambda x: F.softmin(x, dim=-1),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x.float(), dim=-1),
+    "smooth_l1_loss": lambda x: F.smooth_l1_loss(x, x * 0.5),
+    "cosine_similarity": lambda x: F.cosine_similarity(x, x + 0.1),
+}
+
+
+@pytest.mark.parametrize("name", FP32_FUNCTIONS)
+def test_functions_that_run_in_fp32(name: str) -> None:
+    call = FP32_FUNCTIONS[name]
+    torch.manual_seed(0)
+    expected = call(PICTURE.half().float())
+    torch.manual_seed(0)
+    with autocast(FP16):
+        found = call(PICTURE.half())
+    assert found.dtype is FP32
+    assert relative(found, expected) < 2.0**-10
+
+
+def test_interpolate_with_a_recomputed_scale() -> None:
+    with autocast():
+        assert F.interpolate(PICTURE, scale_factor=0.5, recompute_scale_factor=True).shape == (1, 2, 3, 3)
+
+
+def test_numbers_in_of_einsum_in_nested_lists() -> None:
+    a, b = torch.randn(3, 4), torch.randn(4, 5)
+    with autocast():
+        assert torch.einsum("ij,jk->ik", [a, b]).dtype is FP16
+        assert torch.einsum(a, [0, 1], b, [1, 2], [0, 2]).dtype is FP16
+        assert torch.linalg.multi_dot((a, b)).dtype is FP16
+
+
+# On the CPU tables, bit for bit as torch's CPU autocast.
+AS_TORCH: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "LSTM": lambda: (nn.LSTM(8, 8, batch_first=True), torch.randn(SEQUENCE)),
+    "RNN": lambda: (nn.RNN(8, 8, batch_first=True), torch.randn(SEQUENCE)),
+    "Linear, LSTM": lambda: (
+        nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 8, batch_first=True)),
+        torch.randn(SEQUENCE),
+    ),
+    "encoder layer": lambda: (encoder_layer(), torch.randn(SEQUENCE)),
+    "attention": lambda: (SelfAttention(), torch.randn(SEQUENCE)),
+    "GRU": lambda: (nn.GRU(8, 8, batch_first=True), torch.randn(SEQUENCE)),
+    "LSTM with projection": lambda: (nn.LSTM(8, 8, proj_size=4, batch_first=True), torch.randn(SEQUENCE)),
+    "LSTMCell": lambda: (nn.LSTMCell(8, 8), torch.randn(ROW)),
+    "GRUCell": lambda: (nn.GRUCell(8, 8), torch.randn(ROW)),
+    "RNNCell": lambda: (nn.RNNCell(8, 8), torch.randn(ROW)),
+    "encoder layer, fast path": lambda: (encoder_layer().eval().requires_grad_(False), torch.randn(SEQUENCE)),
+}
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads(x, x, x)[0]
+
+
+@pytest.mark.parametrize("name", AS_TORCH)
+def test_on_the_cpu_tables_modules_are_as_under_torchs_autocast(name: str) -> None:
+    module, x = AS_TORCH[name]()
+    with torch.autocast("cpu", BF16):
+        expected = first(module(x))
+    with autocast(BF16, tables="cpu"):
+        found = first(module(x))
+    assert found.dtype is expected.dtype and torch.equal(found, expected)
+
+
+RECURRENT: dict[str, Callable[[], nn.Module]] = {
+    "GRU, two layers, both ways": lambda: nn.GRU(8, 8, 2, bidirectional=True),
+    "GRU with dropout": lambda: nn.GRU(8, 8, 2, dropout=0.5),
+    "GRU without biases": lambda: nn.GRU(8, 8, bias=False, batch_first=True),
+    "LSTM, both ways": lambda: nn.LSTM(8, 8, bidirectional=True),
+    "LSTM with projections, both ways": lambda: nn.LSTM(8, 8, 2, proj_size=4, bidirectional=True, bias=False),
+    "RNN": lambda: nn.RNN(8, 8, 2),
+}
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_on_the_cpu_tables_every_result_of_a_recurrent_module_is_as_under_torchs_autocast(
+    name: str, packed: bool, dtype: torch.dtype
+) -> None:
+    module, x = RECURRENT[name](), torch.randn(5, 3, 8).to(dtype)
+    given = nn.utils.rnn.pack_padded_sequence(x, [5, 3, 2]) if packed else x
+
+    def run(context: Any) -> list[Tensor]:
+        torch.manual_seed(1)
+        with context:
+            output, hidden = module(given)
+        hidden = hidden if isinstance(hidden, tuple) else (hidden,)
+        return [output.data if packed else output, *hidden]
+
+    found, expected = run(autocast(BF16, tables="cpu")), run(torch.autocast("cpu", BF16))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype is theirs.dtype and torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("settings", [{}, {"norm_first": True}, {"activation": "gelu"}], ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+def test_on_the_cpu_tables_the_fast_path_is_as_under_torchs_autocast(settings: dict[str, Any], padded: bool) -> None:
+    layer, x = encoder_layer(**settings).eval(), torch.randn(SEQUENCE)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2]) if padded else None
+    with torch.no_grad():
+        with torch.autocast("cpu", BF16):
+            expected = layer(x, src_key_padding_mask=padding)
+        with autocast(BF16, tables="cpu"):
+            found = layer(x, src_key_padding_mask=padding)
+    assert found.dtype is expected.dtype is BF16 and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_on_the_cpu_tables_nested_tensors_of_an_encoder_run_where_torchs_autocast_fails(dtype: torch.dtype) -> None:
+    encoder = nn.TransformerEncoder(encoder_layer(), 2).eval()
+    x, padding = torch.randn(SEQUENCE), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        expected = encoder(x, src_key_padding_mask=padding)
+        with autocast(BF16, tables="cpu"):
+            found = encoder(x.to(dtype), src_key_padding_mask=padding)
+    assert relative(found[~padding], expected[~padding]) < 4 * torch.finfo(BF16).eps

@@ -1,0 +1,308 @@
+"""Autograd functions of a person's own under autocast, after the examples of torch's AMP documentation."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_mp
+from hf_mp import autocast, custom_bwd, custom_fwd
+from hf_mp.scaling.scalers import StaticLossScaler
+from hf_mp.step.mixed_precision import MixedPrecision
+
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+seen: dict[str, torch.dtype] = {}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_seen() -> None:
+    seen.clear()
+
+
+class MyMM(torch.autograd.Function):
+    """torch's example "Functions with multiple inputs or autocastable ops"."""
+
+    @staticmethod
+    @custom_fwd
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        seen["forward"] = a.mm(b).dtype
+        return a.mm(b)
+
+    @staticmethod
+    @custom_bwd
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        seen["backward"] = gradient.mm(b.t()).dtype
+        return gradient.mm(b.t()), a.t().mm(gradient)
+
+
+class MyFloat32(torch.autograd.Function):
+    """torch's example "Functions that need a particular dtype"."""
+
+    @staticmethod
+    @custom_fwd(cast_inputs=torch.float32)
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        seen["x"], seen["weight"], seen["forward"] = x.dtype, weight.dtype, (x @ weight).dtype
+        return x @ weight
+
+    @staticmethod
+    @custom_bwd
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        seen["backward"] = (gradient @ weight.t()).dtype
+        return gradient @ weight.t(), x.t() @ gradient
+
+
+class Plain(torch.autograd.Function):
+    """Without any decorator: ``x * weight``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+class NewStyle(Plain):
+    """With a ``setup_context`` of its own."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return x * weight
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+
+@torch._dynamo.allow_in_graph
+class InGraph(Plain):
+    """Compiled code calls it as it is."""
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+def test_forward_and_backward_run_in_the_autocast_of_forward(dtype: torch.dtype) -> None:
+    a, b = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    with autocast(dtype):
+        MyMM.apply(a, b).float().sum().backward()
+    assert seen == {"forward": dtype, "backward": dtype}
+    seen.clear()
+    with autocast(dtype):
+        result = MyMM.apply(a, b)
+    result.float().sum().backward()
+    assert seen == {"forward": dtype, "backward": dtype}
+
+
+def test_outside_of_autocast_nothing_is_lowered() -> None:
+    a, b = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    result = MyMM.apply(a, b)
+    with autocast():
+        result.sum().backward()
+    assert seen["forward"] is FP32
+    MyFloat32.apply(a.double(), b.double())
+    assert seen["x"] is FP64
+
+
+def test_backward_of_a_function_that_ran_in_an_island_is_in_fp32() -> None:
+    a, b = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    with autocast():
+        with autocast(enabled=False):
+            result = MyMM.apply(a, b)
+        result.sum().backward()
+    assert seen == {"forward": FP32, "backward": FP32}
+
+
+def test_cast_inputs_casts_and_switches_autocast_off() -> None:
+    x, weight = torch.randn(3, 4, dtype=FP16, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    with autocast():
+        result = MyFloat32.apply(x, weight)
+        assert (result @ weight.t()).dtype is FP16  # autocast is on again
+    assert result.dtype is FP32
+    result.sum().backward()
+    assert seen == {"x": FP32, "weight": FP32, "forward": FP32, "backward": FP32}
+    assert x.grad.dtype is FP16 and weight.grad.dtype is FP32
+
+
+def test_cast_inputs_leaves_what_is_not_floating() -> None:
+    class Takes(torch.autograd.Function):
+        @staticmethod
+        @custom_fwd(cast_inputs=torch.float16)
+        def forward(ctx: Any, *args: Any) -> Tensor:
+            assert [a.dtype for a in args[:3]] == [FP16, torch.long, FP64] and args[3:] == ("x", None)
+            return args[0].clone()
+
+        @staticmethod
+        @custom_bwd
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+            return gradient, None, None, None, None
+
+    with autocast():
+        Takes.apply(torch.randn(2), torch.tensor([1]), torch.randn(2, dtype=FP64), "x", None)
+
+
+def test_an_exception_in_forward_switches_autocast_on_again() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        @custom_fwd(cast_inputs=torch.float32)
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            raise ValueError("no")
+
+        @staticmethod
+        @custom_bwd
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
+    with autocast():
+        with pytest.raises(ValueError, match="no"):
+            Fails.apply(torch.randn(2))
+        assert (torch.randn(2, 2) @ torch.randn(2, 2)).dtype is FP16
+
+
+def test_numbers_are_those_of_torchs_own_decorators() -> None:
+    class Torchs(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu")
+        def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+            ctx.save_for_backward(a, b)
+            return a.mm(b)
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cpu")
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+            a, b = ctx.saved_tensors
+            return gradient.mm(b.t()), a.t().mm(gradient)
+
+    def gradients(function: Any, context: Any) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(0)
+        a, b = (torch.randn(s, generator=generator).requires_grad_() for s in ((3, 4), (4, 5)))
+        with context:
+            result = function.apply(a, b)
+        return torch.autograd.grad(result.float().square().sum(), (a, b))
+
+    ours = gradients(MyMM, autocast(BF16, tables="cpu"))
+    theirs = gradients(Torchs, torch.autocast("cpu", BF16))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("cast_inputs", ["fp32", 32, True])
+def test_a_dtype_that_is_none(cast_inputs: Any) -> None:
+    with pytest.raises(TypeError, match=rf"cast_inputs must be a torch.dtype, not {cast_inputs!r}"):
+        custom_fwd(cast_inputs=cast_inputs)
+
+
+def test_decorated_functions_keep_their_names() -> None:
+    assert MyMM.forward.__name__ == "forward" and MyMM.backward.__name__ == "backward"
+    assert hf_mp.custom_fwd is custom_fwd and hf_mp.custom_bwd is custom_bwd
+
+
+class Model(nn.Module):
+    def __init__(self, function: Any, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.function = function
+        self.linear, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function.apply(self.linear(x), self.weight).float().square().mean()
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"), [(MyMM, (4, 5)), (MyFloat32, (4, 5)), (Plain, (4,))], ids=["mm", "float32", "plain"]
+)
+@pytest.mark.parametrize("scale", [1.0, 2.0**12])
+def test_a_bare_parameter_in_an_attached_model_gets_its_true_gradient(
+    function: Callable[..., Any], shape: tuple[int, ...], scale: float
+) -> None:
+    model, x = Model(function, shape), torch.randn(3, 4)
+    model(x).backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    MixedPrecision("fp16", loss_scaler=StaticLossScaler(scale)).attach(model)
+    model(x).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.dtype is FP32
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=0.01, atol=2e-3, msg=name)
+
+
+CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "apply": lambda x, weight: Plain.apply(x, weight),
+    "alias": (lambda apply: lambda x, weight: apply(x, weight))(Plain.apply),
+    "keyword": lambda x, weight: Plain.apply(x, weight=weight),
+    "setup_context": lambda x, weight: NewStyle.apply(x, weight),
+    "allow_in_graph": lambda x, weight: InGraph.apply(x, weight),
+}
+
+
+class Calling(nn.Module):
+    def __init__(self, call: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.call, self.linear, self.weight = call, nn.Linear(4, 4), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.linear(x), self.weight).sum()
+
+
+@pytest.mark.parametrize("backend", ["none", "eager", "aot_eager"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_bare_parameter_in_a_compiled_model_gets_its_true_gradient_too(call: str, backend: str) -> None:
+    if call == "keyword" and not TAKES_KEYWORDS:
+        pytest.skip("this torch's apply takes no keywords")
+    torch._dynamo.reset()
+    model, x = Calling(CALLS[call]), torch.randn(2, 4)
+    model(x).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    MixedPrecision("fp16", loss_scaler=StaticLossScaler(1024.0)).attach(model)
+    run = model if backend == "none" else torch.compile(model, backend=backend)
+    for _ in range(2):
+        model.zero_grad()
+        run(x).backward()
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=0.01, atol=2e-3)
+
+
+def _takes_keywords() -> bool:
+    try:
+        Plain.apply(torch.ones(1), weight=torch.ones(1))
+    except TypeError:
+        return False
+    return True
+
+
+TAKES_KEYWORDS = _takes_keywords()
+
+
+def test_no_graph_is_broken_for_a_border() -> None:
+    torch._dynamo.reset()
+    weight = nn.Parameter(torch.ones(4))
+    compiled = torch.compile(lambda x: Plain.apply(x, weight).sum(), fullgraph=True, backend="eager")
+    scaler = StaticLossScaler(1024.0)
+    scaler.scale_tensors(torch.device("cpu"))
+    with MixedPrecision("fp16", loss_scaler=scaler).region:
+        compiled(torch.ones(2, 4)).backward()
+    assert torch.equal(weight.grad, torch.full((4,), 2.0 / 1024.0))
+
+
+def test_a_function_outside_of_the_model_is_left_alone() -> None:
+    model, weight = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+    MixedPrecision("fp16", loss_scaler=StaticLossScaler(4096.0)).attach(model)
+    Plain.apply(model(torch.randn(2, 4)).detach() * 0 + 1, weight).sum().backward()
+    assert torch.equal(weight.grad, torch.full((4,), 2.0))
+
+
+def test_frozen_parameters_and_no_grad() -> None:
+    model, x = Model(Plain, (4,)), torch.randn(3, 4)
+    MixedPrecision("fp16").attach(model)
+    model.weight.requires_grad_(False)
+    model(x).backward()
+    assert model.weight.grad is None and model.linear.weight.grad is not None
+    with torch.no_grad():
+        assert not model(x).requires_grad

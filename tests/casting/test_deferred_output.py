@@ -1,0 +1,158 @@
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from hf_mp.casting.deferred_output import DeferredOutput
+from hf_mp.step import mixed_precision as runtime_module
+from hf_mp.step.borders import BorderFunction, output_border
+from hf_mp.step.mixed_precision import MixedPrecision
+
+SCALE = torch.tensor([4.0])
+
+
+class Square(BorderFunction):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        ctx.save_for_backward(value)
+        return value * value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (value,) = ctx.saved_tensors
+        return 2 * value * gradient
+
+
+def write_element(y: Tensor) -> Tensor:
+    y[1] = 0.0
+    return y.square().sum()
+
+
+def write_view(y: Tensor) -> Tensor:
+    y[:, 1].mul_(2.0)
+    return y.square().sum()
+
+
+USES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda y: y.sum(),
+    "fp64": lambda y: y.double().square().sum(),
+    "in place": lambda y: y.div_(3.0).square().sum(),
+    "element written": write_element,
+    "view written": write_view,
+    "views": lambda y: (y.view(-1)[3:9] * y.t().reshape(-1)[3:9]).sum(),
+    "twice in one call": lambda y: torch.cat([y, y.float()], 1).softmax(1).square().sum(),
+    "autograd function": lambda y: Square.apply(y).sum(),
+    "cross entropy": lambda y: F.cross_entropy(y, torch.arange(4)),
+    "detached beside": lambda y: (y.detach() * y).sum(),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_values_and_gradients_are_those_of_an_output_cast_at_once(use: Any, dtype: torch.dtype) -> None:
+    results = []
+    for deferred in (False, True):
+        leaf = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+        output = output_border(leaf * 1, SCALE, deferred=deferred)
+        assert isinstance(output, DeferredOutput) is deferred
+        value = use(output)
+        assert type(value) is Tensor
+        value.backward()
+        results.append((value.detach(), leaf.grad))
+    (value, gradient), (expected_value, expected) = results[1], results[0]
+    assert torch.equal(value, expected_value)
+    assert torch.equal(gradient, expected)
+
+
+def deferred_output() -> DeferredOutput:
+    output = output_border(torch.randn(4, 6).half().requires_grad_() * 1, SCALE, deferred=True)
+    assert isinstance(output, DeferredOutput)
+    return output
+
+
+def test_it_looks_like_what_it_will_be() -> None:
+    output = deferred_output()
+    assert (output.shape, output.dtype, output.device.type) == ((4, 6), torch.float32, "cpu")
+    assert output.requires_grad and output.grad_fn is not None and not output.is_leaf
+    assert output._value is None  # so far nobody has read it
+
+
+def test_it_leaves_pytorch_as_an_ordinary_tensor() -> None:
+    output = deferred_output()
+    plain = output.detach()
+    assert type(plain) is Tensor
+    assert output.tolist() == plain.tolist()
+    assert (output.numpy(force=True) == plain.numpy()).all()
+    with pytest.raises(RuntimeError, match="requires grad"):
+        output.numpy()
+    assert type(pickle.loads(pickle.dumps(output))) is Tensor
+    file = io.BytesIO()
+    torch.save(output, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True), plain)
+    assert repr(output) == repr(plain)
+    assert type(copy.deepcopy(output.detach())) is Tensor
+
+
+def test_a_kernel_that_asks_for_the_memory_gets_that_of_the_values() -> None:
+    output = DeferredOutput(torch.randn(4, 5).half())
+    assert output.data_ptr() == output.value().data_ptr() != 0
+
+
+def test_the_source_goes_when_the_values_are_there() -> None:
+    output = deferred_output()
+    output.sum()
+    assert not hasattr(output, "_source")
+
+
+class TestInAModel:
+    @pytest.fixture
+    def model(self, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+        monkeypatch.setattr(runtime_module, "DEFERRED_ELEMENTS", 1)
+        torch.manual_seed(0)
+        config = GPT2Config(
+            n_layer=1, n_embd=32, n_head=2, vocab_size=64, n_positions=32, bos_token_id=0, eos_token_id=0
+        )
+        model = GPT2LMHeadModel(config).eval()
+        MixedPrecision("fp16").attach(model)
+        return model
+
+    IDS = torch.arange(32).view(2, 16)
+
+    def test_logits_beside_a_loss_are_deferred_and_right(self, model: nn.Module) -> None:
+        outputs = model(input_ids=self.IDS, labels=self.IDS)
+        assert isinstance(outputs.logits, DeferredOutput)
+        assert type(outputs.loss) is Tensor
+        alone = model(input_ids=self.IDS).logits
+        assert type(alone) is Tensor
+        assert torch.equal(outputs.logits, alone)
+        _, logits = model(input_ids=self.IDS, labels=self.IDS, return_dict=False)[:2]
+        assert isinstance(logits, DeferredOutput) and torch.equal(logits, alone)
+        with torch.no_grad():
+            assert type(model(input_ids=self.IDS, labels=self.IDS).logits) is Tensor
+
+    def test_a_loss_made_of_them_trains_like_one_of_ordinary_logits(
+        self, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        gradients = []
+        for smallest in (1, 2**20):
+            monkeypatch.setattr(runtime_module, "DEFERRED_ELEMENTS", smallest)
+            outputs = model(input_ids=self.IDS, labels=self.IDS)
+            F.cross_entropy(outputs.logits.flatten(0, 1), self.IDS.flatten()).backward()
+            gradients.append([p.grad for p in model.parameters()])
+            model.zero_grad()
+        for left, right in zip(*gradients, strict=True):
+            assert torch.equal(left, right)
+
+    def test_reading_them_after_backward_gives_what_was_there(self, model: nn.Module) -> None:
+        before = model(input_ids=self.IDS).logits.detach()
+        outputs = model(input_ids=self.IDS, labels=self.IDS)
+        outputs.loss.backward()
+        assert torch.equal(outputs.logits, before)

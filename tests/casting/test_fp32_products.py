@@ -1,0 +1,108 @@
+import pytest
+import torch
+from torch import Tensor
+
+from hf_mp.casting.cpu import fp32_products
+from hf_mp.casting.cpu.fp32_products import fp32_product, fp32_product_reference
+
+needs_onednn = pytest.mark.skipif(not fp32_products.HAS_ONEDNN_PRODUCTS, reason="this torch has no oneDNN on this CPU")
+
+# Rounding errors of a sum of K products grow with K at worst; 2**-24 is half a unit in the last place of 1.
+ROUNDINGS_PER_TERM = 1
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def laid_out(tensor: Tensor, layout: str) -> Tensor:
+    if layout == "transposed":
+        return tensor.t().contiguous().t()
+    if layout == "a view with gaps":
+        wide = tensor.new_zeros(tensor.shape[0], tensor.shape[1] + 5)
+        wide[:, 2:-3] = tensor
+        return wide[:, 2:-3]
+    return tensor
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shapes that oneDNN was asked to multiply."""
+    seen: list[torch.Size] = []
+    original = torch.ops.mkldnn._linear_pointwise
+
+    class Watched:
+        _linear_pointwise = staticmethod(lambda left, *rest: seen.append(left.shape) or original(left, *rest))
+
+    monkeypatch.setattr(torch.ops, "mkldnn", Watched)
+    return seen
+
+
+@needs_onednn
+class TestOneDNN:
+    @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+    @pytest.mark.parametrize("right", ["contiguous", "transposed", "a view with gaps"])
+    @pytest.mark.parametrize("left", ["contiguous", "transposed", "a view with gaps"])
+    def test_is_the_product(self, left: str, right: str, bias: bool, calls: list[torch.Size]) -> None:
+        a, b = random(96, 160, seed=1), random(160, 192, seed=2)
+        c = random(192, seed=3) if bias else None
+        found = fp32_product(laid_out(a, left), laid_out(b, right), c)
+        exact = a.double() @ b.double() + (0.0 if c is None else c.double())
+        magnitude = a.double().abs() @ b.double().abs() + (0.0 if c is None else c.double().abs())
+        assert calls == [a.shape] and found.is_contiguous()
+        assert ((found - exact).abs() <= ROUNDINGS_PER_TERM * 161 * 2.0**-24 * magnitude).all()
+
+    @pytest.mark.parametrize(
+        "bias", [random(384, seed=3)[::2], random(1, seed=3).expand(192)], ids=["gaps", "expanded"]
+    )
+    def test_a_bias_is_read_by_its_strides(self, bias: Tensor, calls: list[torch.Size]) -> None:
+        a, b = random(96, 160, seed=1), random(160, 192, seed=2)
+        torch.testing.assert_close(fp32_product(a, b, bias), fp32_product_reference(a, b, bias), rtol=0.0, atol=1e-4)
+        assert calls
+
+    @pytest.mark.parametrize(
+        ("left", "right"),
+        [
+            (random(1, 2048, seed=1), random(2048, 1024, seed=2)),
+            (random(2048, 3, seed=1)[:, :1].t(), random(2048, 1024, seed=2)),
+            (random(2048, 1024, seed=1), random(1024, 3, seed=2)[:, 1:2]),
+            (random(2048, 5, seed=1)[:, 2:3], random(1024, 4, seed=2)[:, 1:2].t()),
+            (random(1, 2048, seed=1).expand(64, 2048), random(1, 1024, seed=2).expand(2048, 1024)),
+        ],
+        ids=["one row", "one row of a column", "one column", "one term", "expanded"],
+    )
+    def test_odd_strides(self, left: Tensor, right: Tensor, calls: list[torch.Size]) -> None:
+        expected = fp32_product_reference(left.contiguous(), right.contiguous())
+        allowed = left.shape[1] * 2.0**-24 * (left.abs() @ right.abs()).max()
+        assert (fp32_product(left, right) - expected).abs().max() <= allowed
+        assert calls
+
+    def test_small_products_stay_with_blas(self, calls: list[torch.Size]) -> None:
+        a, b = random(8, 16, seed=1), random(16, 8, seed=2)
+        assert torch.equal(fp32_product(a, b), a @ b)
+        assert calls == []
+
+    def test_inf_and_nan_go_where_they_belong(self, calls: list[torch.Size]) -> None:
+        a, b = random(128, 160, seed=1), random(160, 192, seed=2)
+        a[3, 4], a[5, 6] = torch.inf, torch.nan
+        found, expected = fp32_product(a, b), fp32_product_reference(a, b)
+        assert calls
+        assert torch.equal(found.isnan(), expected.isnan()) and torch.equal(found.isinf(), expected.isinf())
+
+    def test_products_of_subnormals_are_kept(self, calls: list[torch.Size]) -> None:
+        smallest = 2.0**-24  # of FP16
+        a, b = torch.full((128, 128), smallest), torch.full((128, 192), smallest)
+        assert torch.equal(fp32_product(a, b), torch.full((128, 192), 128 * smallest**2))
+        assert calls
+
+    def test_a_person_can_switch_onednn_off(self, calls: list[torch.Size]) -> None:
+        a, b = random(128, 160, seed=1), random(160, 192, seed=2)
+        with torch.backends.mkldnn.flags(enabled=False):
+            assert torch.equal(fp32_product(a, b), a @ b)
+        assert calls == []
+
+
+def test_without_onednn_blas_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp32_products, "HAS_ONEDNN_PRODUCTS", False)
+    a, b, c = random(128, 160, seed=1), random(160, 192, seed=2), random(192, seed=3)
+    assert torch.equal(fp32_product(a, b, c), torch.addmm(c, a, b))

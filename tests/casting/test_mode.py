@@ -1,0 +1,411 @@
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_mp.casting.mode import active_autocast, autocast
+
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+def random(*shape: int, **settings: Any) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), **settings)
+
+
+def product_dtype() -> torch.dtype:
+    """In which dtype a product of FP32 tensors comes out where this is called."""
+    return (random(2, 3) @ random(3, 2)).dtype
+
+
+def modes_on_the_stack() -> int:
+    return len(torch.overrides._get_current_function_mode_stack())
+
+
+def check_nothing_is_left() -> None:
+    assert active_autocast() is None
+    assert modes_on_the_stack() == 0
+    assert product_dtype() is FP32
+
+
+class CastsOf(TorchDispatchMode):
+    """Counts the casts of one tensor's memory to 16 bits."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.address = tensor.data_ptr()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.dtype in (FP16, BF16):
+            self.count += args[0].data_ptr() == self.address
+        return result
+
+
+class TestScope:
+    def test_outside_nothing_is_cast(self) -> None:
+        check_nothing_is_left()
+
+    def test_inside_products_are_lowered_and_afterwards_no_more(self) -> None:
+        with autocast() as inside:
+            assert product_dtype() is FP16
+            assert active_autocast() is inside
+        check_nothing_is_left()
+
+    def test_disabled_inside_and_enabled_in_that_again(self) -> None:
+        with autocast():
+            with autocast(enabled=False) as disabled:
+                assert product_dtype() is FP32
+                assert torch.exp(random(2).half()).dtype is FP16
+                assert active_autocast() is disabled
+                with autocast(BF16):
+                    assert product_dtype() is BF16
+                assert product_dtype() is FP32
+            assert product_dtype() is FP16
+        check_nothing_is_left()
+
+    def test_disabled_on_its_own_changes_nothing(self) -> None:
+        with autocast(enabled=False):
+            assert product_dtype() is FP32
+            assert F.binary_cross_entropy(torch.tensor([0.5]), torch.tensor([1.0])).dtype is FP32
+
+    def test_nested_in_another_dtype(self) -> None:
+        with autocast(FP16):
+            with autocast(BF16):
+                assert product_dtype() is BF16
+            assert product_dtype() is FP16
+
+    def test_the_innermost_casts_alone(self) -> None:
+        """An outer autocast that cast what the inner one computes would round to both dtypes."""
+        x, w = random(8, 8), random(8, 8)
+        full = x @ w
+        with autocast(BF16):
+            alone = x @ w
+        with autocast(FP16), autocast(BF16):
+            assert torch.equal(x @ w, alone)
+        with autocast(BF16), autocast(FP32):
+            assert torch.equal(x @ w, full)
+
+    def test_in_fp32_nothing_is_lowered(self) -> None:
+        x, w = random(4, 4), random(4, 4)
+        with autocast(FP32):
+            assert torch.equal(x @ w, torch.mm(x, w))
+            assert torch.exp(x.half()).dtype is FP32
+
+    def test_one_autocast_may_be_entered_twice(self) -> None:
+        twice = autocast()
+        with twice:
+            with twice:
+                assert product_dtype() is FP16
+            assert product_dtype() is FP16
+            assert active_autocast() is twice
+        check_nothing_is_left()
+        with twice:
+            assert product_dtype() is FP16
+        check_nothing_is_left()
+
+    @pytest.mark.parametrize("enabled", [True, False])
+    def test_an_exception_leaves_nothing_behind(self, enabled: bool) -> None:
+        with pytest.raises(ZeroDivisionError), autocast(), autocast(BF16, enabled=enabled):
+            _ = 1 / 0
+        check_nothing_is_left()
+
+    def test_an_exception_inside_of_an_op_leaves_nothing_behind(self) -> None:
+        with autocast() as outside:
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), autocast(BF16):
+                _ = random(2, 3) @ random(2, 3)
+            assert active_autocast() is outside and modes_on_the_stack() == 1
+            assert product_dtype() is FP16
+        check_nothing_is_left()
+
+    def test_decorator(self) -> None:
+        @autocast(BF16)
+        def decorated(x: Tensor, *, weight: Tensor) -> tuple[Tensor, autocast | None]:
+            """What it does."""
+            return x @ weight, active_autocast()
+
+        result, active = decorated(random(2, 3), weight=random(3, 2))
+        assert result.dtype is BF16 and active is not None
+        assert (decorated.__name__, decorated.__doc__) == ("decorated", "What it does.")
+        check_nothing_is_left()
+        with autocast():
+            assert decorated(random(2, 3), weight=random(3, 2))[0].dtype is BF16
+            assert product_dtype() is FP16
+
+    def test_a_decorated_function_may_call_itself_and_raise(self) -> None:
+        @autocast()
+        def decorated(depth: int) -> torch.dtype:
+            if depth == 0:
+                raise KeyError(product_dtype())
+            return decorated(depth - 1)
+
+        with pytest.raises(KeyError, match="float16"):
+            decorated(3)
+        check_nothing_is_left()
+
+    def test_each_thread_has_its_own(self) -> None:
+        found: dict[str, Any] = {}
+
+        def elsewhere() -> None:
+            found["before"] = (product_dtype(), active_autocast())
+            with autocast(BF16):
+                found["inside"] = product_dtype()
+                both_inside.wait(10)
+                other_left.wait(10)
+                found["alone inside"] = product_dtype()
+
+        both_inside, other_left = threading.Barrier(2), threading.Event()
+        with autocast():
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            both_inside.wait(10)
+            assert product_dtype() is FP16
+        other_left.set()
+        check_nothing_is_left()
+        thread.join(10)
+        assert found == {"before": (FP32, None), "inside": BF16, "alone inside": BF16}
+
+    def test_backward_outside_of_it(self) -> None:
+        w = random(3, 4, requires_grad=True)
+        with autocast():
+            result = random(2, 3) @ w
+        result.sum().backward()
+        assert result.dtype is FP16 and w.grad is not None and w.grad.dtype is FP32
+
+    @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+    def test_without_grad(self, context: Callable[[], Any]) -> None:
+        layer = nn.Linear(3, 2)
+        with context(), autocast():
+            assert layer(random(4, 3)).dtype is FP16
+        with autocast(), context():
+            assert F.softmax(layer(random(4, 3)), -1).dtype is FP32
+        with autocast():
+            assert layer(random(4, 3)).requires_grad
+
+
+class TestWhatIsLeftAlone:
+    def test_fp64(self) -> None:
+        x, w = random(2, 3, dtype=FP64), random(3, 2, dtype=FP64)
+        with autocast():
+            assert torch.equal(x @ w, torch.mm(x, w)) and (x @ w).dtype is FP64
+            assert F.linear(x, w.t()).dtype is FP64
+            assert torch.exp(x).dtype is FP64
+            assert torch.softmax(x, -1).dtype is FP64
+            assert x.sum().dtype is FP64
+
+    def test_integers(self) -> None:
+        x = torch.arange(6).view(2, 3)
+        with autocast():
+            assert (x @ x.t()).tolist() == [[5, 14], [14, 50]]
+            assert x.sum().dtype is torch.int64
+            assert x.cumsum(0).dtype is torch.int64
+            assert x.pow(2).dtype is torch.int64
+
+    def test_booleans(self) -> None:
+        with autocast():
+            assert torch.tensor([True, True]).sum().item() == 2
+
+    @pytest.mark.parametrize(
+        "op",
+        [torch.mm, torch.matmul, lambda a, b, out: torch.linalg.multi_dot([a, b], out=out)],
+        ids=["mm", "matmul", "multi_dot"],
+    )
+    def test_products_that_write_to_out(self, op: Callable[..., Tensor]) -> None:
+        x, w, out = random(3, 3), random(3, 3), torch.empty(3, 3)
+        with autocast():
+            assert op(x, w, out=out) is out
+            assert op(x, w, out=None).dtype is FP16
+        assert torch.equal(out, torch.mm(x, w))
+
+    def test_other_ops_that_write_to_out(self) -> None:
+        x, out = random(3).half(), torch.empty(3, dtype=FP16)
+        with autocast():
+            for op in (
+                torch.exp,
+                lambda x, out: torch.sum(x.view(1, 3), 0, out=out),
+                lambda x, out: torch.cumsum(x, 0, out=out),
+            ):
+                assert op(x, out=out) is out
+            torch.addcmul(x, x, x, out=out)
+        assert torch.equal(out, torch.addcmul(x, x, x))
+
+    def test_in_place_ops(self) -> None:
+        x = random(3, 3).half()
+        with autocast():
+            assert x.pow_(2) is x and x.dtype is FP16
+            full = random(3, 3)
+            assert full.addmm_(full, full).dtype is FP32
+
+    @pytest.mark.parametrize("dtype", [FP16, BF16, FP64])
+    def test_a_dtype_that_the_caller_names(self, dtype: torch.dtype) -> None:
+        x = random(3, 4).half()
+        with autocast():
+            assert torch.softmax(x, -1, dtype=dtype).dtype is dtype
+            assert torch.softmax(x, -1, dtype).dtype is dtype
+            assert F.log_softmax(x, -1, dtype=dtype).dtype is dtype
+            assert x.sum(dtype=dtype).dtype is dtype
+            assert x.cumsum(0, dtype=dtype).dtype is dtype
+            assert F.softmax(x, -1, dtype=None).dtype is FP32
+
+    def test_a_dtype_of_none_by_position(self) -> None:
+        with autocast():
+            assert torch.softmax(random(3).half(), -1, None).dtype is FP32
+
+    def test_lists_and_options_of_an_op(self) -> None:
+        with autocast():
+            assert F.conv2d(random(1, 2, 5, 5), random(3, 2, 3, 3), stride=[2, 2], padding=(1, 1)).shape == (1, 3, 3, 3)
+            assert torch.einsum("ij,jk->ik", [random(2, 3), random(3, 4)]).dtype is FP16
+            assert torch.randn(2, 3).size() == torch.Size([2, 3])
+
+
+class TestErrors:
+    @pytest.mark.parametrize("dtype", ["fp16", None, 16, torch.Tensor])
+    def test_a_dtype_that_is_none(self, dtype: Any) -> None:
+        with pytest.raises(TypeError, match=rf"autocast's dtype must be a torch.dtype, not {type(dtype).__name__}"):
+            autocast(dtype)
+
+    def test_a_decorator_without_parentheses_is_told_apart(self) -> None:
+        with pytest.raises(TypeError, match=r"must be a torch\.dtype, not function"):
+
+            @autocast
+            def forward() -> None: ...
+
+    @pytest.mark.parametrize("dtype", [FP64, torch.int32, torch.complex64, torch.float8_e4m3fn])
+    def test_a_dtype_that_cannot_be_used(self, dtype: torch.dtype) -> None:
+        with pytest.raises(ValueError, match=rf"autocast cannot use {dtype}: use torch\.float16, torch\.bfloat16 or"):
+            autocast(dtype)
+
+    def test_tables_that_do_not_exist(self) -> None:
+        with pytest.raises(ValueError, match="tables='tpu' is not known: use one of 'cuda'"):
+            autocast(tables="tpu")  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("enabled", [True, False])
+    def test_inside_of_torchs_own(self, enabled: bool) -> None:
+        with torch.autocast("cpu", BF16):
+            with pytest.raises(RuntimeError, match=r"use either torch\.autocast or hf_mp\.autocast, not one inside"):
+                autocast(enabled=enabled).__enter__()
+            assert active_autocast() is None and modes_on_the_stack() == 0
+        check_nothing_is_left()
+
+    def test_the_error_of_a_wrong_call_is_torchs(self) -> None:
+        with autocast():
+            with pytest.raises(TypeError, match="linear"):
+                F.linear(random(2, 2))
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                F.linear(random(2, 3), random(2, 2))
+
+
+class TestCastsOfParameters:
+    @pytest.fixture
+    def layer(self) -> nn.Linear:
+        torch.manual_seed(0)
+        return nn.Linear(3, 5, bias=False)
+
+    def test_a_parameter_is_cast_once_while_it_lasts(self, layer: nn.Linear) -> None:
+        with CastsOf(layer.weight) as casts:
+            with autocast():
+                for _ in range(3):
+                    layer(random(2, 3))
+                with autocast(enabled=False):
+                    layer(random(2, 3))
+                layer(random(2, 3))
+            assert casts.count == 1
+            with autocast():
+                layer(random(2, 3))
+            assert casts.count == 2
+
+    def test_gradients_of_all_uses_arrive(self, layer: nn.Linear) -> None:
+        x, y = random(2, 3), random(4, 3)
+        with autocast():
+            (layer(x).sum() + layer(y).sum()).backward()
+        expected = (x.half().sum(0) + y.half().sum(0)).float()
+        torch.testing.assert_close(layer.weight.grad, expected.expand(5, 3), rtol=2**-9, atol=2**-9)
+
+    def test_backward_twice_inside(self, layer: nn.Linear) -> None:
+        with autocast():
+            for _ in range(2):
+                layer(random(2, 3)).sum().backward()
+        once = random(2, 3).half().float().sum(0)
+        torch.testing.assert_close(layer.weight.grad, (2 * once).expand(5, 3), rtol=2**-9, atol=2**-9)
+
+    def test_one_changed_in_place_is_cast_again(self, layer: nn.Linear) -> None:
+        with autocast():
+            layer(random(2, 3))
+            with torch.no_grad():
+                layer.weight.fill_(0.5)
+            assert torch.equal(layer(torch.ones(1, 3)), torch.full((1, 5), 1.5, dtype=FP16))
+
+    def test_each_dtype_has_its_own_cast(self, layer: nn.Linear) -> None:
+        with autocast():
+            layer(random(2, 3))
+            assert torch.exp(layer.weight).dtype is FP32
+            with autocast(BF16):
+                assert layer(random(2, 3)).dtype is BF16
+            assert layer(random(2, 3)).dtype is FP16
+
+    @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+    def test_a_cast_made_without_grad_is_not_used_with_grad(self, layer: nn.Linear, context: Callable[[], Any]) -> None:
+        with autocast():
+            with context():
+                layer(random(2, 3))
+            layer(random(2, 3)).sum().backward()
+            assert layer.weight.grad is not None
+            with context():
+                assert not layer(random(2, 3)).requires_grad
+
+    def test_casts_are_released_at_the_end(self, layer: nn.Linear) -> None:
+        outer = autocast()
+        with outer, autocast(BF16) as inner:
+            layer(random(2, 3))
+            assert inner._casts._casts
+        assert not inner._casts._casts and not outer._casts._casts
+
+    def test_frozen_parameters_work_as_well(self, layer: nn.Linear) -> None:
+        layer.requires_grad_(False)
+        x = random(2, 3, requires_grad=True)
+        with autocast():
+            layer(x).sum().backward()
+        assert layer.weight.grad is None and x.grad is not None
+
+    def test_parameters_made_in_inference_mode(self) -> None:
+        with torch.inference_mode():
+            layer = nn.Linear(3, 5, bias=False)
+            with autocast():
+                assert layer(random(2, 3)).dtype is FP16
+                layer.weight.fill_(0.5)
+                assert torch.equal(layer(torch.ones(1, 3)), torch.full((1, 5), 1.5, dtype=FP16))
+
+
+def test_products_inside_of_a_composite_function_are_lowered() -> None:
+    """Attention's own Python function makes its products out of sight of a torch function mode."""
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    x = random(2, 3, 8)
+    with autocast():
+        assert attention(x, x, x, need_weights=False)[0].dtype is FP16
+        with autocast(enabled=False):
+            assert attention(x, x, x, need_weights=False)[0].dtype is FP32
+
+
+class _Multiplications(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_last_token_of_a_sequence_is_multiplied_without_a_copy_of_the_weight() -> None:
+    """As in ``generate``: the slice is not contiguous, and torch's own way would be a batch of matrices."""
+    layer, x = nn.Linear(8, 100, bias=False), random(1, 5, 8).to(BF16)
+    with torch.no_grad(), autocast(BF16), _Multiplications() as seen:
+        found = layer(x[:, -1:, :])
+    assert seen.names == ["mm"]
+    assert torch.equal(found, F.linear(x[:, -1:, :].contiguous(), layer.weight.to(BF16)))

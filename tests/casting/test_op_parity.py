@@ -1,0 +1,635 @@
+"""Every op of the tables against torch's own autocast: names, dtypes, values.
+
+torch's CUDA autocast is asked without a GPU: fake tensors on "cuda" go through its dispatch, and have dtypes.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hf_mp.casting.mode import autocast
+from hf_mp.casting.tables import TABLES, CastRule, TableName, spellings
+
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+PROPERTY = settings(derandomize=True, max_examples=60, deadline=None)
+
+Operand = Callable[..., Tensor]
+pytestmark = pytest.mark.filterwarnings("ignore")  # many of these ops are deprecated
+
+
+class Call:
+    """Arguments of an op."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args, self.kwargs = args, kwargs
+
+    def of(self, function: Callable[..., Any]) -> Any:
+        torch.manual_seed(0)
+        return function(*self.args, **self.kwargs)
+
+
+def operands(*dtypes: torch.dtype) -> Operand:
+    """Makes operands in (0.25, 0.75), the same after each call of this function; their dtypes take turns."""
+    generator = torch.Generator().manual_seed(0)
+    made = 0
+
+    def operand(*shape: int) -> Tensor:
+        nonlocal made
+        made += 1
+        return (0.25 + 0.5 * torch.rand(*shape, generator=generator)).to(dtypes[(made - 1) % len(dtypes)])
+
+    return operand
+
+
+def _regular(r: Operand, size: int = 3) -> Tensor:
+    """A matrix that is safe to invert and to factorize."""
+    values = r(size, size)
+    return values + size * torch.eye(size, dtype=values.dtype)
+
+
+def _rnn(r: Operand, gates: int, cells: int) -> Call:
+    hidden = [r(1, 2, 4) for _ in range(cells)]
+    weights = [r(4 * gates, 3), r(4 * gates, 4), r(4 * gates), r(4 * gates)]
+    return Call(r(5, 2, 3), hidden if cells > 1 else hidden[0], weights, True, 1, 0.0, False, False, False)
+
+
+def _rnn_cell(r: Operand, gates: int, cells: int) -> Call:
+    hidden = [r(2, 4) for _ in range(cells)]
+    return Call(r(2, 3), hidden if cells > 1 else hidden[0], r(4 * gates, 3), r(4 * gates, 4))
+
+
+def _convolution(r: Operand, *more: Any) -> Call:
+    return Call(r(2, 3, 6, 6), r(4, 3, 3, 3), r(4), [1, 1], [0, 0], [1, 1], False, [0, 0], 1, *more)
+
+
+def _longs(*values: int) -> Tensor:
+    return torch.tensor(values)
+
+
+ELEMENTWISE = """
+    acos arccos asin arcsin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan softplus
+    prod sum norm nuclear_norm linalg.norm linalg.vector_norm linalg.matrix_norm quantile nanquantile
+    trace pinverse qr svd geqrf linalg.matrix_rank linalg.svdvals linalg.svd linalg.qr
+    fft.fft fft.ifft fft.fft2 fft.ifft2 fft.fftn fft.ifftn fft.rfft fft.irfft fft.rfft2 fft.irfft2 fft.rfftn
+    fft.irfftn fft.hfft fft.ihfft
+"""
+SQUARE = """
+    cholesky cholesky_inverse inverse linalg.cond linalg.cholesky linalg.cholesky_ex linalg.eig linalg.eigh
+    linalg.eigvals linalg.eigvalsh linalg.inv linalg.inv_ex
+"""
+OF_TWO = """
+    mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss hinge_embedding_loss kl_div binary_cross_entropy
+    binary_cross_entropy_with_logits poisson_nll_loss cosine_similarity pairwise_distance dist cdist
+    atan2 arctan2 linalg.vecdot
+"""
+OF_THREE = "addcdiv addcmul margin_ranking_loss triplet_margin_loss"
+
+SAMPLES: dict[str, Callable[[Operand], Call]] = {
+    **{name: (lambda r: Call(r(4, 5))) for name in ELEMENTWISE.split()},
+    **{name: (lambda r: Call(_regular(r))) for name in SQUARE.split()},
+    **{name: (lambda r: Call(r(3, 4), r(3, 4))) for name in OF_TWO.split()},
+    **{name: (lambda r: Call(r(3, 4), r(3, 4), r(3, 4))) for name in OF_THREE.split()},
+    # products
+    "conv1d": lambda r: Call(r(2, 3, 8), r(4, 3, 3), r(4)),
+    "conv2d": lambda r: Call(r(2, 3, 6, 6), r(4, 3, 3, 3), r(4)),
+    "conv3d": lambda r: Call(r(1, 2, 4, 4, 4), r(3, 2, 2, 2, 2), r(3)),
+    "conv_tbc": lambda r: Call(r(6, 2, 3), r(3, 3, 4), r(4), 1),
+    "conv_transpose1d": lambda r: Call(r(2, 3, 8), r(3, 4, 3), r(4)),
+    "conv_transpose2d": lambda r: Call(r(2, 3, 4, 4), r(3, 4, 3, 3), r(4)),
+    "conv_transpose3d": lambda r: Call(r(1, 2, 3, 3, 3), r(2, 3, 2, 2, 2), r(3)),
+    "convolution": _convolution,
+    "_convolution": lambda r: _convolution(r, False, False, True),  # the overload that torch's CPU autocast knows
+    "cudnn_convolution": lambda r: Call(r(2, 3, 6, 6), r(4, 3, 3, 3), [0, 0], [1, 1], [1, 1], 1, False, False, True),
+    "cudnn_convolution_transpose": lambda r: Call(
+        r(2, 3, 6, 6), r(3, 4, 3, 3), [0, 0], [0, 0], [1, 1], [1, 1], 1, False, False, True
+    ),
+    "prelu": lambda r: Call(-r(3, 4), r(4)),
+    "addmm": lambda r: Call(r(5), r(3, 4), r(4, 5)),
+    "_addmm_activation": lambda r: Call(r(5), r(3, 4), r(4, 5)),
+    "addmv": lambda r: Call(r(3), r(3, 4), r(4)),
+    "addr": lambda r: Call(r(3, 4), r(3), r(4)),
+    "matmul": lambda r: Call(r(2, 4, 4), r(4, 4)),
+    "mm": lambda r: Call(r(3, 4), r(4, 5)),
+    "mv": lambda r: Call(r(3, 4), r(4)),
+    "linear": lambda r: Call(r(2, 3, 4), r(5, 4), r(5)),
+    "bmm": lambda r: Call(r(2, 3, 4), r(2, 4, 5)),
+    "addbmm": lambda r: Call(r(3, 5), r(2, 3, 4), r(2, 4, 5)),
+    "baddbmm": lambda r: Call(r(2, 3, 5), r(2, 3, 4), r(2, 4, 5)),
+    "chain_matmul": lambda r: Call(r(3, 4), r(4, 5), r(5, 2)),
+    "linalg.multi_dot": lambda r: Call([r(3, 4), r(4, 5), r(5, 2)]),
+    "linalg.matmul": lambda r: Call(r(2, 3, 4), r(4, 5)),
+    "linalg.matrix_power": lambda r: Call(r(3, 3), 3),
+    "inner": lambda r: Call(r(3, 4), r(2, 4)),
+    "square": lambda r: Call(r(3)),
+    "trapezoid": lambda r: Call(r(4)),
+    "trapz": lambda r: Call(r(4)),
+    "cumulative_trapezoid": lambda r: Call(r(4)),
+    "sum_to_size": lambda r: Call(r(3, 4), 1, 4),
+    "einsum": lambda r: Call("bik,bkj->bij", r(2, 3, 4), r(2, 4, 5)),
+    "tensordot": lambda r: Call(r(3, 4), r(4, 5), 1),
+    "bilinear": lambda r: Call(r(2, 3), r(2, 4), r(5, 3, 4), r(5)),
+    "dot": lambda r: Call(r(4), r(4)),
+    "vdot": lambda r: Call(r(4), r(4)),
+    "cross": lambda r: Call(r(2, 3), r(2, 3), dim=1),
+    "linalg.cross": lambda r: Call(r(2, 3), r(2, 3), dim=1),
+    "lstm": lambda r: _rnn(r, 4, 2),
+    "gru": lambda r: _rnn(r, 3, 1),
+    "rnn_tanh": lambda r: _rnn(r, 1, 1),
+    "rnn_relu": lambda r: _rnn(r, 1, 1),
+    "lstm_cell": lambda r: _rnn_cell(r, 4, 2),
+    "gru_cell": lambda r: _rnn_cell(r, 3, 1),
+    "rnn_tanh_cell": lambda r: _rnn_cell(r, 1, 1),
+    "rnn_relu_cell": lambda r: _rnn_cell(r, 1, 1),
+    "scaled_dot_product_attention": lambda r: Call(r(1, 2, 4, 8), r(1, 2, 4, 8), r(1, 2, 4, 8)),
+    "_native_multi_head_attention": lambda r: Call(
+        *(r(2, 3, 8), r(2, 3, 8), r(2, 3, 8), 8, 2, r(24, 8), r(24), r(8, 8), r(8))
+    ),
+    # norms, powers, sums
+    "pow": lambda r: Call(r(3, 4), 3.0),
+    "layer_norm": lambda r: Call(r(3, 4), [4], r(4), r(4)),
+    "native_layer_norm": lambda r: Call(r(3, 4), [4], r(4), r(4), 1e-5),
+    "rms_norm": lambda r: Call(r(3, 4), [4], r(4)),
+    "group_norm": lambda r: Call(r(2, 4, 3), 2, r(4), r(4)),
+    "frobenius_norm": lambda r: Call(r(3, 4), [0, 1]),
+    "renorm": lambda r: Call(r(3, 4), 2, 0, 1.0),
+    "pdist": lambda r: Call(r(3, 4)),
+    "logsumexp": lambda r: Call(r(3, 4), -1),
+    "softmax": lambda r: Call(r(3, 4), -1),
+    "log_softmax": lambda r: Call(r(3, 4), -1),
+    "cumsum": lambda r: Call(r(3, 4), 0),
+    "cumprod": lambda r: Call(r(3, 4), 0),
+    "quantile": lambda r: Call(r(3, 4), 0.3),
+    "nanquantile": lambda r: Call(r(3, 4), 0.3),
+    "polar": lambda r: Call(r(3), r(3)),
+    "view_as_complex": lambda r: Call(r(3, 2)),
+    "stft": lambda r: Call(r(16), 4, return_complex=True),
+    "fake_quantize_per_tensor_affine": lambda r: Call(r(3, 4), 0.1, 0, 0, 255),
+    # losses
+    "cosine_embedding_loss": lambda r: Call(r(3, 4), r(3, 4), _longs(1, -1, 1)),
+    "cross_entropy_loss": lambda r: Call(r(3, 5), _longs(0, 4, 2)),
+    "nll_loss": lambda r: Call(-r(3, 5), _longs(0, 4, 2)),
+    "nll_loss_nd": lambda r: Call(-r(3, 5), _longs(0, 4, 2)),
+    "nll_loss2d": lambda r: Call(-r(2, 3, 4, 4), torch.ones(2, 4, 4, dtype=torch.long)),
+    "multilabel_margin_loss": lambda r: Call(r(1, 4), _longs(3, 0, -1, 1)[None]),
+    "multi_margin_loss": lambda r: Call(r(3, 4), _longs(1, 0, 3)),
+    "ctc_loss": lambda r: Call(-r(6, 1, 4), _longs(1, 2)[None], _longs(6), _longs(2)),
+    # pictures
+    "avg_pool3d": lambda r: Call(r(1, 2, 4, 4, 4), 2),
+    "adaptive_avg_pool3d": lambda r: Call(r(1, 2, 4, 4, 4), [2, 2, 2]),
+    "max_pool3d": lambda r: Call(r(1, 2, 4, 4, 4), 2),
+    "adaptive_max_pool3d": lambda r: Call(r(1, 2, 4, 4, 4), [2, 2, 2]),
+    "max_unpool2d": lambda r: Call(r(1, 1, 2, 2), _longs(0, 3, 9, 15).view(1, 1, 2, 2), [4, 4]),
+    "max_unpool3d": lambda r: Call(
+        r(1, 1, 1, 2, 2), _longs(0, 3, 9, 15).view(1, 1, 1, 2, 2), [2, 4, 4], [1, 1, 1], [0, 0, 0]
+    ),
+    "fractional_max_pool2d": lambda r: Call(r(1, 2, 5, 5), [2, 2], [2, 2], r(1, 2, 2)),
+    "fractional_max_pool3d": lambda r: Call(r(1, 2, 5, 5, 5), [2, 2, 2], [2, 2, 2], r(1, 2, 3)),
+    "reflection_pad1d": lambda r: Call(r(2, 3, 4), [1, 1]),
+    "reflection_pad2d": lambda r: Call(r(2, 3, 4, 4), [1, 1, 1, 1]),
+    "replication_pad1d": lambda r: Call(r(2, 3, 4), [1, 1]),
+    "replication_pad2d": lambda r: Call(r(2, 3, 4, 4), [1, 1, 1, 1]),
+    "replication_pad3d": lambda r: Call(r(2, 3, 4, 4, 4), [1, 1, 1, 1, 1, 1]),
+    "grid_sampler": lambda r: Call(r(1, 2, 4, 4), r(1, 3, 3, 2), 0, 0, False),
+    "grid_sampler_2d": lambda r: Call(r(1, 2, 4, 4), r(1, 3, 3, 2), 0, 0, False),
+    "_grid_sampler_2d_cpu_fallback": lambda r: Call(r(1, 2, 4, 4), r(1, 3, 3, 2), 0, 0, False),
+    "grid_sampler_3d": lambda r: Call(r(1, 2, 4, 4, 4), r(1, 3, 3, 3, 3), 0, 0, False),
+    "upsample_nearest1d": lambda r: Call(r(1, 2, 4), [6]),
+    "_upsample_nearest_exact1d": lambda r: Call(r(1, 2, 4), [6]),
+    "upsample_nearest2d": lambda r: Call(r(1, 2, 4, 4), [6, 6]),
+    "_upsample_nearest_exact2d": lambda r: Call(r(1, 2, 4, 4), [6, 6]),
+    "upsample_nearest3d": lambda r: Call(r(1, 2, 4, 4, 4), [6, 6, 6]),
+    "_upsample_nearest_exact3d": lambda r: Call(r(1, 2, 4, 4, 4), [6, 6, 6]),
+    "upsample_linear1d": lambda r: Call(r(1, 2, 4), [6], False),
+    "upsample_bilinear2d": lambda r: Call(r(1, 2, 4, 4), [6, 6], False),
+    "_upsample_bilinear2d_aa": lambda r: Call(r(1, 2, 4, 4), [6, 6], False),
+    "upsample_trilinear3d": lambda r: Call(r(1, 2, 4, 4, 4), [6, 6, 6], False),
+    "upsample_bicubic2d": lambda r: Call(r(1, 2, 4, 4), [6, 6], False),
+    "_upsample_bicubic2d_aa": lambda r: Call(r(1, 2, 4, 4), [6, 6], False),
+    # linear algebra
+    "cholesky_solve": lambda r: Call(r(3, 2), _regular(r)),
+    "lu_solve": lambda r: Call(r(3, 2), _regular(r), torch.tensor([1, 2, 3], dtype=torch.int32)),
+    "orgqr": lambda r: Call(r(4, 3), r(3)),
+    "ormqr": lambda r: Call(r(4, 3), r(3), r(4, 2)),
+    "triangular_solve": lambda r: Call(r(3, 2), _regular(r)),
+    "linalg.solve": lambda r: Call(_regular(r), r(3, 2)),
+    "linalg.householder_product": lambda r: Call(r(4, 3), r(3)),
+    "linalg.tensorinv": lambda r: Call(_regular(r, 4).view(4, 2, 2), 1),
+    "linalg.tensorsolve": lambda r: Call(_regular(r, 4).view(2, 2, 4), r(2, 2)),
+    "linalg.lstsq": lambda r: Call(r(5, 3), r(5, 2)),
+    "lu": lambda r: Call(_regular(r)),
+    "_lu_with_info": lambda r: Call(_regular(r)),
+    "linalg.pinv": lambda r: Call(r(3, 4)),
+    # made of several
+    "pad": lambda r: Call(r(2, 3, 4), (1, 1), "reflect"),
+    "cov": lambda r: Call(r(3, 4)),
+    "corrcoef": lambda r: Call(r(3, 4)),
+    "_transformer_encoder_layer_fwd": lambda r: Call(
+        *(r(2, 3, 8), 8, 2, r(24, 8), r(24), r(8, 8), r(8), False, False, 1e-5, r(8), r(8), r(8), r(8)),
+        *(r(16, 8), r(16), r(8, 16), r(8)),
+    ),
+    # several dtypes at once
+    "stack": lambda r: Call([r(3), r(3)]),
+    "cat": lambda r: Call([r(3), r(3)]),
+    "concat": lambda r: Call([r(3), r(3)]),
+    "concatenate": lambda r: Call([r(3), r(3)]),
+    "index_copy": lambda r: Call(r(4, 3), 0, _longs(2, 0), r(2, 3)),
+    "index_put": lambda r: Call(r(4), (_longs(2, 0),), r(2)),
+    "scatter_add": lambda r: Call(r(3), 0, _longs(0, 0, 2), r(3)),
+}
+
+# Ops that torch has an autocast kernel for and that are in no table of ours.
+NOT_IN_TABLES: dict[TableName, dict[str, str]] = {
+    "cuda": {
+        "_scaled_dot_product_flash_attention": "runs inside scaled_dot_product_attention",
+        "_thnn_fused_lstm_cell": "runs inside lstm_cell",
+        "_thnn_fused_gru_cell": "runs inside gru_cell",
+    },
+    "cpu": {
+        "mkldnn_rnn_layer": "runs inside lstm",
+        "multilabel_margin_loss_forward": "runs inside multilabel_margin_loss",
+    },
+}
+WRITTEN_OUT_FOR_CUDA, WRITTEN_OUT_FOR_CPU = (" ".join(TABLES[tables].written_out) for tables in ("cuda", "cpu"))
+# Names of ours for which torch has no autocast kernel: what the op calls inside has one.
+MADE_OF_OTHERS: dict[TableName, str] = {
+    "cuda": "arccos arcsin arctan2 cross_entropy_loss nll_loss_nd pairwise_distance linalg.cross linalg.norm "
+    "lstm gru rnn_tanh rnn_relu linalg.matmul square trapezoid trapz cumulative_trapezoid "
+    f"{WRITTEN_OUT_FOR_CUDA}",
+    "cpu": "chain_matmul concat concatenate linalg.multi_dot nll_loss_nd "
+    f"rnn_tanh rnn_relu linalg.matmul lu {WRITTEN_OUT_FOR_CPU}",
+}
+ONLY_CUDNN = {"cudnn_convolution": "cuDNN's own", "cudnn_convolution_transpose": "cuDNN's own"}
+MIXED = ((FP32, BF16), (BF16, FP32))
+# LAPACK's sums depend on where in memory an operand lies: the same call twice differs. All else is compared exactly.
+DEPEND_ON_MEMORY = {"linalg.lstsq": 1e-5}
+# On the CPU tables: ops that torch refuses for operands of several dtypes and ours takes.
+MORE_PERMISSIVE = ("bilinear", "chain_matmul", "inner", "linalg.multi_dot", "tensordot")
+
+
+def names_in(tables: TableName, *rules: CastRule) -> list[str]:
+    return [name for rule, name in TABLES[tables].entries() if not rules or rule in rules]
+
+
+def tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def assert_same(found: Any, expected: Any, tolerance: float = 0.0) -> None:
+    assert [t.dtype for t in tensors(found)] == [t.dtype for t in tensors(expected)]
+    for ours, theirs in zip(tensors(found), tensors(expected), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+class TestNames:
+    @pytest.mark.parametrize(("tables", "key"), [("cuda", "AutocastCUDA"), ("cpu", "AutocastCPU")])
+    def test_every_op_with_an_autocast_kernel_is_in_the_tables(self, tables: TableName, key: str) -> None:
+        torchs = {
+            name.removeprefix("aten::").partition(".")[0]
+            for name in torch._C._dispatch_get_all_op_names()
+            if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+        }
+        ours = {name.replace(".", "_"): name for name in names_in(tables)}
+        assert len(torchs) > 100
+        assert torchs - set(ours) == set(NOT_IN_TABLES[tables])
+        assert {ours[name] for name in set(ours) - torchs} == set(MADE_OF_OTHERS[tables].split())
+
+    @pytest.mark.parametrize("tables", TABLES)
+    def test_every_name_is_an_op_that_python_can_call(self, tables: TableName) -> None:
+        assert [name for name in names_in(tables) if not spellings(name)] == []
+
+    @pytest.mark.parametrize("tables", TABLES)
+    def test_every_name_has_a_sample_here(self, tables: TableName) -> None:
+        assert set(names_in(tables)) <= set(SAMPLES)
+
+    def test_every_sample_is_of_an_op_in_the_tables(self) -> None:
+        assert set(SAMPLES) <= set(names_in("cuda")) | set(names_in("cpu"))
+
+
+def callable_spellings(name: str) -> list[Callable[..., Any]]:
+    """The spellings of an op that take its sample as it is."""
+    found = []
+    for function in spellings(name):
+        try:
+            result = SAMPLES[name](operands(FP32)).of(function)
+        except Exception:
+            continue
+        if tensors(result):  # not NotImplemented
+            found.append(function)
+    return found
+
+
+def _cpu_cases() -> Iterator[Any]:
+    for name in names_in("cpu"):
+        for dtypes in ((FP32,), (BF16,), *MIXED):
+            if dtypes in MIXED and name in MORE_PERMISSIVE:
+                continue
+            yield pytest.param(name, dtypes, id=f"{name}-{'-'.join(map(str, dtypes))}")
+
+
+@pytest.mark.parametrize(("name", "dtypes"), list(_cpu_cases()))
+def test_cpu_tables_give_torchs_dtypes_and_values(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    functions = callable_spellings(name)
+    assert functions
+    for function in functions:
+        try:
+            with torch.autocast("cpu", BF16):
+                expected = SAMPLES[name](operands(*dtypes)).of(function)
+        except Exception as error:
+            with pytest.raises(type(error)), autocast(BF16, tables="cpu"):
+                SAMPLES[name](operands(*dtypes)).of(function)
+            continue
+        with autocast(BF16, tables="cpu"):
+            found = SAMPLES[name](operands(*dtypes)).of(function)
+        assert_same(found, expected, tolerance=DEPEND_ON_MEMORY.get(name, 0.0))
+
+
+def _documented(rule: CastRule, compute: torch.dtype, inputs: tuple[torch.dtype, ...]) -> torch.dtype:
+    if rule is CastRule.LOWER_PRECISION:
+        return compute
+    return compute if rule is CastRule.WIDEST and FP32 not in inputs else FP32
+
+
+@pytest.mark.parametrize("compute", [FP16, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [(r, n) for r, n in TABLES["cuda"].entries() if r is not CastRule.WRITTEN_OUT and n not in ONLY_CUDNN],
+)
+def test_cuda_tables_give_the_documented_dtype_on_a_cpu(rule: CastRule, name: str, compute: torch.dtype) -> None:
+    functions = callable_spellings(name)
+    assert functions
+    for inputs in ((FP32,), (compute,), (FP32, compute)):
+        for function in functions:
+            with autocast(compute):
+                if rule is CastRule.BANNED:
+                    with pytest.raises(RuntimeError, match="unsafe under autocast"):
+                        SAMPLES[name](operands(*inputs)).of(function)
+                    continue
+                found = SAMPLES[name](operands(*inputs)).of(function)
+            dtypes = {t.dtype for t in tensors(found)}
+            assert dtypes == {_documented(rule, compute, inputs)}
+
+
+@contextmanager
+def torchs_cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
+    """torch.autocast("cuda") would switch itself off where there is no GPU."""
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_dtype("cuda", dtype)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", before)
+        torch.clear_autocast_cache()
+
+
+def on_fake_cuda(call: Call) -> Call:
+    def move(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+
+    return Call(*tree_map(move, call.args), **tree_map(move, call.kwargs))
+
+
+# torch cannot fake these on CUDA without a GPU
+NOT_FAKED = {
+    *ONLY_CUDNN,
+    "lstm",
+    "gru",
+    "rnn_tanh",
+    "rnn_relu",
+    "lstm_cell",
+    "gru_cell",
+    "grid_sampler",
+    "cov",
+    "corrcoef",
+}
+# torch registers `cross` alone, and its linalg.cross refuses two dtypes; ours takes the widest for both
+FAKED_IN_ONE_DTYPE = {"linalg.cross"}
+
+
+@pytest.mark.parametrize("compute", [FP16, BF16], ids=str)
+@pytest.mark.parametrize(
+    "name", [n for r, n in TABLES["cuda"].entries() if n not in NOT_FAKED and r is not CastRule.BANNED]
+)
+def test_cuda_tables_give_the_dtype_of_torchs_cuda_autocast(name: str, compute: torch.dtype) -> None:
+    mixed = () if name in FAKED_IN_ONE_DTYPE else ((FP32, compute), (compute, FP32))
+    for inputs in ((FP32,), (compute,), *mixed):
+        call = SAMPLES[name](operands(*inputs))
+        for function in callable_spellings(name):
+            with FakeTensorMode():
+                faked = on_fake_cuda(call)
+                with torchs_cuda_autocast(compute):
+                    expected = faked.of(function)
+                with autocast(compute):
+                    found = faked.of(function)
+            assert [t.dtype for t in tensors(found)] == [t.dtype for t in tensors(expected)]
+
+
+# Ops of no table whose C++ code calls ops that torch's autocast does cast: (table sets, call).
+MADE_OF_LISTED: dict[str, tuple[str, Callable[[Operand], Any]]] = {
+    "F.pad reflect": ("cpu", lambda r: F.pad(r(2, 3, 4), (1, 1), mode="reflect")),
+    "nn.ReplicationPad2d": ("cpu", lambda r: torch.nn.ReplicationPad2d(1)(r(1, 2, 3, 3))),
+    "einsum without a sum": ("cpu", lambda r: torch.einsum("ij->ji", r(3, 4))),
+    "F.pad replicate": ("cpu", lambda r: F.pad(r(2, 3, 4, 4), (1, 1, 1, 1), mode="replicate")),
+    "F.pad reflect, 3 dimensions": ("cpu", lambda r: F.pad(r(1, 2, 3, 3, 3), (1,) * 6, mode="reflect")),
+    "F.pad circular": ("cpu", lambda r: F.pad(r(2, 3, 4), (1, 1), mode="circular")),
+    "F.pad constant": ("cpu", lambda r: F.pad(r(2, 3, 4), (1, 1), value=2.0)),
+    "einsum of an outer product": ("cpu cuda", lambda r: torch.einsum("i,j->ij", r(3), r(4))),
+    "einsum of one": ("cpu cuda", lambda r: torch.einsum("ijk->j", r(3, 4, 2))),
+    "einsum of a diagonal": ("cpu cuda", lambda r: torch.einsum("ii->i", r(3, 3))),
+    "einsum with an ellipsis": ("cpu cuda", lambda r: torch.einsum("...i,...i->...i", r(2, 3), r(2, 3))),
+    "einsum of three": ("cpu cuda", lambda r: torch.einsum("ij,j,jk->ik", r(2, 3), r(3), r(3, 4))),
+    "inner of vectors": ("cpu", lambda r: torch.inner(r(4), r(4))),
+    "tensordot to a number": ("cpu", lambda r: torch.tensordot(r(3, 4), r(3, 4), 2)),
+    "matrix_power 0": ("cpu", lambda r: torch.linalg.matrix_power(_regular(r).float(), 0)),
+    "matrix_power 3": ("cpu", lambda r: torch.linalg.matrix_power(_regular(r), 3)),
+    "matrix_power -3": ("cpu", lambda r: torch.linalg.matrix_power(_regular(r), -3)),
+    "sum_to_size of the same": ("cpu cuda", lambda r: r(3, 4).sum_to_size(3, 4)),
+    "sum_to_size": ("cpu cuda", lambda r: r(2, 3, 4).sum_to_size((3, 1))),
+    "bilinear": ("cpu", lambda r: F.bilinear(r(2, 3), r(2, 4), r(5, 3, 4))),
+    "bilinear with bias": ("cpu", lambda r: F.bilinear(r(7, 2, 3), r(7, 2, 4), r(5, 3, 4), r(5))),
+    "linalg.pinv": ("cpu", lambda r: torch.linalg.pinv(r(3, 4).float(), rtol=0.3)),
+    "linalg.pinv, hermitian": ("cpu", lambda r: torch.linalg.pinv(_regular(r).float(), 0.1, hermitian=True)),
+    "cov": ("cpu", lambda r: torch.cov(r(3, 4))),
+    "cov of one variable": ("cpu", lambda r: torch.cov(r(4), correction=0)),
+    "cov with weights": ("cpu", lambda r: r(3, 4).cov(fweights=_longs(1, 3, 2, 1), aweights=r(4))),
+    "corrcoef": ("cpu", lambda r: torch.corrcoef(r(3, 4))),
+    "corrcoef of one variable": ("cpu", lambda r: r(4).corrcoef()),
+    "lu": ("cpu", lambda r: torch.lu(_regular(r))),
+    "F.softmin": ("cpu cuda", lambda r: F.softmin(r(3, 4), dim=-1)),
+    "F.cross_entropy": ("cpu", lambda r: F.cross_entropy(r(3, 5), torch.ones(3, dtype=torch.long))),
+    "F.grid_sample": ("cpu", lambda r: F.grid_sample(r(1, 2, 4, 4), r(1, 3, 3, 2), align_corners=False)),
+    "std": ("cpu cuda", lambda r: torch.std(r(3, 4))),
+    "instance_norm": ("cpu cuda", lambda r: F.instance_norm(r(2, 3, 4))),
+    "normalize": ("cuda", lambda r: F.normalize(r(3, 4))),
+    "special.softmax": ("cpu cuda", lambda r: torch.special.softmax(r(3, 4), -1)),
+    "special.expm1": ("cpu cuda", lambda r: torch.special.expm1(r(3))),
+}
+
+
+def _made_of_listed(tables: str) -> list[str]:
+    return [name for name, (of, _) in MADE_OF_LISTED.items() if tables in of.split()]
+
+
+@pytest.mark.parametrize("name", _made_of_listed("cpu"))
+def test_ops_made_of_listed_ones_are_as_torchs_cpu_autocast_has_them(name: str) -> None:
+    call = MADE_OF_LISTED[name][1]
+    for dtype in (FP32, BF16):
+        with torch.autocast("cpu", BF16):
+            expected = call(operands(dtype))
+        with autocast(BF16, tables="cpu"):
+            found = call(operands(dtype))
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("name", _made_of_listed("cuda"))
+def test_ops_made_of_listed_ones_have_the_dtype_of_torchs_cuda_autocast(name: str) -> None:
+    call = MADE_OF_LISTED[name][1]
+    for dtype in (FP32, FP16):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+
+            def fake(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+                return torch.empty(shape, dtype=dtype, device="cuda")
+
+            with torchs_cuda_autocast(FP16):
+                expected = call(fake)
+            with autocast(FP16):
+                found = call(fake)
+        assert [t.dtype for t in tensors(found)] == [t.dtype for t in tensors(expected)]
+
+
+# Operands large enough that the error of a whole result is told, not that of single roundings.
+ACCURACY: dict[str, Callable[[Operand], Call]] = {
+    **{n: SAMPLES[n] for n in names_in("cuda", CastRule.LOWER_PRECISION) if n not in ONLY_CUDNN},
+    "conv1d": lambda r: Call(r(4, 16, 40), r(24, 16, 3), r(24)),
+    "conv2d": lambda r: Call(r(2, 8, 12, 12), r(16, 8, 3, 3), r(16)),
+    "conv_transpose2d": lambda r: Call(r(2, 8, 10, 10), r(8, 16, 3, 3), r(16)),
+    "addmm": lambda r: Call(r(64), r(32, 96), r(96, 64)),
+    "matmul": lambda r: Call(r(4, 32, 96), r(4, 96, 64)),
+    "mm": lambda r: Call(r(32, 96), r(96, 64)),
+    "mv": lambda r: Call(r(256, 96), r(96)),
+    "addmv": lambda r: Call(r(256), r(256, 96), r(96)),
+    "addr": lambda r: Call(r(32, 48), r(32), r(48)),
+    "linear": lambda r: Call(r(32, 96), r(64, 96), r(64)),
+    "bmm": lambda r: Call(r(4, 32, 96), r(4, 96, 32)),
+    "addbmm": lambda r: Call(r(32, 32), r(4, 32, 96), r(4, 96, 32)),
+    "baddbmm": lambda r: Call(r(4, 32, 32), r(4, 32, 96), r(4, 96, 32)),
+    "chain_matmul": lambda r: Call(r(32, 48), r(48, 32), r(32, 24)),
+    "linalg.multi_dot": lambda r: Call([r(32, 48), r(48, 32), r(32, 24)]),
+    "linalg.matmul": lambda r: Call(r(2, 32, 48), r(48, 24)),
+    "linalg.vecdot": lambda r: Call(r(256, 48), r(256, 48)),
+    "einsum": lambda r: Call("bik,bkj->bij", r(4, 32, 48), r(4, 48, 32)),
+    "scaled_dot_product_attention": lambda r: Call(r(2, 4, 32, 16), r(2, 4, 32, 16), r(2, 4, 32, 16)),
+    "prelu": lambda r: Call(-r(64, 32), r(32)),
+}
+
+
+def _centred(operand: Operand) -> Operand:
+    return lambda *shape: operand(*shape) - 0.5
+
+
+def _relative_error(found: Any, exact: Any) -> float:
+    pairs = list(zip(tensors(found), tensors(exact), strict=True))
+    error = sum((a.double() - b).square().sum() for a, b in pairs)
+    return float((error / sum(b.square().sum() for _, b in pairs)).sqrt())
+
+
+@pytest.mark.parametrize("name", ACCURACY)
+def test_fp16_is_as_accurate_as_rounding_inputs_and_output(name: str) -> None:
+    function = spellings(name)[0]
+
+    def of(*dtypes: torch.dtype) -> Any:
+        def cast(value: Any) -> Any:
+            for dtype in dtypes:
+                value = value.to(dtype) if isinstance(value, Tensor) else value
+            return value
+
+        call = ACCURACY[name](_centred(operands(FP32)))
+        return Call(*tree_map(cast, call.args), **tree_map(cast, call.kwargs)).of(function)
+
+    exact = of(FP64)
+    ideal = tree_map(lambda t: t.to(FP16) if isinstance(t, Tensor) else t, of(FP16, FP64))
+    with autocast(FP16):
+        found = of()
+    assert {t.dtype for t in tensors(found)} == {FP16}
+    # 2**-20: FP32 sums where the rounded inputs happen to be exact
+    assert _relative_error(found, exact) <= 1.05 * _relative_error(ideal, exact) + 2.0**-20
+
+
+sizes = st.integers(1, 5)
+sides = st.sampled_from([FP32, BF16])
+Shapes = list[tuple[int, ...]]
+
+
+@st.composite
+def products(draw: st.DrawFn) -> tuple[Callable[..., Tensor], Shapes]:
+    """An op of the matmul family and the shapes of its operands."""
+    b, m, k, n = (draw(sizes) for _ in range(4))
+    return draw(
+        st.sampled_from(
+            [
+                (torch.mm, [(m, k), (k, n)]),
+                (torch.bmm, [(b, m, k), (b, k, n)]),
+                (torch.matmul, [(b, m, k), (k, n)]),
+                (torch.matmul, [(m, k), (b, k, n)]),
+                (torch.matmul, [(b, 1, m, k), (n, k, m)]),
+                (torch.matmul, [(m, k), (k,)]),
+                (torch.matmul, [(k,), (k,)]),
+                (torch.addmm, [(n,), (m, k), (k, n)]),
+                (torch.addmm, [(m, n), (m, k), (k, n)]),
+                (torch.baddbmm, [(b, m, n), (b, m, k), (b, k, n)]),
+                (torch.addbmm, [(m, n), (b, m, k), (b, k, n)]),
+                (F.linear, [(b, m, k), (n, k), (n,)]),
+                (F.linear, [(m, k), (n, k)]),
+                (F.linear, [(k,), (n, k), (n,)]),
+            ]
+        )
+    )
+
+
+@st.composite
+def convolutions(draw: st.DrawFn) -> tuple[Callable[..., Tensor], Shapes]:
+    """A convolution and the shapes of its operands."""
+    dimensions, batch, channels, outer, kernel = (draw(st.integers(1, 3)) for _ in range(5))
+    transposed = draw(st.booleans())
+    function = getattr(F, f"conv_transpose{dimensions}d" if transposed else f"conv{dimensions}d")
+    weight = (channels, outer) if transposed else (outer, channels)
+    shapes = [(batch, channels, *(4,) * dimensions), (*weight, *(kernel,) * dimensions), (outer,)]
+    return function, shapes[: draw(st.integers(2, 3))]
+
+
+@st.composite
+def joins(draw: st.DrawFn) -> tuple[Callable[..., Tensor], Shapes]:
+    """``cat`` or ``stack`` and the shapes of what is joined."""
+    shape = tuple(draw(st.lists(sizes, min_size=1, max_size=3)))
+    join = draw(st.sampled_from([torch.cat, torch.stack]))
+    return lambda *parts: join(parts), [shape] * draw(st.integers(1, 4))
+
+
+@PROPERTY
+@given(case=st.one_of(products(), convolutions(), joins()), data=st.data())
+def test_values_and_gradients_of_any_shape_and_dtype_are_torchs(
+    case: tuple[Callable[..., Tensor], Shapes], data: st.DataObject
+) -> None:
+    function, shapes = case
+    dtypes = data.draw(st.lists(sides, min_size=len(shapes), max_size=len(shapes)))
+
+    def run(context: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        made = operands(*dtypes)
+        leaves = [made(*shape).requires_grad_() for shape in shapes]
+        with context:
+            result = function(*leaves)
+        return result, torch.autograd.grad(result.float().square().sum(), leaves)
+
+    assert_same(run(autocast(BF16, tables="cpu")), run(torch.autocast("cpu", BF16)))

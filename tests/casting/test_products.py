@@ -1,0 +1,657 @@
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from hf_mp.casting import mode
+from hf_mp.casting.cpu import products
+from hf_mp.casting.cpu.products import Factor, Product, multiply, read_product
+from hf_mp.casting.cpu.upcast import run_through_fp32
+from hf_mp.casting.mode import autocast
+from hf_mp.step.borders import output_border
+
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+# How far two ways of computing one product may lie apart, in units in the last place of its dtype. Both round an FP32
+# sum once; the sums are made in another order, so they may fall on two sides of a rounding boundary: one unit, never
+# two. Where terms cancel, the FP32 sums themselves differ, by up to two roundings of 2**-24 for each term added.
+ULPS = {FP16: 1, BF16: 1}
+FP32_ROUNDINGS_PER_TERM = 2
+every_dtype = pytest.mark.parametrize("dtype", ULPS, ids=str)
+
+
+class Operands(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+def random(*shape: int, dtype: torch.dtype = FP16, seed: int = 0, **settings: Any) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_(**settings)
+
+
+def operands(
+    rows: tuple[int, ...], inner: int, outer: int, *, bias: bool, transposed: bool, dtype: torch.dtype
+) -> Operands:
+    return Operands(
+        random(*rows, inner, dtype=dtype, seed=1),
+        random(*((inner, outer) if transposed else (outer, inner)), dtype=dtype, seed=2),
+        random(outer, dtype=dtype, seed=3) if bias else None,
+    )
+
+
+def plainly(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
+    return run_through_fp32(F.linear, (x, weight.t() if transposed else weight, bias), {}, x.dtype)
+
+
+def quickly(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
+    """As tensors that are no parameters are multiplied: inside and outside are the same."""
+    factor = None if bias is None else Factor(bias, bias)
+    return multiply(x, Factor(weight, weight), factor, transposed=transposed)
+
+
+def unit_in_last_place(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance from ``values`` to the next larger number of ``dtype``, in FP64."""
+    info = torch.finfo(dtype)
+    exponent = torch.frexp(values.double().abs())[1] - 1
+    return (info.eps * torch.exp2(exponent.double())).clamp(min=info.tiny * info.eps)
+
+
+def check_close(found: Tensor, expected: Tensor, terms: Tensor, count: int) -> None:
+    """``terms``: for each element, the sum of the magnitudes of the ``count`` terms that it is the sum of."""
+    assert found.dtype is expected.dtype and found.shape == expected.shape
+    allowed = ULPS[found.dtype] * unit_in_last_place(torch.maximum(found.abs(), expected.abs()), found.dtype)
+    allowed += FP32_ROUNDINGS_PER_TERM * count * 2.0**-24 * terms.double().view(found.shape)
+    off = (found.double() - expected.double()).abs()
+    assert (off <= allowed).all(), f"off by up to {(off / allowed).max():.2f} times what is allowed"
+
+
+def check_product(given: Operands, *, transposed: bool, gradient: Tensor | None = None) -> None:
+    """Compare :func:`multiply` with its reference: the result and each gradient."""
+    x, weight, bias = (None if t is None else t.detach().double().abs() for t in given)
+    assert x is not None and weight is not None
+    if transposed:
+        weight = weight.t()
+    found, expected = quickly(*given, transposed=transposed), plainly(*given, transposed=transposed)
+    check_close(found.detach(), expected.detach(), F.linear(x, weight, bias), x.shape[-1])
+
+    gradient = random(*found.shape, dtype=found.dtype, seed=4) if gradient is None else gradient
+    wanted = [tensor for tensor in given if tensor is not None]
+    found_grads = torch.autograd.grad(found, wanted, gradient)
+    expected_grads = torch.autograd.grad(expected, wanted, gradient)
+    direction = gradient.double().abs().reshape(-1, gradient.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])
+    to_weight = direction.t() @ rows
+    check_close(found_grads[0], expected_grads[0], direction @ weight, weight.shape[0])
+    check_close(found_grads[1], expected_grads[1], to_weight.t() if transposed else to_weight, len(rows))
+    if bias is not None:
+        check_close(found_grads[2], expected_grads[2], direction.sum(0), len(rows))
+
+
+@pytest.fixture(params=["one block", "many blocks"])
+def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many elements a block holds: all, or so few that there are several blocks of rows and of columns."""
+    size = 2**20 if request.param == "one block" else 24
+    monkeypatch.setattr(products, "BLOCK_ELEMENTS", size)
+    return size
+
+
+class TestAgainstTheReference:
+    @every_dtype
+    @pytest.mark.parametrize("transposed", [False, True])
+    @pytest.mark.parametrize("bias", [False, True])
+    @pytest.mark.parametrize("rows", [(7,), (2, 5), (2, 3, 2), (1,)], ids=str)
+    @pytest.mark.usefixtures("blocks")
+    def test_result_and_gradients(
+        self, rows: tuple[int, ...], bias: bool, transposed: bool, dtype: torch.dtype
+    ) -> None:
+        given = operands(rows, 9, 13, bias=bias, transposed=transposed, dtype=dtype)
+        check_product(given, transposed=transposed)
+
+    def test_the_small_blocks_of_these_tests_are_several(self, blocks: int) -> None:
+        rows = list(products._blocks(10, 9))
+        columns = list(products._blocks(13, max(9, rows[0].stop)))
+        assert (len(rows) > 1, len(columns) > 1) == (blocks == 24, blocks == 24)
+
+    @every_dtype
+    @pytest.mark.parametrize("size", [1, 7, 24, 200, 10_000])
+    def test_any_size_of_block(self, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(products, "BLOCK_ELEMENTS", size)
+        for transposed in (False, True):
+            given = operands((11,), 6, 8, bias=True, transposed=transposed, dtype=dtype)
+            check_product(given, transposed=transposed)
+
+    @settings(deadline=None, derandomize=True, max_examples=40)
+    @given(
+        rows=st.lists(st.integers(1, 12), min_size=1, max_size=3),
+        inner=st.integers(1, 40),
+        outer=st.integers(1, 40),
+        size=st.sampled_from([16, 100, 2**20]),
+        bias=st.booleans(),
+        transposed=st.booleans(),
+        dtype=st.sampled_from([FP16, BF16]),
+    )
+    def test_any_shape(
+        self, rows: list[int], inner: int, outer: int, size: int, bias: bool, transposed: bool, dtype: torch.dtype
+    ) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(products, "BLOCK_ELEMENTS", size)
+            given = operands(tuple(rows), inner, outer, bias=bias, transposed=transposed, dtype=dtype)
+            check_product(given, transposed=transposed)
+
+    @pytest.mark.parametrize("total", [1, 5, 24, 25])
+    @pytest.mark.parametrize("width", [1, 7, 24, 100])
+    def test_blocks_cover_everything_once_and_stay_within_their_size(
+        self, total: int, width: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(products, "BLOCK_ELEMENTS", 24)
+        found = list(products._blocks(total, width))
+        assert [i for block in found for i in range(block.start, block.stop)] == list(range(total))
+        assert all((block.stop - block.start) * width <= max(24, width) for block in found)
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: (random(9, 7).t(), random(13, 9)),
+            lambda: (random(7, 18)[:, ::2], random(26, 9)[::2]),
+            lambda: (random(1, 9).expand(7, 9), random(13, 9)),
+            lambda: (random(7, 9), random(9, 13).t()),
+            lambda: (random(5, 2, 9).transpose(0, 1), random(13, 1).expand(13, 9)),
+            lambda: (random(8, 9)[1:], random(13, 10)[:, 1:]),
+        ],
+        ids=["x.t()", "strided", "x expanded", "weight.t()", "3-D x, weight expanded", "offset"],
+    )
+    @pytest.mark.usefixtures("blocks")
+    def test_operands_that_are_not_contiguous(self, make: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        x, weight = make()
+        check_product(Operands(x, weight, random(26)[::2]), transposed=False)
+        check_product(Operands(x, weight.t(), None), transposed=True)
+
+    @pytest.mark.parametrize(
+        "make",
+        [lambda: random(1, 1).expand(7, 13), lambda: random(13, 7).t(), lambda: random(7, 26)[:, ::2]],
+        ids=["expanded", "transposed", "strided"],
+    )
+    @pytest.mark.usefixtures("blocks")
+    def test_gradients_that_are_not_contiguous(self, make: Callable[[], Tensor]) -> None:
+        given = operands((7,), 9, 13, bias=True, transposed=False, dtype=FP16)
+        check_product(given, transposed=False, gradient=make().detach())
+
+    @pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)], ids=str)
+    @pytest.mark.usefixtures("blocks")
+    def test_only_the_gradients_that_are_asked_for_are_made(self, frozen: tuple[int, ...]) -> None:
+        given = operands((7,), 9, 13, bias=True, transposed=False, dtype=FP16)
+        wanted = [i for i in range(3) if i not in frozen]
+        all_grads = torch.autograd.grad(quickly(*given, transposed=False).sum(), given)
+        for i in frozen:
+            given[i].requires_grad_(False)
+        result = quickly(*given, transposed=False)
+        assert result.requires_grad
+        result.sum().backward()
+        for i in range(3):
+            assert given[i].grad is None if i in frozen else torch.equal(given[i].grad, all_grads[i])
+        assert wanted
+
+    @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+    def test_without_grad(self, context: Callable[[], Any]) -> None:
+        given = operands((7,), 9, 13, bias=True, transposed=False, dtype=FP16)
+        with context():
+            result = quickly(*given, transposed=False)
+        assert not result.requires_grad
+        assert torch.equal(result, quickly(*given, transposed=False).detach())
+
+
+class TestPrecision:
+    @settings(deadline=None, derandomize=True, max_examples=30)
+    @given(
+        rows=st.integers(4, 40),
+        inner=st.integers(1, 300),
+        outer=st.integers(8, 40),
+        size=st.sampled_from([64, 1000, 2**20]),
+        seed=st.integers(0, 2**16),
+        dtype=st.sampled_from([FP16, BF16]),
+    )
+    def test_the_error_is_that_of_rounding_inputs_and_result(
+        self, rows: int, inner: int, outer: int, size: int, seed: int, dtype: torch.dtype
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        x, weight = (torch.randn(n, inner, generator=generator, dtype=FP64) for n in (rows, outer))
+        x16, weight16 = x.to(dtype), weight.to(dtype)
+        exact = x @ weight.t()
+        best = (x16.double() @ weight16.double().t()).to(dtype)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(products, "BLOCK_ELEMENTS", size)
+            found = quickly(x16, weight16, None, transposed=False)
+        assert (found.double() - exact).norm() <= 1.05 * (best.double() - exact).norm()
+
+    @pytest.mark.usefixtures("blocks")
+    def test_sums_are_made_in_fp32(self) -> None:
+        """In FP16, 2048 + 1 is 2048: a sum of 4096 ones would end there."""
+        ones = torch.ones(3, 4096, dtype=FP16)
+        assert (quickly(ones, ones, None, transposed=False) == 4096).all()
+
+    @pytest.mark.usefixtures("blocks")
+    def test_sums_over_rows_are_made_in_fp32(self) -> None:
+        x = torch.full((4096, 2), 0.25, dtype=FP16)
+        weight, bias = torch.ones(3, 2, dtype=FP16, requires_grad=True), torch.zeros(3, dtype=FP16, requires_grad=True)
+        quickly(x, weight, bias, transposed=False).sum().backward()
+        assert weight.grad is not None and (weight.grad == 1024).all()
+        assert bias.grad is not None and (bias.grad == 4096).all()
+
+    @pytest.mark.parametrize(
+        ("x", "weight", "result"),
+        [
+            ([256.0, 1.0], [255.0, 224.0], 65504.0),
+            ([65504.0, 15.0], [1.0, 1.0], 65504.0),
+            ([65504.0, 16.0], [1.0, 1.0], math.inf),
+            ([-65504.0, -16.0], [1.0, 1.0], -math.inf),
+            ([65504.0, 65504.0], [65504.0, -65504.0], 0.0),
+            ([2.0**-14, 0.0], [2.0**-10, 0.0], 2.0**-24),
+            ([2.0**-14, 0.0], [3 * 2.0**-12, 0.0], 2.0**-24),
+            ([2.0**-14, 0.0], [2.0**-11, 0.0], 0.0),
+            ([2.0**-14, 2.0**-14], [2.0**-11, 2.0**-11], 2.0**-24),
+            ([2.0**-24, 2.0**-24], [1.0, 2.0], 3 * 2.0**-24),
+            ([math.inf, 0.0], [1.0, 1.0], math.inf),
+            ([math.inf, 1.0], [-1.0, 1.0], -math.inf),
+            ([math.inf, 1.0], [0.0, 1.0], math.nan),
+            ([math.inf, math.inf], [1.0, -1.0], math.nan),
+            ([math.nan, 1.0], [0.0, 1.0], math.nan),
+            ([1.0, 1.0], [1.0, math.nan], math.nan),
+        ],
+        ids=str,
+    )
+    @pytest.mark.usefixtures("blocks")
+    def test_at_the_ends_of_fp16s_range(self, x: list[float], weight: list[float], result: float) -> None:
+        found = quickly(torch.tensor([x], dtype=FP16), torch.tensor([weight], dtype=FP16), None, transposed=False)
+        torch.testing.assert_close(found, torch.tensor([[result]], dtype=FP16), rtol=0, atol=0, equal_nan=True)
+
+    @every_dtype
+    @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+    @pytest.mark.parametrize("where", range(4))
+    @pytest.mark.usefixtures("blocks")
+    def test_infinities_and_nans_come_out_where_the_reference_has_them(
+        self, where: int, value: float, dtype: torch.dtype
+    ) -> None:
+        given = operands((7,), 9, 13, bias=True, transposed=False, dtype=dtype)
+        gradient = random(7, 13, dtype=dtype, seed=4)
+        touched = [*given, gradient][where]
+        assert touched is not None
+        with torch.no_grad():
+            touched.view(-1)[5] = value
+        results = []
+        for compute in (quickly, plainly):
+            result = compute(*given, transposed=False)
+            results.append([result.detach(), *torch.autograd.grad(result, given, gradient)])
+        assert any(not tensor.isfinite().all() for tensor in results[0])
+        for found, expected in zip(*results, strict=True):
+            assert torch.equal(found.isnan(), expected.isnan())
+            assert torch.equal(found.isposinf(), expected.isposinf())
+            assert torch.equal(found.isneginf(), expected.isneginf())
+
+    @pytest.mark.usefixtures("blocks")
+    def test_gradients_overflow_as_fp16_does(self) -> None:
+        x, weight = torch.full((3, 2), 300.0, dtype=FP16), torch.ones(4, 2, dtype=FP16, requires_grad=True)
+        gradient = torch.zeros(3, 4, dtype=FP16)
+        gradient[:, 1] = 100.0
+        quickly(x, weight, None, transposed=False).backward(gradient)
+        assert weight.grad is not None
+        assert weight.grad[1].tolist() == [math.inf, math.inf] and weight.grad[[0, 2, 3]].tolist() == [[0.0, 0.0]] * 3
+
+
+class TestParameters:
+    """As an attached model multiplies: the gradient leaves to FP32 masters, unscaled on its way."""
+
+    @pytest.mark.parametrize("transposed", [False, True])
+    @pytest.mark.usefixtures("blocks")
+    def test_gradients_are_rounded_then_unscaled_in_fp32(self, transposed: bool) -> None:
+        scale = 2.0**12
+        inverse = torch.tensor([1.0 / scale])
+        x16, weight16, bias16 = operands((7,), 9, 13, bias=True, transposed=transposed, dtype=FP16)
+        assert bias16 is not None
+        # masters off the FP16 grid: the product must read their roundings
+        weight, bias = (nn.Parameter(t.detach().float() * (1 + 2.0**-13)) for t in (weight16, bias16))
+        found = multiply(
+            x16,
+            Factor(weight, weight16.detach(), inverse),
+            Factor(bias, bias16.detach(), inverse),
+            transposed=transposed,
+        )
+        inside = quickly(x16, weight16, bias16, transposed=transposed)
+        assert torch.equal(found, inside)
+        scaled = random(7, 13, seed=4) * 0.01 * scale
+        to_x, to_weight, to_bias = torch.autograd.grad(inside, (x16, weight16, bias16), scaled)
+        found.backward(scaled)
+        assert weight.grad is not None and bias.grad is not None
+        assert weight.grad.dtype is bias.grad.dtype is FP32
+        assert torch.equal(weight.grad, to_weight.float() / scale)
+        assert torch.equal(bias.grad, to_bias.float() / scale)
+        assert torch.equal(x16.grad, to_x), "the gradient inside stays scaled"
+
+    @pytest.mark.usefixtures("blocks")
+    def test_an_overflow_of_the_scaled_gradient_is_not_hidden_by_unscaling(self) -> None:
+        weight = nn.Parameter(torch.ones(3, 2))
+        factor = Factor(weight, weight.detach().half(), torch.tensor([2.0**-10]))
+        multiply(torch.full((4, 2), 300.0, dtype=FP16), factor, None, transposed=False).sum().mul(100.0).backward()
+        assert weight.grad is not None and weight.grad.isinf().all()
+
+    @pytest.mark.usefixtures("blocks")
+    def test_the_scale_at_the_time_of_backward_counts(self) -> None:
+        weight, inverse = nn.Parameter(torch.ones(3, 2)), torch.tensor([1.0])
+        result = multiply(
+            torch.ones(4, 2, dtype=FP16), Factor(weight, torch.ones(3, 2).half(), inverse), None, transposed=False
+        )
+        inverse.fill_(0.25)
+        result.sum().backward()
+        assert weight.grad is not None and (weight.grad == 1.0).all()
+
+    @pytest.mark.parametrize("scale", [1.0, 2.0**10])
+    @pytest.mark.usefixtures("blocks")
+    def test_a_gradient_penalty_on_masters_is_that_of_fp32(self, scale: float) -> None:
+        def penalty(compute: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+            masters = [nn.Parameter(random(*shape, seed=2).detach().float()) for shape in ((13, 9), (13,))]
+            loss = torch.tanh(compute(*masters) / 4).sum()
+            first = torch.autograd.grad(loss, masters, create_graph=True)
+            second = torch.autograd.grad(sum(gradient.square().mean() for gradient in first), masters)
+            return [gradient.detach() for gradient in (*first, *second)]
+
+        def with_borders(*masters: Tensor) -> Tensor:
+            inverse = torch.tensor([1.0 / scale])
+            weight, bias = (Factor(master, master.detach().half(), inverse) for master in masters)
+            return output_border(multiply(x, weight, bias, transposed=False), torch.tensor([scale]))
+
+        x = random(7, 9, seed=1).detach()
+        in_fp32 = penalty(lambda weight, bias: F.linear(x.float(), weight, bias))
+        for found, exact in zip(penalty(with_borders), in_fp32, strict=True):
+            assert found.dtype is FP32
+            # each pass through the product rounds to FP16, by 2**-11; there are four
+            assert (found - exact).norm() <= 8 * 2.0**-11 * exact.norm()
+
+
+class TestSavedTensors:
+    @every_dtype
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_they_are_the_16_bit_operands(self, transposed: bool, dtype: torch.dtype) -> None:
+        given = operands((7,), 9, 13, bias=True, transposed=transposed, dtype=dtype)
+        with saved() as tensors:
+            quickly(*given, transposed=transposed)
+        assert {tensor.dtype for tensor in tensors} == {dtype}
+        assert {tensor.data_ptr() for tensor in tensors} <= {t.data_ptr() for t in given if t is not None}
+
+    def test_a_master_takes_no_memory(self) -> None:
+        weight = nn.Parameter(torch.ones(13, 9))
+        with saved() as tensors:
+            factor = Factor(weight, weight.detach().half(), torch.ones(1))
+            multiply(random(7, 9), factor, None, transposed=False)
+        assert all(tensor.dtype is FP16 or tensor.data_ptr() == weight.data_ptr() for tensor in tensors)
+
+    @pytest.mark.parametrize("frozen", [(1, 2), (0,)], ids=["frozen weights (LoRA)", "an input without grad"])
+    def test_only_what_backward_needs_is_saved(self, frozen: tuple[int, ...]) -> None:
+        given = operands((7,), 9, 13, bias=True, transposed=False, dtype=FP16)
+        for i in frozen:
+            given[i].requires_grad_(False)
+        with saved() as tensors:
+            quickly(*given, transposed=False)
+        unneeded = given.weight if frozen == (0,) else given.x
+        assert unneeded.data_ptr() not in {tensor.data_ptr() for tensor in tensors}
+
+    @pytest.mark.parametrize("which", [0, 1])
+    def test_one_that_was_changed_in_place_is_an_error(self, which: int) -> None:
+        given = [t * 1 for t in operands((7,), 9, 13, bias=True, transposed=False, dtype=FP16) if t is not None]
+        result = quickly(*given, transposed=False)
+        given[which].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.sum().backward()
+
+    def test_backward_twice_only_when_asked(self) -> None:
+        given = operands((7,), 9, 13, bias=True, transposed=False, dtype=FP16)
+        result = quickly(*given, transposed=False).sum()
+        once = torch.autograd.grad(result, given, retain_graph=True)
+        twice = torch.autograd.grad(result, given)
+        assert all(torch.equal(one, other) for one, other in zip(once, twice, strict=True))
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            result.backward()
+
+
+@contextmanager
+def saved() -> Iterator[list[Tensor]]:
+    """What autograd saves inside of this context."""
+    tensors: list[Tensor] = []
+    with saved_tensors_hooks(lambda tensor: tensors.append(tensor) or tensor, lambda tensor: tensor):
+        yield tensors
+
+
+class TestSecondDerivatives:
+    @pytest.mark.parametrize("transposed", [False, True])
+    @pytest.mark.parametrize("bias", [False, True])
+    @pytest.mark.usefixtures("blocks")
+    def test_a_gradient_penalty_is_that_of_fp32(self, bias: bool, transposed: bool) -> None:
+        given = operands((7,), 9, 13, bias=bias, transposed=transposed, dtype=FP16)
+
+        def penalty(compute: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+            inputs = [None if t is None else t.detach().to(dtype).requires_grad_() for t in given]
+            wanted = [t for t in inputs if t is not None]
+            loss = torch.tanh(compute(*inputs, transposed=transposed).float() / 4).sum()
+            first = torch.autograd.grad(loss, wanted, create_graph=True)
+            second = sum(gradient.float().square().mean() for gradient in first)
+            return list(torch.autograd.grad(second, wanted))  # type: ignore[arg-type]
+
+        def in_fp32(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
+            return F.linear(x, weight.t() if transposed else weight, bias)
+
+        for found, exact in zip(penalty(quickly, FP16), penalty(in_fp32, FP32), strict=True):
+            assert found.dtype is FP16
+            # four passes, each rounded to FP16 by 2**-11
+            assert (found.float() - exact).norm() <= 8 * 2.0**-11 * exact.norm()
+
+    @pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (1, 2), (0, 2)], ids=str)
+    def test_with_some_inputs_frozen(self, frozen: tuple[int, ...]) -> None:
+        given = operands((7,), 9, 13, bias=True, transposed=False, dtype=FP16)
+        for i in frozen:
+            given[i].requires_grad_(False)
+        wanted = [given[i] for i in range(3) if i not in frozen]
+        results = []
+        for compute in (quickly, plainly):
+            loss = torch.tanh(compute(*given, transposed=False).float()).sum()
+            results.append(torch.autograd.grad(loss, wanted, create_graph=True))
+        for found, expected in zip(*results, strict=True):
+            assert found.grad_fn is not None
+            torch.testing.assert_close(found, expected, rtol=2**-9, atol=2**-9)
+
+
+class Spelling(NamedTuple):
+    """One way to write a product."""
+
+    compute: Callable[[Tensor, Tensor, Tensor], Tensor]
+    rows: tuple[int, ...] = (7,)
+    bias: bool = False
+    transposed: bool = True
+
+
+SPELLINGS: dict[str, Spelling] = {
+    "F.linear": Spelling(lambda x, w, b: F.linear(x, w, b), bias=True, transposed=False),
+    "F.linear, 3-D": Spelling(lambda x, w, b: F.linear(x, w, b), rows=(2, 3), bias=True, transposed=False),
+    "F.linear, no bias": Spelling(lambda x, w, b: F.linear(x, w), transposed=False),
+    "F.linear by keyword": Spelling(lambda x, w, b: F.linear(x, bias=b, weight=w), bias=True, transposed=False),
+    "torch.addmm": Spelling(lambda x, w, b: torch.addmm(b, x, w), bias=True),
+    "torch.addmm by keyword": Spelling(lambda x, w, b: torch.addmm(b, mat1=x, mat2=w, beta=1), bias=True),
+    "Tensor.addmm": Spelling(lambda x, w, b: b.addmm(x, w), bias=True),
+    "torch.matmul": Spelling(lambda x, w, b: torch.matmul(x, w)),
+    "torch.matmul, 3-D": Spelling(lambda x, w, b: torch.matmul(x, w), rows=(2, 3)),
+    "torch.matmul by keyword": Spelling(lambda x, w, b: torch.matmul(x, other=w)),
+    "Tensor.matmul": Spelling(lambda x, w, b: x.matmul(w), rows=(2, 3)),
+    "torch.mm": Spelling(lambda x, w, b: torch.mm(x, w)),
+    "torch.mm by keyword": Spelling(lambda x, w, b: torch.mm(x, mat2=w)),
+    "Tensor.mm": Spelling(lambda x, w, b: x.mm(w)),
+    "@": Spelling(lambda x, w, b: x @ w),
+    "@, 3-D": Spelling(lambda x, w, b: x @ w, rows=(2, 2, 3)),
+    "__rmatmul__": Spelling(lambda x, w, b: w.__rmatmul__(x)),
+}
+
+
+class TestThroughAutocast:
+    @pytest.fixture
+    def multiplied(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Size, torch.dtype]]:
+        """A CPU without products in 16 bits; collects the products that were made block by block."""
+        calls: list[tuple[torch.Size, torch.dtype]] = []
+
+        def counted(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            calls.append((x.shape, x.dtype))
+            return multiply(x, *args, **kwargs)
+
+        monkeypatch.setattr(mode, "multiply", counted)
+        monkeypatch.setattr(mode, "runs_natively", lambda dtype, device_type: dtype is FP32)
+        return calls
+
+    @every_dtype
+    @pytest.mark.parametrize("name", SPELLINGS)
+    @pytest.mark.usefixtures("blocks")
+    def test_every_spelling_is_one_product(
+        self, name: str, dtype: torch.dtype, multiplied: list[tuple[torch.Size, torch.dtype]]
+    ) -> None:
+        compute, rows, has_bias, transposed = SPELLINGS[name]
+        x, weight, bias = operands(rows, 9, 13, bias=True, transposed=transposed, dtype=FP32)
+        assert bias is not None
+        with autocast(dtype):
+            found = compute(x, weight, bias)
+        assert multiplied == [((*rows, 9), dtype)]
+        inside = [x.detach().to(dtype), weight.detach().to(dtype), bias.detach().to(dtype) if has_bias else None]
+        given = Operands(*(t if t is None else t.requires_grad_() for t in inside))
+        assert torch.equal(found, quickly(*given, transposed=transposed))
+        gradient = random(*found.shape, dtype=dtype, seed=4)
+        found.backward(gradient)
+        expected = quickly(*given, transposed=transposed)
+        expected.backward(gradient)
+        for outside, of in zip((x, weight, bias), given, strict=True):
+            if of is not None:
+                assert outside.grad is not None and outside.grad.dtype is FP32
+                assert torch.equal(outside.grad, of.grad.float())
+        check_product(given, transposed=transposed)
+
+    @pytest.mark.parametrize(
+        "compute",
+        [
+            lambda: torch.matmul(random(9), random(9, 13)),
+            lambda: torch.matmul(random(7, 9), random(9)),
+            lambda: torch.matmul(random(2, 7, 9), random(2, 9, 13)),
+            lambda: torch.addmm(random(7, 13), random(7, 9), random(9, 13)),
+            lambda: torch.addmm(random(13), random(7, 9), random(9, 13), alpha=2),
+            lambda: torch.addmm(random(13), random(7, 9), random(9, 13), beta=0),
+            lambda: F.linear(random(9), random(13, 9)),
+            lambda: F.linear(random(0, 9), random(13, 9)),
+            lambda: torch.mm(random(7, 0), random(0, 13)),
+        ],
+        ids=[
+            "vector @",
+            "@ vector",
+            "batch",
+            "addmm 2-D",
+            "alpha",
+            "beta",
+            "linear of a vector",
+            "no rows",
+            "no inner",
+        ],
+    )
+    def test_other_forms_go_another_way_to_the_same_end(
+        self, compute: Callable[[], Tensor], multiplied: list[tuple[torch.Size, torch.dtype]]
+    ) -> None:
+        with autocast():
+            found = compute()
+        assert multiplied == [] and found.dtype is FP16
+        torch.testing.assert_close(found, compute())
+
+    def test_what_autocast_does_not_cast_is_not_multiplied_here(
+        self, multiplied: list[tuple[torch.Size, torch.dtype]]
+    ) -> None:
+        with autocast():
+            assert F.linear(random(2, 3, dtype=FP64), random(4, 3, dtype=FP64)).dtype is FP64
+            assert (torch.ones(2, 2, dtype=torch.int64) @ torch.ones(2, 2, dtype=torch.int64)).dtype is torch.int64
+        assert multiplied == []
+
+    @pytest.mark.usefixtures("multiplied")
+    def test_torchs_function_transforms(self) -> None:
+        x, weight = random(4, 7, 9, dtype=FP32), random(13, 9, dtype=FP32)
+
+        def loss(weight: Tensor, x: Tensor) -> Tensor:
+            with autocast():
+                return F.linear(x, weight).float().square().sum()
+
+        per_sample = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(weight, x)
+        for found, sample in zip(per_sample, x, strict=True):
+            (expected,) = torch.autograd.grad(loss(weight, sample), weight)
+            assert found.dtype is expected.dtype is FP32
+            assert (found - expected).norm() <= 2.0**-10 * expected.norm()
+
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    def test_sequences_of_different_lengths_are_multiplied_by_torch(
+        self, multiplied: list[tuple[torch.Size, torch.dtype]]
+    ) -> None:
+        layer = nn.Linear(8, 4).requires_grad_(False)
+        sequences = [torch.randn(length, 8) for length in (5, 3)]
+        with autocast():
+            found = layer(torch.nested.nested_tensor(sequences, layout=torch.jagged))
+            assert not multiplied
+            expected = [layer(sequence) for sequence in sequences]
+        assert found.is_nested and found.dtype is torch.float16
+        for row, sequence in zip(found.unbind(), expected, strict=True):
+            torch.testing.assert_close(row, sequence)
+
+    def test_a_wrong_call_gets_torchs_error(self, multiplied: list[tuple[torch.Size, torch.dtype]]) -> None:
+        with autocast():
+            for wrong, message in [
+                (lambda: F.linear(random(2, 3), random(4, 5)), "shapes cannot be multiplied"),
+                (lambda: F.linear(random(2, 3), random(4, 3), random(5)), "expanded|size|shape"),
+                (lambda: torch.mm(random(2, 3), random(2, 4, 3)), "must be a matrix"),
+            ]:
+                with pytest.raises(RuntimeError, match=message):
+                    wrong()
+            with pytest.raises(TypeError, match=r"unexpected|argument"):
+                F.linear(random(2, 3), random(4, 3), wait=True)  # type: ignore[call-arg]
+
+    @pytest.mark.usefixtures("multiplied")
+    def test_mm_and_addmm_take_matrices_only(self) -> None:
+        with autocast():
+            for wrong in (
+                lambda: torch.mm(random(2, 3, 4), random(4, 5)),
+                lambda: torch.addmm(random(5), random(2, 3, 4), random(4, 5)),
+            ):
+                with pytest.raises(RuntimeError, match=r"must be a matrix|matrices expected"):
+                    wrong()
+
+    def test_the_default_device_is_no_matter(self, multiplied: list[tuple[torch.Size, torch.dtype]]) -> None:
+        x, weight = random(2, 3), random(4, 3)
+        with torch.device("meta"), autocast():
+            assert F.linear(x, weight).device.type == "cpu"
+
+
+@every_dtype
+@pytest.mark.parametrize("native", [False, True], ids=["blocks", "native"])
+def test_a_result_may_be_changed_in_place(dtype: torch.dtype, native: bool) -> None:
+    if native and dtype is FP16:
+        pytest.skip("torch's own FP16 products are 200 times slower here")
+    x, weight, bias = operands((2, 3), 8, 5, bias=True, transposed=False, dtype=dtype)
+    assert bias is not None
+    result = multiply(x, Factor(weight, weight), Factor(bias, bias), transposed=False, native=native)
+    result += 1.0  # as in `h = linear(x); h += residual`
+    result.sum().backward()
+    assert result._base is None
+    assert x.grad is not None
+
+
+def test_reading_a_product() -> None:
+    x, weight, bias = random(7, 9), random(13, 9), random(13)
+    read = read_product("linear", F.linear, (x, weight), {"bias": bias})
+    assert isinstance(read, Product)
+    assert read.x is x and read.weight is weight and read.bias is bias and not read.transposed
+    turned = read_product("matmul", Tensor.__rmatmul__, (weight.t(), x), {})
+    assert turned is not None and turned.x is x and turned.transposed
+    assert read_product("bmm", torch.bmm, (x, weight), {}) is None
+    assert read_product("linear", F.linear, (x, weight, random(12)), {}) is None

@@ -1,0 +1,225 @@
+"""What torch says about autocast inside ours, the FP32 islands of other people's code, and torch's own left alone."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.models.gpt2 import modeling_gpt2
+from transformers.utils import generic
+
+from hf_mp.casting.mode import active_autocast, autocast
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+LOWER = pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+
+
+@pytest.fixture
+def pair() -> tuple[Tensor, Tensor]:
+    return torch.randn(3, 4), torch.randn(4, 5)
+
+
+class TestQuestions:
+    @LOWER
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
+    def test_inside_they_are_answered_for_ours(self, device: str, dtype: torch.dtype) -> None:
+        with autocast(dtype):
+            assert torch.is_autocast_enabled(device) and torch.is_autocast_enabled()
+            assert torch.get_autocast_dtype(device) is dtype
+            with autocast(enabled=False):
+                assert not torch.is_autocast_enabled(device)
+            assert torch.is_autocast_enabled(device)
+
+    def test_outside_they_are_torchs(self) -> None:
+        with autocast():
+            pass
+        assert not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda")
+        assert torch.get_autocast_dtype("cpu") is BF16 and torch.get_autocast_dtype("cuda") is FP16
+        with torch.autocast("cpu", FP16):
+            assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda")
+            assert torch.get_autocast_dtype("cpu") is FP16
+        with pytest.raises((RuntimeError, TypeError)):
+            torch.is_autocast_enabled("no device")
+
+    def test_another_thread_is_not_asked_about_ours(self) -> None:
+        found: list[Any] = []
+
+        def ask() -> None:
+            found.extend([torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")])
+            found.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+            with torch.autocast("cpu", BF16):
+                found.append(torch.is_autocast_enabled("cpu"))
+
+        with autocast(FP16):
+            thread = threading.Thread(target=ask)
+            thread.start()
+            thread.join()
+        assert found == [False, BF16, FP32, True]
+
+
+class TestIslands:
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
+    def test_torchs_disabled_autocast_switches_ours_off(self, pair: tuple[Tensor, Tensor], device: str) -> None:
+        a, b = pair
+        with autocast(FP16):
+            with torch.autocast(device, enabled=False):
+                assert (a @ b).dtype is FP32 and torch.equal(a @ b, torch.mm(a, b))
+                assert not torch.is_autocast_enabled(device)
+                assert torch.sum(a.half()).dtype is FP16
+            assert (a @ b).dtype is FP16
+        assert (a @ b).dtype is FP32
+
+    @pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.autocast:FutureWarning")
+    def test_in_the_deprecated_spelling(self, pair: tuple[Tensor, Tensor]) -> None:
+        a, b = pair
+        with autocast(FP16), torch.cuda.amp.autocast(enabled=False):
+            assert torch.equal(a @ b, torch.mm(a, b)) and (a @ b).dtype is FP32
+
+    def test_as_a_decorator(self, pair: tuple[Tensor, Tensor]) -> None:
+        @torch.autocast("cpu", enabled=False)
+        def island(a: Tensor, b: Tensor) -> Tensor:
+            return a @ b
+
+        with autocast(FP16):
+            assert island(*pair).dtype is FP32
+            assert (pair[0] @ pair[1]).dtype is FP16
+
+    def test_one_object_entered_twice_and_again_outside(self, pair: tuple[Tensor, Tensor]) -> None:
+        a, b = pair
+        island = torch.autocast("cpu", enabled=False)
+        with autocast(FP16):
+            with island, island:
+                assert (a @ b).dtype is FP32
+            assert (a @ b).dtype is FP16
+        with torch.autocast("cpu", BF16):
+            with island:
+                assert (a @ b).dtype is FP32
+            assert (a @ b).dtype is BF16
+
+    def test_an_exception_inside_one(self, pair: tuple[Tensor, Tensor]) -> None:
+        with autocast(FP16):
+            with pytest.raises(ValueError, match="no"), torch.autocast("cpu", enabled=False):
+                raise ValueError("no")
+            assert (pair[0] @ pair[1]).dtype is FP16
+        assert active_autocast() is None
+
+    def test_ours_inside_of_an_island_of_torchs(self, pair: tuple[Tensor, Tensor]) -> None:
+        with autocast(FP16), torch.autocast("cpu", enabled=False), autocast(BF16):
+            assert (pair[0] @ pair[1]).dtype is BF16
+
+    @pytest.mark.parametrize("use_reentrant", [True, False])
+    def test_in_a_recomputation(self, use_reentrant: bool) -> None:
+        layer, seen = nn.Linear(4, 4), []
+
+        def block(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                x = layer(x)
+                seen.append(x.dtype)
+            return layer(x)
+
+        x = torch.randn(2, 4, requires_grad=True)
+        with autocast(FP16):
+            result = checkpoint(block, x, use_reentrant=use_reentrant)
+        result.float().sum().backward()
+        assert seen == [FP32, FP32]
+
+
+class TestBothAtOnce:
+    @LOWER
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
+    @pytest.mark.filterwarnings("ignore:CUDA is not available")
+    def test_torchs_inside_of_ours_is_an_error(self, device: str, dtype: torch.dtype) -> None:
+        with autocast(dtype):
+            with pytest.raises(RuntimeError, match=r"torch.autocast was entered inside hf_mp.autocast.*enabled=False"):
+                torch.autocast(device, dtype=BF16).__enter__()
+            assert active_autocast() is not None
+        assert active_autocast() is None and not torch.is_autocast_enabled("cpu")
+
+    def test_ours_inside_of_torchs_is_an_error(self, pair: tuple[Tensor, Tensor]) -> None:
+        with torch.autocast("cpu", BF16):
+            with pytest.raises(RuntimeError, match=r"torch.autocast is active"), autocast():
+                raise AssertionError("was entered")
+            assert (pair[0] @ pair[1]).dtype is BF16
+        assert active_autocast() is None
+
+
+class TestTransformers:
+    def test_an_island_of_maybe_autocast(self, pair: tuple[Tensor, Tensor]) -> None:
+        a, b = pair
+        with autocast(FP16):
+            with generic.maybe_autocast("cpu", enabled=False):
+                assert (a @ b).dtype is FP32
+            assert (a @ b).dtype is FP16
+
+    def test_it_is_hit_in_models_that_took_the_name_before(self) -> None:
+        with autocast():
+            pass
+        assert modeling_gpt2.maybe_autocast is generic.maybe_autocast
+        assert generic.maybe_autocast.__code__.co_name == "_call_maybe_island"
+
+    def test_attention_that_gpt2_upcasts_stays_in_fp32(self, gpt2_config: GPT2Config, batch: dict[str, Tensor]) -> None:
+        gpt2_config.reorder_and_upcast_attn = True
+        gpt2_config._attn_implementation = "eager"
+        model = GPT2LMHeadModel(gpt2_config)
+        seen: list[torch.dtype] = []
+
+        class Watch(TorchFunctionMode):
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                result = func(*args, **(kwargs or {}))
+                if func is torch.baddbmm:
+                    seen.append(result.dtype)
+                return result
+
+        with autocast(FP16), Watch():
+            model(**batch)
+        assert seen == [FP32] * gpt2_config.n_layer
+
+    def test_outside_it_is_transformers_own(self, pair: tuple[Tensor, Tensor]) -> None:
+        with autocast():
+            pass
+        with generic.maybe_autocast("cpu", enabled=False):
+            assert (pair[0] @ pair[1]).dtype is FP32
+        with torch.autocast("cpu", BF16):
+            with generic.maybe_autocast("cpu", enabled=False):
+                assert (pair[0] @ pair[1]).dtype is FP32
+            assert (pair[0] @ pair[1]).dtype is BF16
+
+    def test_enabled_inside_of_ours_is_an_error(self) -> None:
+        with autocast(), pytest.raises(RuntimeError, match=r"torch.autocast was entered inside hf_mp.autocast"):
+            generic.maybe_autocast("cpu", dtype=BF16, enabled=True)
+
+    @LOWER
+    def test_rotary_embeddings_stay_in_fp32(self, dtype: torch.dtype) -> None:
+        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=50, max_position_embeddings=4096)).eval()
+        rotary, positions = model.model.rotary_emb, torch.arange(3000, 3010)[None]
+        expected = rotary(torch.zeros(1, 10, 32), positions)
+        with autocast(dtype):  # in 16 bits, position 3001 is position 3000
+            found = rotary(torch.zeros(1, 10, 32), positions)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def ask_directly() -> bool:
+    return torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("ask", [ask_directly, lambda: nn.Identity()(torch.is_autocast_enabled("cpu"))])
+def test_a_model_that_asks_gets_our_answer(ask: Callable[[], bool]) -> None:
+    assert not ask()
+    with autocast():
+        assert ask()
+    assert not ask()
+
+
+def test_torch_jit_script_compiles_torchs_autocast_as_before(pair: tuple[Tensor, Tensor]) -> None:
+    @torch.jit.script
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=True, dtype=torch.bfloat16):
+            return a @ b
+
+    assert product(*pair).dtype is BF16

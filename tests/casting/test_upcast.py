@@ -1,0 +1,386 @@
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from hf_mp.casting.cpu import upcast as through_fp32
+from hf_mp.casting.cpu.upcast import map_tensors, run_through_fp32, runs_natively
+
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+DTYPES = [FP16, BF16]
+
+
+class Case(NamedTuple):
+    """An op with the shapes of its operands, and how many of these its backward needs as they are.
+
+    torch copies an operand inside of ``einsum`` and of a ``matmul`` that broadcasts, and saves the copy.
+    """
+
+    op: Callable[..., Tensor]
+    shapes: list[tuple[int, ...]]
+    saved: int
+
+
+CASES: dict[str, Case] = {
+    "conv2d": Case(F.conv2d, [(2, 3, 6, 7), (4, 3, 3, 3), (4,)], 2),
+    "conv1d, strided": Case(lambda x, w: F.conv1d(x, w, stride=2, padding=1), [(2, 3, 9), (4, 3, 3)], 2),
+    "bmm": Case(torch.bmm, [(2, 3, 4), (2, 4, 5)], 2),
+    "bmm, transposed": Case(lambda x, y: torch.bmm(x, y.transpose(1, 2)), [(2, 3, 4), (2, 5, 4)], 2),
+    "baddbmm": Case(lambda b, x, y: torch.baddbmm(b, x, y, beta=0.5), [(2, 3, 5), (2, 3, 4), (2, 4, 5)], 2),
+    "matmul, broadcast": Case(torch.matmul, [(2, 3, 4, 5), (3, 5, 2)], 1),
+    "einsum": Case(lambda x, y: torch.einsum("bhqd,bkhd->bhqk", x, y), [(2, 3, 4, 5), (2, 6, 3, 5)], 1),
+    "sdpa": Case(F.scaled_dot_product_attention, [(2, 3, 4, 8), (2, 3, 6, 8), (2, 3, 6, 8)], 3),
+    "sdpa, causal": Case(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), [(1, 2, 5, 8)] * 3, 3
+    ),
+    "prelu": Case(F.prelu, [(3, 4), (1,)], 2),
+    "mv": Case(torch.mv, [(3, 4), (4,)], 2),
+}
+every_case = pytest.mark.parametrize("name", CASES)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def random(*shape: int, dtype: torch.dtype = FP16, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def operands(case: Case, dtype: torch.dtype) -> list[Tensor]:
+    return [random(*shape, dtype=dtype, seed=i).requires_grad_() for i, shape in enumerate(case.shapes)]
+
+
+def plainly(op: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """The same arithmetic in differentiable casts: all that autograd saves is FP32."""
+    return op(*(tensor.float() for tensor in inputs)).to(inputs[0].dtype)
+
+
+def with_gradients(compute: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    """The result, and the gradient of each input."""
+    result = compute(*inputs)
+    direction = random(*result.shape, dtype=result.dtype, seed=9)
+    return [result.detach(), *torch.autograd.grad(result, inputs, direction)]
+
+
+def check_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@contextmanager
+def saved_into(saved: list[Tensor]) -> Iterator[None]:
+    """Collects what autograd saves."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
+@every_dtype
+@every_case
+def test_result_and_gradients_are_those_of_fp32_rounded_once(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
+    inputs = operands(case, dtype)
+    found = with_gradients(lambda *args: run_through_fp32(case.op, args, {}, dtype), *inputs)
+    assert {tensor.dtype for tensor in found} == {dtype}
+    check_equal(found, with_gradients(lambda *args: plainly(case.op, *args), *inputs))
+
+
+@every_dtype
+@every_case
+def test_the_result_is_within_one_rounding_of_fp64(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
+    inputs = operands(case, dtype)
+    exact = case.op(*(tensor.detach().double() for tensor in inputs))
+    found = run_through_fp32(case.op, inputs, {}, dtype)
+    # half a unit in the last place, and FP32's own error of some 20 roundings of values of about 10
+    torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps * 0.51, atol=2e-6)
+
+
+@every_dtype
+@every_case
+def test_what_backward_needs_of_the_inputs_is_saved_in_16_bits(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
+    inputs = operands(case, dtype)
+    saved: list[Tensor] = []
+    with saved_into(saved):
+        run_through_fp32(case.op, inputs, {}, dtype)
+    addresses = {tensor.data_ptr() for tensor in inputs}
+    assert len({tensor.data_ptr() for tensor in saved} & addresses) == case.saved, "not the operands themselves"
+    # attention saves its own output as well, and the logarithms of its sums: no inputs, so they stay FP32
+    if not name.startswith("sdpa"):
+        assert {tensor.dtype for tensor in saved} == {dtype}
+
+
+@pytest.mark.parametrize("kept", ["result", "graph"])
+def test_the_upcasts_are_released_when_the_op_is_done(kept: str) -> None:
+    upcasts: list[weakref.ref[Tensor]] = []
+
+    def op(x: Tensor, y: Tensor) -> Tensor:
+        upcasts.extend([weakref.ref(x), weakref.ref(y)])
+        return torch.bmm(x, y)
+
+    result = run_through_fp32(op, operands(CASES["bmm"], FP16), {}, FP16)
+    held = result if kept == "result" else result.grad_fn
+    assert held is not None
+    assert [upcast() is None for upcast in upcasts] == [True, True]
+
+
+def test_a_copy_that_the_op_made_and_expanded() -> None:
+    def op(x: Tensor, y: Tensor) -> Tensor:
+        return x.clone()[:, :1].expand(3, 4) * y
+
+    inputs = [random(3, 4).requires_grad_(), random(3, 4, seed=1).requires_grad_()]
+    found = with_gradients(lambda *args: run_through_fp32(op, args, {}, FP16), *inputs)
+    check_equal(found, with_gradients(lambda *args: plainly(op, *args), *inputs))
+
+
+@every_case
+def test_without_grad_nothing_is_saved(name: str) -> None:
+    case = CASES[name]
+    inputs = operands(case, FP16)
+    saved: list[Tensor] = []
+    with torch.no_grad(), saved_into(saved):
+        result = run_through_fp32(case.op, inputs, {}, FP16)
+    assert saved == [] and not result.requires_grad
+    check_equal([result], [plainly(case.op, *inputs).detach()])
+
+
+def test_what_is_not_of_the_dtype_is_passed_on() -> None:
+    given: dict[str, Any] = {}
+
+    def op(*args: Any, **kwargs: Any) -> Tensor:
+        given.update(kwargs, args=args)
+        return kwargs["wide"]
+
+    wide, index, other = random(2, dtype=FP64), torch.tensor([1]), random(2, dtype=BF16)
+    single, half = random(2, dtype=FP32), random(2)
+    result = run_through_fp32(op, (half, "text", [half, 3]), {"wide": wide, "i": index, "o": other, "s": single}, FP16)
+    assert result is wide
+    assert given["args"][0].dtype is FP32 and given["args"][1] == "text"
+    assert given["args"][2][0].dtype is FP32 and given["args"][2][1] == 3
+    assert given["i"] is index and given["o"] is other and given["s"] is single
+
+
+@every_dtype
+def test_every_floating_result_is_rounded(dtype: torch.dtype) -> None:
+    values, indices = run_through_fp32(torch.max, (random(3, 4, dtype=dtype), 1), {}, dtype)
+    assert (values.dtype, indices.dtype) == (dtype, torch.int64)
+    parts = run_through_fp32(lambda x: [x / 3, (x, None)], (random(3, dtype=dtype),), {}, dtype)
+    assert parts[0].dtype is parts[1][0].dtype is dtype and parts[1][1] is None
+
+
+def test_tensors_are_found_in_what_ops_take_and_give() -> None:
+    class Pair(NamedTuple):
+        left: Tensor
+        right: int
+
+    value = [torch.ones(1), (torch.ones(1), 2), Pair(torch.ones(1), 3), torch.Size([4]), None, "text"]
+    doubled = map_tensors(lambda tensor: tensor * 2, value)
+    assert doubled == [torch.tensor([2.0]), (torch.tensor([2.0]), 2), Pair(torch.tensor([2.0]), 3), (4,), None, "text"]
+    assert [type(item) for item in doubled] == [type(item) for item in value]
+    sorted_pair = map_tensors(lambda tensor: tensor + 1, torch.sort(torch.tensor([5, 3])))
+    assert type(sorted_pair) is torch.return_types.sort and sorted_pair.values.tolist() == [4, 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "empty"),
+    [("bmm", [0, 1]), ("baddbmm", [0, 1, 2]), ("conv2d", [0]), ("sdpa", [0, 1, 2]), ("einsum", [0, 1]), ("mv", [0])],
+)
+def test_an_empty_batch(name: str, empty: list[int]) -> None:
+    case = CASES[name]
+    shapes = [(0, *shape[1:]) if i in empty else shape for i, shape in enumerate(case.shapes)]
+    inputs = operands(case._replace(shapes=shapes), FP16)
+    found = with_gradients(lambda *args: run_through_fp32(case.op, args, {}, FP16), *inputs)
+    check_equal(found, with_gradients(lambda *args: plainly(case.op, *args), *inputs))
+
+
+class TestSecondDerivatives:
+    # torch's fused attention has none
+    @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("sdpa")])
+    def test_they_are_those_of_the_plain_form(self, name: str) -> None:
+        case = CASES[name]
+
+        def second(compute: Callable[..., Tensor]) -> list[Tensor]:
+            inputs = operands(case, FP16)
+            first = torch.autograd.grad((compute(*inputs).float() ** 2).sum(), inputs, create_graph=True)
+            penalty = sum(gradient.float().square().mean() for gradient in first)
+            return list(torch.autograd.grad(penalty, inputs))  # type: ignore[arg-type]
+
+        check_equal(
+            second(lambda *args: run_through_fp32(case.op, args, {}, FP16)),
+            second(lambda *args: plainly(case.op, *args)),
+        )
+
+
+class TestChangedInPlace:
+    @pytest.mark.parametrize("which", [0, 1])
+    def test_a_saved_input_that_was_changed_is_an_error(self, which: int) -> None:
+        inputs = [tensor * 1 for tensor in operands(CASES["bmm"], FP16)]
+        result = run_through_fp32(torch.bmm, inputs, {}, FP16)
+        inputs[which].mul_(2)
+        with pytest.raises(
+            RuntimeError, match=r"float16 tensor of shape \(2, .*modified by an in-place operation: it is"
+        ):
+            result.sum().backward()
+
+    def test_one_that_is_not_needed_may_change(self) -> None:
+        bias, x, y = (tensor * 1 for tensor in operands(CASES["baddbmm"], FP16))
+        result = run_through_fp32(torch.baddbmm, (bias, x, y), {}, FP16)
+        bias.mul_(2)
+        result.sum().backward()
+
+    def test_before_the_op_it_may_change(self) -> None:
+        x, y = (tensor * 1 for tensor in operands(CASES["bmm"], FP16))
+        x.mul_(2)
+        run_through_fp32(torch.bmm, (x, y), {}, FP16).sum().backward()
+
+    def test_the_result_may_change(self) -> None:
+        x, y = operands(CASES["bmm"], FP16)
+        result = run_through_fp32(torch.bmm, (x, y), {}, FP16)
+        result.mul_(2).sum().backward()
+        assert x.grad is not None
+        torch.testing.assert_close(x.grad, 2 * y.detach().float().sum(2).to(FP16)[:, None].expand(2, 3, 4))
+
+
+def reentrant(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    return checkpoint(block, *inputs, use_reentrant=True)
+
+
+def non_reentrant(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    return checkpoint(block, *inputs, use_reentrant=False)
+
+
+def within(hooks: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Tensor]:
+    def run(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        with hooks():
+            return block(*inputs)
+
+    return run
+
+
+def to_disk_and_back() -> saved_tensors_hooks:
+    """Packs to plain bytes: nothing of the tensor but its values, dtype and shape comes back."""
+    return saved_tensors_hooks(
+        lambda tensor: (tensor.detach().contiguous().view(torch.uint8).numpy().tobytes(), tensor.dtype, tensor.shape),
+        lambda packed: torch.frombuffer(bytearray(packed[0]), dtype=packed[1]).view(packed[2]),
+    )
+
+
+class TestInsideOfOtherHooks:
+    """Gradient checkpointing and offloading work by saved-tensor hooks, as the op itself does."""
+
+    @pytest.mark.parametrize(
+        "outside",
+        [reentrant, non_reentrant, within(save_on_cpu), within(to_disk_and_back)],
+        ids=["reentrant checkpoint", "checkpoint", "save_on_cpu", "plain bytes"],
+    )
+    @every_case
+    def test_gradients_are_the_same(self, name: str, outside: Callable[..., Tensor]) -> None:
+        case = CASES[name]
+
+        def block(*args: Tensor) -> Tensor:
+            return torch.tanh(run_through_fp32(case.op, [torch.sin(arg) for arg in args], {}, FP16))
+
+        inputs = operands(case, FP16)
+        check_equal(
+            self.accumulated(lambda *args: outside(block, *args), inputs), self.accumulated(block, operands(case, FP16))
+        )
+
+    def test_a_hook_need_not_keep_the_layout(self) -> None:
+        def block(x: Tensor, y: Tensor) -> Tensor:
+            return run_through_fp32(torch.bmm, (x.transpose(1, 2), y), {}, FP16)
+
+        plain, packed = ([random(2, 4, 3).requires_grad_(), random(2, 4, 5).requires_grad_()] for _ in range(2))
+        found = self.accumulated(lambda *args: within(to_disk_and_back)(block, *args), packed)
+        check_equal(found, self.accumulated(block, plain))
+
+    def test_the_outer_hooks_are_called_for_what_the_op_saves(self) -> None:
+        packed, unpacked = [], []
+        inputs = operands(CASES["bmm"], FP16)
+        with saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: unpacked.append(t.shape) or t):
+            result = run_through_fp32(torch.bmm, inputs, {}, FP16)
+        assert sorted(packed) == [(2, 3, 4), (2, 4, 5)] and unpacked == []
+        result.sum().backward()
+        assert sorted(unpacked) == sorted(packed)
+
+    def test_the_inner_hooks_end_with_the_op(self) -> None:
+        inputs = operands(CASES["bmm"], FP16)
+        saved: list[Tensor] = []
+        run_through_fp32(torch.bmm, inputs, {}, FP16)
+        with saved_into(saved):
+            torch.bmm(*inputs)
+        assert [tensor.dtype for tensor in saved] == [FP16, FP16]
+        with pytest.raises(RuntimeError):
+            run_through_fp32(torch.bmm, (inputs[0], inputs[0]), {}, FP16)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+    def test_backward_twice(self) -> None:
+        x, y = operands(CASES["bmm"], FP16)
+        result = run_through_fp32(torch.bmm, (x, y), {}, FP16).sum()
+        once = torch.autograd.grad(result, (x, y), retain_graph=True)
+        check_equal(list(torch.autograd.grad(result, (x, y))), list(once))
+
+    @staticmethod
+    def accumulated(block: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
+        result = block(*inputs)
+        result.backward(random(*result.shape, seed=9))
+        return [result.detach(), *(tensor.grad for tensor in inputs if tensor.grad is not None)]
+
+
+class TestNativeProducts:
+    def test_fp32_and_other_devices_need_no_detour(self) -> None:
+        assert runs_natively(FP32, "cpu")
+        assert runs_natively(FP16, "cuda") and runs_natively(BF16, "cuda")
+
+    def test_on_a_cpu_onednn_is_asked(self) -> None:
+        if not torch.backends.mkldnn.is_available():
+            pytest.skip("this torch has no oneDNN")
+        found = through_fp32._cpu_products()
+        assert found[FP16] == torch.ops.mkldnn._is_mkldnn_fp16_supported()
+        assert found[BF16] == torch.ops.mkldnn._is_mkldnn_bf16_supported() == runs_natively(BF16, "cpu")
+
+    @every_dtype
+    def test_without_onednn_there_are_none(self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+        monkeypatch.setattr(through_fp32, "CPU_PRODUCTS", through_fp32._cpu_products())
+        assert not runs_natively(dtype, "cpu")
+        assert runs_natively(FP32, "cpu") and runs_natively(dtype, "cuda")
+
+
+@every_dtype
+def test_attention_with_dropout_keeps_its_probabilities_in_16_bits(dtype: torch.dtype) -> None:
+    query, key, value = (torch.randn(1, 2, 32, 8).to(dtype).requires_grad_() for _ in range(3))
+    saved: list[Tensor] = []
+    with saved_into(saved):
+        attended = run_through_fp32(F.scaled_dot_product_attention, (query, key, value), {"dropout_p": 0.5}, dtype)
+    squares = [tensor for tensor in saved if tensor.shape[-2:] == (32, 32) and tensor.is_floating_point()]
+    assert squares and {tensor.dtype for tensor in squares} == {dtype}
+    attended.sum().backward()
+    for tensor in (query, key, value):
+        assert tensor.grad is not None and tensor.grad.isfinite().all()
+
+
+@every_dtype
+def test_gradients_of_attention_with_a_mask_are_as_accurate_as_16_bits_are(dtype: torch.dtype) -> None:
+    # a mask that wants gradients takes the plain way of torch, which keeps its probabilities
+    operands = [torch.randn(1, 2, 32, 8).to(dtype) for _ in range(3)]
+    mask = torch.randn(32, 32).to(dtype)
+
+    def gradients(run: Any, cast: Any) -> list[Tensor]:
+        leaves = [cast(tensor).detach().requires_grad_() for tensor in (*operands, mask)]
+        run(*leaves).square().sum().backward()
+        return [leaf.grad.double() for leaf in leaves]
+
+    exact = gradients(F.scaled_dot_product_attention, Tensor.double)
+    found = gradients(lambda *args: run_through_fp32(F.scaled_dot_product_attention, args, {}, dtype), Tensor.clone)
+    for left, right in zip(found, exact, strict=True):
+        assert (left - right).norm() <= 4 * torch.finfo(dtype).eps * right.norm()

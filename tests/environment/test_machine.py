@@ -1,0 +1,89 @@
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_mp import __version__
+from hf_mp.casting.cpu import upcast as through_fp32
+from hf_mp.environment import machine as environment
+from hf_mp.environment.machine import cpu_flags_16_bit, cpu_model, describe_hardware, gpu_rows, package_versions
+
+X86_CPUINFO = """\
+processor\t: 0
+model\t\t: 143
+model name\t: Intel(R) Xeon(R) Platinum 8480+
+flags\t\t: fpu sse2 avx2 avx512f avx512_bf16 amx_bf16 avx512_fp16
+
+processor\t: 1
+model name\t: Intel(R) Xeon(R) Platinum 8480+
+flags\t\t: fpu
+"""
+ARM_CPUINFO = """\
+processor\t: 0
+Features\t: fp asimd fphp asimdhp bf16
+CPU part\t: 0xd40
+"""
+
+
+def test_every_row_is_a_readable_string():
+    rows = {**package_versions(), **describe_hardware()}
+    assert all(isinstance(value, str) and value.strip() == value != "" for value in rows.values())
+
+
+def test_versions_are_those_installed():
+    rows = package_versions()
+    assert rows["hf_mp"] == __version__
+    assert rows["torch"] == torch.__version__
+    assert rows["transformers"] == metadata.version("transformers")
+
+
+def test_a_package_that_is_missing_is_said_to_be(monkeypatch):
+    def not_found(package):
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(metadata, "version", not_found)
+    assert environment.package_versions()["bitsandbytes"] == "not installed"
+
+
+def test_cpu_products_are_what_autocast_goes_by(monkeypatch):
+    monkeypatch.setattr(through_fp32, "runs_natively", lambda dtype, device_type: dtype is torch.bfloat16)
+    rows = describe_hardware()
+    assert rows["FP16 products on the CPU"] == "through FP32"
+    assert rows["BF16 products on the CPU"] == "native"
+
+
+def test_the_number_of_threads_is_torchs():
+    assert describe_hardware()["CPU threads"].startswith(f"{torch.get_num_threads()} of ")
+
+
+def test_cpu_model_and_flags_are_those_of_the_first_processor():
+    assert cpu_model(X86_CPUINFO) == "Intel(R) Xeon(R) Platinum 8480+"
+    assert cpu_flags_16_bit(X86_CPUINFO) == ["avx512_fp16", "avx512_bf16", "amx_bf16"]
+
+
+def test_arm_names_its_flags_otherwise_and_its_model_not_at_all():
+    assert cpu_model(ARM_CPUINFO) is None
+    assert cpu_flags_16_bit(ARM_CPUINFO) == ["fphp", "asimdhp", "bf16"]
+
+
+def test_without_cpuinfo_the_cpu_still_has_a_name(monkeypatch):
+    monkeypatch.setattr(environment, "_CPUINFO", Path("no such file"))
+    assert environment.describe_hardware()["CPU"]
+
+
+def test_gpus_are_listed_with_memory_in_gib():
+    assert gpu_rows([("NVIDIA H200", 150_110_011_392, (9, 0)), ("Tesla T4", 15_828_320_256, (7, 5))]) == {
+        "GPU 0": "NVIDIA H200, 139.8 GiB, compute capability 9.0",
+        "GPU 1": "Tesla T4, 14.7 GiB, compute capability 7.5",
+    }
+
+
+def test_no_gpu_is_a_row_too():
+    assert gpu_rows([]) == {"GPU": "none that torch can use"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_real_gpu_is_found():
+    assert torch.cuda.get_device_name(0) in describe_hardware()["GPU 0"]

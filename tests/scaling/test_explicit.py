@@ -1,0 +1,812 @@
+"""The explicit style of loss scaling beside ``torch.amp.GradScaler`` on a CPU, which is the reference."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from hf_mp import MasterWeightOptimizer, MixedPrecision
+from hf_mp.scaling.explicit import _multiply
+from hf_mp.scaling.scalers import (
+    DynamicLossScaler,
+    HeadroomLossScaler,
+    LossScaleError,
+    LossScaler,
+    StaticLossScaler,
+    make_loss_scaler,
+)
+
+INF, NAN = math.inf, math.nan
+Scaler = torch.amp.GradScaler | LossScaler[Any]
+MakeScaler = Callable[..., Scaler]
+
+
+def torchs(*args: Any, **settings: Any) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", *args, **settings)
+
+
+BOTH = pytest.mark.parametrize("make", [torchs, DynamicLossScaler], ids=["torch", "ours"])
+OURS = pytest.mark.parametrize(
+    "make",
+    [DynamicLossScaler, HeadroomLossScaler, lambda *a, **s: StaticLossScaler(*(a or (64.0,)), **s)],
+    ids=["dynamic", "headroom", "static"],
+)
+
+
+def one_weight(value: float = 1.0, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.tensor([value], dtype=dtype))
+
+
+def backward(scaler: Scaler, weight: Tensor, gradient: float = 1.0) -> None:
+    """Give ``weight`` this gradient through the scaled backward."""
+    scaler.scale((weight * gradient).sum()).backward()
+
+
+def train_step(scaler: Scaler, optimizer: Optimizer, weight: Tensor, gradient: float = 1.0) -> None:
+    optimizer.zero_grad()
+    backward(scaler, weight, gradient)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def torch_state(scaler: Scaler) -> dict[str, Any]:
+    """The five entries that torch's scaler has, of either scaler."""
+    state = scaler.state_dict()
+    return {
+        key: state[key] for key in ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+    }
+
+
+@pytest.fixture
+def no_inexactness_warning() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*no power of two")
+        yield
+
+
+class Twins:
+    """One weight and its SGD, twice: under torch's scaler and under ours."""
+
+    def __init__(self, ours: LossScaler[Any], torchs: torch.amp.GradScaler) -> None:
+        self.scalers = (torchs, ours)
+        self.weights = (one_weight(), one_weight())
+        self.optimizers = tuple(SGD([weight], lr=2.0**-10) for weight in self.weights)
+
+    def step(self, gradient: float) -> None:
+        for scaler, optimizer, weight in zip(self.scalers, self.optimizers, self.weights, strict=True):
+            train_step(scaler, optimizer, weight, gradient)
+
+    def check_equal(self) -> None:
+        assert torch_state(self.scalers[0]) == torch_state(self.scalers[1])
+        assert torch.equal(*self.weights)  # which tells of every decision to skip
+
+
+# Runs of steps: one gradient, so many times.
+RUNS = st.lists(
+    st.tuples(st.sampled_from([1.0, -0.5, 3.0, 0.0, INF, -INF, NAN]), st.integers(1, 40)), min_size=4, max_size=12
+)
+
+
+@pytest.mark.usefixtures("no_inexactness_warning")
+class TestEquivalence:
+    @settings(deadline=None, derandomize=True, max_examples=40)
+    @given(
+        runs=RUNS,
+        init_scale=st.one_of(st.integers(0, 30).map(lambda exponent: 2.0**exponent), st.floats(1.0, 1e6)),
+        growth=st.one_of(st.just(2.0), st.floats(1.01, 4.0)),
+        backoff=st.one_of(st.just(0.5), st.floats(0.1, 0.99)),
+        interval=st.integers(1, 50),
+    )
+    def test_scale_tracker_and_skips_are_torchs(
+        self, runs: list[tuple[float, int]], init_scale: float, growth: float, backoff: float, interval: int
+    ) -> None:
+        factors = (init_scale, growth, backoff, interval)
+        twins = Twins(DynamicLossScaler(*factors, min_scale=2.0**-126, max_consecutive_skips=10**9), torchs(*factors))
+        for gradient, length in runs:
+            for _ in range(length):
+                twins.step(gradient)
+                if not 1.0 <= twins.scalers[0].get_scale() < 2.0**100:
+                    return  # torch's scaler left our floor, or gradients overflow FP32
+                twins.check_equal()
+
+    def test_two_thousand_steps_of_the_defaults(self) -> None:
+        """Over the wrap of the growth interval, with a row of overflows before and one after it."""
+        twins = Twins(DynamicLossScaler(), torchs())
+        for step in range(2200):
+            twins.step(INF if step in (0, 1, 2, 2100) else 1.0)
+            twins.check_equal()
+        assert twins.scalers[1].get_scale() == 2.0**13 and twins.scalers[1].state.skipped_steps == 4
+
+    def test_at_our_floor_torchs_goes_on_to_zero(self) -> None:
+        twins = Twins(DynamicLossScaler(max_consecutive_skips=10**9), torchs())
+        for _ in range(200):
+            twins.step(NAN)
+        assert [scaler.get_scale() for scaler in twins.scalers] == [0.0, 1.0]
+
+    @settings(deadline=None, derandomize=True, max_examples=20)
+    @given(st.lists(st.sampled_from(["growth", "backoff", "interval", "update", "tensor", "inf", "one"]), max_size=30))
+    def test_setters_and_new_scales_are_torchs(self, actions: list[str]) -> None:
+        twins = Twins(DynamicLossScaler(64.0, growth_interval=3), torchs(64.0, growth_interval=3))
+        twins.step(1.0)
+        for number, action in enumerate(actions):
+            for scaler in twins.scalers:
+                match action:
+                    case "growth":
+                        scaler.set_growth_factor(2.0 + number)
+                    case "backoff":
+                        scaler.set_backoff_factor(1.0 / (2.0 + number))
+                    case "interval":  # longer: torch's never grows again when the tracker has passed it
+                        scaler.set_growth_interval(3 + number)
+                    case "update":
+                        scaler.update(33.3 + number)
+                    case "tensor":
+                        scaler.update(torch.tensor(16.0 + number))
+                    case "inf" | "one":
+                        pass
+            if action in ("inf", "one"):
+                twins.step({"inf": INF, "one": 1.0}[action])
+            twins.check_equal()
+            if twins.scalers[0].get_scale() < 2.0:
+                return
+        assert twins.scalers[0].get_growth_factor() == twins.scalers[1].get_growth_factor()
+        assert twins.scalers[0].get_backoff_factor() == twins.scalers[1].get_backoff_factor()
+        assert twins.scalers[0].get_growth_interval() == twins.scalers[1].get_growth_interval()
+
+    @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+    @pytest.mark.parametrize("clip", [False, True], ids=["unclipped", "clipped"])
+    def test_200_steps_give_torchs_weights_bit_for_bit(self, fused: bool, clip: bool) -> None:
+        weights, moments = zip(*(train(make, fused, clip) for make in (torchs, DynamicLossScaler)), strict=True)
+        assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(*moments, strict=True))
+
+    @pytest.mark.parametrize("scale", [3.0, 1000.0, 77777.7])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+    def test_unscaled_gradients_are_torchs_for_any_scale(self, dtype: torch.dtype, scale: float) -> None:
+        values = torch.randn(1000, dtype=torch.float64).to(dtype)
+        unscaled = []
+        for make in (torchs, DynamicLossScaler):
+            parameter = nn.Parameter(torch.zeros(1000, dtype=dtype))
+            scaler, optimizer = make(scale), SGD([parameter])
+            backward(scaler, parameter)
+            parameter.grad = values.clone()
+            scaler.unscale_(optimizer)
+            unscaled.append(parameter.grad)
+        assert unscaled[0].dtype is dtype and torch.equal(*unscaled)
+        assert not torch.equal(unscaled[1], values)
+
+    @pytest.mark.parametrize("scale", [1000.0, 77777.7])
+    def test_fused_weights_differ_by_rounding_where_the_scale_is_no_power_of_two(self, scale: float) -> None:
+        """torch's fused kernel divides by the scale; unscale_ multiplies by its inverse, in torch as with us."""
+        found = []
+        for make in (torchs, DynamicLossScaler):
+            torch.manual_seed(0)
+            parameter = nn.Parameter(torch.randn(500))
+            scaler, optimizer = make(scale), SGD([parameter], lr=0.1, fused=True)
+            scaler.scale((parameter * torch.randn(500)).sum()).backward()
+            scaler.step(optimizer)
+            found.append(parameter.detach())
+        torch.testing.assert_close(*found, rtol=2.0**-22, atol=2.0**-26)
+
+
+def train(make: MakeScaler, fused: bool, clip: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights and moments after 200 steps of two micro-batches each, of which several overflow."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
+    optimizer = AdamW(model.parameters(), lr=1e-2, fused=fused)
+    scaler = make(2.0**20, growth_interval=10)
+    for step in range(200):
+        for _ in range(2):
+            inputs = torch.randn(4, 8)
+            loss = nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
+            scaler.scale(loss / 2 * (1e30 if step % 37 == 5 else 1.0)).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    weights = [parameter.detach() for parameter in model.parameters()]
+    moments = [value for state in optimizer.state.values() for _, value in sorted(state.items())]
+    assert all(weight.isfinite().all() for weight in weights) and len(moments) == 12
+    return weights, moments
+
+
+class TestOneIteration:
+    @BOTH
+    def test_several_optimizers_and_losses(self, make: MakeScaler) -> None:
+        """Each optimizer is skipped for its own gradients; an overflow in any lowers the one scale once."""
+        scaler, weights = make(16.0, growth_interval=2), [one_weight() for _ in range(3)]
+        optimizers = [SGD([weight], lr=1.0) for weight in weights]
+        first, second = scaler.scale([weights[0].sum() * 2.0, (weights[1] + weights[2] * INF).sum()])
+        first.backward()
+        second.backward()
+        scaler.unscale_(optimizers[1])
+        assert weights[1].grad.item() == 1.0 and weights[0].grad.item() == 32.0
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        assert [weight.item() for weight in weights] == [-1.0, 0.0, 1.0]
+        assert scaler.get_scale() == 8.0 and scaler.state_dict()["_growth_tracker"] == 0
+
+    @BOTH
+    def test_unscale_clip_step_does_not_unscale_twice(self, make: MakeScaler) -> None:
+        scaler, weight = make(1024.0), one_weight()
+        optimizer = SGD([weight], lr=1.0)
+        backward(scaler, weight, 8.0)
+        scaler.unscale_(optimizer)
+        assert nn.utils.clip_grad_norm_([weight], 0.5).item() == 8.0
+        scaler.step(optimizer)
+        assert weight.item() == pytest.approx(0.5)
+
+    @BOTH
+    def test_accumulation_over_micro_batches(self, make: MakeScaler) -> None:
+        scaler, weight = make(1024.0), one_weight()
+        for gradient in (1.0, 2.0, 4.0):
+            backward(scaler, weight, gradient)
+        optimizer = SGD([weight], lr=0.25)
+        scaler.step(optimizer)
+        scaler.update()
+        assert weight.item() == 1.0 - 0.25 * 7.0
+
+    @BOTH
+    def test_gradients_that_are_none_and_frozen_parameters_stay(self, make: MakeScaler) -> None:
+        used, unused, frozen = one_weight(), one_weight(), one_weight().requires_grad_(False)
+        scaler, optimizer = make(4.0), AdamW([used, unused, frozen])
+        backward(scaler, used)
+        scaler.step(optimizer)
+        scaler.update()
+        assert used.item() != 1.0 and unused.item() == frozen.item() == 1.0
+        assert unused.grad is None and list(optimizer.state) == [used]
+
+    @BOTH
+    @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (2, 3)], ids=str)
+    def test_gradients_of_any_shape(self, make: MakeScaler, shape: tuple[int, ...]) -> None:
+        weight = nn.Parameter(torch.ones(shape))
+        scaler, optimizer = make(4.0), SGD([weight], lr=0.5)
+        backward(scaler, weight)
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(weight, torch.full(shape, 0.5)) and scaler.state_dict()["_growth_tracker"] == 1
+
+    @BOTH
+    def test_gradients_of_several_dtypes_and_strides(self, make: MakeScaler) -> None:
+        parameters = [
+            nn.Parameter(torch.ones(2, 3).to(dtype)) for dtype in (torch.float32, torch.float64, torch.bfloat16)
+        ]
+        scaler, optimizer = make(4.0), SGD(parameters, lr=0.5)
+        scaler.scale(sum(parameter.sum().float() for parameter in parameters)).backward()
+        parameters[0].grad = torch.full((3, 2), 4.0).t()
+        scaler.step(optimizer)
+        for parameter in parameters:
+            assert torch.equal(parameter, torch.full_like(parameter, 0.5))
+
+    @BOTH
+    @pytest.mark.parametrize("bad", [INF, -INF, NAN])
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+    def test_one_bad_element_in_any_dtype_skips_all(self, make: MakeScaler, dtype: torch.dtype, bad: float) -> None:
+        parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=dtype))]
+        scaler, optimizer = make(4.0), SGD(parameters, lr=0.5)
+        backward(scaler, parameters[0])
+        parameters[1].grad = torch.tensor([0.0, 0.0, bad], dtype=dtype)
+        assert scaler.step(optimizer) is None
+        scaler.update()
+        assert all(parameter.eq(1.0).all() for parameter in parameters) and scaler.get_scale() == 2.0
+
+    def test_fp64_gradients_beyond_fp32_are_no_overflow(self) -> None:
+        weight = one_weight(dtype=torch.float64)
+        scaler = DynamicLossScaler(4.0)
+        train_step(scaler, SGD([weight], lr=1e-300), weight, 1e300)
+        assert weight.item() == pytest.approx(0.0, abs=1e-9) and scaler.state.skipped_steps == 0
+
+    def test_an_overflow_of_unscaling_skips_here_and_spoils_the_weights_under_torch(self) -> None:
+        weights, scales = {}, {}
+        for make in (torchs, DynamicLossScaler):
+            scaler, weight = make(2.0**-10), one_weight()
+            backward(scaler, weight)
+            weight.grad.fill_(1e37)
+            scaler.step(SGD([weight], lr=1.0))
+            scaler.update()
+            weights[make], scales[make] = weight.item(), scaler.get_scale()
+        assert weights == {torchs: -INF, DynamicLossScaler: 1.0}
+        assert scales == {torchs: 2.0**-10, DynamicLossScaler: 2.0**-10}  # below our floor it is not lowered
+
+    @BOTH
+    def test_what_the_optimizer_returns_and_takes_goes_through(self, make: MakeScaler) -> None:
+        class Recording(SGD):
+            def step(self, *args: Any, **kwargs: Any) -> Any:
+                return args, kwargs
+
+        weight = one_weight()
+        scaler, optimizer = make(4.0), Recording([weight])
+        backward(scaler, weight)
+        assert scaler.step(optimizer, 1, "two", three=3) == ((1, "two"), {"three": 3})
+        scaler.update()
+        backward(scaler, weight, INF)
+        assert scaler.step(optimizer, 1) is None
+
+    @BOTH
+    def test_a_skipped_step_leaves_optimizer_and_hooks_untouched(self, make: MakeScaler) -> None:
+        weight, called = one_weight(), []
+        scaler, optimizer = make(4.0), AdamW([weight])
+        optimizer.register_step_post_hook(lambda *_: called.append(True))
+        train_step(scaler, optimizer, weight)
+        before = copy.deepcopy((weight.detach(), optimizer.state_dict()))
+        train_step(scaler, optimizer, weight, NAN)
+        assert str(before) == str((weight.detach(), optimizer.state_dict())) and called == [True]
+
+    def test_a_fused_optimizer_is_not_called_in_a_skipped_step(self) -> None:
+        weight = one_weight()
+        scaler, optimizer = DynamicLossScaler(4.0), AdamW([weight], fused=True)
+        train_step(scaler, optimizer, weight, INF)
+        assert not optimizer.state and weight.item() == 1.0
+        assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
+
+    def test_gradients_on_several_devices_are_unscaled_in_one_call_for_each_dtype(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As far as a CPU can tell: with the meta device in the place of accelerators."""
+        calls: list[tuple[list[Tensor], float]] = []
+        monkeypatch.setattr(torch, "_foreach_mul_", lambda tensors, factor: calls.append((tensors, factor)))
+        on_cpu = [torch.ones(2), torch.ones(3, dtype=torch.float64)]
+        elsewhere = [torch.ones(number, device="meta") for number in (1, 2)]
+        in_bf16 = torch.ones(3, device="meta", dtype=torch.bfloat16)
+        _multiply([elsewhere[0], on_cpu[0], in_bf16, on_cpu[1], elsewhere[1]], 0.5)
+        assert [[id(tensor) for tensor in tensors] for tensors, _ in calls] == [
+            [id(tensor) for tensor in elsewhere],
+            [id(in_bf16)],
+        ]
+        assert {factor for _, factor in calls} == {0.5}
+        assert all(tensor.eq(0.5).all() for tensor in on_cpu)
+
+
+class TestSparse:
+    @staticmethod
+    def embedding(make: MakeScaler, gradients: list[float]) -> tuple[nn.Embedding, Scaler]:
+        """After one SGD step with these gradients, all of row 1."""
+        embedding = nn.Embedding(3, 1, sparse=True)
+        nn.init.zeros_(embedding.weight)
+        scaler, optimizer = make(4.0), SGD(embedding.parameters(), lr=1.0)
+        rows = embedding(torch.tensor([1] * len(gradients)))
+        scaler.scale((rows * torch.tensor(gradients)[:, None]).sum()).backward()
+        assert embedding.weight.grad.is_sparse and not embedding.weight.grad.is_coalesced()
+        scaler.step(optimizer)
+        scaler.update()
+        return embedding, scaler
+
+    @BOTH
+    def test_duplicates_are_unscaled_once(self, make: MakeScaler) -> None:
+        embedding, scaler = self.embedding(make, [2.0, 3.0, 0.5])
+        assert embedding.weight.tolist() == [[0.0], [-5.5], [0.0]] and scaler.get_scale() == 4.0
+
+    @BOTH
+    @pytest.mark.parametrize("bad", [INF, NAN])
+    def test_a_bad_value_skips(self, make: MakeScaler, bad: float) -> None:
+        embedding, scaler = self.embedding(make, [2.0, bad])
+        assert embedding.weight.tolist() == [[0.0]] * 3 and scaler.get_scale() == 2.0
+
+    def test_duplicates_whose_sum_overflows_skip_here_and_spoil_the_weights_under_torch(self) -> None:
+        largest = torch.finfo(torch.float32).max / 8.0
+        gradients = [largest] * 16  # scaled by 4 and unscaled again they are finite, their sum is not
+        embedding, scaler = self.embedding(DynamicLossScaler, gradients)
+        assert embedding.weight.tolist() == [[0.0]] * 3 and scaler.get_scale() == 2.0
+        spoilt, scaler = self.embedding(torchs, gradients)
+        assert spoilt.weight[1].item() == -INF and scaler.get_scale() == 4.0
+
+    @BOTH
+    def test_an_empty_sparse_gradient(self, make: MakeScaler) -> None:
+        weight = nn.Parameter(torch.ones(3, 1))
+        scaler, optimizer = make(4.0), SGD([weight], lr=1.0)
+        backward(scaler, weight)
+        weight.grad = torch.zeros(3, 1).to_sparse(1)
+        scaler.step(optimizer)
+        scaler.update()
+        assert weight.eq(1.0).all() and scaler.state_dict()["_growth_tracker"] == 1
+
+
+class TestScale:
+    @BOTH
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+    @pytest.mark.parametrize("shape", [(), (2,)], ids=str)
+    def test_dtypes_of_what_is_scaled_are_torchs(
+        self, make: MakeScaler, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> None:
+        scaled = make(4.0).scale(torch.full(shape, 3.0, dtype=dtype))
+        expected = torch.float32 if shape == () and dtype.itemsize == 2 else dtype
+        assert scaled.dtype is expected and scaled.eq(12.0).all()
+
+    @BOTH
+    def test_nested_lists_and_tuples_keep_their_types(self, make: MakeScaler) -> None:
+        one = torch.ones(())
+        assert make(4.0).scale([one, (one, [one])]) == [4.0, (4.0, [4.0])]
+        assert [value.item() for value in make(4.0).scale(number * one for number in range(3))] == [0.0, 4.0, 8.0]
+
+    @BOTH
+    @pytest.mark.parametrize("outputs", [3.0, None, [torch.ones(()), 3]], ids=["number", "none", "nested"])
+    def test_anything_else_is_refused(self, make: MakeScaler, outputs: Any) -> None:
+        with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable of Tensors"):
+            make(4.0).scale(outputs)
+
+    @pytest.mark.parametrize(("outputs", "name"), [("loss", "str"), ({"loss": torch.ones(())}, "dict")])
+    def test_strings_and_mappings_are_refused_too(self, outputs: Any, name: str) -> None:
+        with pytest.raises(ValueError, match=f"an iterable of Tensors, not {name}"):
+            DynamicLossScaler().scale(outputs)
+
+    @BOTH
+    def test_a_backward_through_a_stale_scale_is_an_error(self, make: MakeScaler) -> None:
+        scaler, weight = make(4.0), one_weight()
+        scaled = scaler.scale(weight.sum())
+        scaler.update(8.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            scaled.backward()
+
+
+class TestRefusals:
+    @BOTH
+    def test_unscale_twice(self, make: MakeScaler) -> None:
+        scaler, weight = make(4.0), one_weight()
+        optimizer = SGD([weight])
+        backward(scaler, weight)
+        scaler.unscale_(optimizer)
+        with pytest.raises(
+            RuntimeError, match=r"unscale_\(\) has already been called on this optimizer since the last"
+        ):
+            scaler.unscale_(optimizer)
+        assert weight.grad.item() == 1.0
+
+    @BOTH
+    def test_unscale_after_step(self, make: MakeScaler) -> None:
+        scaler, weight = make(4.0), one_weight()
+        optimizer = SGD([weight])
+        backward(scaler, weight)
+        scaler.step(optimizer)
+        with pytest.raises(RuntimeError, match=r"unscale_\(\) is being called after step\(\)"):
+            scaler.unscale_(optimizer)
+
+    @BOTH
+    def test_step_twice(self, make: MakeScaler) -> None:
+        scaler, weight = make(4.0), one_weight()
+        optimizer = SGD([weight], lr=1.0)
+        backward(scaler, weight)
+        scaler.step(optimizer)
+        with pytest.raises(RuntimeError, match=r"step\(\) has already been called since the last update\(\)"):
+            scaler.step(optimizer)
+        assert weight.item() == 0.0
+
+    @BOTH
+    @pytest.mark.parametrize("with_unscale", [False, True])
+    def test_update_without_a_step(self, make: MakeScaler, with_unscale: bool) -> None:
+        scaler, weight = make(4.0), one_weight()
+        backward(scaler, weight)
+        if with_unscale:  # of an optimizer that got no gradients
+            scaler.unscale_(SGD([one_weight()]))
+        with pytest.raises(
+            (AssertionError, RuntimeError), match=r"No inf checks were recorded|no gradients were checked"
+        ):
+            scaler.update()
+
+    @BOTH
+    def test_step_without_gradients(self, make: MakeScaler) -> None:
+        scaler, weight = make(4.0), one_weight()
+        backward(scaler, weight)
+        with pytest.raises((AssertionError, RuntimeError), match=r"No inf checks were recorded|has no gradients: call"):
+            scaler.step(SGD([one_weight()]))
+
+    @BOTH
+    @pytest.mark.parametrize("method", ["unscale_", "step", "update"])
+    def test_before_anything_was_scaled(self, make: MakeScaler, method: str) -> None:
+        weight = one_weight()
+        weight.sum().backward()
+        arguments = () if method == "update" else (SGD([weight]),)
+        message = rf"Attempted {method} but _scale is None|{method}\(\) before anything was scaled: did this loop call"
+        with pytest.raises((AssertionError, RuntimeError), match=message):
+            getattr(make(4.0), method)(*arguments)
+        assert weight.grad.item() == 1.0
+
+    @BOTH
+    def test_a_closure(self, make: MakeScaler) -> None:
+        scaler, weight = make(4.0), one_weight()
+        backward(scaler, weight)
+        with pytest.raises(RuntimeError, match=r"(?i)closure.* not (currently )?supported"):
+            scaler.step(SGD([weight]), closure=lambda: None)
+
+    @BOTH
+    @pytest.mark.parametrize("method", ["unscale_", "step"])
+    def test_fp16_gradients_and_none_of_the_others_is_changed(self, make: MakeScaler, method: str) -> None:
+        weight, half = one_weight(), one_weight(dtype=torch.float16)
+        scaler, optimizer = make(4.0), SGD([weight, half])
+        backward(scaler, weight)
+        half.grad = torch.ones_like(half)
+        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+            getattr(scaler, method)(optimizer)
+        assert weight.grad.item() == 4.0 and half.grad.item() == 1.0
+
+    def test_the_message_about_fp16_gradients_says_the_way_out(self) -> None:
+        scaler, half = DynamicLossScaler(4.0), one_weight(dtype=torch.float16)
+        backward(scaler, half)
+        with pytest.raises(ValueError, match=r"Wrap the optimizer in hf_mp\.MasterWeightOptimizer, or keep .* FP32"):
+            scaler.step(SGD([half]))
+
+    @BOTH
+    def test_pickling_in_the_middle_of_an_iteration(self, make: MakeScaler) -> None:
+        scaler, weight = make(4.0), one_weight()
+        backward(scaler, weight)
+        scaler.unscale_(SGD([weight]))
+        with pytest.raises((AssertionError, RuntimeError), match="pickled"):
+            pickle.dumps(scaler)
+
+    @BOTH
+    def test_an_empty_state(self, make: MakeScaler) -> None:
+        with pytest.raises(RuntimeError, match=r"state (dict )?is empty"):
+            make(4.0).load_state_dict({})
+
+    @pytest.mark.parametrize("new_scale", [0.0, -1.0, NAN, INF, torch.tensor(0.0), True], ids=str)
+    def test_a_new_scale_that_is_none(self, new_scale: Any) -> None:
+        scaler = DynamicLossScaler(4.0)
+        with pytest.raises(ValueError, match="a loss scale must be a positive, finite number, not"):
+            scaler.update(new_scale)
+        assert scaler.get_scale() == 4.0
+
+    @pytest.mark.parametrize("new_scale", [torch.ones(2), torch.ones((), requires_grad=True)], ids=["two", "grad"])
+    def test_a_new_scale_that_is_no_plain_number(self, new_scale: Tensor) -> None:
+        message = re.escape(f"not one of shape {tuple(new_scale.shape)} with requires_grad={new_scale.requires_grad}")
+        with pytest.raises(ValueError, match=message):
+            DynamicLossScaler(4.0).update(new_scale)
+
+    @pytest.mark.parametrize("method", ["unscale_", "step"])
+    def test_an_optimizer_of_an_attached_model(self, method: str) -> None:
+        model = nn.Linear(2, 1)
+        optimizer = SGD(model.parameters())
+        runtime = MixedPrecision("bf16")
+        runtime.attach(model)
+        runtime.attach_optimizer(optimizer)
+        scaler = DynamicLossScaler(4.0)
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        with pytest.raises(RuntimeError, match="belongs to an attached model, whose gradients are unscaled already"):
+            getattr(scaler, method)(optimizer)
+        runtime.detach()
+        scaler.step(optimizer)
+
+
+class TestDisabled:
+    @pytest.mark.parametrize(
+        "make",
+        [torchs, DynamicLossScaler, HeadroomLossScaler, lambda **s: StaticLossScaler(64.0, **s)],
+        ids=["torch", "dynamic", "headroom", "static"],
+    )
+    def test_everything_passes_through(self, make: MakeScaler) -> None:
+        scaler, weight = make(enabled=False), one_weight()
+        optimizer, loss = SGD([weight], lr=1.0), weight.sum()
+        assert scaler.scale(loss) is loss and scaler.get_scale() == 1.0 and not scaler.is_enabled()
+        loss.backward()
+        scaler.unscale_(optimizer)
+        scaler.unscale_(optimizer)
+        assert scaler.step(optimizer, closure=lambda: "value") == "value" and weight.item() == 0.0
+        weight.grad.fill_(NAN)
+        scaler.step(optimizer)
+        assert weight.isnan().all()
+        scaler.update()
+        scaler.update(0.0)
+        scaler.load_state_dict({})
+        assert scaler.state_dict() == {}
+        assert pickle.loads(pickle.dumps(scaler)).is_enabled() is False
+
+    def test_it_counts_nothing_and_never_gives_up(self) -> None:
+        scaler, weight = DynamicLossScaler(max_consecutive_skips=1, min_scale=2.0**16, enabled=False), one_weight()
+        weight.sum().backward()
+        scaler.step(SGD([weight]))
+        scaler.update()
+        assert scaler.state.steps == 0
+
+
+class TestSavedState:
+    def twins_after(self, gradients: list[float]) -> Twins:
+        twins = Twins(DynamicLossScaler(64.0, 4.0, 0.25, 3), torchs(64.0, 4.0, 0.25, 3))
+        for gradient in gradients:
+            twins.step(gradient)
+        return twins
+
+    @pytest.mark.parametrize("used", [True, False], ids=["into-a-used-one", "into-a-new-one"])
+    @pytest.mark.parametrize("to_torch", [True, False], ids=["ours-to-torch", "torch-to-ours"])
+    def test_it_goes_over_in_both_directions_and_both_go_on_alike(self, to_torch: bool, used: bool) -> None:
+        saved = self.twins_after([1.0, INF, 1.0, 1.0])
+        source = saved.scalers[1 if to_torch else 0]
+        assert source.state_dict()["_growth_tracker"] == 2 and source.get_scale() == 16.0
+        state = json.loads(json.dumps(source.state_dict()))
+        twins = Twins(DynamicLossScaler(2.0), torchs(2.0))
+        if used:
+            twins.step(1.0)
+        for scaler in twins.scalers:
+            # each takes over what the other kind of scaler saved; the source's own kind what it saved itself
+            scaler.load_state_dict(state)
+        twins.check_equal()
+        for gradient in [1.0, 1.0, NAN, 1.0, 1.0, 1.0, 1.0]:
+            twins.step(gradient)
+            saved.step(gradient)
+            twins.check_equal()
+            assert torch_state(twins.scalers[0]) == torch_state(saved.scalers[0])
+        assert twins.scalers[1].get_scale() == 64.0
+
+    @OURS
+    def test_ours_through_pickle_and_deepcopy_go_on_alike(self, make: MakeScaler) -> None:
+        scaler, weight = make(), one_weight()
+        optimizer = SGD([weight], lr=2.0**-12)
+        for gradient in (1.0, INF, 3.0):
+            train_step(scaler, optimizer, weight, gradient)
+        copies = [pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler), scaler.copy()]
+        for gradient in (2.0, NAN, 1.0):
+            for one in (scaler, *copies):
+                train_step(one, optimizer, weight, gradient)
+        assert scaler.state.steps == 6 and scaler.state.skipped_steps == 2
+        assert all(one.state == scaler.state for one in copies)
+        assert b"_rebuild_tensor" not in pickle.dumps(scaler)  # so that it loads where this device is not
+        held = {id(one.scale_tensors(torch.device("cpu")).scale) for one in (scaler, *copies)}
+        assert len(held) == 4
+
+
+class TestOtherScalers:
+    def test_headroom_follows_what_unscale_measured_before_clipping(self) -> None:
+        scaler, weight = HeadroomLossScaler(), one_weight()
+        optimizer = SGD([weight], lr=1.0)
+        backward(scaler, weight, 4.0)
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_([weight], 1e-3)
+        scaler.step(optimizer)
+        scaler.update()
+        # 65504 / 4 / 2**6 lies between 2**7 and 2**8
+        assert scaler.state.peak == 4.0 and scaler.get_scale() == 2.0**7
+        assert weight.item() == pytest.approx(1.0 - 1e-3)
+
+    def test_headroom_takes_the_largest_of_several_optimizers(self) -> None:
+        scaler, weights = HeadroomLossScaler(), [one_weight(), one_weight()]
+        optimizers = [SGD([weight]) for weight in weights]
+        for weight, optimizer, gradient in zip(weights, optimizers, (8.0, 0.5), strict=True):
+            backward(scaler, weight, gradient)
+            scaler.step(optimizer)
+        scaler.update()
+        assert scaler.state.peak == 8.0 and scaler.state.steps == 1
+
+    def test_headroom_keeps_its_scale_when_no_gradient_has_an_element(self) -> None:
+        scaler, weight = HeadroomLossScaler(), nn.Parameter(torch.ones(0))
+        train_step(scaler, SGD([weight]), weight)
+        assert scaler.state.peak is None and scaler.get_scale() == 2.0**10 and scaler.state.steps == 1
+
+    def test_a_static_scale_stays_and_skips(self) -> None:
+        scaler, weight = StaticLossScaler(128.0), one_weight()
+        optimizer = SGD([weight], lr=0.25)
+        for gradient in (1.0, INF, 1.0):
+            train_step(scaler, optimizer, weight, gradient)
+        assert weight.item() == 0.5 and scaler.get_scale() == 128.0 and scaler.state.skipped_steps == 1
+
+    def test_a_scale_of_one_changes_no_gradient(self) -> None:
+        scaler, weight = make_loss_scaler(None), one_weight()
+        optimizer = SGD([weight], lr=0.25)
+        train_step(scaler, optimizer, weight, 1.0)
+        assert weight.item() == 0.75 and weight.grad.item() == 1.0
+        train_step(scaler, optimizer, weight, NAN)
+        assert weight.item() == 0.75
+
+    @OURS
+    def test_update_takes_a_number_or_a_tensor(self, make: MakeScaler) -> None:
+        scaler, weight = make(), one_weight()
+        tracker = scaler.state
+        for new_scale in (8, 16.0, torch.tensor(32.0), torch.tensor([64.0], dtype=torch.float64)):
+            scaler.update(new_scale)
+            assert scaler.get_scale() == float(new_scale)
+        assert scaler.state.steps == tracker.steps
+        backward(scaler, weight)
+        assert weight.grad.item() == 64.0
+
+    @pytest.mark.parametrize("layout", ["whole", "split"])
+    def test_masters_of_an_fp16_model_step_on_fp32_gradients(self, layout: Any) -> None:
+        """Gradients of which FP16 would lose bits, or all, once they are unscaled; beside a loop in FP32."""
+        half, master = one_weight(dtype=torch.float16), torch.ones(1)
+        scaler, optimizer = DynamicLossScaler(2.0**15), MasterWeightOptimizer(SGD([half], lr=2.0**8), layout=layout)
+        for step in range(6):
+            optimizer.zero_grad()
+            scaler.scale(half.float().sum()).backward()
+            assert layout == "split" or half.grad.dtype is torch.float16
+            half.grad.mul_(2.0**-10 * (1 + step / 1024) if step != 3 else INF)
+            scaled = half.grad.float().clone()
+            scaler.unscale_(optimizer)
+            assert half.grad.dtype is torch.float32 and torch.equal(half.grad, scaled / scaler.get_scale())
+            scaler.step(optimizer)
+            scaler.update()
+            if step != 3:
+                master -= 2.0**8 * (scaled / scaler.get_scale() if step < 3 else scaled / 2.0**14)
+            assert torch.equal(optimizer.master(half), master)
+        assert scaler.state.skipped_steps == 1 and master.item() != 1.0
+
+
+class TestGivingUp:
+    def test_it_says_since_when_at_which_scale_and_what_was_not_finite(self) -> None:
+        scaler = DynamicLossScaler(4.0, min_scale=2.0, max_consecutive_skips=3)
+        good, bad = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3, 2))
+        optimizer = SGD([{"params": [good]}, {"params": [one_weight(), bad]}])
+        train_step(scaler, optimizer, good)
+        message = re.escape(
+            "3 optimizer steps in a row were skipped (since step 2): gradients are inf or NaN even at loss scale 2, "
+            "the smallest allowed (not finite: parameter 1 of group 1 of SGD, (3, 2)). The model or its data"
+        )
+        with pytest.raises(LossScaleError, match=message):
+            for _ in range(3):
+                optimizer.zero_grad()
+                scaler.scale(good.sum() + (bad * NAN).sum()).backward()
+                scaler.step(optimizer)
+                optimizer.zero_grad()  # the gradients are gone before update
+                scaler.update()
+        assert scaler.state.steps == 4
+
+    def test_it_names_parameters_that_the_optimizer_knows_by_name(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        scaler, optimizer = StaticLossScaler(4.0, max_consecutive_skips=1), AdamW(model.named_parameters())
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        model[1].weight.grad.fill_(INF)
+        with pytest.raises(LossScaleError, match=r"not finite: 1\.weight of AdamW, \(1, 2\)\)"):
+            scaler.step(optimizer)
+            scaler.update()
+
+    def test_of_many_it_names_a_few(self) -> None:
+        weights = [one_weight() for _ in range(9)]
+        scaler = StaticLossScaler(4.0, max_consecutive_skips=1)
+        scaler.scale(sum(weight.sum() for weight in weights) * NAN).backward()
+        scaler.step(SGD(weights))
+        with pytest.raises(LossScaleError, match=r"parameter 4 of group 0 of SGD, \(1,\) and 4 more\)"):
+            scaler.update()
+
+    def test_culprits_are_looked_for_only_before_the_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        looked = []
+        monkeypatch.setattr("hf_mp.scaling.explicit._nonfinite_parameters", lambda optimizer: looked.append(1) or ["x"])
+        scaler, weight = DynamicLossScaler(4.0, max_consecutive_skips=5), one_weight()
+        optimizer = SGD([weight])
+        with pytest.raises(LossScaleError, match="not finite: x"):
+            for _ in range(5):
+                assert not looked
+                train_step(scaler, optimizer, weight, INF)
+
+    def test_after_the_error_the_iteration_is_over(self) -> None:
+        scaler, weight = StaticLossScaler(4.0, max_consecutive_skips=1), one_weight()
+        optimizer = SGD([weight], lr=0.5)
+        with pytest.raises(LossScaleError):
+            train_step(scaler, optimizer, weight, INF)
+        train_step(scaler, optimizer, weight)
+        assert weight.item() == 0.5
+
+
+def test_an_optimizer_like_object_needs_param_groups_and_step_alone() -> None:
+    """Wrappers such as accelerate's are no subclasses to count on."""
+    weight, stepped = one_weight(), []
+    wrapper = SimpleNamespace(param_groups=[{"params": [weight]}], step=lambda: stepped.append(weight.grad.item()))
+    scaler = DynamicLossScaler(4.0)
+    backward(scaler, weight)
+    scaler.step(wrapper)
+    scaler.update()
+    assert stepped == [1.0]
+
+
+def test_an_optimizer_is_free_again_after_detach_also_under_a_scheduler() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    runtime = MixedPrecision("fp16")
+    runtime.attach(model)
+    runtime.attach_optimizer(optimizer)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # wraps step, attributes and all
+    scaler = DynamicLossScaler()
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    with pytest.raises(RuntimeError, match="attached"):
+        scaler.step(optimizer)
+    runtime.detach()
+    scaler.step(optimizer)

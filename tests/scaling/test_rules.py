@@ -1,0 +1,409 @@
+"""The rules of loss scaling, step by step, through scalers that keep their states."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from step_reports import CLEAN, FP32_MAX, OVERFLOW, SMALLEST_FP32, is_power_of_two, magnitudes, record, saw
+
+from hf_mp.scaling.rules import power_of_two_below, to_fp32
+from hf_mp.scaling.scalers import (
+    FP16_MAX,
+    DynamicLossScaler,
+    DynamicSettings,
+    DynamicState,
+    HeadroomLossScaler,
+    HeadroomSettings,
+    HeadroomState,
+    ScalerState,
+    StepReport,
+    adjust_dynamic,
+    adjust_headroom,
+    headroom_left,
+    scale_with_headroom,
+)
+
+
+class TestDynamic:
+    def test_scale_and_every_counter_at_every_step(self) -> None:
+        scaler = DynamicLossScaler(8.0, growth_interval=3)
+        # clean to the wrap and the step after it; an overflow; one more; the step after a skip, to the next wrap
+        reports = [CLEAN, CLEAN, CLEAN, CLEAN, OVERFLOW, OVERFLOW, CLEAN, CLEAN, CLEAN]
+        assert record(scaler, reports) == [
+            DynamicState(scale=8.0, steps=1, skipped_steps=0, consecutive_skips=0, growth_tracker=1),
+            DynamicState(scale=8.0, steps=2, skipped_steps=0, consecutive_skips=0, growth_tracker=2),
+            DynamicState(scale=16.0, steps=3, skipped_steps=0, consecutive_skips=0, growth_tracker=0),
+            DynamicState(scale=16.0, steps=4, skipped_steps=0, consecutive_skips=0, growth_tracker=1),
+            DynamicState(scale=8.0, steps=5, skipped_steps=1, consecutive_skips=1, growth_tracker=0),
+            DynamicState(scale=4.0, steps=6, skipped_steps=2, consecutive_skips=2, growth_tracker=0),
+            DynamicState(scale=4.0, steps=7, skipped_steps=2, consecutive_skips=0, growth_tracker=1),
+            DynamicState(scale=4.0, steps=8, skipped_steps=2, consecutive_skips=0, growth_tracker=2),
+            DynamicState(scale=8.0, steps=9, skipped_steps=2, consecutive_skips=0, growth_tracker=0),
+        ]
+
+    def test_an_overflow_at_the_step_of_the_wrap_lowers_and_starts_over(self) -> None:
+        states = record(DynamicLossScaler(8.0, growth_interval=2), [CLEAN, OVERFLOW, CLEAN, CLEAN])
+        assert [(s.scale, s.growth_tracker) for s in states] == [(8.0, 1), (4.0, 0), (4.0, 1), (8.0, 0)]
+
+    def test_factors_other_than_two(self) -> None:
+        scaler = DynamicLossScaler(16.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=1)
+        assert [s.scale for s in record(scaler, [CLEAN, OVERFLOW, OVERFLOW])] == [64.0, 16.0, 4.0]
+
+    def test_defaults_are_torchs(self) -> None:
+        torchs = torch.amp.GradScaler("cpu")
+        ours = DynamicLossScaler()
+        assert ours.get_scale() == torchs.get_scale()
+        assert ours.settings.growth_factor == torchs.get_growth_factor()
+        assert ours.settings.backoff_factor == torchs.get_backoff_factor()
+        assert ours.settings.growth_interval == torchs.get_growth_interval()
+
+    def test_the_floor_stops_the_fall(self) -> None:
+        states = record(DynamicLossScaler(8.0, backoff_factor=0.125, min_scale=2.0), [OVERFLOW] * 3)
+        assert [s.scale for s in states] == [2.0, 2.0, 2.0]
+        assert [s.consecutive_skips for s in states] == [1, 2, 3]
+
+    def test_a_scale_below_the_floor_is_not_raised_by_an_overflow(self) -> None:
+        states = record(DynamicLossScaler(0.25, growth_interval=1, min_scale=1.0), [OVERFLOW, CLEAN])
+        assert [s.scale for s in states] == [0.25, 0.5]
+
+    def test_max_scale_stops_the_rise(self) -> None:
+        states = record(DynamicLossScaler(4.0, 4.0, growth_interval=2, max_scale=32.0), [CLEAN] * 6 + [OVERFLOW])
+        assert [s.scale for s in states] == [4.0, 16.0, 16.0, 32.0, 32.0, 32.0, 16.0]
+        assert [s.growth_tracker for s in states] == [1, 0, 1, 0, 1, 0, 0]
+
+    def test_a_scale_above_max_scale_does_not_grow(self) -> None:
+        states = record(DynamicLossScaler(64.0, growth_interval=1, max_scale=16.0), [CLEAN, OVERFLOW, OVERFLOW, CLEAN])
+        assert [s.scale for s in states] == [64.0, 32.0, 16.0, 16.0]
+
+    def test_a_scale_does_not_grow_out_of_fp32(self) -> None:
+        states = record(DynamicLossScaler(2.0**126, growth_interval=1), [CLEAN] * 3)
+        assert [s.scale for s in states] == [2.0**127] * 3
+        assert [s.growth_tracker for s in states] == [0] * 3
+
+    def test_hysteresis_tolerates_overflows_until_the_scale_grows_again(self) -> None:
+        scaler = DynamicLossScaler(8.0, growth_interval=2, hysteresis=3)
+        reports = [OVERFLOW, CLEAN, OVERFLOW, OVERFLOW, OVERFLOW, CLEAN, CLEAN, OVERFLOW]
+        assert [(s.scale, s.growth_tracker, s.hysteresis_left) for s in record(scaler, reports)] == [
+            (8.0, 0, 2),
+            (8.0, 1, 2),
+            (8.0, 0, 1),
+            (4.0, 0, 1),
+            (2.0, 0, 1),
+            (2.0, 1, 1),
+            (4.0, 0, 3),
+            (4.0, 0, 2),
+        ]
+        assert (scaler.state.steps, scaler.state.skipped_steps) == (8, 5)
+
+    def test_consecutive_hysteresis_is_restored_by_a_clean_step(self) -> None:
+        scaler = DynamicLossScaler(8.0, hysteresis=2, consecutive_hysteresis=True)
+        reports = [OVERFLOW, CLEAN, OVERFLOW, OVERFLOW, OVERFLOW, CLEAN, OVERFLOW]
+        assert [(s.scale, s.hysteresis_left) for s in record(scaler, reports)] == [
+            (8.0, 1),
+            (8.0, 2),
+            (8.0, 1),
+            (4.0, 1),
+            (2.0, 1),
+            (2.0, 2),
+            (2.0, 1),
+        ]
+
+    def test_a_shorter_growth_interval_takes_effect_at_once(self) -> None:
+        scaler = DynamicLossScaler(8.0, growth_interval=100)
+        record(scaler, [CLEAN] * 50)
+        scaler.set_growth_interval(10)
+        assert [(s.scale, s.growth_tracker) for s in record(scaler, [CLEAN] * 2)] == [(16.0, 0), (16.0, 1)]
+
+    @pytest.mark.parametrize("factor", [0.0, -0.5])
+    def test_a_backoff_factor_of_zero_or_less_ends_at_min_scale(self, factor: float) -> None:
+        message = f"backoff_factor={factor}: the first overflow takes the loss scale down to min_scale"
+        with pytest.warns(UserWarning, match=message):
+            scaler = DynamicLossScaler(8.0, backoff_factor=factor, min_scale=0.5, growth_interval=1)
+        assert [s.scale for s in record(scaler, [OVERFLOW, OVERFLOW, CLEAN])] == [0.5, 0.5, 1.0]
+
+    @pytest.mark.parametrize("largest", [None, 1.0, math.inf, math.nan])
+    @pytest.mark.parametrize("overflow", [True, False])
+    def test_what_was_measured_does_not_matter(self, overflow: bool, largest: float | None) -> None:
+        state, rules = DynamicState(8.0), DynamicSettings(growth_interval=1)
+        assert adjust_dynamic(state, rules, StepReport(overflow, largest)).scale == (4.0 if overflow else 16.0)
+
+    def test_the_rule_leaves_its_arguments_alone(self) -> None:
+        state = DynamicState(8.0)
+        adjust_dynamic(state, DynamicSettings(growth_interval=1), CLEAN)
+        assert state == DynamicState(8.0)
+
+    @settings(deadline=None, derandomize=True, max_examples=40)
+    @given(
+        runs=st.lists(
+            st.one_of(
+                st.tuples(st.just(True), st.integers(1, 12)),
+                st.tuples(st.just(False), st.integers(1, 600)),
+            ),
+            min_size=8,
+            max_size=20,
+        ),
+        factors=st.sampled_from([(2.0, 0.5), (4.0, 0.5), (2.0, 0.25)]),
+        interval=st.sampled_from([1, 2, 3, 10, 47]),
+        init_scale=st.integers(0, 30).map(lambda exponent: 2.0**exponent),
+    )
+    def test_it_is_torchs_update(
+        self, runs: list[tuple[bool, int]], factors: tuple[float, float], interval: int, init_scale: float
+    ) -> None:
+        rules = DynamicSettings(factors[0], factors[1], interval, min_scale=2.0**-126)
+        for state, scale, tracker in in_step_with_torch(runs, rules, init_scale):
+            assert (state.scale, state.growth_tracker) == (scale, tracker)
+
+    @settings(deadline=None, derandomize=True, max_examples=60)
+    @given(
+        runs=st.lists(st.tuples(st.booleans(), st.integers(1, 20)), min_size=8, max_size=20),
+        init_scale=st.floats(1.0, 1e6),
+        growth=st.floats(1.1, 3.0),
+        backoff=st.floats(0.3, 0.9),
+    )
+    def test_with_any_factors_it_is_torchs_to_the_last_bit(
+        self, runs: list[tuple[bool, int]], init_scale: float, growth: float, backoff: float
+    ) -> None:
+        rules = DynamicSettings(growth, backoff, 3, min_scale=2.0**-60, max_scale=2.0**100)
+        for state, scale, tracker in in_step_with_torch(runs, rules, init_scale):
+            assert (state.scale, state.growth_tracker) == (scale, tracker)
+
+
+def in_step_with_torch(
+    runs: list[tuple[bool, int]], rules: DynamicSettings, init_scale: float
+) -> Iterable[tuple[DynamicState, float, int]]:
+    """Our state beside torch's scale and tracker, step by step, while torch's is between our bounds."""
+    state = DynamicState(init_scale)
+    scale, tracker = torch.tensor([init_scale]), torch.tensor([0], dtype=torch.int32)
+    highest = FP32_MAX if rules.max_scale is None else rules.max_scale
+    for overflow, length in runs:
+        found_inf = torch.tensor([float(overflow)])
+        for _ in range(length):
+            torch._amp_update_scale_(
+                scale, tracker, found_inf, rules.growth_factor, rules.backoff_factor, rules.growth_interval
+            )
+            if not rules.min_scale <= scale.item() <= highest:
+                return
+            state = adjust_dynamic(state, rules, StepReport(overflow))
+            yield state, scale.item(), int(tracker.item())
+
+
+class TestHeadroom:
+    def test_scale_and_every_counter_at_every_step(self) -> None:
+        scaler = HeadroomLossScaler(half_life=1, ceiling_interval=2)
+        # calibration fails once, succeeds; an overflow that the weights' gradients do not announce; the ceiling rises
+        reports = [OVERFLOW, saw(1024.0), saw(128.0), OVERFLOW, saw(None), saw(0.0), saw(256.0), saw(256.0), saw(1.0)]
+        assert record(scaler, reports) == [
+            HeadroomState(64.0, steps=1, skipped_steps=1, consecutive_skips=1),
+            HeadroomState(0.5, 2, 1, 0, peak=1024.0, clean_steps=1),
+            HeadroomState(1.0, 3, 1, 0, peak=512.0, clean_steps=2),
+            HeadroomState(0.5, 4, 2, 1, peak=512.0, ceiling=0.5, clean_steps=0),
+            HeadroomState(0.5, 5, 2, 0, peak=512.0, ceiling=0.5, clean_steps=1),
+            HeadroomState(1.0, 6, 2, 0, peak=512.0, ceiling=1.0, clean_steps=0),
+            HeadroomState(1.0, 7, 2, 0, peak=256.0, ceiling=1.0, clean_steps=1),
+            HeadroomState(2.0, 8, 2, 0, peak=256.0, ceiling=2.0, clean_steps=0),
+            HeadroomState(2.0, 9, 2, 0, peak=128.0, ceiling=2.0, clean_steps=1),
+        ]
+
+    @settings(deadline=None, derandomize=True, max_examples=300)
+    @given(st.floats(2.0**-100, 2.0**90, width=32), st.integers(0, 30))
+    def test_the_first_clean_step_sets_the_scale(self, largest: float, headroom: int) -> None:
+        rules = HeadroomSettings(headroom=headroom, min_scale=2.0**-126, max_scale=None)
+        state = adjust_headroom(HeadroomState(2.0**10), rules, saw(largest))
+        # exact in FP64: the factors are powers of two
+        assert state.scale * largest * 2.0**headroom <= 65504 < 2.0 * state.scale * largest * 2.0**headroom
+        assert is_power_of_two(state.scale)
+        assert state.peak == largest
+
+    @settings(deadline=None, derandomize=True, max_examples=200)
+    @given(magnitudes, st.integers(0, 30))
+    def test_the_scale_of_every_magnitude_that_fp32_has(self, largest: float, headroom: int) -> None:
+        scale = scale_with_headroom(largest, headroom)
+        assert is_power_of_two(scale)
+        assert scale * largest * 2.0**headroom <= 65504 < 2.0 * scale * largest * 2.0**headroom
+
+    @settings(deadline=None, derandomize=True, max_examples=100)
+    @given(magnitudes, st.floats(0.0, 30.0))
+    def test_headroom_need_not_be_whole(self, largest: float, headroom: float) -> None:
+        scale = scale_with_headroom(largest, headroom)
+        assert is_power_of_two(scale)
+        assert headroom - 1e-9 <= headroom_left(scale, largest) < headroom + 1.0 + 1e-9
+
+    @settings(deadline=None, derandomize=True, max_examples=60)
+    @given(
+        st.lists(
+            st.one_of(st.just(OVERFLOW), st.builds(saw, st.one_of(st.none(), st.just(0.0), magnitudes))),
+            min_size=1,
+            max_size=60,
+        ),
+        st.integers(0, 12),
+        st.integers(1, 5),
+    )
+    def test_every_scale_is_a_power_of_two_within_its_bounds(
+        self, reports: list[StepReport], headroom: int, interval: int
+    ) -> None:
+        scaler = HeadroomLossScaler(headroom=headroom, half_life=3, ceiling_interval=interval)
+        for report, state in zip(reports, record(scaler, reports), strict=True):
+            assert is_power_of_two(state.scale)
+            assert 2.0**-14 <= state.scale <= min(2.0**40, math.inf if state.ceiling is None else state.ceiling)
+            if state.peak is not None and not report.overflow:
+                in_reach = state.scale * state.peak * 2.0**headroom <= FP16_MAX
+                assert in_reach or state.scale == 2.0**-14
+
+    def test_a_lone_spike_lowers_the_scale_at_once_and_fades_with_the_half_life(self) -> None:
+        states = record(HeadroomLossScaler(half_life=2), [saw(1.0), saw(16.0), *[saw(1.0)] * 10])
+        peaks = [1.0, 16.0, *(max(1.0, 16.0 * 0.5 ** (step / 2)) for step in range(1, 11))]
+        assert [s.peak for s in states] == pytest.approx(peaks)
+        # 65504 is a little less than 2**16: a peak must fall below the power of two, by half a half-life here
+        assert states[0].scale == 512.0 and states[1].scale == 32.0
+        assert [s.scale for s in states] == [scale_with_headroom(s.peak, 6.0) for s in states]
+        assert states[-1].scale == 512.0
+
+    @pytest.mark.parametrize("largest", [0.0, None, math.inf, math.nan])
+    def test_a_step_that_measured_nothing_keeps_peak_and_scale(self, largest: float | None) -> None:
+        before = HeadroomState(32.0, peak=16.0)
+        after = adjust_headroom(before, HeadroomSettings(half_life=1), saw(largest))
+        assert after == replace(before, steps=1, clean_steps=1)
+
+    @pytest.mark.parametrize("largest", [0.0, None, math.inf, math.nan])
+    def test_until_something_was_measured_the_scale_stays(self, largest: float | None) -> None:
+        states = record(HeadroomLossScaler(2.0**12), [saw(largest)] * 3)
+        assert [(s.scale, s.peak) for s in states] == [(2.0**12, None)] * 3
+
+    @pytest.mark.parametrize("largest", [None, math.inf, -math.inf, math.nan, 3.0])
+    def test_an_overflow_halves_whatever_was_measured(self, largest: float | None) -> None:
+        after = adjust_headroom(HeadroomState(32.0, peak=16.0), HeadroomSettings(), StepReport(True, largest))
+        assert after == HeadroomState(16.0, 1, 1, 1, peak=16.0, ceiling=16.0)
+
+    def test_calibration_falls_fast(self) -> None:
+        states = record(HeadroomLossScaler(2.0**10), [OVERFLOW] * 3)
+        assert [s.scale for s in states] == [2.0**6, 2.0**2, 2.0**-2]
+
+    def test_an_overflow_unannounced_does_not_come_back_at_once(self) -> None:
+        """Activations overflow from scale 512 on, while weight gradients of 1.0 ask for 512 at every step."""
+        scaler = HeadroomLossScaler(ceiling_interval=5)
+        used = []
+        for _ in range(24):
+            used.append(scaler.get_scale())
+            scaler.record_step(OVERFLOW if scaler.get_scale() >= 512.0 and scaler.state.peak else saw(1.0))
+        # once in six steps is tried again what overflowed; without a ceiling it would be every other step
+        assert used == [1024.0, *([512.0, *[256.0] * 5] * 4)][:24]
+        assert scaler.state.skipped_steps == 4
+
+    def test_the_ceiling_rises_as_long_as_steps_are_clean(self) -> None:
+        states = record(HeadroomLossScaler(ceiling_interval=2), [saw(1.0), OVERFLOW, OVERFLOW, *[saw(1.0)] * 8])
+        assert [s.ceiling for s in states] == [None, 256, 128, 128, 256, 256, 512, 512, 1024, 1024, 2048]
+        assert [s.scale for s in states] == [512, 256, 128, 128, 256, 256, 512, 512, 512, 512, 512]
+        assert [s.clean_steps for s in states] == [1, 0, 0, 1, 0, 1, 0, 1, 0, 1, 0]
+
+    def test_bounds(self) -> None:
+        scaler = HeadroomLossScaler(min_scale=0.25, max_scale=2.0**20)
+        states = record(scaler, [saw(1e30), OVERFLOW, saw(1e30)])
+        assert [s.scale for s in states] == [0.25] * 3
+        states = record(HeadroomLossScaler(max_scale=2.0**20), [saw(1e-30), OVERFLOW, saw(1e-30)])
+        assert [s.scale for s in states] == [2.0**20, 2.0**19, 2.0**19]
+
+    def test_a_scale_below_the_floor_is_not_raised_by_an_overflow(self) -> None:
+        states = record(HeadroomLossScaler(0.125, min_scale=1.0), [OVERFLOW, saw(1e30)])
+        assert [s.scale for s in states] == [0.125, 1.0]
+
+    def test_without_max_scale_fp32_bounds_it(self) -> None:
+        assert record(HeadroomLossScaler(max_scale=None), [saw(2.0**-90)])[0].scale == 2.0**99
+        assert record(HeadroomLossScaler(max_scale=None), [saw(SMALLEST_FP32)])[0].scale == 2.0**127
+
+    def test_an_infinite_max_scale_is_none(self) -> None:
+        assert record(HeadroomLossScaler(max_scale=math.inf), [saw(1.0)])[0].scale == 512.0
+
+    def test_a_ceiling_that_rose_for_long_holds_nothing_down(self) -> None:
+        states = record(HeadroomLossScaler(ceiling_interval=1), [saw(1.0), OVERFLOW, *[saw(1.0)] * 1200])
+        assert [s.scale for s in states[2:]] == [512.0] * 1200
+        json.loads(json.dumps(asdict(states[-1]), allow_nan=False))
+
+    @pytest.mark.parametrize(("bound", "scale"), [(1000.0, 512.0), (1024.0, 1024.0), (1025.0, 1024.0)])
+    def test_a_max_scale_between_two_powers_of_two(self, bound: float, scale: float) -> None:
+        assert record(HeadroomLossScaler(max_scale=bound), [saw(1e-5)])[0].scale == scale
+
+    @pytest.mark.parametrize(("bound", "scale"), [(3.0, 4.0), (4.0, 4.0), (5.0, 8.0)])
+    def test_a_min_scale_between_two_powers_of_two(self, bound: float, scale: float) -> None:
+        assert record(HeadroomLossScaler(min_scale=bound), [saw(1e5)])[0].scale == scale
+
+    def test_an_overflow_leads_to_a_power_of_two_whatever_the_settings(self) -> None:
+        scaler = HeadroomLossScaler(backoff_factor=0.4, min_scale=3.0)
+        states = record(scaler, [saw(16.0), OVERFLOW, OVERFLOW, OVERFLOW, OVERFLOW])
+        assert [s.scale for s in states] == [32.0, 8.0, 4.0, 4.0, 4.0]
+
+    def test_an_overflow_before_anything_was_measured_does_not_cap_the_scale(self) -> None:
+        """The first batch holds a NaN; the gradients of the others are small and ask for a large scale."""
+        states = record(HeadroomLossScaler(), [OVERFLOW, saw(1e-5)])
+        assert states[-1].scale == scale_with_headroom(1e-5, 6.0)
+
+
+@pytest.mark.parametrize(
+    ("scale", "magnitude", "left"), [(1.0, 65504.0, 0.0), (1024.0, 65504.0 / 4096, 2.0), (2.0, 65504.0, -1.0)]
+)
+def test_headroom_left_counts_doublings(scale: float, magnitude: float, left: float) -> None:
+    assert headroom_left(scale, magnitude) == pytest.approx(left)
+
+
+def test_zero_gradients_leave_all_headroom() -> None:
+    assert headroom_left(1.0, 0.0) == math.inf
+
+
+class TestStates:
+    """Every state is one that a scaler can be in, whoever made it."""
+
+    @pytest.mark.parametrize("make", [ScalerState, DynamicState, HeadroomState])
+    def test_the_scale_is_rounded_to_fp32(self, make: Callable[[float], ScalerState]) -> None:
+        assert make(0.1).scale == torch.tensor(0.1).item() != 0.1
+        assert type(make(8).scale) is float
+
+    @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, 1e39, 2.0**-127, "8", True, None])
+    @pytest.mark.parametrize("make", [ScalerState, DynamicState, HeadroomState])
+    def test_a_scale_is_positive_and_one_that_fp32_holds(self, make: Callable[[Any], ScalerState], scale: Any) -> None:
+        with pytest.raises(ValueError, match=rf"a loss scale must .*, not {re.escape(repr(scale))}"):
+            make(scale)
+
+    @pytest.mark.parametrize(
+        ("make", "name", "smallest"),
+        [
+            (ScalerState, "steps", 0),
+            (ScalerState, "skipped_steps", 0),
+            (ScalerState, "consecutive_skips", 0),
+            (DynamicState, "growth_tracker", 0),
+            (DynamicState, "hysteresis_left", 1),
+            (HeadroomState, "clean_steps", 0),
+        ],
+    )
+    def test_counters_are_whole_numbers(self, make: Callable[..., ScalerState], name: str, smallest: int) -> None:
+        assert getattr(make(1.0, **{name: smallest}), name) == smallest
+        for value in (smallest - 1, 1.5, math.nan, None, "1", True):
+            with pytest.raises(
+                ValueError, match=f"{name}={value!r} must be a whole number of steps, at least {smallest}"
+            ):
+                make(1.0, **{name: value})
+
+    @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan, "1", True])
+    @pytest.mark.parametrize("name", ["peak", "ceiling"])
+    def test_peak_and_ceiling_are_positive_or_none(self, name: str, value: Any) -> None:
+        with pytest.raises(ValueError, match=rf"{name}={value!r} must be a positive, finite number or None"):
+            HeadroomState(1.0, **{name: value})
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(st.floats(2.0**-1000, 2.0**1000))
+def test_powers_of_two_enclose_every_number(value: float) -> None:
+    below, above = power_of_two_below(value), -power_of_two_below(-value)
+    assert is_power_of_two(below) and is_power_of_two(above)
+    assert below <= value < 2.0 * below and above / 2.0 < value <= above
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(st.floats(-1e40, 1e40))
+def test_rounding_to_fp32_is_torchs(value: float) -> None:
+    assert to_fp32(value) == torch.tensor(value, dtype=torch.float64).float().item()

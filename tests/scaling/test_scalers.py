@@ -1,0 +1,467 @@
+import json
+import math
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from step_reports import CLEAN, CPU, OVERFLOW, record, saw
+
+from hf_mp.scaling.scalers import (
+    DynamicLossScaler,
+    DynamicSettings,
+    DynamicState,
+    HeadroomLossScaler,
+    HeadroomSettings,
+    HeadroomState,
+    LossScaleError,
+    LossScaler,
+    ScalerState,
+    StaticLossScaler,
+    StepReport,
+    make_loss_scaler,
+)
+
+
+def test_a_static_scale_stays_and_counts() -> None:
+    states = record(StaticLossScaler(128), [CLEAN, OVERFLOW, OVERFLOW, saw(1.0)])
+    assert states == [
+        ScalerState(128.0, 1, 0, 0),
+        ScalerState(128.0, 2, 1, 1),
+        ScalerState(128.0, 3, 2, 2),
+        ScalerState(128.0, 4, 2, 0),
+    ]
+
+
+class TestGivingUp:
+    @pytest.mark.parametrize(
+        ("make", "scale"),
+        [
+            (lambda: StaticLossScaler(8.0, max_consecutive_skips=3), "8"),
+            (lambda: DynamicLossScaler(0.5, min_scale=0.5, max_consecutive_skips=3), "0.5"),
+            (lambda: HeadroomLossScaler(2.0**-14, max_consecutive_skips=3), "6.10352e-05"),
+        ],
+        ids=["static", "dynamic", "headroom"],
+    )
+    def test_at_the_smallest_scale_it_ends_after_so_many_skips_in_a_row(
+        self, make: Callable[[], LossScaler[Any]], scale: str
+    ) -> None:
+        scaler = make()
+        record(scaler, [CLEAN, OVERFLOW, OVERFLOW, CLEAN, OVERFLOW, OVERFLOW])
+        message = re.escape(
+            "3 optimizer steps in a row were skipped (since step 5): gradients are inf or NaN even at loss scale "
+            f"{scale}, the smallest allowed."
+        )
+        with pytest.raises(LossScaleError, match=message + ".*look for NaN in the inputs, lower the learning rate"):
+            scaler.record_step(OVERFLOW)
+        assert (scaler.state.steps, scaler.state.skipped_steps, scaler.state.consecutive_skips) == (7, 5, 3)
+
+    @pytest.mark.parametrize("max_skips", [1, 2, 54, 80])
+    @pytest.mark.parametrize("make", [DynamicLossScaler, HeadroomLossScaler], ids=["dynamic", "headroom"])
+    def test_every_scale_down_to_the_smallest_is_tried_before(
+        self, make: Callable[..., LossScaler[Any]], max_skips: int
+    ) -> None:
+        scaler = make(2.0**20, max_consecutive_skips=max_skips)
+        used = []
+        with pytest.raises(LossScaleError):
+            for _ in range(200):
+                used.append(scaler.get_scale())
+                scaler.record_step(OVERFLOW)
+        at_the_smallest = used.count(scaler._min_scale)
+        falling = used[: len(used) - at_the_smallest]
+        assert falling == sorted(set(falling), reverse=True) and falling[-1] > scaler._min_scale
+        assert at_the_smallest == max(1, max_skips - len(falling))
+
+    def test_a_floor_that_fp32_has_to_round_is_reached(self) -> None:
+        with pytest.warns(UserWarning, match=r"min_scale=0\.1 is no power of two"):
+            scaler = DynamicLossScaler(1.0, min_scale=0.1, max_consecutive_skips=5)
+        with pytest.raises(LossScaleError, match=r"since step 1\): gradients are inf or NaN even at loss scale 0\.1,"):
+            record(scaler, [OVERFLOW] * 5)
+
+    def test_a_floor_that_is_no_power_of_two_is_rounded_up_and_reached(self) -> None:
+        scaler = HeadroomLossScaler(min_scale=3.0, max_consecutive_skips=5)
+        with pytest.raises(LossScaleError, match=r"at loss scale 4, the smallest allowed"):
+            record(scaler, [OVERFLOW] * 5)
+
+    def test_an_applied_step_ends_the_row(self) -> None:
+        record(DynamicLossScaler(1.0, max_consecutive_skips=2), [OVERFLOW, CLEAN] * 20)
+
+    @pytest.mark.parametrize("make", [DynamicLossScaler, HeadroomLossScaler, lambda **s: StaticLossScaler(1.0, **s)])
+    @pytest.mark.parametrize("skips", [0, -1])
+    def test_at_least_one_skip_is_allowed(self, make: Callable[..., LossScaler[Any]], skips: int) -> None:
+        with pytest.raises(ValueError, match=f"max_consecutive_skips={skips} must be a whole number of steps"):
+            make(max_consecutive_skips=skips)
+
+
+# Each scaler, twice: made with what a program would pass, and what it was at after steps that moved every field.
+USED: list[tuple[Callable[[], LossScaler[Any]], list[StepReport]]] = [
+    (lambda: StaticLossScaler(16.0), [CLEAN, OVERFLOW, OVERFLOW]),
+    (
+        lambda: DynamicLossScaler(16.0, growth_interval=9, hysteresis=4),
+        [OVERFLOW, OVERFLOW, CLEAN, CLEAN],
+    ),
+    (lambda: HeadroomLossScaler(ceiling_interval=9), [saw(1.0), OVERFLOW, saw(3.0)]),
+]
+LOADED: list[tuple[Callable[[], LossScaler[Any]], ScalerState]] = [
+    (lambda: StaticLossScaler(16.0), ScalerState(4.0, 11, 7, 3)),
+    (lambda: DynamicLossScaler(hysteresis=4), DynamicState(4.0, 11, 7, 3, growth_tracker=5, hysteresis_left=2)),
+    (HeadroomLossScaler, HeadroomState(4.0, 11, 7, 3, peak=0.1, ceiling=8.0, clean_steps=5)),
+]
+KINDS = ["static", "dynamic", "headroom"]
+
+
+class TestSavedState:
+    @pytest.mark.parametrize(("make", "state"), LOADED, ids=KINDS)
+    def test_every_field_comes_back_through_json(self, make: Callable[[], LossScaler[Any]], state: ScalerState) -> None:
+        saved, loaded = make(), make()
+        saved.state = state
+        assert all(value != asdict(loaded.state)[name] for name, value in asdict(state).items()), "a default is no test"
+        loaded.load_state_dict(json.loads(json.dumps(saved.state_dict())))
+        assert loaded.state == state
+        assert loaded.get_scale() == state.scale and loaded.scale_tensors(CPU)[0].item() == state.scale
+
+    @pytest.mark.parametrize(("make", "reports"), USED, ids=KINDS)
+    def test_a_loaded_scaler_goes_on_as_the_saved_one(
+        self, make: Callable[[], LossScaler[Any]], reports: list[StepReport]
+    ) -> None:
+        saved, loaded = make(), make()
+        record(saved, reports)
+        assert saved.state != loaded.state
+        loaded.load_state_dict(json.loads(json.dumps(saved.state_dict())))
+        after = [OVERFLOW, saw(2.0), *[saw(0.01)] * 12]
+        assert record(loaded, after) == record(saved, after)
+
+    @pytest.mark.parametrize(("make", "state"), LOADED, ids=KINDS)
+    def test_the_state_names_its_kind_and_nothing_it_does_not_have(
+        self, make: Callable[[], LossScaler[Any]], state: ScalerState
+    ) -> None:
+        scaler = make()
+        saved = scaler.state_dict()
+        if isinstance(scaler, DynamicLossScaler):
+            torchs = torch.amp.GradScaler("cpu", growth_interval=scaler.get_growth_interval())
+            assert torchs.state_dict().items() <= saved.items()
+            for name in ("growth_factor", "backoff_factor", "growth_interval"):
+                del saved[name]
+            saved["growth_tracker"] = saved.pop("_growth_tracker")
+        assert saved == {"kind": scaler.kind, **asdict(scaler.state)}
+
+    @pytest.mark.parametrize("key", ["scale", "_growth_tracker", "growth_factor", "steps"])
+    def test_a_missing_key_is_named(self, key: str) -> None:
+        state = DynamicLossScaler(8.0).state_dict()
+        del state[key]
+        message = (
+            rf"neither .*'dynamic'.* nor of a torch\.amp\.GradScaler: .*missing keys \['{key}'\], unknown keys \[\]"
+        )
+        self.check_refused(DynamicLossScaler(2.0), state, message)
+
+    def test_an_unknown_key_is_named(self) -> None:
+        state = {**DynamicLossScaler(8.0).state_dict(), "surprise": 1}
+        self.check_refused(DynamicLossScaler(2.0), state, r"missing keys \[\], unknown keys \['surprise'\]")
+        self.check_refused(DynamicLossScaler(2.0), {**state, 0.5: 1}, r"unknown keys \[0\.5, 'surprise'\]")
+
+    def test_the_state_of_another_kind_is_refused(self) -> None:
+        state = StaticLossScaler(8.0).state_dict()
+        self.check_refused(HeadroomLossScaler(2.0), state, "neither one of a 'headroom' loss scaler.*kind='static'")
+        state = {**DynamicLossScaler(8.0).state_dict(), "kind": None}
+        self.check_refused(DynamicLossScaler(2.0), state, "kind=None, missing")
+
+    @pytest.mark.parametrize("scale", [0.0, -8.0, math.nan, math.inf, "8", None, True])
+    @pytest.mark.parametrize("make", [lambda: StaticLossScaler(2.0), DynamicLossScaler, HeadroomLossScaler], ids=KINDS)
+    def test_a_scale_that_is_none_is_refused(self, make: Callable[[], LossScaler[Any]], scale: Any) -> None:
+        message = re.escape(f"positive, finite number, not {scale!r}")
+        self.check_refused(make(), {**make().state_dict(), "scale": scale}, message)
+        self.check_refused(make(), {**torch.amp.GradScaler("cpu").state_dict(), "scale": scale}, message)
+
+    @pytest.mark.parametrize(
+        ("make", "key", "value"),
+        [
+            (DynamicLossScaler, "steps", None),
+            (DynamicLossScaler, "skipped_steps", -1),
+            (DynamicLossScaler, "consecutive_skips", 0.5),
+            (DynamicLossScaler, "_growth_tracker", "3"),
+            (DynamicLossScaler, "hysteresis_left", 0),
+            (DynamicLossScaler, "growth_interval", math.nan),
+            (DynamicLossScaler, "growth_factor", 0.5),
+            (DynamicLossScaler, "backoff_factor", 2.0),
+            (HeadroomLossScaler, "peak", math.nan),
+            (HeadroomLossScaler, "ceiling", -1.0),
+            (HeadroomLossScaler, "ceiling", "64"),
+            (HeadroomLossScaler, "clean_steps", True),
+        ],
+    )
+    def test_a_value_out_of_range_is_named_and_nothing_taken_over(
+        self, make: Callable[[], LossScaler[Any]], key: str, value: Any
+    ) -> None:
+        state = {**make().state_dict(), "scale": 8.0, key: value}
+        self.check_refused(make(), state, f"{key.removeprefix('_')}={value!r} must be ")
+
+    def test_torchs_state_sets_scale_factors_and_tracker(self) -> None:
+        state = {
+            "scale": 32.0,
+            "growth_factor": 4.0,
+            "backoff_factor": 0.25,
+            "growth_interval": 7,
+            "_growth_tracker": 5,
+        }
+        scaler = DynamicLossScaler(hysteresis=3)
+        record(scaler, [CLEAN, OVERFLOW])
+        scaler.load_state_dict(state)
+        assert scaler.state == DynamicState(32.0, 2, 1, 0, growth_tracker=5, hysteresis_left=3)
+        assert scaler.settings == DynamicSettings(4.0, 0.25, 7, hysteresis=3)
+
+    def test_torchs_state_lets_headroom_measure_anew(self) -> None:
+        scaler = HeadroomLossScaler()
+        record(scaler, [saw(1.0), OVERFLOW])
+        scaler.load_state_dict({**torch.amp.GradScaler("cpu").state_dict(), "scale": 100.0})
+        assert scaler.state == HeadroomState(64.0, 2, 1)
+
+    def test_a_constant_scale_drops_torchs_with_a_warning(self) -> None:
+        scaler = StaticLossScaler(8.0)
+        with pytest.warns(UserWarning, match="constant loss scale of 8 stays: the saved one of 65536 is dropped") as w:
+            scaler.load_state_dict(torch.amp.GradScaler("cpu").state_dict())
+        assert w[0].filename == __file__ and scaler.get_scale() == 8.0
+
+    @pytest.mark.parametrize(
+        "make", [lambda **s: StaticLossScaler(2.0, **s), DynamicLossScaler, HeadroomLossScaler], ids=KINDS
+    )
+    def test_an_empty_state_is_that_of_a_disabled_scaler(self, make: Callable[..., LossScaler[Any]]) -> None:
+        assert make(enabled=False).state_dict() == {}
+        make(enabled=False).load_state_dict({})
+        with pytest.raises(RuntimeError, match="the state is empty, as that of a disabled scaler is"):
+            make().load_state_dict({})
+
+    @staticmethod
+    def check_refused(scaler: LossScaler[Any], state: dict[str, Any], message: str) -> None:
+        before = scaler.state, getattr(scaler, "settings", None)
+        with pytest.raises(ValueError, match=message):
+            scaler.load_state_dict(state)
+        assert (scaler.state, getattr(scaler, "settings", None)) == before
+
+
+class TestWarnings:
+    """Of settings that make scaling round: where exactness is lost, and at the line that loses it."""
+
+    @pytest.mark.parametrize(
+        ("lose_exactness", "message"),
+        [
+            (lambda: StaticLossScaler(100.0), "scale=100.0"),
+            (lambda: DynamicLossScaler(100.0), "init_scale=100.0"),
+            (lambda: DynamicLossScaler(growth_factor=1.5), "growth_factor=1.5"),
+            (lambda: DynamicLossScaler(backoff_factor=0.3), "backoff_factor=0.3"),
+            (lambda: DynamicLossScaler(min_scale=3.0), "min_scale=3.0"),
+            (lambda: DynamicLossScaler(max_scale=1e5), "max_scale=100000.0"),
+            (lambda: HeadroomLossScaler(100.0), "init_scale=100.0"),
+            (lambda: make_loss_scaler(100.0), "scale=100.0"),
+            (lambda: DynamicLossScaler().set_growth_factor(1.5), "growth_factor=1.5"),
+            (lambda: DynamicLossScaler().set_backoff_factor(0.3), "backoff_factor=0.3"),
+            (lambda: DynamicLossScaler().update(100.0), "new_scale=100.0"),
+            (lambda: DynamicLossScaler().load_state_dict(torch_state(scale=100.0)), "scale=100.0"),
+            (lambda: DynamicLossScaler().load_state_dict(torch_state(growth_factor=3.0)), "growth_factor=3.0"),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_what_is_no_power_of_two_is_named_at_the_callers_line(
+        self, lose_exactness: Callable[[], Any], message: str
+    ) -> None:
+        with pytest.warns(UserWarning) as caught:
+            lose_exactness()
+        assert [str(warning.message) for warning in caught] == [
+            f"{message} is no power of two: scaling and unscaling then round gradients"
+        ]
+        assert (caught[0].filename, caught[0].lineno) == (__file__, lose_exactness.__code__.co_firstlineno)
+
+    def test_once_for_each_line(self) -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            for _ in range(3):
+                StaticLossScaler(100.0)
+        assert len(caught) == 1
+
+    def test_powers_of_two_and_disabled_scalers_are_quiet(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            DynamicLossScaler(8.0, 4.0, 0.25, min_scale=0.5, max_scale=math.inf).update(2.0**-3)
+            HeadroomLossScaler(min_scale=3.0, max_scale=1e5, backoff_factor=0.3)  # it rounds them itself
+            DynamicLossScaler(100.0, 3.0, 0.3, enabled=False)
+            DynamicLossScaler().load_state_dict(torch_state())
+
+
+def torch_state(**changed: Any) -> dict[str, Any]:
+    return {**torch.amp.GradScaler("cpu").state_dict(), **changed}
+
+
+class TestScaleTensors:
+    def test_values_dtype_and_shape(self) -> None:
+        scale, inverse = StaticLossScaler(1024.0).scale_tensors(CPU)
+        assert (scale.dtype, inverse.dtype) == (torch.float32, torch.float32)
+        assert (scale.tolist(), inverse.tolist()) == ([1024.0], [2.0**-10])
+
+    def test_products_with_fp16_are_fp32(self) -> None:
+        scale, _ = StaticLossScaler(2.0**15).scale_tensors(CPU)
+        product = torch.tensor(8.0, dtype=torch.float16) * scale
+        assert product.dtype is torch.float32 and product.item() == 2.0**18
+
+    def test_they_follow_the_scale_without_being_asked_for_again(self) -> None:
+        scaler = DynamicLossScaler(16.0, growth_interval=2)
+        held, found = scaler.scale_tensors(CPU), []
+        for report in [OVERFLOW, OVERFLOW, CLEAN, CLEAN]:
+            scaler.record_step(report)
+            found.append(tuple(tensor.item() for tensor in held))
+        assert found == [(8.0, 0.125), (4.0, 0.25), (4.0, 0.25), (8.0, 0.125)]
+        scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
+        assert [tensor.item() for tensor in held] == [64.0, 1 / 64]
+        scaler.update(2.0)
+        assert [tensor.item() for tensor in held] == [2.0, 0.5]
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_the_inverse_is_torchs(self, seed: int) -> None:
+        number = torch.rand((), generator=torch.Generator().manual_seed(seed)).item() * 1e5 + 1e-3
+        with pytest.warns(UserWarning, match="no power of two"):
+            scaler = StaticLossScaler(number)
+        scale, inverse = scaler.scale_tensors(CPU)
+        assert scaler.get_scale() == scale.item() == torch.tensor(number).item()
+        assert inverse.item() == scale.double().reciprocal().float().item()
+
+    def test_they_are_made_once_for_each_device(self) -> None:
+        scaler = DynamicLossScaler(16.0)
+        first = scaler.scale_tensors(CPU)
+        assert scaler.scale_tensors(torch.device("meta")).scale.device.type == "meta"
+        scaler.record_step(OVERFLOW)
+        assert scaler.scale_tensors(CPU).scale is first.scale
+        assert scaler.scale_tensors(CPU).inverse is first.inverse
+
+    def test_those_of_a_copy_go_their_own_way(self) -> None:
+        scaler = DynamicLossScaler(16.0, growth_interval=7)
+        held = scaler.scale_tensors(CPU)
+        copied = scaler.copy()
+        assert copied.state == scaler.state and copied.settings == scaler.settings
+        copied.record_step(OVERFLOW)
+        assert (scaler.get_scale(), copied.get_scale()) == (16.0, 8.0)
+        assert (held.scale.item(), copied.scale_tensors(CPU).scale.item()) == (16.0, 8.0)
+
+    def test_asked_for_first_in_inference_mode_they_follow_too(self) -> None:
+        scaler = DynamicLossScaler(16.0)
+        with torch.inference_mode():
+            scaler.scale_tensors(CPU)
+        scaler.record_step(OVERFLOW)
+        assert [tensor.item() for tensor in scaler.scale_tensors(CPU)] == [8.0, 0.125]
+
+    @pytest.mark.parametrize("make", [StaticLossScaler, DynamicLossScaler, HeadroomLossScaler])
+    @pytest.mark.parametrize("scale", [1e39, 2.0**-127, 1e-46])
+    def test_a_scale_whose_tensors_would_not_be_finite_is_refused(
+        self, make: Callable[[float], LossScaler[Any]], scale: float
+    ) -> None:
+        with pytest.raises(ValueError, match=re.escape(f"between 2**-126 and 3.403e+38, FP32's range, not {scale!r}")):
+            make(scale)
+
+    @pytest.mark.parametrize("scale", [2.0**-126, 2.0**127])
+    def test_at_the_ends_of_fp32s_range_they_are_finite(self, scale: float) -> None:
+        tensors = StaticLossScaler(scale).scale_tensors(CPU)
+        assert [tensor.item() for tensor in tensors] == [scale, 1.0 / scale]
+
+
+class TestMaking:
+    @pytest.mark.parametrize(
+        ("loss_scale", "kind", "scale"),
+        [
+            ("headroom", HeadroomLossScaler, 2.0**10),
+            ("dynamic", DynamicLossScaler, 2.0**16),
+            (128.0, StaticLossScaler, 128.0),
+            (64, StaticLossScaler, 64.0),
+            (None, StaticLossScaler, 1.0),
+        ],
+    )
+    def test_a_policys_loss_scale_names_a_scaler(self, loss_scale: Any, kind: type, scale: float) -> None:
+        scaler = make_loss_scaler(loss_scale)
+        assert type(scaler) is kind and scaler.get_scale() == scale
+
+    def test_settings_are_passed_on(self) -> None:
+        dynamic = make_loss_scaler("dynamic", init_scale=8.0, growth_interval=5, hysteresis=2, max_scale=64.0)
+        assert dynamic.get_scale() == 8.0
+        assert dynamic.settings == DynamicSettings(growth_interval=5, hysteresis=2, max_scale=64.0)
+        assert dynamic.state.hysteresis_left == 2
+        headroom = make_loss_scaler("headroom", headroom=3.0, half_life=7, ceiling_interval=9, min_scale=0.5)
+        assert headroom.settings == HeadroomSettings(headroom=3.0, half_life=7, ceiling_interval=9, min_scale=0.5)
+        static = make_loss_scaler(4.0, max_consecutive_skips=1)
+        with pytest.raises(LossScaleError):
+            static.record_step(OVERFLOW)
+
+    @pytest.mark.parametrize(
+        ("loss_scale", "setting", "has"),
+        [
+            (
+                "headroom",
+                "growth_interval",
+                "backoff_factor, ceiling_interval, enabled, half_life, headroom, init_scale",
+            ),
+            ("dynamic", "headroom", "backoff_factor, consecutive_hysteresis, enabled, growth_factor"),
+            (8.0, "init_scale", "enabled, max_consecutive_skips"),
+            (None, "hysteresis", "enabled, max_consecutive_skips"),
+        ],
+    )
+    def test_a_setting_that_a_scaler_does_not_have_gets_those_it_has(
+        self, loss_scale: Any, setting: str, has: str
+    ) -> None:
+        with pytest.raises(ValueError, match=f"loss scaler has no setting {setting}: it has {has}"):
+            make_loss_scaler(loss_scale, **{setting: 1})
+
+    def test_all_unknown_settings_are_named(self) -> None:
+        with pytest.raises(ValueError, match="'dynamic' loss scaler has no setting another, one: it has"):
+            make_loss_scaler("dynamic", one=1, another=2)
+
+    @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, True, "16"])
+    @pytest.mark.parametrize("make", [StaticLossScaler, DynamicLossScaler, HeadroomLossScaler])
+    def test_a_scale_is_positive_and_finite(self, make: Callable[[Any], LossScaler[Any]], scale: Any) -> None:
+        with pytest.raises(ValueError, match=f"a loss scale must be a positive, finite number, not {scale!r}"):
+            make(scale)
+
+    @pytest.mark.parametrize(
+        ("setting", "message"),
+        [
+            ({"growth_factor": 1.0}, "growth_factor=1.0 must be above 1.0"),
+            ({"growth_factor": math.nan}, "growth_factor=nan must be above 1.0"),
+            ({"growth_factor": math.inf}, "growth_factor=inf must be above 1.0 and finite"),
+            ({"backoff_factor": -math.inf}, "backoff_factor=-inf must be below 1.0"),
+            ({"backoff_factor": math.nan}, "backoff_factor=nan must be below 1.0"),
+            ({"backoff_factor": 1.0}, "backoff_factor=1.0 must be below 1.0"),
+            ({"growth_interval": 0}, "growth_interval=0 must be a whole number of steps, at least 1"),
+            ({"growth_interval": math.nan}, "growth_interval=nan must be a whole number of steps, at least 1"),
+            ({"hysteresis": 0}, "hysteresis=0 must be a whole number of steps, at least 1"),
+            ({"min_scale": 0.0}, r"min_scale=0.0 must lie between 2\*\*-126 and 2\*\*127"),
+            ({"min_scale": 1e-300}, "min_scale=1e-300 must lie between"),
+            ({"min_scale": 1e300}, r"min_scale=1e\+300 must lie between"),
+            ({"max_scale": 0.5}, "max_scale=0.5 must be at least min_scale=1.0"),
+            ({"max_scale": math.nan}, "max_scale=nan must be at least min_scale=1.0"),
+        ],
+    )
+    def test_dynamic_settings_out_of_range(self, setting: dict[str, float], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            make_loss_scaler("dynamic", **setting)
+
+    @pytest.mark.parametrize(
+        ("setting", "message"),
+        [
+            ({"headroom": -0.5}, r"headroom=-0.5 must be 0 to 30 doublings"),
+            ({"headroom": 31}, r"headroom=31 must be 0 to 30 doublings"),
+            ({"headroom": math.nan}, r"headroom=nan must be 0 to 30 doublings"),
+            ({"half_life": 0}, "half_life=0 must be at least 1 step"),
+            ({"half_life": math.nan}, "half_life=nan must be at least 1 step and finite"),
+            ({"ceiling_interval": 0}, "ceiling_interval=0 must be a whole number of steps, at least 1"),
+            ({"min_scale": 3.0, "max_scale": 3.5}, "no power of two lies between min_scale=3.0 and max_scale=3.5"),
+            ({"backoff_factor": 1.0}, "backoff_factor=1.0 must lie between 0 and 1"),
+            ({"backoff_factor": 0.0}, "backoff_factor=0.0 must lie between 0 and 1"),
+            ({"min_scale": -1.0}, "min_scale=-1.0 must lie between"),
+            ({"min_scale": 1e300, "max_scale": None}, r"min_scale=1e\+300 must lie between"),
+            ({"max_scale": 2.0**-15}, "max_scale=3.0517578125e-05 must be at least min_scale=6.103515625e-05"),
+        ],
+    )
+    def test_headroom_settings_out_of_range(self, setting: dict[str, float], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            make_loss_scaler("headroom", **setting)
+
+    def test_the_factor_of_calibration_is_checked_too(self) -> None:
+        with pytest.raises(ValueError, match=r"calibration_backoff_factor=1\.0 must lie between 0 and 1"):
+            HeadroomSettings(calibration_backoff_factor=1.0)

@@ -1,0 +1,174 @@
+"""The borders: what backward multiplies, and by what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_mp.scaling.scalers import StaticLossScaler
+from hf_mp.step.borders import input_border, output_border, parameter_border
+from hf_mp.step.mixed_precision import MixedPrecision
+
+SCALE = 2.0**20
+
+
+def scale(value: float = SCALE) -> Tensor:
+    return torch.tensor([value])
+
+
+def inverse(value: float = SCALE) -> Tensor:
+    return torch.tensor([1.0 / value])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_an_output_leaves_in_fp32_and_its_gradient_enters_scaled_in_its_own_dtype(dtype: torch.dtype) -> None:
+    x = torch.tensor([1.0, -2.0], dtype=dtype, requires_grad=True)
+    y = output_border(x, scale(4.0))
+    y.backward(torch.tensor([3.0, 5.0]))
+    assert y.dtype is torch.float32 and y.tolist() == [1.0, -2.0]
+    assert x.grad is not None and x.grad.dtype is dtype and x.grad.tolist() == [12.0, 20.0]
+
+
+def test_the_gradient_is_scaled_before_it_is_rounded_to_fp16() -> None:
+    tiny = 2.0**-30  # zero in FP16
+    x = torch.ones(1, dtype=torch.float16, requires_grad=True)
+    output_border(x, scale()).backward(torch.tensor([tiny]))
+    assert x.grad is not None and x.grad.item() == tiny * SCALE
+
+
+def test_a_parameter_gets_its_gradient_in_fp32_unscaled() -> None:
+    parameter = nn.Parameter(torch.tensor([1.0 + 2.0**-20]))
+    copy = parameter.detach().half()
+    inside = parameter_border(parameter, copy, inverse())
+    assert inside.dtype is torch.float16 and inside.data_ptr() == copy.data_ptr()
+    inside.backward(torch.tensor([3.0], dtype=torch.float16))
+    assert parameter.grad is not None and parameter.grad.dtype is torch.float32
+    assert parameter.grad.item() == 3.0 / SCALE  # not representable in FP16
+
+
+def test_a_parameter_used_in_fp32_is_unscaled_once_per_use() -> None:
+    parameter = nn.Parameter(torch.tensor([2.0]))
+    loss = parameter_border(parameter, None, inverse(4.0)) * 3 + parameter_border(parameter, None, inverse(4.0)) * 5
+    output_border(loss, scale(4.0)).sum().backward()
+    assert parameter.grad is not None and parameter.grad.item() == 8.0
+
+
+def test_an_input_that_wants_a_gradient_gets_the_true_one() -> None:
+    x = torch.tensor([3.0], requires_grad=True)
+    output_border(input_border(x, inverse()) ** 2, scale()).backward()
+    assert x.grad is not None and x.grad.item() == 6.0
+
+
+def test_an_output_may_be_changed_in_place_and_used_inside_too() -> None:
+    x = torch.tensor([3.0], requires_grad=True)
+    inside = input_border(x, inverse(8.0))
+    logits = inside * 2
+    loss = (logits**2).sum()
+    out_logits, out_loss = output_border(logits, scale(8.0)), output_border(loss, scale(8.0))
+    out_loss *= 10  # as the Trainer does
+    (out_loss + out_logits.sum()).backward()
+    assert x.grad is not None and x.grad.item() == 10 * 8 * 3 + 2
+    assert logits.item() == 6.0
+
+
+def test_integers_and_fp64_keep_their_dtype_and_fp64_gradients_are_scaled() -> None:
+    assert output_border(torch.tensor([1]), scale()).dtype is torch.int64
+    x = torch.tensor([1.0], dtype=torch.float64, requires_grad=True)
+    y = output_border(x, scale(4.0))
+    y.backward(torch.ones(1, dtype=torch.float64))
+    assert y.dtype is torch.float64 and x.grad is not None and x.grad.item() == 4.0
+
+
+def test_nothing_is_recorded_without_grad() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    with torch.no_grad():
+        assert parameter_border(parameter, None, inverse()) is parameter
+        assert not output_border(parameter.half(), scale()).requires_grad
+
+
+def test_backward_announces_itself() -> None:
+    calls: list[str] = []
+    x = torch.ones(1, requires_grad=True)
+    output_border(x, scale(), lambda: calls.append("begun")).backward()
+    assert calls == ["begun"]
+
+
+def test_the_scale_at_the_time_of_backward_counts() -> None:
+    x, factor = torch.ones(1, requires_grad=True), scale(2.0)
+    y = output_border(x, factor)
+    factor.fill_(8.0)
+    y.backward()
+    assert x.grad is not None and x.grad.item() == 8.0
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_inf_and_nan_come_through_unscaling(value: float) -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    parameter_border(parameter, None, inverse()).backward(torch.tensor([value]))
+    assert parameter.grad is not None and not parameter.grad.isfinite().any()
+
+
+def test_second_derivatives_are_unscaled_once() -> None:
+    def penalised(parameter: nn.Parameter, scaled: bool) -> Tensor:
+        x = torch.tensor([0.5, -1.5, 2.0])
+        inside = parameter_border(parameter, None, inverse()) if scaled else parameter
+        loss = ((inside * x) ** 3).sum()
+        outside = output_border(loss, scale()) if scaled else loss
+        (gradient,) = torch.autograd.grad(outside, parameter, create_graph=True)
+        return outside + gradient.pow(2).sum()
+
+    plain, scaled = nn.Parameter(torch.tensor([0.3, 0.7, -0.2])), nn.Parameter(torch.tensor([0.3, 0.7, -0.2]))
+    penalised(plain, False).backward()
+    penalised(scaled, True).backward()
+    assert plain.grad is not None and scaled.grad is not None
+    assert torch.equal(plain.grad, scaled.grad)
+
+
+@torch.jit.script
+def scripted_product(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.tanh(x * weight)
+
+
+class Scripted(nn.Module):
+    def __init__(self, part: nn.Module | None = None) -> None:
+        super().__init__()
+        self.linear, self.weight, self.part = nn.Linear(4, 4), nn.Parameter(torch.randn(4)), part
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = scripted_product(self.linear(x).float(), weight=self.weight)
+        return (y if self.part is None else self.part(y)).float().sum()
+
+
+@pytest.mark.parametrize("backend", ["none", "eager"])
+def test_a_parameter_in_a_scripted_function_gets_its_true_gradient(backend: str) -> None:
+    model, x = Scripted(), torch.randn(2, 4)
+    model(x).backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    MixedPrecision("fp16", loss_scaler=StaticLossScaler(1024.0)).attach(model)
+    (model if backend == "none" else torch.compile(model, backend=backend))(x).backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0.02, atol=2e-3)
+
+
+@pytest.mark.parametrize("compile_part", [torch.jit.script, lambda part: torch.jit.trace(part, torch.ones(2, 4))])
+def test_a_scripted_module_is_refused_where_the_loss_is_scaled(compile_part: Callable[..., nn.Module]) -> None:
+    model = Scripted(compile_part(nn.Linear(4, 4)))
+    with pytest.raises(ValueError, match=r"part is a TorchScript module.*torch.compile is supported.*bf16"):
+        MixedPrecision("fp16").attach(model)
+    for parameter in model.part.parameters():
+        parameter.requires_grad_(False)
+    MixedPrecision("fp16").attach(model)
+
+
+def test_a_scripted_module_is_taken_where_nothing_is_scaled() -> None:
+    model, x = Scripted(torch.jit.script(nn.Linear(4, 4))), torch.randn(2, 4)
+    model(x).backward()
+    expected = model.part.weight.grad.clone()
+    model.zero_grad()
+    MixedPrecision("bf16").attach(model)
+    model(x).backward()
+    torch.testing.assert_close(model.part.weight.grad, expected, rtol=0.1, atol=0.05)

@@ -1,0 +1,106 @@
+"""Directories that are there whole or not at all, whatever moment a kill chooses."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hf_mp.trainer.checkpoints.atomic as atomic
+from hf_mp.trainer.checkpoints.atomic import publish, recover, remove, staging_folder, sync_tree
+
+
+class Killed(BaseException):
+    pass
+
+
+def directory(path: Path, content: str) -> Path:
+    path.mkdir(parents=True)
+    (path / "file").write_text(content)
+    return path
+
+
+def is_whole(path: Path) -> bool:
+    return (path / "file").is_file()
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch, killed_at: int) -> list[str]:
+    """Have the call number ``killed_at`` to the system not return."""
+    calls: list[str] = []
+
+    def counted(name: str, real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            if len(calls) == killed_at:
+                raise Killed
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in ("rename", "fsync", "rmdir", "unlink"):
+        monkeypatch.setattr(os, name, counted(name, getattr(os, name)))
+    return calls
+
+
+@pytest.mark.parametrize("replaces", [False, True], ids=["new", "replaces"])
+@pytest.mark.parametrize("killed_at", range(1, 14))
+def test_a_kill_at_any_call_leaves_the_old_or_the_new_one(tmp_path: Path, replaces: bool, killed_at: int) -> None:
+    target = tmp_path / "checkpoint-2"
+    if replaces:
+        directory(target, "old")
+    staged = directory(staging_folder(tmp_path) / target.name, "new")
+    with pytest.MonkeyPatch.context() as patch:
+        calls_of(patch, killed_at)
+        with suppress(Killed):
+            sync_tree(staged)
+            publish(staged, target)
+    recover(tmp_path, is_whole)
+    assert (target / "file").read_text() in (["old", "new"] if replaces else ["new"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [target.name]
+
+
+@pytest.mark.parametrize("killed_at", range(1, 9))
+def test_a_kill_while_removing_leaves_it_whole_or_gone(tmp_path: Path, killed_at: int) -> None:
+    target = directory(tmp_path / "checkpoint-2", "old")
+    with pytest.MonkeyPatch.context() as patch:
+        calls_of(patch, killed_at)
+        with suppress(Killed):
+            remove(target)
+    assert not target.exists() or is_whole(target)
+    recover(tmp_path, is_whole)
+    assert {path.name for path in tmp_path.iterdir()} <= {target.name}
+
+
+def test_a_rename_that_fails_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = directory(tmp_path / "checkpoint-2", "old")
+    staged = directory(staging_folder(tmp_path) / target.name, "new")
+    real = os.rename
+
+    def rename(source: Path, to: Path) -> None:
+        if Path(source) == staged:
+            raise OSError(28, "No space left on device")
+        real(source, to)
+
+    monkeypatch.setattr(atomic.os, "rename", rename)
+    with pytest.raises(OSError, match="No space left"):
+        publish(staged, target)
+    assert (target / "file").read_text() == "old"
+
+
+def test_what_was_not_finished_is_cleared(tmp_path: Path) -> None:
+    (staging_folder(tmp_path) / "checkpoint-4").mkdir(parents=True)
+    assert recover(tmp_path, is_whole) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_finished_comes_into_place(tmp_path: Path) -> None:
+    directory(staging_folder(tmp_path) / "checkpoint-4", "new")
+    assert recover(tmp_path, is_whole) == [tmp_path / "checkpoint-4"]
+    assert is_whole(tmp_path / "checkpoint-4")
+
+
+def test_nothing_to_recover(tmp_path: Path) -> None:
+    assert recover(tmp_path / "none", is_whole) == []

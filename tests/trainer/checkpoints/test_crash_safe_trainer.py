@@ -1,0 +1,399 @@
+"""The Trainer around the checkpoints: looking one up, failing saves, rotation, signals, the callback's manifest."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_runs import arguments, make_trainer, same, tiny_gpt2, token_rows, weights
+from transformers import TrainerCallback
+
+import hf_mp.trainer.checkpoints.crash_safe_trainer as crash_safe_trainer
+from hf_mp import CheckpointError, LossScaleError, MixedPrecisionArguments, NoCheckpointError, Preempted
+from hf_mp.trainer.checkpoints.inspection import find_problems, list_checkpoints
+from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, read_manifest
+from hf_mp.trainer.checkpoints.preemption import PREEMPTED_EXIT_CODE, SIGNALS, SignalWatch
+from hf_mp.trainer.checkpoints.rotation import rotate
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "optim": "adamw_torch", "learning_rate": 1e-2}
+
+
+def make(folder: Path, contender: str = "subclass", precision: str = "fp16", **settings: Any) -> Any:
+    named = {name: settings.pop(name) for name in ("callbacks", "eval_dataset") if name in settings}
+    args = arguments(folder, MixedPrecisionArguments, **{**SAVING, **settings})
+    args.precision = precision
+    model = tiny_gpt2(resid_pdrop=0.1)
+    return make_trainer(contender, precision, model, args, train_dataset=token_rows(), **named)
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in list_checkpoints(folder)]
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is logged."""
+    found: list[str] = []
+    for level in ("warning", "error"):
+        monkeypatch.setattr(crash_safe_trainer.logger, level, found.append)
+    return found
+
+
+# Which checkpoint is resumed from
+
+
+def test_the_newest_whole_one_is_taken_and_the_others_are_named(tmp_path: Path, told: list[str]) -> None:
+    straight = make(tmp_path)
+    straight.train()
+    (tmp_path / "checkpoint-6" / "optimizer.pt").unlink()
+    path = tmp_path / "checkpoint-4" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    resumed = make(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    (message,) = told
+    assert "resuming from" in message and "checkpoint-2; newer ones were passed over" in message
+    assert "checkpoint-6: optimizer.pt is missing" in message
+    assert "checkpoint-4: model.safetensors is not what was written" in message
+    assert same(weights(straight.model), weights(resumed.model))
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert not any(find_problems(path) for path in list_checkpoints(tmp_path))  # they are saved anew
+
+
+def test_a_checkpoint_of_the_stock_trainer_resumes(tmp_path: Path, told: list[str]) -> None:
+    make(tmp_path, "stock").train()
+    resumed = make(tmp_path, precision="fp32", max_steps=8)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 8 and told == []
+
+
+def test_no_checkpoint_at_all_and_none_that_is_whole(tmp_path: Path) -> None:
+    with pytest.raises(NoCheckpointError, match=r"No valid checkpoint found in output directory .*none yet"):
+        make(tmp_path / "new").train(resume_from_checkpoint=True)
+    make(tmp_path, max_steps=2).train()
+    (tmp_path / "checkpoint-2" / MANIFEST_NAME).write_text("{}")
+    with pytest.raises(CheckpointError, match=rf"checkpoint-2: {MANIFEST_NAME}: expected the keys") as found:
+        make(tmp_path).train(resume_from_checkpoint=True)
+    assert not isinstance(found.value, NoCheckpointError)
+
+
+def test_a_run_that_was_killed_after_its_last_save_is_not_trained_further(tmp_path: Path) -> None:
+    straight = make(tmp_path)
+    straight.train()
+    resumed = make(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
+    assert same(weights(straight.model), weights(resumed.model))
+
+
+def test_another_number_of_processes_is_told(tmp_path: Path, told: list[str]) -> None:
+    make(tmp_path, max_steps=2).train()
+    path = tmp_path / "checkpoint-2" / MANIFEST_NAME
+    manifest = read_manifest(path.parent)
+    assert manifest is not None and (manifest.step, manifest.world_size, manifest.precision) == (2, 1, "fp16")
+    assert {"hf_mp", "torch", "transformers"} <= manifest.versions.keys()
+    path.write_text(type(manifest)(**{**vars(manifest), "world_size": 4}).to_json())
+    make(tmp_path).train(resume_from_checkpoint=True)
+    assert "was saved by 4 processes and this run has 1" in told[0]
+
+
+def test_the_best_model_is_not_loaded_where_it_is_damaged(tmp_path: Path) -> None:
+    class Damage(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 6:
+                assert state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
+                (tmp_path / "checkpoint-4" / "model.safetensors").write_bytes(b"x")
+
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
+    best |= {"metric_for_best_model": "loss", "greater_is_better": True}
+    trainer = make(tmp_path, **best, callbacks=[Damage()], eval_dataset=token_rows(4))
+    with pytest.raises(CheckpointError, match=r"checkpoint-4: model.safetensors has 1 bytes"):
+        trainer.train()
+    assert names(tmp_path) == ["checkpoint-4", "checkpoint-6"]
+    state = json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(tmp_path / "checkpoint-4")
+
+
+# Saves that fail
+
+
+class Failing(TrainerCallback):
+    """Has the rename into place fail in the save of one step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
+        self._patch, self._step = monkeypatch, step
+        self._error = OSError(number, os.strerror(number))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            self._patch.setattr(crash_safe_trainer, "publish", self._fail)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._patch.undo()
+
+    def _fail(self, *args: Any) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.ESTALE, errno.EIO], ids=errno.errorcode.get)
+def test_a_run_goes_on_after_a_save_that_failed(tmp_path: Path, number: int) -> None:
+    straight = make(tmp_path / "straight")
+    straight.train()
+    messages: list[str] = []
+    with pytest.MonkeyPatch.context() as patch, pytest.MonkeyPatch.context() as logged:
+        logged.setattr(crash_safe_trainer.logger, "error", messages.append)
+        trainer = make(tmp_path / "run", callbacks=[Failing(patch, 4, number)], save_total_limit=1)
+        trainer.train()
+    (message,) = messages
+    assert "checkpoint-4 could not be saved" in message and os.strerror(number) in message
+    assert "The last whole checkpoint is" in message and "checkpoint-2. Training goes on" in message
+    assert names(tmp_path / "run") == ["checkpoint-6"]
+    assert same(weights(straight.model), weights(trainer.model))
+
+
+def test_a_run_stops_after_a_save_that_failed_where_it_is_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = Failing(monkeypatch, 4, errno.ENOSPC)
+    with pytest.raises(CheckpointError, match=r"No space left.*last whole checkpoint is .*checkpoint-2.*ends here"):
+        make(tmp_path, callbacks=[failing], save_failure="stop").train()
+    assert names(tmp_path) == ["checkpoint-2"]
+    assert not (tmp_path / ".saving").exists()
+
+
+def test_an_error_of_the_program_is_no_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(tmp_path)
+    monkeypatch.setattr(trainer.model, "save_pretrained", lambda *args, **kwargs: {}["x"])
+    with pytest.raises(KeyError):
+        trainer.train()
+
+
+def test_another_save_failure_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="save_failure='ignore': choose one of continue, stop"):
+        MixedPrecisionArguments(output_dir=str(tmp_path), save_failure="ignore", use_cpu=True)
+
+
+# Rotation
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    make(tmp_path).train()
+    for age, step in enumerate((6, 4, 2)):
+        os.utime(tmp_path / f"checkpoint-{step}", (1_000_000 - age, 1_000_000 - age))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("limit", "left"), [(None, [2, 4, 6]), (0, [2, 4, 6]), (3, [2, 4, 6]), (2, [4, 6]), (1, [6])], ids=str
+)
+def test_the_oldest_go_first(three: Path, limit: int | None, left: list[int]) -> None:
+    rotate(three, limit, written=three / "checkpoint-6")
+    assert names(three) == [f"checkpoint-{step}" for step in left]
+
+
+def test_damaged_ones_go_before_the_last_whole_one(three: Path) -> None:
+    (three / "checkpoint-4" / "optimizer.pt").write_bytes(b"")
+    rotate(three, 2, written=three / "checkpoint-6")
+    assert names(three) == ["checkpoint-2", "checkpoint-6"]
+
+
+def test_what_was_written_and_the_best_stay(three: Path) -> None:
+    # An earlier run in this directory had come to step 6; the new one has just written step 2.
+    rotate(three, 1, written=three / "checkpoint-2", keep=[three / "checkpoint-4"])
+    assert names(three) == ["checkpoint-2", "checkpoint-4"]
+
+
+# Signals
+
+
+class Signal(TrainerCallback):
+    def __init__(self, step: int, number: int) -> None:
+        self._step, self._number = step, number
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            signal.raise_signal(self._number)
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize("settings", [{}, {"save_strategy": "no"}, {"precision": "fp32"}], ids=str)
+def test_a_signal_ends_the_run_in_a_checkpoint(tmp_path: Path, number: int, settings: dict[str, Any]) -> None:
+    straight = make(tmp_path / "straight", **settings)
+    straight.train()
+    with pytest.raises(Preempted, match="checkpoint-3") as ended:
+        make(tmp_path / "run", callbacks=[Signal(2, number)], **settings).train()
+    assert ended.value.code == PREEMPTED_EXIT_CODE == 75
+    assert signal.getsignal(number) is signal.SIG_DFL
+    resumed = make(tmp_path / "run", **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert Path(str(resumed._resumed_from)).name == "checkpoint-3"
+    assert same(weights(straight.model), weights(resumed.model))
+
+
+def test_a_preempted_run_keeps_its_checkpoint_beside_the_best(tmp_path: Path) -> None:
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
+    with pytest.raises(Preempted):
+        make(tmp_path, **best, callbacks=[Signal(2, signal.SIGTERM)], eval_dataset=token_rows(4)).train()
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
+
+
+@pytest.mark.parametrize(
+    ("event", "settings"),
+    [("on_save", {}), ("on_train_end", {}), ("on_train_end", {"save_strategy": "no"})],
+    ids=["save", "end", "end without saves"],
+)
+def test_a_signal_after_the_last_step_ends_the_same_way(tmp_path: Path, event: str, settings: dict[str, str]) -> None:
+    def at_the_last_step(args: Any, state: Any, *rest: Any, **named: Any) -> None:
+        if state.global_step == 6:
+            signal.raise_signal(signal.SIGTERM)
+
+    callback = TrainerCallback()
+    setattr(callback, event, at_the_last_step)
+    straight = make(tmp_path / "straight")
+    straight.train()
+    with pytest.raises(Preempted, match="checkpoint-6"):
+        make(tmp_path / "run", callbacks=[callback], **settings).train()
+    resumed = make(tmp_path / "run")
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6 and same(weights(straight.model), weights(resumed.model))
+
+
+def test_a_signal_whose_checkpoint_cannot_be_saved_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    callbacks = [Signal(2, signal.SIGTERM), Failing(monkeypatch, 3, errno.ENOSPC)]
+    with pytest.raises(CheckpointError, match="SIGTERM ended the run, and checkpoint-3 could not be saved"):
+        make(tmp_path, callbacks=callbacks).train()
+    assert names(tmp_path) == ["checkpoint-2"]
+
+
+def test_a_signal_that_a_launcher_passes_on_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    watch = SignalWatch()
+    watch.start()
+    try:
+        for _ in range(2):  # without the launcher, the second would end this process
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        watch.stop()
+    assert watch.received == "SIGTERM"
+
+
+def test_a_handler_of_the_program_stays(tmp_path: Path) -> None:
+    caught: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
+    try:
+        trainer = make(tmp_path, callbacks=[Signal(2, signal.SIGTERM)])
+        trainer.train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert caught == [signal.SIGTERM] and trainer.state.global_step == 6
+
+
+def test_a_checkpoint_of_transformers_jit_callback_is_put_in_place_whole(tmp_path: Path) -> None:
+    class Request(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                jit.jit_manager.is_checkpoint_requested = True
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        trainer = make(tmp_path, enable_jit_checkpoint=True, save_strategy="no", callbacks=[Request()])
+        (jit,) = (cb for cb in trainer.callback_handler.callbacks if hasattr(cb, "jit_manager"))
+        trainer.train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    (checkpoint,) = list_checkpoints(tmp_path)
+    assert read_manifest(checkpoint) is not None and find_problems(checkpoint) == []
+    assert not (checkpoint / "checkpoint-is-incomplete.txt").exists()
+
+
+def test_signals_are_left_alone_where_that_is_asked(tmp_path: Path) -> None:
+    class Look(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    make(tmp_path, handle_preemption=False, callbacks=[Look()]).train()
+
+
+# The callback
+
+
+def test_the_callback_gives_a_checkpoint_of_the_stock_trainer_a_manifest(tmp_path: Path) -> None:
+    make(tmp_path, "callback").train()
+    manifest = read_manifest(tmp_path / "checkpoint-6")
+    assert manifest is not None and "mixed_precision.json" in manifest.files
+    assert find_problems(tmp_path / "checkpoint-6") == []
+    (tmp_path / "checkpoint-6" / "scheduler.pt").unlink()
+    resumed = make(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert Path(str(resumed._resumed_from)).name == "checkpoint-4"
+
+
+def test_a_second_run_is_kept_out(tmp_path: Path) -> None:
+    class Second(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                with pytest.raises(CheckpointError, match="in use by another run"):
+                    make(tmp_path).train()
+
+    make(tmp_path, callbacks=[Second()]).train()
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    shutil.rmtree(tmp_path)
+
+
+# Training that cannot go on
+
+
+def stuck_from(step: int, folder: Path, **settings: Any) -> Any:
+    """A run whose gradients are NaN from ``step`` on."""
+
+    class Stuck(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step >= step and not hooks:
+                hooks.append(model.transformer.ln_f.weight.register_hook(lambda gradient: gradient * float("nan")))
+
+    hooks: list[Any] = []
+    settings = {"loss_scale": "1024", "loss_scale_kwargs": {"max_consecutive_skips": 5}, "max_steps": 20, **settings}
+    trainer = make(folder, callbacks=[Stuck()], explain_overflows=False, **settings)
+    return trainer
+
+
+@pytest.mark.parametrize("strategy", ["steps", "no"])
+def test_training_that_cannot_go_on_keeps_what_the_last_good_step_left(tmp_path: Path, strategy: str) -> None:
+    straight = make(tmp_path / "straight", max_steps=20, callbacks=[StopAt(3)], loss_scale="1024")
+    straight.train()
+    stuck = stuck_from(3, tmp_path / "run", save_strategy=strategy, save_total_limit=1)
+    with pytest.raises(LossScaleError, match="5 optimizer steps in a row") as caught:
+        stuck.train()
+    last = tmp_path / "run" / "checkpoint-7"
+    assert any(str(last) in note for note in caught.value.__notes__)
+    assert find_problems(last) == []
+    saved = load_file(last / "model.safetensors")
+    trained = dict(straight.model.named_parameters())
+    assert all(torch.equal(value, trained[name].detach()) for name, value in saved.items())
+    if strategy == "steps":  # saved at 2, 4, 6: the one of step 4 is the last before two steps in a row were skipped
+        assert names(tmp_path / "run") == ["checkpoint-4", "checkpoint-7"]
+        assert any("checkpoint-4" in note for note in caught.value.__notes__)
+
+
+def test_a_run_that_could_not_go_on_does_when_the_cause_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(LossScaleError):
+        stuck_from(3, tmp_path).train()
+    resumed = make(tmp_path, loss_scale="1024", max_steps=10)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 10 and resumed.mixed_precision.stats.skipped_steps == 5
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == self.step

@@ -1,0 +1,169 @@
+"""The manifest: what it finds, and what it refuses to be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_mp import CheckpointError
+from hf_mp.trainer.checkpoints.manifest import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    _checksum,
+    _dump,
+    build_manifest,
+    find_damage,
+    is_inside,
+    read_manifest,
+)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "weights.bin").write_bytes(bytes(range(200)))
+    (tmp_path / "adapter" / "weights.bin").write_bytes(b"inner")
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / MANIFEST_NAME).write_text(manifest_of(tmp_path).to_json())
+    return tmp_path
+
+
+def manifest_of(directory: Path) -> Manifest:
+    return build_manifest(directory, step=7, world_size=2, precision="fp16", versions={"torch": "2"})
+
+
+def damage(checkpoint: Path) -> list[str]:
+    manifest = read_manifest(checkpoint)
+    assert manifest is not None
+    return find_damage(checkpoint, manifest)
+
+
+def test_what_is_written_is_read_again(checkpoint: Path) -> None:
+    manifest = read_manifest(checkpoint)
+    assert manifest == manifest_of(checkpoint)
+    assert sorted(manifest.files) == ["adapter/weights.bin", "empty", "weights.bin"]
+    assert (manifest.step, manifest.world_size, manifest.precision) == (7, 2, "fp16")
+    assert damage(checkpoint) == []
+
+
+def test_a_directory_without_a_manifest_has_none(tmp_path: Path) -> None:
+    assert read_manifest(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["weights.bin", "adapter/weights.bin"])
+def test_every_flipped_byte_is_found(checkpoint: Path, name: str) -> None:
+    path = checkpoint / name
+    content = path.read_bytes()
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert damage(checkpoint) == [f"{name} is not what was written (its SHA-256 differs)"]
+
+
+def test_cut_longer_and_missing_files_are_named(checkpoint: Path) -> None:
+    (checkpoint / "weights.bin").write_bytes(b"x" * 10)
+    (checkpoint / "empty").write_bytes(b"x")
+    (checkpoint / "adapter" / "weights.bin").unlink()
+    assert damage(checkpoint) == [
+        "adapter/weights.bin is missing",
+        "empty has 1 bytes, 0 were written",
+        "weights.bin has 10 bytes, 200 were written",
+    ]
+
+
+def test_a_file_that_a_callback_added_is_no_damage(checkpoint: Path) -> None:
+    (checkpoint / "notes.txt").write_text("added")
+    assert damage(checkpoint) == []
+
+
+def test_every_flipped_bit_of_the_manifest_is_found(checkpoint: Path) -> None:
+    path = checkpoint / MANIFEST_NAME
+    content = path.read_bytes()
+    for place in range(len(content)):
+        for flip in (1, 2, 32, 128):
+            path.write_bytes(content[:place] + bytes([content[place] ^ flip]) + content[place + 1 :])
+            with pytest.raises(CheckpointError, match=MANIFEST_NAME):
+                read_manifest(checkpoint)
+    for end in range(len(content)):
+        path.write_bytes(content[:end])
+        with pytest.raises(CheckpointError, match=MANIFEST_NAME):
+            read_manifest(checkpoint)
+
+
+def signed(checkpoint: Path, **changes: Any) -> str:
+    """The text of a manifest that somebody changed and gave the right checksum."""
+    content = {**json.loads((checkpoint / MANIFEST_NAME).read_text()), **changes}
+    del content["manifest_sha256"]
+    return _dump({**content, "manifest_sha256": _checksum(content)})
+
+
+ENTRY = {"size_bytes": 1, "sha256": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"files": {"../outside": ENTRY}}, "'../outside' is not a path inside the checkpoint"),
+        ({"files": {"/etc/passwd": ENTRY}}, "'/etc/passwd' is not a path inside"),
+        ({"files": {"C:\\x": ENTRY}}, "is not a path inside"),
+        ({"files": {"x": {**ENTRY, "size_bytes": -1}}}, "size_bytes must be a number of bytes, not '-1'"),
+        ({"files": {"x": {**ENTRY, "size_bytes": True}}}, "size_bytes must be a number of bytes"),
+        ({"files": {"x": {**ENTRY, "sha256": "0"}}}, "sha256 must be 64 hexadecimal digits"),
+        ({"files": {"x": {**ENTRY, "more": 1}}}, "expected size_bytes and sha256"),
+        ({"files": ["x"]}, "files and versions must be objects"),
+        ({"step": -1}, "step must be an integer from 0 on, not '-1'"),
+        ({"step": float("nan")}, "step must be an integer|checksum"),
+        ({"world_size": 0}, "world_size must be an integer from 1 on"),
+        ({"versions": {"torch": 2}}, "versions must map text to text"),
+        ({"precision": None}, "precision must be text"),
+        ({"format": 2}, "format '2', this version of hf_mp reads format 1"),
+        ({"extra": 1}, "expected the keys"),
+    ],
+    ids=str,
+)
+def test_a_manifest_that_somebody_made_up_is_refused(checkpoint: Path, changes: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        Manifest.from_json(signed(checkpoint, **changes))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "null", "", "{}", '"x"'], ids=lambda text: text[:4] or "empty")
+def test_what_is_no_manifest_at_all_is_refused(text: str) -> None:
+    with pytest.raises(CheckpointError):
+        Manifest.from_json(text)
+
+
+def test_a_huge_manifest_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / MANIFEST_NAME).open("wb") as file:
+        file.truncate(2**40)  # sparse
+    with pytest.raises(CheckpointError, match=f"more than {MAX_MANIFEST_BYTES} bytes"):
+        read_manifest(tmp_path)
+
+
+@given(st.text(max_size=20))
+@settings(max_examples=300, deadline=None)
+def test_a_path_that_counts_as_inside_stays_inside(name: str) -> None:
+    if is_inside(name):
+        assert (Path("/base") / name).resolve().is_relative_to("/base") and name not in ("", ".")
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(max_size=3),
+        lambda inner: (
+            st.lists(inner)
+            | st.dictionaries(
+                st.sampled_from(["format", "files", "step", "versions", "world_size", "precision", "manifest_sha256"]),
+                inner,
+            )
+        ),
+    )
+)
+@settings(max_examples=300, deadline=None)
+def test_only_our_error_comes_from_any_json(value: Any) -> None:
+    with pytest.raises(CheckpointError):
+        Manifest.from_json(json.dumps(value))

@@ -1,0 +1,245 @@
+"""Checkpoints from a stranger: named and refused, and nothing in them runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from trainer_runs import arguments, make_trainer, tiny_gpt2, token_rows
+
+from hf_mp import CheckpointError
+from hf_mp.trainer.checkpoints.inspection import find_problems
+from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, build_manifest
+from hf_mp.trainer.checkpoints.untrusted import find_hazards
+from hf_mp.trainer.session import STATE_NAME
+
+
+class Touch:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+def trainer(folder: Path, **settings: Any) -> Any:
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "optim": "adamw_torch", **settings}
+    return make_trainer("subclass", "fp16", tiny_gpt2(), arguments(folder, **settings), train_dataset=token_rows())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    trainer(folder).train()
+    return folder
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    """A run with checkpoint-2 and checkpoint-4."""
+    import shutil
+
+    shutil.copytree(saved, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def sign(checkpoint: Path) -> None:
+    """Give a checkpoint a manifest that fits it, as a stranger can."""
+    manifest = build_manifest(checkpoint, step=4, world_size=1, precision="fp16", versions={})
+    (checkpoint / MANIFEST_NAME).write_text(manifest.to_json())
+
+
+def put(name: str, make: Callable[[Path, Path], None]) -> Any:
+    return pytest.param(name, make, id=f"{name}-{make.__name__}")
+
+
+def pickled_by_torch(path: Path, touched: Path) -> None:
+    torch.save({"state": Touch(touched)}, path)
+
+
+def pickled(path: Path, touched: Path) -> None:
+    path.write_bytes(pickle.dumps(Touch(touched)))
+
+
+def compressed(path: Path, touched: Path) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps({}))
+        archive.writestr("archive/data/0", bytes(10_000_000))
+
+
+def linked(path: Path, touched: Path) -> None:
+    outside = touched.with_name("outside")
+    outside.write_bytes(path.read_bytes())
+    path.unlink()
+    path.symlink_to(outside)
+
+
+def shards_outside(path: Path, touched: Path) -> None:
+    path.write_text(json.dumps({"weight_map": {"transformer.wte.weight": "../../other/model.safetensors"}}))
+
+
+def nonsense(path: Path, touched: Path) -> None:
+    path.write_bytes(os.urandom(100))
+
+
+@pytest.mark.parametrize("signed", [True, False], ids=["signed", "no manifest"])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        *(put(name, pickled_by_torch) for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "scaler.pt")),
+        *(put(name, pickled) for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "pytorch_model.bin")),
+        put("optimizer.bin", pickled_by_torch),
+        put("optimizer.pt", compressed),
+        put("model.safetensors", linked),
+        put("optimizer.pt", linked),
+        put("model.safetensors.index.json", shards_outside),
+        put("model.safetensors.index.json", nonsense),
+        put("rng_state.pth", nonsense),
+    ],
+)
+def test_a_hostile_file_is_named_and_nothing_runs(
+    run: Path, tmp_path: Path, name: str, make: Callable[[Path, Path], None], signed: bool
+) -> None:
+    checkpoint, touched = run / "checkpoint-4", tmp_path / "touched"
+    make(checkpoint / name, touched)
+    (checkpoint / MANIFEST_NAME).unlink()
+    if signed:
+        sign(checkpoint)
+    with pytest.raises(CheckpointError, match=rf"checkpoint-4: {name} "):
+        trainer(tmp_path / "again").train(resume_from_checkpoint=str(checkpoint))
+    assert not touched.exists()
+
+
+def test_resuming_does_not_read_the_training_arguments(run: Path, tmp_path: Path) -> None:
+    checkpoint = run / "checkpoint-4"
+    pickled_by_torch(checkpoint / "training_args.bin", tmp_path / "touched")
+    sign(checkpoint)
+    resumed = trainer(tmp_path / "again", max_steps=5)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert resumed.state.global_step == 5 and not (tmp_path / "touched").exists()
+
+
+def test_an_automatic_resume_passes_a_hostile_checkpoint_over(run: Path, tmp_path: Path) -> None:
+    pickled_by_torch(run / "checkpoint-4" / "optimizer.pt", tmp_path / "touched")
+    sign(run / "checkpoint-4")
+    resumed = trainer(run, max_steps=3)
+    resumed.train(resume_from_checkpoint=True)
+    assert Path(str(resumed._resumed_from)).name == "checkpoint-2" and not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"scale": float("nan")}, {"scale": 0.0}, {"scale": -1.0}, {"steps": -1}, {"skipped_steps": -5}, {"scale": "x"}],
+    ids=str,
+)
+def test_a_hostile_state_of_the_scaler_is_refused(run: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = run / "checkpoint-4" / STATE_NAME
+    state = json.loads(path.read_text())
+    state["loss_scaler"].update(changes)
+    path.write_text(json.dumps(state))
+    sign(path.parent)
+    with pytest.raises(ValueError, match=STATE_NAME):
+        trainer(tmp_path / "again").train(resume_from_checkpoint=str(path.parent))
+
+
+def test_another_models_shapes_are_refused(run: Path, tmp_path: Path) -> None:
+    args = arguments(tmp_path / "again")
+    other = make_trainer("subclass", "fp16", tiny_gpt2(n_embd=64), args, train_dataset=token_rows())
+    with pytest.raises(CheckpointError, match=r"the model of .*checkpoint-4 does not fit this run[^$]*size mismatch"):
+        other.train(resume_from_checkpoint=str(run / "checkpoint-4"))
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["beside", "elsewhere"])
+def test_the_best_checkpoint_is_one_beside(run: Path, tmp_path: Path, beside: bool) -> None:
+    path = run / "checkpoint-4" / "trainer_state.json"
+    said = tmp_path / "elsewhere" / ("checkpoint-2" if beside else "checkpoint-99")
+    said.mkdir(parents=True)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "best_model_checkpoint": str(said)}))
+    sign(path.parent)
+    resumed = trainer(tmp_path / "again", max_steps=5)
+    resumed.train(resume_from_checkpoint=str(path.parent))
+    assert resumed.state.best_model_checkpoint == (str(run / "checkpoint-2") if beside else None)
+
+
+# The sharded state of FSDP
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint" / "optimizer_0"
+    state = {"weight": torch.ones(4), "lr": 0.1, "betas": (0.9, 0.999)}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def test_a_sharded_state_is_no_hazard(sharded: Path) -> None:
+    assert find_hazards(sharded.parent) == []
+
+
+def test_pickled_metadata_is_not_run(sharded: Path, tmp_path: Path) -> None:
+    (sharded / ".metadata").write_bytes(pickle.dumps(Touch(tmp_path / "touched")))
+    (problem,) = find_hazards(sharded.parent)
+    assert "optimizer_0/.metadata holds pickled objects that may run code" in problem
+    assert not (tmp_path / "touched").exists()
+
+
+def test_a_pickled_value_in_a_shard_is_found(tmp_path: Path) -> None:
+    # torch reads such values with weights_only=False
+    folder, touched = tmp_path / "checkpoint" / "optimizer_0", tmp_path / "touched"
+    dcp.save({"weight": torch.ones(4), "lr": Touch(touched)}, checkpoint_id=folder, no_dist=True)
+    (problem,) = find_hazards(folder.parent)
+    assert "leads to __0_0.distcp, which holds pickled objects" in problem
+    assert not touched.exists()
+
+
+def test_a_shard_outside_is_found(sharded: Path) -> None:
+    metadata = pickle.loads((sharded / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = "../../x"
+    (sharded / ".metadata").write_bytes(pickle.dumps(metadata))
+    (problem,) = find_hazards(sharded.parent)
+    assert "names a shard outside of the checkpoint: '../../x'" in problem
+
+
+# The stock Trainer's, without a manifest
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json"])
+def test_a_cut_file_is_found_without_a_manifest(run: Path, name: str) -> None:
+    checkpoint = run / "checkpoint-4"
+    (checkpoint / MANIFEST_NAME).unlink()
+    assert find_problems(checkpoint) == []
+    content = (checkpoint / name).read_bytes()
+    (checkpoint / name).write_bytes(content[: len(content) // 2])
+    (problem,) = find_problems(checkpoint)
+    assert problem.startswith(f"{name} is damaged")
+
+
+def test_a_flipped_bit_in_the_optimizer_is_found_without_a_manifest(run: Path) -> None:
+    checkpoint = run / "checkpoint-4"
+    (checkpoint / MANIFEST_NAME).unlink()
+    content = bytearray((checkpoint / "optimizer.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (checkpoint / "optimizer.pt").write_bytes(content)
+    assert "optimizer.pt is damaged (the checksum of" in find_problems(checkpoint)[0]
+
+
+@pytest.mark.parametrize("unfinished", ["no state", "sentinel"])
+def test_an_unfinished_checkpoint_of_transformers_is_passed_over(run: Path, unfinished: str) -> None:
+    checkpoint = run / "checkpoint-4"
+    (checkpoint / MANIFEST_NAME).unlink()
+    if unfinished == "sentinel":
+        (checkpoint / "checkpoint-is-incomplete.txt").write_text("Checkpoint started")
+    else:
+        (checkpoint / "trainer_state.json").unlink()
+    assert any(word in find_problems(checkpoint)[0] for word in ("never finished", "written last"))

@@ -1,0 +1,538 @@
+"""The callback: when it attaches and lets go, what it logs, what it refuses. Features are in tests/conformance/."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import nn
+from trainer_runs import (
+    OURS,
+    arguments,
+    history,
+    logged,
+    make_trainer,
+    poisoned,
+    same,
+    tiny_gpt2,
+    token_rows,
+    weights,
+)
+from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
+
+import hf_mp.trainer.callback
+from hf_mp import (
+    CheckpointError,
+    MixedPrecisionArguments,
+    MixedPrecisionCallback,
+    MixedPrecisionTrainer,
+    PrecisionPolicy,
+    prepare,
+)
+from hf_mp.step.forward import AttachedForward
+
+
+def trainer_with(
+    callback: MixedPrecisionCallback, path: Path, model: nn.Module | None = None, *others: Any, **settings: Any
+) -> Trainer:
+    model = tiny_gpt2() if model is None else model
+    return Trainer(model, arguments(path, **settings), train_dataset=token_rows(), callbacks=[*others, callback])
+
+
+def is_plain(model: nn.Module) -> bool:
+    """Whether nothing of ours is on the model, and all of it is FP32."""
+    ours = any("forward" in module.__dict__ for module in model.modules())
+    return not ours and {(type(p), p.dtype) for p in model.parameters()} == {(nn.Parameter, torch.float32)}
+
+
+class Watch(TrainerCallback):
+    """Notes what the other callbacks and the optimizer look like."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+        self.logs: list[dict[str, Any]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        rate = kwargs["lr_scheduler"].get_last_lr()[0]
+        overflow = kwargs["optimizer"].step_was_skipped
+        self.seen.append({"weights": weights(kwargs["model"]), "rate": rate, "skipped": overflow})
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.logs.append(dict(kwargs["logs"]))
+
+
+# Attaching and letting go
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_masters_are_made_before_the_optimizer(tmp_path: Path, dtype: torch.dtype) -> None:
+    trainer = trainer_with(MixedPrecisionCallback("fp16"), tmp_path, tiny_gpt2(dtype), optim="adamw_torch")
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+    assert trainer.optimizer is None
+    trainer.train()
+    moments = next(iter(trainer.optimizer.state_dict()["state"].values()))
+    assert moments["exp_avg"].dtype is moments["exp_avg_sq"].dtype is torch.float32
+    assert is_plain(trainer.model)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "params=fp32,compute=fp16,loss_scale=dynamic"])
+def test_the_training_is_that_of_the_subclass_bit_for_bit(tmp_path: Path, precision: str) -> None:
+    ends = []
+    for contender in ("subclass", "callback"):
+        model = tiny_gpt2(torch.float16, resid_pdrop=0.1)
+        args = arguments(tmp_path / contender, optim="adamw_torch", learning_rate=1e-2, max_steps=8)
+        trainer = make_trainer(contender, precision, model, args, poisoned(Trainer, (2,)), train_dataset=token_rows())
+        trainer.train()
+        ends.append((weights(trainer.model), history(trainer)))
+    assert same(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1]
+
+
+def test_the_model_is_plain_after_training_or_stays_attached(tmp_path: Path) -> None:
+    for keep in (False, True):
+        callback = MixedPrecisionCallback("fp16", keep_attached=keep)
+        trainer = trainer_with(callback, tmp_path)
+        trainer.train()
+        assert is_plain(trainer.model) is not keep
+        assert "step" not in trainer.optimizer.optimizer.__dict__ or keep
+        assert callback.mixed_precision is not None and callback.mixed_precision.stats.steps == 4
+        callback.detach()
+        assert is_plain(trainer.model)
+
+
+def test_a_damaged_checkpoint_is_not_trained_on(tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    trainer_with(MixedPrecisionCallback("fp16"), tmp_path, **settings).train()
+    weights_file = tmp_path / "checkpoint-2" / "model.safetensors"
+    content = bytearray(weights_file.read_bytes())
+    content[-3] ^= 1
+    weights_file.write_bytes(content)
+    trainer = trainer_with(MixedPrecisionCallback("fp16"), tmp_path, **settings)
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 is damaged.*model\.safetensors"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    trainer = trainer_with(MixedPrecisionCallback("fp16"), tmp_path, **settings)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_failing_batches_are_kept_when_asked(tmp_path: Path, asked: bool | None) -> None:
+    model = tiny_gpt2()
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_fc.bias[0] = torch.nan
+    callback = MixedPrecisionCallback("fp16", keep_overflow_batches=asked)
+    trainer_with(callback, tmp_path, model, max_steps=2).train()
+    assert bool(list(tmp_path.glob("overflows/*/*.safetensors"))) is bool(asked)
+
+
+def lower_precision_products(trainer: Trainer, call: str) -> bool:
+    """Whether a product inside the model runs in FP16 while ``trainer`` evaluates, predicts or generates."""
+    dtypes = set()
+    head = trainer.model.get_output_embeddings()
+    handle = head.register_forward_hook(lambda *arguments: dtypes.add(arguments[-1].dtype))
+    rows = token_rows(4)
+    if call == "generate":
+        trainer.model.generate(rows[0]["input_ids"][None], max_new_tokens=2, do_sample=False, pad_token_id=0)
+    else:
+        getattr(trainer, call)(rows)
+    handle.remove()
+    (dtype,) = dtypes
+    return dtype is torch.float16
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict", "generate"])
+def test_evaluation_uses_autocast_while_attached(tmp_path: Path, call: str) -> None:
+    callback = MixedPrecisionCallback("fp16", keep_attached=True)
+    trainer = trainer_with(callback, tmp_path)
+    assert lower_precision_products(trainer, call)  # before training, too
+    trainer.train()
+    assert lower_precision_products(trainer, call)
+    callback.detach()
+    assert not lower_precision_products(trainer, call)
+    callback.keep_attached = False
+    trainer.train()
+    assert not lower_precision_products(trainer, call)
+
+
+def test_fp32_changes_nothing(tmp_path: Path) -> None:
+    callback = MixedPrecisionCallback("fp32")
+    trainer = trainer_with(callback, tmp_path)
+    assert is_plain(trainer.model)
+    trainer.train()
+    assert callback.mixed_precision is None
+    assert not OURS & set(trainer.state.log_history[0])
+
+
+def test_a_callback_that_is_added_later(tmp_path: Path) -> None:
+    callback = MixedPrecisionCallback("fp16")
+    later = Trainer(tiny_gpt2(torch.float16), arguments(tmp_path), train_dataset=token_rows())
+    later.add_callback(callback)
+    later.train()
+    early = trainer_with(MixedPrecisionCallback("fp16"), tmp_path, tiny_gpt2(torch.float16))
+    early.train()
+    assert same(weights(later.model), weights(early.model))
+    assert is_plain(later.model)
+
+
+def test_the_callback_of_a_newer_trainer_takes_the_model_over(tmp_path: Path) -> None:
+    """As in a notebook, where a cell is run again."""
+    model = tiny_gpt2()
+    first, second = (MixedPrecisionCallback("fp16") for _ in range(2))
+    older = trainer_with(first, tmp_path, model)
+    newer = trainer_with(second, tmp_path, model)
+    newer.train()
+    assert is_plain(model)
+    reference = trainer_with(MixedPrecisionCallback("fp16"), tmp_path)
+    reference.train()
+    assert same(weights(model), weights(reference.model))
+    older.train()
+    assert first.mixed_precision is not None and first.mixed_precision.stats.steps == 4
+    assert is_plain(model)
+
+
+def test_a_training_that_was_interrupted_can_be_started_again(tmp_path: Path) -> None:
+    class Interrupt(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                raise KeyboardInterrupt
+
+    interrupt, callback = Interrupt(), MixedPrecisionCallback("fp16")
+    trainer = trainer_with(callback, tmp_path, None, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.remove_callback(interrupt)
+    trainer.train()
+    assert callback.mixed_precision is not None and callback.mixed_precision.stats.steps == 6
+    assert is_plain(trainer.model)
+
+
+def test_a_forward_that_a_library_puts_over_ours(tmp_path: Path) -> None:
+    """TRL keeps the forward that it finds, ours, and calls it from its own."""
+    callback = MixedPrecisionCallback("fp16")
+    trainer = trainer_with(callback, tmp_path)
+    found = trainer.model.forward
+    assert isinstance(found, AttachedForward)
+
+    def over(self: nn.Module, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        return found(input_ids=input_ids, labels=labels, **kwargs)
+
+    trainer.model.forward = over.__get__(trainer.model)
+    trainer.train()
+    reference = trainer_with(MixedPrecisionCallback("fp16"), tmp_path)
+    reference.train()
+    assert same(weights(trainer.model), weights(reference.model))
+    assert not lower_precision_products(trainer, "evaluate")  # let go, though the library still calls it
+    assert trainer.model.forward.__func__ is over
+
+
+# Steps that are skipped
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
+def test_a_skipped_step_is_invisible_to_weights_and_lr_scheduler(tmp_path: Path, optim: str) -> None:
+    watch = Watch()
+    trainer = make_trainer(
+        "callback",
+        "fp16",
+        tiny_gpt2(),
+        arguments(tmp_path, optim=optim, learning_rate=1e-2, max_steps=8),
+        poisoned(Trainer, (3,)),
+        train_dataset=token_rows(),
+        callbacks=[watch],
+    )
+    trainer.train()
+    before, skipped, after = watch.seen[2:5]
+    assert [step["skipped"] for step in watch.seen] == [False, False, False, True, False, False, False, False]
+    assert same(before["weights"], skipped["weights"]) and before["rate"] == skipped["rate"]
+    assert not same(skipped["weights"], after["weights"]) and after["rate"] < skipped["rate"]
+    assert logged(trainer, "skipped_steps") == [0, 0, 0, 1, 1, 1, 1, 1]
+    assert trainer.state.global_step == 8
+
+
+# Logs
+
+
+def test_the_entries_are_in_the_history_and_reach_callbacks_on_both_sides(tmp_path: Path) -> None:
+    before, after = Watch(), Watch()
+    callback = MixedPrecisionCallback("fp16")
+    callbacks = [before, callback, after]
+    trainer = Trainer(tiny_gpt2(), arguments(tmp_path), train_dataset=token_rows(), callbacks=callbacks)
+    trainer.train()
+    trainer.evaluate(token_rows(4))
+    training = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(training) == 4 and all(set(entry) >= OURS for entry in training)
+    assert [{key: entry[key] for key in OURS} for entry in training] == [
+        {key: log[key] for key in OURS} for log in before.logs[:4]
+    ]
+    assert before.logs == after.logs
+    assert not any(OURS & set(entry) for entry in trainer.state.log_history if "loss" not in entry)
+
+
+def test_tensorboard_gets_the_scale(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    trainer_with(MixedPrecisionCallback("fp16"), tmp_path, report_to=["tensorboard"], max_steps=2).train()
+    (events,) = tmp_path.rglob("events.out.tfevents*")
+    accumulator = event_accumulator.EventAccumulator(str(events))
+    accumulator.Reload()
+    assert {"train/loss_scale", "train/skipped_steps", "train/headroom"} <= set(accumulator.Tags()["scalars"])
+
+
+def test_where_the_callbacks_order_cannot_be_seen_it_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages: list[str] = []
+    monkeypatch.setattr(hf_mp.trainer.callback.logger, "warning", messages.append)
+    callback = MixedPrecisionCallback("fp16")
+    trainer = Trainer(tiny_gpt2(), arguments(tmp_path), train_dataset=token_rows())
+    for _ in range(2):
+        callback.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
+    (message,) = messages
+    assert "reporters before this callback will not see the loss scale" in message
+
+
+def test_moving_to_the_front_leaves_no_callback_out(tmp_path: Path) -> None:
+    called: list[str] = []
+
+    class Note(TrainerCallback):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def on_init_end(self, *args: Any, **kwargs: Any) -> None:
+            called.append(self.name)
+
+    callbacks = [Note("a"), Note("b"), MixedPrecisionCallback("fp16"), Note("c"), Note("d")]
+    trainer = Trainer(tiny_gpt2(), arguments(tmp_path), train_dataset=token_rows(), callbacks=callbacks)
+    assert called == ["a", "b", "c", "d"]
+    handler = trainer.callback_handler
+    assert isinstance(handler, CallbackHandler) and handler.callbacks[0] is callbacks[2]
+    assert [callback.name for callback in handler.callbacks if isinstance(callback, Note)] == called
+
+
+# Settings
+
+
+def test_settings_of_the_scaler_the_tables_and_the_rules(tmp_path: Path) -> None:
+    callback = MixedPrecisionCallback(
+        "params=fp32,compute=fp16,loss_scale=dynamic",
+        loss_scaler_settings={"init_scale": 64.0, "growth_interval": 2},
+        tables="cpu",
+        rules={"lm_head": "fp32"},
+    )
+    trainer = trainer_with(callback, tmp_path)
+    assert not lower_precision_products(trainer, "evaluate")
+    trainer.train()
+    assert logged(trainer, "loss_scale") == [64.0, 128.0, 128.0, 256.0]
+    assert callback.mixed_precision is not None and callback.mixed_precision.region.tables == "cpu"
+
+
+def test_what_the_arguments_of_the_trainer_say_is_used(tmp_path: Path) -> None:
+    args = arguments(tmp_path, MixedPrecisionArguments, precision="bf16", loss_scale="512")
+    for precision, expected in ((None, torch.bfloat16), ("fp16", torch.float16)):
+        callback = MixedPrecisionCallback(precision)
+        Trainer(tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[callback])
+        assert callback.mixed_precision is not None
+        assert callback.mixed_precision.policy == PrecisionPolicy(compute=expected, loss_scale=512.0)
+    args = arguments(tmp_path, MixedPrecisionArguments, loss_scale_kwargs={"init_scale": 32.0})
+    callback = MixedPrecisionCallback()
+    Trainer(tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[callback])
+    assert callback.mixed_precision is not None and callback.mixed_precision.scaler.get_scale() == 32.0
+
+
+def test_an_instance_or_the_class(tmp_path: Path) -> None:
+    trainer = Trainer(tiny_gpt2(), arguments(tmp_path), train_dataset=token_rows(), callbacks=[MixedPrecisionCallback])
+    trainer.train()
+    assert "loss_scale" in trainer.state.log_history[0]
+
+
+def test_the_settings_in_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "migrate.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(MixedPrecisionCallback.*?)```", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 2
+    for block in blocks:
+        assert isinstance(eval(block), MixedPrecisionCallback)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"precision": "fp8"}, r"precision='fp8' is not known"),
+        ({"precision": "fp16-lean"}, r"'fp16-lean' keeps the FP32 masters.*the Trainer owns it.*'fp16'"),
+        ({"precision": "bf16-lean"}, r"MixedPrecisionCallback\('bf16'\), or MixedPrecisionTrainer with .*'bf16-lean'"),
+        (
+            {"precision": "fp16", "loss_scaler_settings": {"speed": 1}},
+            r"the 'headroom' loss scaler has no setting speed: it has .*headroom",
+        ),
+    ],
+    ids=["unknown", "fp16-lean", "bf16-lean", "setting"],
+)  # fmt: skip
+def test_what_is_refused_when_the_callback_is_made(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MixedPrecisionCallback(**settings)
+
+
+def test_settings_that_a_checkpoint_cannot_hold() -> None:
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        MixedPrecisionCallback("fp16", loss_scaler_settings={"headroom": torch.tensor(4.0)})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bf16": True}, r"bf16=True switches accelerate's mixed precision on.*say bf16=False"),
+        ({"fp16_full_eval": True}, r"fp16_full_eval=True casts the FP32 masters away"),
+        ({"optim": "lomo"}, r"optim='lomo' updates inside of backward"),
+    ],
+    ids=["bf16", "full eval", "lomo"],
+)
+def test_what_is_refused_when_the_trainer_is_made(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    model = tiny_gpt2()
+    with pytest.raises(ValueError, match=message):
+        trainer_with(MixedPrecisionCallback("fp16"), tmp_path, model, **settings)
+    assert is_plain(model)
+
+
+def test_fp16_of_the_trainer_is_refused(tmp_path: Path) -> None:
+    """Called by hand: on a CPU, accelerate refuses ``fp16=True`` before it comes to callbacks."""
+    args = TrainingArguments(str(tmp_path), fp16=True, report_to=[])
+    trainer = Trainer(tiny_gpt2(), arguments(tmp_path), train_dataset=token_rows())
+    with pytest.raises(ValueError, match=r"fp16=True switches accelerate's.*say precision='fp16', or leave hf_mp out"):
+        MixedPrecisionCallback("fp16").on_init_end(args, trainer.state, trainer.control, model=trainer.model)
+
+
+def test_the_environment_of_accelerate_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(ValueError, match=r"ACCELERATE_MIXED_PRECISION='bf16' in the environment.*unset it"):
+        trainer_with(MixedPrecisionCallback("fp16"), tmp_path)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_two_callbacks_are_refused(tmp_path: Path, precision: str) -> None:
+    callbacks = [MixedPrecisionCallback(precision), MixedPrecisionCallback(precision)]
+    with pytest.raises(ValueError, match=r"more than one MixedPrecisionCallback.*leave one"):
+        Trainer(tiny_gpt2(), arguments(tmp_path), train_dataset=token_rows(), callbacks=callbacks)
+    trainer = trainer_with(MixedPrecisionCallback(precision), tmp_path)
+    trainer.add_callback(MixedPrecisionCallback(precision))
+    with pytest.raises(ValueError, match=r"more than one MixedPrecisionCallback.*leave one"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("given", [MixedPrecisionCallback, MixedPrecisionCallback("fp16")], ids=["class", "instance"])
+def test_our_own_trainer_is_refused(tmp_path: Path, given: Any) -> None:
+    args = arguments(tmp_path / "run", MixedPrecisionArguments)
+    with pytest.raises(ValueError, match=r"MixedPrecisionTrainer is in mixed precision already, remove the callback"):
+        MixedPrecisionTrainer(tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[given])
+    assert not (tmp_path / "run").exists()
+    trainer = MixedPrecisionTrainer(tiny_gpt2(), args, train_dataset=token_rows())
+    with pytest.raises(ValueError, match="remove the callback"):
+        trainer.add_callback(given)
+
+
+def test_a_model_that_is_attached_by_hand_is_refused(tmp_path: Path) -> None:
+    model = tiny_gpt2()
+    prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"attached to a MixedPrecision already: detach\(\) that first"):
+        trainer_with(MixedPrecisionCallback("fp16"), tmp_path, model)
+
+
+def test_a_trainer_that_hands_no_optimizer_to_its_callbacks(tmp_path: Path) -> None:
+    trainer = Trainer(tiny_gpt2(), arguments(tmp_path), train_dataset=token_rows())
+    for precision in ("fp32", "fp16"):
+        callback = MixedPrecisionCallback(precision)
+        if precision == "fp32":
+            callback.on_train_begin(trainer.args, trainer.state, trainer.control)
+            continue
+        with pytest.raises(ValueError, match=r"does not hand its model and its optimizer.*use hf_mp.prepare"):
+            callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+
+
+def test_a_model_that_was_compiled_in_place(tmp_path: Path) -> None:
+    """Its forward is still called, so that nothing is hidden."""
+    runs = []
+    for compiled in (False, True):
+        model = tiny_gpt2()
+        if compiled:
+            model.compile(backend="aot_eager")
+        runs.append(trainer_with(MixedPrecisionCallback("fp16"), tmp_path, model))
+        runs[-1].train()
+    assert logged(runs[1], "headroom") == logged(runs[0], "headroom")
+    assert logged(runs[1], "loss") == pytest.approx(logged(runs[0], "loss"), rel=1e-3)
+
+
+class Quantized(GPT2LMHeadModel):
+    """Stands for an adapter that was loaded for inference, over a quantized model."""
+
+    _hf_peft_config_loaded = True
+    is_quantized = True
+
+
+def prepared_by_accelerate() -> nn.Module:
+    return Accelerator(cpu=True, mixed_precision="bf16").prepare(tiny_gpt2())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.compile(nn.Linear(2, 2)), r"compiled already \(OptimizedModule\).*torch_compile=True"),
+        (lambda: torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), "hides the forward of the model inside it"),
+        (prepared_by_accelerate, r"as a Trainer with fp16=True does.*keep_fp32_wrapper=False\)"),
+        (lambda: nn.DataParallel(nn.Linear(2, 2)), "use DistributedDataParallel"),
+        (nn.ReLU, "has no floating parameters"),
+    ],
+    ids=["compiled", "traced", "prepared", "DataParallel", "no parameters"],
+)  # fmt: skip
+def test_models_that_hide_their_forward(tmp_path: Path, make: Any, message: str) -> None:
+    try:
+        model = make()
+        callback = MixedPrecisionCallback("fp16")
+        args = arguments(tmp_path)
+        with pytest.raises(ValueError, match=message):
+            callback.on_init_end(args, None, None, model=model)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_the_way_out_for_a_model_that_accelerate_prepared(tmp_path: Path) -> None:
+    try:
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        model = accelerator.unwrap_model(accelerator.prepare(tiny_gpt2()), keep_fp32_wrapper=False)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    trainer = trainer_with(MixedPrecisionCallback("fp16"), tmp_path, model)
+    trainer.train()
+    reference = trainer_with(MixedPrecisionCallback("fp16"), tmp_path)
+    reference.train()
+    assert same(weights(trainer.model), weights(reference.model))
+
+
+def test_a_quantized_model_with_nothing_to_train(tmp_path: Path) -> None:
+    model = Quantized(tiny_gpt2().config)
+    callback = MixedPrecisionCallback("fp16")
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"quantized and has nothing to train.*get_peft_model.*is_trainable=True"):
+        callback.on_init_end(arguments(tmp_path), None, None, model=model)
+    model.lm_head.requires_grad_(True)
+    callback.on_init_end(arguments(tmp_path), None, None, model=model)
+
+
+def test_a_frozen_model_can_be_evaluated(tmp_path: Path) -> None:
+    trainer = trainer_with(MixedPrecisionCallback("fp16"), tmp_path, tiny_gpt2(torch.float16).requires_grad_(False))
+    assert trainer.evaluate(token_rows(4))["eval_loss"] > 0
+
+
+def test_a_deep_copy_of_an_attached_model_runs_the_copied_weights(tmp_path: Path) -> None:
+    trainer = trainer_with(MixedPrecisionCallback("fp16"), tmp_path)
+    copied = copy.deepcopy(trainer.model)
+    trainer.train()
+    inputs = {"input_ids": token_rows(2)[0]["input_ids"][None]}
+    fresh = tiny_gpt2().eval()
+    difference = copied.eval()(**inputs).logits - fresh(**inputs).logits
+    assert difference.abs().max() < 0.01

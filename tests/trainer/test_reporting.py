@@ -1,0 +1,302 @@
+"""What a Trainer shows of its precision: the progress bar, TensorBoard, the report; through subclass and callback."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from trainer_runs import arguments, history, poisoned, same, tiny_gpt2, token_rows, weights
+from transformers import HfArgumentParser, ProgressCallback, Trainer, TrainingArguments
+from transformers.integrations import TensorBoardCallback
+from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging
+
+from hf_mp import LossScaleError, MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer
+from hf_mp.diagnostics import predicted_memory
+from hf_mp.diagnostics.report import PAGE_NAME
+from hf_mp.diagnostics.run_log import LOG_NAME, read_run
+from hf_mp.step.mixed_precision import PrecisionStats
+from hf_mp.trainer.reporting import live_line
+
+CONTENDERS = ["subclass", "callback"]
+
+
+def train(contender: str, path: Path, base: type[Trainer] = Trainer, callbacks: Any = (), **settings: Any) -> Trainer:
+    """A short run; ``settings`` are for the Trainer's arguments, or for the callback where it has them."""
+    names = ("histogram_steps", "histogram_layers", "precision_report")
+    model = settings.pop("model", None) or tiny_gpt2()
+    if contender == "subclass":
+        args = arguments(path, MixedPrecisionArguments, **settings)
+        ours = type("Ours", (MixedPrecisionTrainer, base), {})
+        trainer = ours(model=model, args=args, train_dataset=token_rows(), callbacks=list(callbacks))
+    else:
+        own = {name: settings.pop(name) for name in names if name in settings}
+        callbacks = [*callbacks, MixedPrecisionCallback("fp16", **own)]
+        args = arguments(path, **settings)
+        trainer = base(model=model, args=args, train_dataset=token_rows(), callbacks=callbacks)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
+def test_a_run_that_is_asked_to_leaves_a_log_and_a_page(contender: str, tmp_path: Path) -> None:
+    train(contender, tmp_path, poisoned(Trainer, (1,)), histogram_steps=2, precision_report=True, max_steps=5)
+    run = read_run(tmp_path)
+    assert run.missing == [] and run.has_ended
+    assert [step.skipped for step in run.steps.values()] == [False, True, False, False, False]
+    assert "in the model itself, in the backward pass" in run.steps[2].cause
+    assert list(run.shares) == [1, 3, 5]
+    assert run.starts[0]["settings"]["learning_rate"] == 0.5 and run.starts[0]["histogram_steps"] == 2
+    assert run.predicted_memory is not None and run.predicted_memory.peak_bytes > 2**17
+    assert (run.predicted_memory.batch_size, run.predicted_memory.seq_len) == (4, 24)
+    assert "1 of 5 steps skipped." in (tmp_path / PAGE_NAME).read_text(encoding="utf-8")
+    assert str(tmp_path) not in (tmp_path / LOG_NAME).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
+@pytest.mark.parametrize("settings", [{"histogram_steps": 2}, {"precision_report": True}], ids=["histograms", "report"])
+def test_each_can_be_had_alone(contender: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    train(contender, tmp_path, **settings)
+    assert (tmp_path / LOG_NAME).is_file()
+    assert (tmp_path / PAGE_NAME).is_file() == ("precision_report" in settings)
+    assert (read_run(tmp_path).latest is not None) == ("histogram_steps" in settings)
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
+def test_training_is_bit_for_bit_the_same(contender: str, tmp_path: Path) -> None:
+    ends = []
+    for settings in ({"histogram_steps": 1, "precision_report": True}, {}):
+        dropout = tiny_gpt2(resid_pdrop=0.1)
+        trainer = train(
+            contender, tmp_path, model=dropout, gradient_accumulation_steps=2, max_grad_norm=0.1, **settings
+        )
+        ends.append((weights(trainer.model), torch.get_rng_state(), trainer))
+    assert same(ends[0][0], ends[1][0]) and torch.equal(ends[0][1], ends[1][1])
+    shares = re.compile(r", \('(underflowed|swamped)_share', [^)]+\)")
+    assert [shares.sub("", row) for row in history(ends[0][2])] == history(ends[1][2])
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
+def test_not_asked_for_nothing_is_written(contender: str, tmp_path: Path) -> None:
+    trainer = train(contender, tmp_path)
+    assert not (tmp_path / LOG_NAME).exists() and not (tmp_path / PAGE_NAME).exists()
+    assert not any("share" in key for entry in trainer.state.log_history for key in entry)
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
+def test_both_contenders_record_the_same(contender: str, tmp_path: Path) -> None:
+    train(contender, tmp_path / contender, histogram_steps=2)
+    train("subclass", tmp_path / "other", histogram_steps=2)
+    found, other = read_run(tmp_path / contender), read_run(tmp_path / "other")
+    assert found.latest == other.latest and found.steps == other.steps
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
+@pytest.mark.parametrize("name", [LOG_NAME, PAGE_NAME])
+def test_a_report_that_cannot_be_written_costs_no_training(contender: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    with CaptureLogger(logging.get_logger("hf_mp.trainer.reporting")) as captured:
+        trainer = train(contender, tmp_path, precision_report=True)
+    assert trainer.state.global_step == 4
+    assert "the precision report of this run could not be written" in captured.out
+
+
+def test_training_that_cannot_go_on_leaves_its_report(tmp_path: Path) -> None:
+    settings = {"loss_scale": "1024", "loss_scale_kwargs": {"max_consecutive_skips": 2}, "max_steps": 8}
+    with pytest.raises(LossScaleError):
+        train("subclass", tmp_path, poisoned(Trainer, (3, 4)), precision_report=True, **settings)
+    assert "2 of 5 steps skipped." in (tmp_path / PAGE_NAME).read_text(encoding="utf-8")
+    assert read_run(tmp_path).has_ended
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
+def test_settings_that_json_has_no_word_for_are_told_as_text(contender: str, tmp_path: Path) -> None:
+    train(contender, tmp_path, precision_report=True, max_grad_norm=float("inf"))
+    assert read_run(tmp_path).starts[0]["settings"]["max_grad_norm"] == "inf"
+
+
+def test_memory_is_predicted_as_the_run_frees_its_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def spy(*args: Any, **settings: Any) -> Any:
+        asked.append(settings)
+        raise ValueError("not now")
+
+    monkeypatch.setattr(predicted_memory, "estimate_training_memory", spy)
+    train("subclass", tmp_path, precision="fp16-lean", free_gradients="backward", precision_report=True)
+    train("callback", tmp_path / "other", precision_report=True)
+    assert [settings["free_gradients"] for settings in asked] == ["backward", "step"]
+
+
+def test_memory_of_a_sharded_model_is_not_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predicted_memory, "is_sharded", lambda model: True)
+    train("callback", tmp_path, precision_report=True)
+    assert "not for parameters that FSDP shards" in read_run(tmp_path).missing[0]
+
+
+def test_memory_that_cannot_be_predicted_is_missing_by_name(tmp_path: Path) -> None:
+    model = tiny_gpt2()
+    model.transformer.wpe.weight.requires_grad_(False)
+    train("callback", tmp_path, model=model, precision_report=True)
+    assert read_run(tmp_path).missing[0] == (
+        "the memory over the step by category is not there: it is predicted for whole models of Transformers alone"
+    )
+
+
+# Logs and TensorBoard
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
+def test_tensorboard_has_the_scalars_and_the_histograms(
+    contender: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    trainer = train(contender, tmp_path, report_to="tensorboard", histogram_steps=2, max_steps=4)
+    events = EventAccumulator(str(tmp_path / "events"), size_guidance={"histograms": 0})
+    events.Reload()
+    scalars = {
+        f"train/{name}" for name in ("loss_scale", "skipped_steps", "headroom", "underflowed_share", "swamped_share")
+    }
+    assert scalars <= set(events.Tags()["scalars"])
+    logged = [entry["swamped_share"] for entry in trainer.state.log_history if "swamped_share" in entry]
+    assert [event.value for event in events.Scalars("train/swamped_share")] == pytest.approx(logged)
+    tag = "log2 of weight gradients/transformer.h.0.mlp.c_fc.weight"
+    assert [event.step for event in events.Histograms(tag)] == [1, 3]
+    latest = read_run(tmp_path).latest
+    assert latest is not None
+    (row,) = (t for t in latest.tensors if f"log2 of {t.kind.value}/{t.layer}.{t.tensor}" == tag)
+    shown = events.Histograms(tag)[-1].histogram_value
+    octaves = row.histogram.by_octave()
+    assert shown.num == row.histogram.finite_nonzero
+    assert (shown.min, shown.max) == (min(octaves), max(octaves) + 1)
+    # A bucket reaches from the limit before it up to its own.
+    assert {int(limit) - 1: int(n) for limit, n in zip(shown.bucket_limit, shown.bucket, strict=True) if n} == octaves
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
+def test_a_reporter_without_a_writer_is_left_alone(contender: str, tmp_path: Path) -> None:
+    class Silent(TensorBoardCallback):
+        def _init_summary_writer(self, args: Any) -> None:
+            pass
+
+    train(contender, tmp_path, histogram_steps=1, callbacks=[Silent()])
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
+def test_the_progress_bar_has_a_live_line(contender: str, tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    class Spy(ProgressCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            super().on_step_end(args, state, control, **kwargs)
+            lines.append(str(self.training_bar))
+
+    train(contender, tmp_path, poisoned(Trainer, (1,)), callbacks=[Spy()], max_steps=3)
+    assert len(lines) == 3
+    assert all("loss scale " in line and "headroom " in line for line in lines)
+    assert [line.rpartition("skipped ")[2].rstrip("]") for line in lines] == ["0", "1", "1"]
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
+def test_a_line_of_somebody_else_stays(contender: str, tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    class Own(ProgressCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            lines.append(str(self.training_bar.postfix))  # type: ignore[attr-defined]
+            self.training_bar.set_postfix(loss=1.5)  # type: ignore[attr-defined]
+
+    train(contender, tmp_path, callbacks=[Own()], max_steps=3)
+    assert lines[0].startswith("loss scale ") and lines[1:] == ["loss=1.5", "loss=1.5"]
+
+
+def test_the_live_line_says_what_is_known() -> None:
+    assert live_line(PrecisionStats(loss_scale=2048.0, headroom=5.26, skipped_steps=1)) == (
+        "loss scale 2,048, headroom 5.3, skipped 1"
+    )
+    assert live_line(PrecisionStats(loss_scale=2.0**-3)) == "loss scale 0.125, skipped 0"
+
+
+# Settings
+
+
+def test_settings_come_from_a_command_line() -> None:
+    (args,) = HfArgumentParser(MixedPrecisionArguments).parse_args_into_dataclasses(
+        ["--output_dir", "x", "--histogram_steps", "50", "--histogram_layers", "lm_head", "h.*", "--precision_report"]
+    )
+    assert (args.histogram_steps, args.histogram_layers, args.precision_report) == (50, ["lm_head", "h.*"], True)
+
+
+def test_the_callback_takes_them_from_the_arguments(tmp_path: Path) -> None:
+    args = arguments(tmp_path, MixedPrecisionArguments, histogram_steps=2, histogram_layers=["lm_head"])
+    Trainer(tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[MixedPrecisionCallback()]).train()
+    latest = read_run(tmp_path).latest
+    assert latest is not None and latest.layers == ("lm_head",)
+
+
+def test_the_callback_keeps_them_in_its_checkpoint() -> None:
+    given = {"histogram_steps": 3, "histogram_layers": ["lm_head"], "precision_report": True}
+    state = json.loads(json.dumps(MixedPrecisionCallback("fp16", **given).state()))  # type: ignore[arg-type]
+    again = MixedPrecisionCallback(**state["args"])
+    assert again.report_settings == given
+
+
+def test_a_resumed_run_goes_on_in_the_same_log(tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 2, "histogram_steps": 2, "max_steps": 4}
+    whole = train("subclass", tmp_path / "whole", **settings)
+    args = arguments(tmp_path / "parts", MixedPrecisionArguments, **settings)
+    for resume in (False, str(tmp_path / "parts" / "checkpoint-2")):
+        trainer = MixedPrecisionTrainer(tiny_gpt2(), args, train_dataset=token_rows())
+        trainer.train(resume_from_checkpoint=resume)
+    assert same(weights(whole.model), weights(trainer.model))
+    run, expected = read_run(tmp_path / "parts"), read_run(tmp_path / "whole")
+    assert len(run.starts) == 2 and run.steps == expected.steps
+
+
+def test_wrong_settings_are_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="histogram_steps=-1 must be a whole number"):
+        MixedPrecisionArguments(output_dir=str(tmp_path), histogram_steps=-1)
+    with pytest.raises(ValueError, match="histogram_steps=-1 must be a whole number"):
+        MixedPrecisionCallback("fp16", histogram_steps=-1)
+    with pytest.raises(TypeError, match="histogram_layers='lm_head' is one string"):
+        MixedPrecisionCallback("fp16", histogram_steps=1, histogram_layers="lm_head")
+    args = arguments(tmp_path, MixedPrecisionArguments, histogram_steps=5, histogram_layers=["lm_heat"])
+    with pytest.raises(ValueError, match="'lm_heat' matches no module of GPT2LMHeadModel; close to it are 'lm_head'"):
+        MixedPrecisionTrainer(tiny_gpt2(), args)
+
+
+def test_histograms_without_effect_are_told(tmp_path: Path) -> None:
+    with CaptureLogger(logging.get_logger("hf_mp.trainer.trainer")) as captured:
+        MixedPrecisionArguments(output_dir=str(tmp_path), precision="fp32", histogram_steps=5)
+    assert captured.out.count("have no effect with precision='fp32'") == 1
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
+def test_layers_without_histograms_are_told_once(contender: str, tmp_path: Path) -> None:
+    with CaptureLogger(logging.get_logger("hf_mp.trainer.reporting")) as captured:
+        train(contender, tmp_path, histogram_layers=["lm_head"])
+    assert captured.out.count("no effect with histogram_steps=0") == 1
+
+
+def test_layers_of_the_callback_have_an_effect_where_the_arguments_take_histograms(tmp_path: Path) -> None:
+    args = arguments(tmp_path, MixedPrecisionArguments, histogram_steps=2)
+    with CaptureLogger(logging.get_logger("hf_mp.trainer.reporting")) as captured:
+        callback = MixedPrecisionCallback(histogram_layers=["lm_head"])
+        Trainer(tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[callback]).train()
+    latest = read_run(tmp_path).latest
+    assert latest is not None and latest.layers == ("lm_head",)
+    assert "no effect" not in captured.out
+
+
+def test_other_processes_record_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingArguments, "process_index", property(lambda self: 1))
+    args = arguments(tmp_path, MixedPrecisionArguments, histogram_steps=1)
+    trainer = MixedPrecisionTrainer(tiny_gpt2(), args, train_dataset=token_rows())
+    assert trainer.reporting.recorder is None
+    assert isinstance(trainer.model, nn.Module)

@@ -1,0 +1,417 @@
+"""The Trainer subclass: stock at fp32, exact resume, logs, refusals before anything is written."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from trainer_runs import quick_arguments, token_rows
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    HfArgumentParser,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import hf_mp.trainer.session
+from hf_mp import MixedPrecisionArguments, MixedPrecisionTrainer, PrecisionPolicy
+from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME
+from hf_mp.trainer.session import STATE_NAME, refuse_other_precision
+
+Rows = list[dict[str, Tensor]]
+
+
+@pytest.fixture
+def rows() -> Rows:
+    return token_rows(64)
+
+
+def arguments(path: Path, cls: type[TrainingArguments] = MixedPrecisionArguments, **settings: Any) -> Any:
+    return quick_arguments(path / "run", cls, **{"max_steps": 8, "learning_rate": 1e-3, **settings})
+
+
+def model_of(config: GPT2Config) -> GPT2LMHeadModel:
+    torch.manual_seed(3)
+    return GPT2LMHeadModel(config)
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+class PoisonedTrainer(MixedPrecisionTrainer):
+    """Multiplies the loss of chosen steps so that their gradients overflow."""
+
+    poisoned: tuple[int, ...] = ()
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        return loss * 1e30 if self.state.global_step in self.poisoned and self.model.training else loss
+
+
+# Invariant 5: precision="fp32" is bit for bit the stock Trainer.
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}])
+def test_fp32_is_the_stock_trainer_bit_for_bit(
+    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, settings: dict[str, Any]
+) -> None:
+    stock = Trainer(model_of(gpt2_config), arguments(tmp_path, TrainingArguments, **settings), train_dataset=rows)
+    ours = MixedPrecisionTrainer(
+        model_of(gpt2_config), arguments(tmp_path, precision="fp32", **settings), train_dataset=rows
+    )
+    stock.train()
+    ours.train()
+    assert ours.mixed_precision is None
+    assert losses(stock) == losses(ours)
+    assert same(weights(stock.model), weights(ours.model))
+    assert [set(e) for e in stock.state.log_history] == [set(e) for e in ours.state.log_history]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_training_follows_fp32(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, precision: str) -> None:
+    runs = {}
+    for name in ("fp32", precision):
+        # SGD notices a wrong factor on the gradients; AdamW hardly does.
+        args = arguments(tmp_path, precision=name, optim="sgd", learning_rate=0.5, max_steps=20, max_grad_norm=0.5)
+        runs[name] = MixedPrecisionTrainer(model_of(gpt2_config), args, train_dataset=rows)
+        runs[name].train()
+    reference = losses(runs["fp32"])
+    assert sum(reference[-4:]) < sum(reference[:4]) - 0.1
+    tolerance = {"fp16": 5e-4, "bf16": 5e-3}[precision]
+    assert losses(runs[precision]) == pytest.approx(reference, rel=tolerance)
+
+
+def test_rules_and_tables_are_those_of_autocast(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows) -> None:
+    dtypes = {}
+    for name, rules in (("without", None), ("with", {"transformer.h.0.mlp.c_fc": "fp32"})):
+        model = model_of(gpt2_config)
+        trainer = MixedPrecisionTrainer(
+            model, arguments(tmp_path, max_steps=1), train_dataset=rows, precision="fp16", tables="cuda", rules=rules
+        )
+
+        def note(module: nn.Module, args: Any, output: Tensor, name: str = name) -> None:
+            dtypes[name] = output.dtype
+
+        model.transformer.h[0].mlp.c_fc.register_forward_hook(note)
+        trainer.train()
+    assert dtypes == {"without": torch.float16, "with": torch.float32}
+
+
+def test_logs_carry_the_loss_scale_and_the_skipped_steps(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows) -> None:
+    trainer = MixedPrecisionTrainer(model_of(gpt2_config), arguments(tmp_path), train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    trainer.evaluate()
+    training = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert all({"loss_scale", "skipped_steps", "headroom"} <= set(entry) for entry in training)
+    assert training[0]["loss_scale"] != 1.0 and training[-1]["skipped_steps"] == 0
+    assert "loss_scale" not in trainer.state.log_history[-1]
+    assert trainer.mixed_precision is not None and trainer.mixed_precision.stats.steps == 8
+
+
+def test_people_override_log_without_start_time(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows) -> None:
+    class Quiet(MixedPrecisionTrainer):
+        def log(self, logs: dict[str, float]) -> None:  # type: ignore[override]
+            super().log(logs)
+
+    Quiet(model_of(gpt2_config), arguments(tmp_path), train_dataset=rows).log({"loss": 1.0})
+
+
+def test_tensorboard_gets_the_scale(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    args = arguments(tmp_path, report_to=["tensorboard"], max_steps=2)
+    MixedPrecisionTrainer(model_of(gpt2_config), args, train_dataset=rows).train()
+    (events,) = Path(args.output_dir).rglob("events.out.tfevents*")
+    accumulator = event_accumulator.EventAccumulator(str(events))
+    accumulator.Reload()
+    assert {"train/loss_scale", "train/skipped_steps"} <= set(accumulator.Tags()["scalars"])
+
+
+# Invariant 2 in the Trainer: a skipped step is invisible, LR scheduler included.
+
+
+def test_a_skipped_step_is_invisible_to_weights_and_lr_scheduler(
+    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows
+) -> None:
+    seen: list[tuple[list[Tensor], float]] = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append((weights(kwargs["model"]), kwargs["lr_scheduler"].get_last_lr()[0]))
+
+    trainer = PoisonedTrainer(model_of(gpt2_config), arguments(tmp_path), train_dataset=rows, callbacks=[Watch()])
+    trainer.poisoned = (3,)
+    trainer.train()
+    assert trainer.mixed_precision is not None and trainer.mixed_precision.stats.skipped_steps == 1
+    assert same(seen[2][0], seen[3][0]) and seen[2][1] == seen[3][1]
+    assert not same(seen[3][0], seen[4][0]) and seen[3][1] > seen[4][1]
+    assert trainer.state.log_history[3]["skipped_steps"] == 1
+
+
+# Invariant 4: resuming is bit for bit the training that was not interrupted.
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_resume_is_bit_exact_scaler_included(
+    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, accumulation: int
+) -> None:
+    config = GPT2Config(**{**gpt2_config.to_dict(), "resid_pdrop": 0.1})  # so that the RNG matters
+
+    def trainer(name: str) -> PoisonedTrainer:
+        args = arguments(
+            tmp_path / name,
+            max_steps=8,
+            save_strategy="steps",
+            save_steps=4,
+            gradient_accumulation_steps=accumulation,
+            loss_scale_kwargs={"init_scale": 2.0**12, "headroom": 4, "ceiling_interval": 2},
+        )
+        made = PoisonedTrainer(model_of(config), args, train_dataset=rows)
+        made.poisoned = (2,)
+        return made
+
+    straight, resumed = trainer("a"), trainer("b")
+    straight.train()
+    checkpoint = Path(straight.args.output_dir) / "checkpoint-4"
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert same(weights(straight.model), weights(resumed.model))
+    assert straight.mixed_precision is not None and resumed.mixed_precision is not None
+    assert straight.mixed_precision.state_dict() == resumed.mixed_precision.state_dict()
+    assert straight.mixed_precision.stats.skipped_steps == resumed.mixed_precision.stats.skipped_steps == 1
+    drop = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "train_loss"}
+
+    def logs(t: Trainer) -> list[str]:  # as text, where NaN (the norm of the skipped step) equals itself
+        return [repr(sorted((k, v) for k, v in entry.items() if k not in drop)) for entry in t.state.log_history]
+
+    assert logs(straight) == logs(resumed)
+
+
+def test_a_checkpoint_without_our_state_resumes_with_a_warning(
+    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments(tmp_path, TrainingArguments, max_steps=2, save_strategy="steps", save_steps=2)
+    Trainer(model_of(gpt2_config), args, train_dataset=rows).train()
+    checkpoint = str(Path(args.output_dir) / "checkpoint-2")
+    ours = MixedPrecisionTrainer(model_of(gpt2_config), arguments(tmp_path / "b", max_steps=4), train_dataset=rows)
+    messages: list[str] = []
+    monkeypatch.setattr(hf_mp.trainer.session.logger, "warning", messages.append)
+    ours.train(resume_from_checkpoint=checkpoint)
+    assert any(f"has no {STATE_NAME}: the loss scale starts anew" in message for message in messages)
+    assert ours.state.global_step == 4
+
+
+def test_a_broken_state_file_is_named(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows) -> None:
+    args = arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    MixedPrecisionTrainer(model_of(gpt2_config), args, train_dataset=rows).train()
+    state = Path(args.output_dir) / "checkpoint-2" / STATE_NAME
+    (state.parent / MANIFEST_NAME).unlink()
+    state.write_text('{"version": 1}')
+    again = MixedPrecisionTrainer(model_of(gpt2_config), arguments(tmp_path / "b", max_steps=4), train_dataset=rows)
+    with pytest.raises(ValueError, match=f"cannot resume the loss scale from .*{STATE_NAME}"):
+        again.train(resume_from_checkpoint=str(state.parent))
+
+
+# Models and checkpoints
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fine_tuning_from_a_checkpoint_stored_in_fp16(
+    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, dtype: torch.dtype
+) -> None:
+    model_of(gpt2_config).to(dtype).save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.dtype is dtype
+    args = arguments(tmp_path, precision="fp16" if dtype is torch.float16 else "bf16", max_steps=20)
+    trainer = MixedPrecisionTrainer(model, args, train_dataset=rows, eval_dataset=rows)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before - 0.01
+    moments = trainer.optimizer.state_dict()["state"][0]
+    assert moments["exp_avg"].dtype is moments["exp_avg_sq"].dtype is torch.float32
+    trainer.save_model()
+    loaded = AutoModelForCausalLM.from_pretrained(args.output_dir)
+    assert loaded.dtype is torch.float32
+    assert same(weights(loaded), weights(trainer.model))
+
+
+def test_load_best_model_at_end_is_honoured_by_the_working_copies(
+    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows
+) -> None:
+    args = arguments(
+        tmp_path,
+        learning_rate=0.5,  # so that later is worse
+        max_steps=6,
+        save_strategy="steps",
+        eval_strategy="steps",
+        save_steps=2,
+        eval_steps=2,
+        load_best_model_at_end=True,
+    )
+    trainer = MixedPrecisionTrainer(model_of(gpt2_config), args, train_dataset=rows, eval_dataset=rows[:8])
+    trainer.train()
+    best = min(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
+    last = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry][-1]
+    assert best < last
+    assert trainer.evaluate()["eval_loss"] == best
+
+
+def test_model_init_and_a_second_train(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows) -> None:
+    trainer = MixedPrecisionTrainer(
+        args=arguments(tmp_path, max_steps=3), model_init=lambda: model_of(gpt2_config), train_dataset=rows
+    )
+    trainer.train()
+    first = weights(trainer.model)
+    trainer.train()
+    assert same(first, weights(trainer.model))
+    assert trainer.mixed_precision is not None and trainer.mixed_precision.model is trainer.model
+
+
+def test_train_twice_on_one_model_goes_on(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows) -> None:
+    trainer = MixedPrecisionTrainer(model_of(gpt2_config), arguments(tmp_path, max_steps=3), train_dataset=rows)
+    trainer.train()
+    trainer.train()
+    assert trainer.mixed_precision is not None and trainer.mixed_precision.stats.steps == 6
+
+
+# Arguments and refusals
+
+
+def test_arguments_from_the_command_line_and_from_a_file(tmp_path: Path) -> None:
+    parser = HfArgumentParser(MixedPrecisionArguments)
+    (args,) = parser.parse_args_into_dataclasses(
+        [
+            *("--output_dir", str(tmp_path), "--precision", "fp16", "--loss_scale", "dynamic"),
+            *("--loss_scale_kwargs", '{"init_scale": 1024, "growth_interval": 7}'),
+        ]
+    )
+    assert args.precision_policy == PrecisionPolicy(loss_scale="dynamic")
+    assert args.loss_scaler_settings == {"init_scale": 1024, "growth_interval": 7}
+    path = tmp_path / "args.yaml"
+    path.write_text(f"output_dir: {tmp_path}\nprecision: bf16\nmax_steps: 3\n")
+    (args,) = parser.parse_yaml_file(str(path))
+    assert str(args.precision_policy) == "bf16" and args.max_steps == 3
+    path = tmp_path / "args.json"
+    path.write_text(json.dumps({"output_dir": str(tmp_path), "loss_scale": "1024", "loss_scale_kwargs": None}))
+    (args,) = parser.parse_json_file(str(path))
+    assert args.precision_policy.loss_scale == 1024.0
+    assert MixedPrecisionArguments(**{**args.to_dict(), "output_dir": str(tmp_path)}).loss_scale == "1024"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fp16": True}, r"fp16=True switches accelerate's mixed precision on.*say precision='fp16'"),
+        ({"bf16": True}, r"bf16=True switches accelerate's mixed precision on"),
+        ({"bf16": True, "precision": "fp32"}, r"beside precision='fp32'"),
+        ({"precision": "fp8"}, r"precision='fp8' is not known: use one of fp32, fp16"),
+        ({"loss_scale": "often"}, r"loss_scale='often' is not known: use 'headroom', 'dynamic', 'none' or a positive"),
+        ({"loss_scale": "-1"}, r"loss_scale='-1' must be a positive, finite number"),
+        ({"loss_scale_kwargs": {"speed": 1}}, r"has no setting speed: it has .*headroom"),
+        ({"fp16_full_eval": True}, r"casts the FP32 masters away"),
+        ({"optim": "lomo"}, r"optim='lomo' updates inside of backward"),
+        ({"optim": "galore_adamw_layerwise"}, r"updates inside of backward, where an overflow cannot be skipped"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_written(
+    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        MixedPrecisionTrainer(model_of(gpt2_config), arguments(tmp_path, **settings), train_dataset=rows)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_environment_of_accelerate_is_refused(
+    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    message = "ACCELERATE_MIXED_PRECISION='bf16' in the environment.*unset it"
+    with pytest.raises(ValueError, match=message):
+        arguments(tmp_path)
+    plain = arguments(tmp_path, TrainingArguments)
+    with pytest.raises(ValueError, match=message):
+        MixedPrecisionTrainer(model_of(gpt2_config), plain, precision="fp16", train_dataset=rows)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_without_floating_parameters_is_refused(tmp_path: Path, rows: Rows) -> None:
+    model = nn.Module()
+    model.register_parameter("ids", nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False))
+    with pytest.raises(ValueError, match="Module has no floating parameters"):
+        MixedPrecisionTrainer(model, arguments(tmp_path), train_dataset=rows)
+    assert not (tmp_path / "run").exists()
+
+
+def test_plain_training_arguments_and_the_precision_keyword(
+    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows
+) -> None:
+    args = arguments(tmp_path, TrainingArguments, max_steps=2)
+    for precision, expected in ((None, "fp16"), ("bf16", "bf16"), (PrecisionPolicy.parse("bf16"), "bf16")):
+        trainer = MixedPrecisionTrainer(model_of(gpt2_config), args, precision=precision, train_dataset=rows)
+        assert str(trainer.precision_policy) == expected
+
+
+def test_fsdp1_is_refused(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments(tmp_path, TrainingArguments)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # as `accelerate launch --use_fsdp` does, whose default is 1
+    with pytest.raises(ValueError, match=r"FSDP version 1 flattens parameters.*FSDP2.*--fsdp_version 2"):
+        MixedPrecisionTrainer(model_of(gpt2_config), args, train_dataset=rows)
+    with pytest.raises(ValueError, match=r"FSDP version 1 flattens parameters.*fsdp_config=.'version': 2"):
+        arguments(tmp_path, fsdp=True, fsdp_config={"version": 1})
+
+
+def test_fsdp2_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments(tmp_path, fsdp=True, fsdp_config={"version": 2})
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    arguments(tmp_path)
+
+
+def test_compiling_a_sharded_model_whole_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments(tmp_path, fsdp=True, fsdp_config={"version": 2})
+    args.torch_compile = True
+    with pytest.raises(ValueError, match=r"torch_compile=True compiles the whole model.*compile its blocks"):
+        refuse_other_precision(args, args.precision_policy)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")
+    refuse_other_precision(args, args.precision_policy)
+
+
+def test_deepspeed_of_the_launcher_is_refused(
+    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match="DeepSpeed brings its own FP16 optimizer: use the stock Trainer"):
+        MixedPrecisionTrainer(model_of(gpt2_config), args, train_dataset=rows)
+
+
+def test_a_forward_that_a_library_set_later_runs_in_the_region(
+    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows
+) -> None:
+    trainer = MixedPrecisionTrainer(model_of(gpt2_config), arguments(tmp_path, max_steps=2), train_dataset=rows)
+    calls: list[torch.dtype] = []
+    own = type(trainer.model).forward
+
+    @functools.wraps(own)  # the Trainer reads the names of the arguments
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls.append(torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype)
+        return own(self, *args, **kwargs)
+
+    trainer.model.forward = forward.__get__(trainer.model)  # as Liger's kernels do
+    trainer.train()
+    assert calls == [torch.float16] * 2

@@ -1,0 +1,137 @@
+"""The fused update of split parameters against the step of the optimizer itself, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
+
+import hf_mp
+from hf_mp import MasterWeightOptimizer
+from hf_mp.weights import optimizer as module
+from hf_mp.weights.fused_adamw import step_split, step_whole
+from hf_mp.weights.working_copies import WorkingCopies
+
+DTYPES = [torch.float16, torch.bfloat16]
+SHAPES = [(3, 5), (40_000,), (), (0, 4)]
+
+
+def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def run(make: Callable[[list[nn.Parameter]], Optimizer], dtype: torch.dtype, steps: int = 3) -> list[Tensor]:
+    """Masters and state after some steps."""
+    weights = parameters(dtype)
+    optimizer = MasterWeightOptimizer(make(weights), layout="split")
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for weight in weights:
+            weight.grad_dtype = None
+            weight.grad = torch.randn(weight.shape, generator=generator).to(dtype)
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        assert all(weight.grad is None for weight in weights)
+    state = [value for weight in weights for value in optimizer.state[weight].values()]
+    return [*(optimizer.master(weight) for weight in weights), *weights, *state]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: AdamW(p, lr=1e-2, fused=True),
+        lambda p: Adam(p, lr=torch.tensor(1e-2), weight_decay=0.1, fused=True),
+        lambda p: AdamW([{"params": p[:2], "lr": 1e-3}, {"params": p[2:], "maximize": True}], fused=True),
+    ],
+    ids=["AdamW", "Adam", "groups"],
+)
+def test_bit_for_bit_the_optimizers_own_step(make: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+
+    def counted(*args: Any) -> bool:
+        calls.append(step_split(*args))
+        return calls[-1]
+
+    monkeypatch.setattr(module, "step_split", counted)
+    fast = run(make, dtype)
+    assert calls == [True] * 3
+    monkeypatch.setattr(module, "step_split", lambda *args: False)
+    for found, expected in zip(fast, run(make, dtype), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: AdamW(p),
+        lambda p: AdamW(p, fused=True, amsgrad=True),
+        lambda p: torch.optim.SGD(p, fused=True),
+        lambda p: type("OwnAdamW", (AdamW,), {})(p, fused=True),
+    ],
+    ids=["not fused", "amsgrad", "SGD", "subclass"],
+)
+def test_what_the_kernel_does_not_compute_is_left_to_the_optimizer(make: Any) -> None:
+    weights = parameters(torch.float16)
+    optimizer = MasterWeightOptimizer(make(weights), layout="split")
+    for weight in weights:
+        weight.grad = torch.ones(weight.shape)
+    assert not step_split(optimizer.optimizer, weights)
+    assert all(weight.grad is not None for weight in weights)
+
+
+def test_moments_that_are_not_contiguous_are_read_by_their_shape() -> None:
+    results = []
+    for moment in (torch.arange(12.0).view(4, 3).t(), torch.arange(12.0).view(4, 3).t().contiguous()):
+        weight = nn.Parameter(torch.ones(3, 4).half())
+        optimizer = MasterWeightOptimizer(AdamW([weight], lr=1e-2, fused=True), layout="split")
+        weight.grad = torch.ones(3, 4)
+        optimizer.step()
+        state = optimizer.state_dict()  # as of a parameter that lies channels last
+        state["state"][0]["exp_avg"] = moment.clone()
+        state["state"][0]["exp_avg_sq"] = moment.square() + 1.0
+        optimizer.load_state_dict(state)
+        weight.grad = torch.ones(3, 4)
+        optimizer.step()
+        results.append(optimizer.master(weight))
+    assert torch.equal(*results) and results[0].unique().numel() == 12
+
+
+def test_a_gradient_that_is_not_contiguous_is_read_by_its_shape() -> None:
+    results = []
+    for gradient in (torch.arange(12.0).view(4, 3).t().half(), torch.arange(12.0).view(4, 3).t().half().contiguous()):
+        weight = nn.Parameter(torch.zeros(3, 4).half())
+        optimizer = MasterWeightOptimizer(AdamW([weight], lr=1.0, fused=True), layout="split")
+        weight.take_scaled_gradient(gradient)  # type: ignore[attr-defined]
+        optimizer.step()
+        results.append(optimizer.state[weight]["exp_avg"])
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("setting", ["auto", "plain"])
+def test_on_a_cpu_an_optimizer_of_fp32_parameters_steps_by_itself(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_MP_KERNELS", setting)
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = AdamW([weight], fused=True)
+    weight.grad = torch.ones(3)
+    assert not step_whole(optimizer, None, WorkingCopies(torch.float16))
+    assert not optimizer.state and torch.equal(weight.detach(), torch.ones(3))
+
+
+def test_a_scheduler_that_was_there_before_the_guard() -> None:
+    model: Any = nn.Linear(4, 2)
+    optimizer: Any = AdamW(model.parameters(), lr=0.1, fused=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, optimizer = hf_mp.prepare(model, optimizer, "fp16")
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    assert not torch.equal(model.weight, before) and optimizer.param_groups[0]["lr"] == 0.05

@@ -1,0 +1,799 @@
+"""``MasterWeightOptimizer`` against the same optimizer on FP32 parameters, over the optimizers that people use."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import bitsandbytes as bnb
+import pytest
+import torch
+import transformers.optimization
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hf_mp import DynamicLossScaler, MasterWeightOptimizer
+from hf_mp.weights.optimizer import _steps_by_parameter
+from hf_mp.weights.split import split
+from hf_mp.weights.split_parameter import SplitParameter
+
+DTYPES = [torch.float16, torch.bfloat16]
+LAYOUTS = ["whole", "split"]
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+Make = Callable[[list[nn.Parameter]], Optimizer]
+
+TORCH: dict[str, Make] = {
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.125),
+    "Adagrad fused": lambda p: torch.optim.Adagrad(p, lr=0.01, fused=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-3, weight_decay=0.01),
+    "Adam amsgrad foreach": lambda p: torch.optim.Adam(p, lr=1e-3, amsgrad=True, foreach=True),
+    "Adam fused": lambda p: torch.optim.Adam(p, lr=1e-3, fused=True),
+    "Adam tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-3)),
+    "AdamW": lambda p: AdamW(p, lr=1e-3),
+    "AdamW foreach": lambda p: AdamW(p, lr=1e-3, foreach=True),
+    "AdamW fused": lambda p: AdamW(p, lr=1e-3, fused=True),
+    "AdamW maximize": lambda p: AdamW(p, lr=1e-3, maximize=True),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-3),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-3),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+    "SGD": lambda p: SGD(p, lr=0.1),
+    "SGD momentum": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "SGD fused": lambda p: SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "SGD foreach maximize": lambda p: SGD(p, lr=0.1, weight_decay=0.1, foreach=True, maximize=True),
+    "transformers Adafactor": lambda p: transformers.optimization.Adafactor(p),
+    "transformers Adafactor lr": lambda p: transformers.optimization.Adafactor(
+        p, lr=1e-3, scale_parameter=False, relative_step=False, beta1=0.9
+    ),
+    "bnb AdamW8bit": lambda p: bnb.optim.AdamW8bit(p, lr=1e-3, min_8bit_size=64),
+    "bnb Adam8bit": lambda p: bnb.optim.Adam8bit(p, lr=1e-3, min_8bit_size=64),
+    "bnb Lion8bit": lambda p: bnb.optim.Lion8bit(p, lr=1e-3, min_8bit_size=64),
+    "bnb AdamW": lambda p: bnb.optim.AdamW(p, lr=1e-3),
+    "bnb Lion": lambda p: bnb.optim.Lion(p, lr=1e-3),
+    "bnb AdamW8bit large only": lambda p: bnb.optim.AdamW8bit(p, lr=1e-3),
+}
+every_optimizer = pytest.mark.parametrize("name", TORCH)
+
+
+def shapes() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(shape, generator=generator) for shape in [(32, 16), (16,), (4, 4), ()]]
+
+
+def parameters(values: list[Tensor], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(value.to(dtype, copy=True)) for value in values]
+
+
+def gradients(step: int, dtype: torch.dtype, likes: list[Tensor]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(like.shape, generator=generator).to(dtype) for like in likes]
+
+
+def set_gradients(params: list[nn.Parameter], given: list[Any]) -> None:
+    for parameter, gradient in zip(params, given, strict=True):
+        parameter.grad = None if gradient is None else gradient.to(parameter.dtype, copy=True)
+
+
+def pair(make: Make, layout: Any, dtype: torch.dtype) -> tuple[list[nn.Parameter], MasterWeightOptimizer, Any, Any]:
+    """Parameters in ``dtype`` with the wrapper, and FP32 parameters of the same values with the bare optimizer."""
+    values = [value.to(dtype).float() for value in shapes()]
+    ours, reference = parameters(values, dtype), parameters(values)
+    return ours, MasterWeightOptimizer(make(ours), layout=layout), reference, make(reference)
+
+
+def rounding(master: Tensor, dtype: torch.dtype, layout: str) -> Tensor:
+    return split(master, dtype).working if layout == "split" else master.to(dtype)
+
+
+def assert_same(ours: list[nn.Parameter], wrapper: MasterWeightOptimizer, reference: list[nn.Parameter]) -> None:
+    for parameter, expected in zip(ours, reference, strict=True):
+        assert torch.equal(wrapper.master(parameter), expected.detach())
+        assert torch.equal(parameter.detach(), rounding(expected.detach(), parameter.dtype, wrapper.layout))
+
+
+# The same mathematics as FP32, bit for bit
+
+
+@every_optimizer
+@every_layout
+@every_dtype
+def test_equals_the_optimizer_on_fp32(name: str, layout: str, dtype: torch.dtype) -> None:
+    ours, wrapper, reference, bare = pair(TORCH[name], layout, dtype)
+    for step in range(6):
+        given = gradients(step, dtype, ours)
+        set_gradients(ours, given)
+        set_gradients(reference, given)
+        wrapper.step()
+        bare.step()
+        wrapper.zero_grad()
+        bare.zero_grad()
+        if step == 0:
+            assert not any(torch.equal(p.detach(), v) for p, v in zip(reference, shapes(), strict=True))
+    assert_same(ours, wrapper, reference)
+    for left, right in zip(wrapper.state.values(), bare.state.values(), strict=True):
+        assert left.keys() == right.keys()
+        for key in left:
+            if isinstance(left[key], Tensor):
+                assert left[key].dtype is right[key].dtype and torch.equal(left[key], right[key]), key
+
+
+@every_layout
+@pytest.mark.parametrize("name", ["Adagrad", "AdamW", "AdamW fused", "SGD momentum", "bnb AdamW8bit", "RAdam"])
+def test_parts_of_a_step_are_a_step(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_mp.weights.optimizer._BUCKET_ELEMENTS", 20)
+    test_equals_the_optimizer_on_fp32(name, layout, torch.float16)
+
+
+@every_layout
+@every_dtype
+def test_muon(layout: str, dtype: torch.dtype) -> None:
+    value = torch.randn(16, 8).to(dtype).float()
+    ours, reference = parameters([value], dtype), parameters([value])
+    wrapper = MasterWeightOptimizer(torch.optim.Muon(ours, lr=0.01), layout=layout)  # type: ignore[arg-type]
+    bare = torch.optim.Muon(reference, lr=0.01)
+    for step in range(3):
+        given = gradients(step, dtype, ours)
+        set_gradients(ours, given)
+        set_gradients(reference, given)
+        wrapper.step()
+        bare.step()
+    assert_same(ours, wrapper, reference)
+
+
+@every_layout
+def test_lbfgs_with_its_closure(layout: Any) -> None:
+    target = torch.randn(6)
+    start = torch.randn(6).half().float()
+    ours, reference = parameters([start], torch.float16), parameters([start])
+    settings: dict[str, Any] = {"lr": 0.5, "max_iter": 5, "line_search_fn": "strong_wolfe"}
+    wrapper = MasterWeightOptimizer(torch.optim.LBFGS(ours, **settings), layout=layout)
+    bare = torch.optim.LBFGS(reference, **settings)
+    seen: list[Tensor] = []
+
+    def closure_of(optimizer: Optimizer, parameter: nn.Parameter) -> Callable[[], Tensor]:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            seen.append(parameter.detach().clone())
+            loss = (parameter.float() - target).square().sum()
+            loss.backward()
+            return loss
+
+        return closure
+
+    losses = [wrapper.step(closure_of(wrapper, ours[0])).item() for _ in range(4)]
+    assert len(seen) > 8 and len({tuple(value.tolist()) for value in seen}) > 3  # it saw what LBFGS tried
+    assert all(value.dtype is torch.float16 for value in seen)
+    for _ in range(4):
+        bare.step(closure_of(bare, reference[0]))
+    assert losses[-1] < 1e-4 * losses[0]
+    torch.testing.assert_close(wrapper.master(ours[0]), reference[0].detach(), rtol=2e-3, atol=2e-3)
+
+
+@every_layout
+def test_a_closure_with_an_optimizer_that_needs_none(layout: Any) -> None:
+    ours, wrapper, reference, bare = pair(TORCH["SGD"], layout, torch.float16)
+    given = gradients(0, torch.float16, ours)
+
+    def closure_of(params: list[nn.Parameter]) -> Callable[[], float]:
+        def closure() -> float:
+            assert torch.is_grad_enabled()
+            set_gradients(params, given)
+            return 1.5
+
+        return closure
+
+    assert wrapper.step(closure_of(ours)) == bare.step(closure_of(reference)) == 1.5
+    assert_same(ours, wrapper, reference)
+
+
+@every_layout
+def test_sparse_gradients(layout: Any) -> None:
+    value = torch.randn(6, 4).half().float()
+    for make in (lambda p: torch.optim.SparseAdam(p, lr=0.1), lambda p: SGD(p, lr=0.1)):
+        ours, reference = nn.Embedding(6, 4, sparse=True), nn.Embedding(6, 4, sparse=True)
+        ours.weight.data, reference.weight.data = value.half(), value.clone()
+        wrapper, bare = MasterWeightOptimizer(make(ours.parameters()), layout=layout), make(reference.parameters())
+        for _ in range(3):
+            for module, optimizer in ((ours, wrapper), (reference, bare)):
+                module(torch.tensor([1, 1, 4])).sum().backward()
+                assert optimizer.param_groups[0]["params"][0].grad.is_sparse
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same([ours.weight], wrapper, [reference.weight])
+
+
+# What master weights are for
+
+
+@every_layout
+@every_dtype
+@pytest.mark.parametrize("name", ["SGD", "AdamW fused"])
+def test_small_updates_move_weights_as_in_fp32_and_not_at_all_without(
+    layout: str, dtype: torch.dtype, name: str
+) -> None:
+    make: Make = lambda p: SGD(p, lr=1e-4)  # noqa: E731
+    if name != "SGD":
+        make = lambda p: AdamW(p, lr=1e-4, weight_decay=0, fused=True)  # noqa: E731
+    ours, reference, without = (parameters([torch.ones(8)], d) for d in (dtype, torch.float32, dtype))
+    optimizers = MasterWeightOptimizer(make(ours), layout=layout), make(reference), make(without)  # type: ignore
+    for _ in range(100):
+        for params, optimizer in zip((ours, reference, without), optimizers, strict=True):
+            set_gradients(params, [torch.ones(8)])
+            optimizer.step()
+    assert torch.equal(optimizers[0].master(ours[0]), reference[0].detach())
+    assert ours[0].detach().float().sub(0.99).abs().max() < torch.finfo(dtype).eps
+    assert torch.equal(without[0].detach(), torch.ones(8, dtype=dtype))
+
+
+@every_layout
+def test_gradients_are_freed_by_the_split_step_only(layout: Any) -> None:
+    ours, wrapper, _, _ = pair(TORCH["SGD"], layout, torch.float16)
+    set_gradients(ours, gradients(0, torch.float16, ours))
+    wrapper.step()
+    assert all((p.grad is None) == (layout == "split") for p in ours)
+
+
+# Groups, schedulers, frozen parameters
+
+
+@every_layout
+def test_groups_and_added_groups(layout: Any) -> None:
+    def make(params: list[nn.Parameter]) -> Optimizer:
+        return AdamW([{"params": params[:1], "lr": 1e-2}, {"params": params[1:2], "weight_decay": 0.5}], lr=1e-3)
+
+    ours, wrapper, reference, bare = pair(make, layout, torch.bfloat16)
+    wrapper.add_param_group({"params": ours[2:3], "lr": 0.1})
+    wrapper.optimizer.add_param_group({"params": ours[3:], "lr": 0.2})
+    bare.add_param_group({"params": reference[2:3], "lr": 0.1})
+    bare.add_param_group({"params": reference[3:], "lr": 0.2})
+    for step in range(3):
+        given = gradients(step, torch.bfloat16, ours)
+        set_gradients(ours, given)
+        set_gradients(reference, given)
+        wrapper.step()
+        bare.step()
+    assert [g["lr"] for g in wrapper.param_groups] == [1e-2, 1e-3, 0.1, 0.2]
+    assert wrapper.defaults is wrapper.optimizer.defaults
+    assert all(a is b for a, b in zip(ours, (p for g in wrapper.param_groups for p in g["params"]), strict=True))
+    assert_same(ours, wrapper, reference)
+
+
+@every_layout
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_lr_schedulers(layout: Any, when: str) -> None:
+    ours, reference = parameters([torch.ones(4)], torch.float16), parameters([torch.ones(4)])
+    inner, bare = SGD(ours, lr=1.0), SGD(reference, lr=1.0)
+    schedule = lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.5**step)  # noqa: E731
+    scheduler = schedule(inner) if when == "before" else None
+    wrapper = MasterWeightOptimizer(inner, layout=layout)
+    scheduler = scheduler or schedule(wrapper)
+    expected = schedule(bare)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "lr_scheduler.step() before optimizer.step()"
+        for _ in range(3):
+            for params, optimizer, lr in ((ours, wrapper, scheduler), (reference, bare, expected)):
+                set_gradients(params, [torch.full((4,), 0.1)])
+                optimizer.step()
+                lr.step()
+    assert wrapper.param_groups[0]["lr"] == 0.125
+    torch.testing.assert_close(wrapper.master(ours[0]), reference[0].detach(), rtol=1e-4, atol=0)
+
+
+@every_layout
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "bnb AdamW8bit", "transformers Adafactor"])
+def test_parameters_without_gradient_stay_as_they_are(layout: Any, name: str) -> None:
+    ours, wrapper, reference, bare = pair(TORCH[name], layout, torch.float16)
+    untouched = ours[1].detach().clone()
+    for step in range(3):
+        given: list[Any] = gradients(step, torch.float16, ours)
+        given[1] = None
+        if step == 1:
+            given[0] = None
+        set_gradients(ours, given)
+        set_gradients(reference, given)
+        wrapper.step()
+        bare.step()
+    assert torch.equal(ours[1].detach(), untouched) and not wrapper.state[ours[1]]
+    assert_same(ours, wrapper, reference)
+    wrapper.zero_grad()
+    before = [p.detach().clone() for p in ours]
+    wrapper.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, ours, strict=True))
+
+
+@every_layout
+def test_freezing_and_unfreezing(layout: Any) -> None:
+    ours, reference = parameters([torch.ones(3)] * 2, torch.float16), parameters([torch.ones(3)] * 2)
+    ours[1].requires_grad_(False)
+    reference[1].requires_grad_(False)
+    wrapper, bare = MasterWeightOptimizer(AdamW(ours, lr=0.1), layout=layout), AdamW(reference, lr=0.1)
+    for frozen in ((1,), (), (0,)):
+        for params, optimizer in ((ours, wrapper), (reference, bare)):
+            for index, parameter in enumerate(params):
+                parameter.requires_grad_(index not in frozen)
+            sum((p.float() ** 2).sum() for p in params).backward()  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+    for left, right in zip(ours, reference, strict=True):
+        torch.testing.assert_close(wrapper.master(left), right.detach(), rtol=1e-3, atol=0)
+
+
+@every_layout
+def test_fp32_parameters_among_the_others(layout: Any) -> None:
+    values = [torch.ones(4), torch.ones(4)]
+    ours = [*parameters(values[:1], torch.float16), *parameters(values[1:])]
+    reference = parameters(values)
+    wrapper, bare = MasterWeightOptimizer(AdamW(ours, lr=1e-4), layout=layout), AdamW(reference, lr=1e-4)
+    for params, optimizer in ((ours, wrapper), (reference, bare)):
+        for _ in range(3):
+            set_gradients(params, [torch.ones(4)] * 2)
+            optimizer.step()
+    assert torch.equal(ours[1].detach(), reference[1].detach())
+    assert torch.equal(wrapper.master(ours[1]), wrapper.master(ours[0]))
+    assert type(ours[1]) is nn.Parameter
+
+
+@every_layout
+def test_writes_from_outside_win(layout: Any) -> None:
+    ours, wrapper, reference, bare = pair(TORCH["SGD"], layout, torch.float16)
+    for step in range(3):
+        given = gradients(step, torch.float16, ours)
+        for params, optimizer in ((ours, wrapper), (reference, bare)):
+            set_gradients(params, given)
+            optimizer.step()
+        with torch.no_grad():
+            ours[0].data[3] = 0.5
+            reference[0][3] = 0.5
+            ours[1].fill_(0.25)
+            reference[1].fill_(0.25)
+        assert_same(ours, wrapper, reference)
+
+
+def test_masters_saturate_where_fp16_ends() -> None:
+    (parameter,) = ours = parameters([torch.tensor([60000.0, 1.0])], torch.float16)
+    wrapper = MasterWeightOptimizer(SGD(ours, lr=1.0), layout="split")
+    parameter.grad = torch.tensor([-20000.0, 0.0]).half()
+    wrapper.step()
+    assert parameter.detach().tolist() == [65504.0, 1.0]
+
+
+# Clipping
+
+
+@every_layout
+@every_dtype
+def test_clip_grad_norm_is_that_of_torch(layout: Any, dtype: torch.dtype) -> None:
+    ours, wrapper, reference, bare = pair(TORCH["SGD"], layout, dtype)
+    for step in range(3):
+        given = gradients(step, dtype, ours)
+        set_gradients(ours, given)
+        set_gradients(reference, given)
+        measured = wrapper.clip_grad_norm_(float("inf"))
+        norm, expected = wrapper.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(reference, 0.5)
+        assert expected > 5 and torch.equal(measured, norm)
+        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+        if step == 0:
+            for left, right in zip(ours, reference, strict=True):
+                torch.testing.assert_close(left.grad.float(), right.grad, rtol=1e-6, atol=0)  # type: ignore
+        wrapper.step()
+        bare.step()
+    for left, right in zip(ours, reference, strict=True):
+        torch.testing.assert_close(wrapper.master(left), right.detach(), rtol=1e-6, atol=1e-7)
+    wrapper.zero_grad()
+    assert wrapper.clip_grad_norm_(1.0).item() == 0.0
+
+
+def test_clipping_does_not_outlive_the_gradients_it_clipped() -> None:
+    (parameter,) = ours = parameters([torch.ones(4)], torch.float16)
+    wrapper = MasterWeightOptimizer(SGD(ours, lr=1.0), layout="split")
+    assert isinstance(parameter, SplitParameter)
+    for drop in (wrapper.zero_grad, lambda: setattr(parameter, "grad", None)):
+        parameter.take_scaled_gradient(torch.full((4,), 100.0).half())
+        wrapper.clip_grad_norm_(1.0)
+        drop()  # as after a skipped step
+    parameter.take_scaled_gradient(torch.full((4,), 0.5).half())
+    wrapper.step()
+    assert torch.equal(wrapper.master(parameter), torch.full((4,), 0.5))
+
+
+# Hooks
+
+
+@every_layout
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_fire_once_a_step_and_see_the_parameters(layout: Any, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_mp.weights.optimizer._BUCKET_ELEMENTS", 20)  # in several parts
+    ours = parameters(shapes(), torch.float16)
+    inner: Optimizer = AdamW(ours)
+    calls: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(optimizer: Optimizer, *args: Any) -> None:
+            calls.append(name)
+            assert optimizer.param_groups[0]["params"][0].shape == (32, 16)
+
+        return hook
+
+    def register(optimizer: Optimizer) -> list[Any]:
+        return [
+            optimizer.register_step_pre_hook(note("pre")),
+            optimizer.register_step_post_hook(note("post")),
+            optimizer.register_state_dict_pre_hook(note("saves")),
+            optimizer.register_state_dict_post_hook(note("saved")),
+        ]
+
+    handles = register(inner) if when == "before" else []
+    wrapper = MasterWeightOptimizer(inner, layout=layout)
+    handles = handles or register(wrapper)
+    with_global = register_optimizer_step_post_hook(note("global"))
+    set_gradients(ours, gradients(0, torch.float16, ours))
+    try:
+        wrapper.step()
+    finally:
+        with_global.remove()
+    assert calls == ["pre", "post", "global"]
+    calls.clear()
+    wrapper.state_dict()
+    assert calls == ["saves", "saved"]
+    calls.clear()
+    loads = [
+        wrapper.register_load_state_dict_pre_hook(lambda o, s: calls.append("loads")),
+        wrapper.register_load_state_dict_post_hook(lambda o: calls.append("loaded")),
+    ]
+    state = wrapper.state_dict()
+    calls.clear()
+    wrapper.load_state_dict(state)
+    assert calls == ["loads", "loaded"]
+    for handle in (*handles, *loads):
+        handle.remove()
+    calls.clear()
+    wrapper.load_state_dict(wrapper.state_dict())
+    set_gradients(ours, gradients(0, torch.float16, ours))
+    wrapper.step()
+    assert calls == []
+
+
+def test_a_step_hook_may_change_the_gradients() -> None:
+    ours = parameters([torch.ones(4)], torch.float16)
+    wrapper = MasterWeightOptimizer(SGD(ours, lr=1.0), layout="split")
+
+    def zero(*args: Any) -> None:
+        assert ours[0].grad is not None
+        ours[0].grad.zero_()
+
+    wrapper.register_step_pre_hook(zero)
+    ours[0].grad = torch.ones(4).half()
+    wrapper.step()
+    assert torch.equal(ours[0].detach(), torch.ones(4).half())
+
+
+def test_stepping_the_wrapped_optimizer_directly_is_refused() -> None:
+    ours = parameters(shapes(), torch.float16)
+    inner = AdamW(ours)
+    wrapper = MasterWeightOptimizer(inner)
+    set_gradients(ours, gradients(0, torch.float16, ours))
+    with pytest.raises(RuntimeError, match=r"step\(\) of a AdamW whose master weights are in a MasterWeightOptimizer"):
+        inner.step()
+    wrapper.step()
+    with pytest.raises(RuntimeError, match=r"call the wrapper's step\(\)"):
+        inner.step()
+    with pytest.raises(ValueError, match="closure failed"):
+        wrapper.step(lambda: (_ for _ in ()).throw(ValueError("closure failed")))
+    assert all(a is b for a, b in zip(wrapper.param_groups[0]["params"], ours, strict=True))
+    with pytest.raises(RuntimeError, match=r"call the wrapper's step\(\)"):
+        inner.step()
+
+
+# Under accelerate, and in the explicit style
+
+
+@every_layout
+def test_under_an_accelerated_optimizer(layout: Any) -> None:
+    ours, wrapper, reference, bare = pair(TORCH["AdamW"], layout, torch.float16)
+    accelerated: Any = Accelerator(cpu=True).prepare(wrapper)
+    assert isinstance(accelerated, AcceleratedOptimizer) and accelerated.optimizer is wrapper
+    for step in range(3):
+        given = gradients(step, torch.float16, ours)
+        set_gradients(ours, given)
+        set_gradients(reference, given)
+        accelerated.step()
+        bare.step()
+        accelerated.zero_grad()
+    assert_same(ours, wrapper, reference)
+    accelerated.load_state_dict(accelerated.state_dict())
+    assert_same(ours, wrapper, reference)
+
+
+@every_layout
+def test_the_explicit_style_of_torch_amp(layout: Any) -> None:
+    value = torch.randn(4, 4).half()
+    ours, reference = parameters([value], torch.float16), parameters([value.float()])
+    wrapper, bare = MasterWeightOptimizer(SGD(ours, lr=0.1), layout=layout), SGD(reference, lr=0.1)
+    scaler = DynamicLossScaler(init_scale=2.0**10, growth_interval=2)
+    x = torch.randn(3, 4).half()
+    for _ in range(4):
+        for _ in range(2):  # micro-batches
+            scaler.scale((x.float() @ ours[0].float()).square().mean()).backward()
+            (x.float() @ reference[0].half().float()).square().mean().backward()
+        scaler.unscale_(wrapper)
+        assert ours[0].grad is not None and ours[0].grad.dtype is torch.float32
+        nn.utils.clip_grad_norm_(ours, 0.5)
+        nn.utils.clip_grad_norm_(reference, 0.5)
+        scaler.step(wrapper)
+        scaler.update()
+        bare.step()
+        wrapper.zero_grad()
+        bare.zero_grad()
+    assert scaler.get_scale() == 2.0**12
+    torch.testing.assert_close(wrapper.master(ours[0]), reference[0].detach(), rtol=1e-3, atol=1e-4)
+
+
+# Saving and loading
+
+
+def trained(make: Make, layout: Any, dtype: torch.dtype, steps: int = 3) -> tuple[list[nn.Parameter], Any]:
+    ours, wrapper, _, _ = pair(make, layout, dtype)
+    for step in range(steps):
+        set_gradients(ours, gradients(step, dtype, ours))
+        wrapper.step()
+    return ours, wrapper
+
+
+def through_file(state: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+
+
+@every_optimizer
+@every_layout
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+def test_a_saved_run_goes_on_bit_for_bit(name: str, layout: Any, order: str) -> None:
+    dtype = torch.float16
+    ours, wrapper = trained(TORCH[name], layout, dtype)
+    saved = through_file({"optimizer": wrapper.state_dict(), "model": [p.detach().clone() for p in ours]})
+    fresh = parameters([torch.zeros_like(value) for value in shapes()], dtype)
+    again = MasterWeightOptimizer(TORCH[name](fresh), layout=layout)
+
+    def load_model() -> None:
+        with torch.no_grad():
+            for parameter, value in zip(fresh, saved["model"], strict=True):
+                parameter.copy_(value)
+
+    for load in (load_model, lambda: again.load_state_dict(saved["optimizer"]))[:: 1 if order == "model first" else -1]:
+        load()
+    for step in range(3, 6):
+        for params, optimizer in ((ours, wrapper), (fresh, again)):
+            set_gradients(params, gradients(step, dtype, params))
+            optimizer.step()
+        for left, right in zip(ours, fresh, strict=True):
+            assert torch.equal(wrapper.master(left), again.master(right))
+            assert torch.equal(left.detach(), right.detach())
+
+
+@every_layout
+def test_fp32_moments_keep_their_bits(layout: Any) -> None:
+    _, wrapper = trained(TORCH["AdamW"], layout, torch.bfloat16)
+    saved = through_file(wrapper.state_dict())
+    again = MasterWeightOptimizer(AdamW(parameters(shapes(), torch.bfloat16)), layout=layout)
+    again.load_state_dict(saved)
+    moments = saved["state"][0]["exp_avg"]
+    assert not torch.equal(moments, moments.bfloat16().float())
+    assert torch.equal(again.state_dict()["state"][0]["exp_avg"], moments)
+    assert next(iter(again.state.values()))["exp_avg"].dtype is torch.float32
+
+
+@every_dtype
+@pytest.mark.parametrize(("saved_in", "loaded_in"), [("whole", "split"), ("split", "whole")])
+def test_masters_go_from_one_layout_to_the_other(dtype: torch.dtype, saved_in: Any, loaded_in: Any) -> None:
+    (parameter,) = ours = parameters([torch.zeros(10_000)], dtype)
+    wrapper = MasterWeightOptimizer(SGD(ours, lr=1.0), layout=saved_in)
+    ticks = torch.tensor([1 + 2.0**-11, 1 + 3 * 2.0**-11, 1 + 2.0**-8, 1 + 3 * 2.0**-8])  # half way to the next
+    parameter.grad_dtype = None
+    parameter.grad = -torch.cat([torch.randn(9996), ticks])
+    wrapper.step()
+    fresh = parameters([parameter.detach().clone()], dtype)
+    again = MasterWeightOptimizer(SGD(fresh, lr=1.0), layout=loaded_in)
+    again.load_state_dict(wrapper.state_dict())
+    assert torch.equal(again.master(fresh[0]), wrapper.master(parameter))
+    assert torch.equal(fresh[0].detach(), rounding(again.master(fresh[0]), dtype, loaded_in))
+
+
+@pytest.mark.parametrize("layout", ["whole", "split"])
+def test_clipping_with_an_fp64_parameter_among_the_others(layout: Any) -> None:
+    half, double = nn.Parameter(torch.zeros(4).half()), nn.Parameter(torch.zeros(4).double())
+    optimizer = MasterWeightOptimizer(SGD([half, double], lr=1.0), layout=layout)
+    half.grad, double.grad = torch.full_like(half, 2.0), torch.full_like(double, 1.5)
+    assert optimizer.clip_grad_norm_(2.5) == 5.0
+    optimizer.step()
+    torch.testing.assert_close(half.detach(), torch.full((4,), -1.0).half())
+    torch.testing.assert_close(double.detach(), torch.full((4,), -0.75).double(), rtol=1e-6, atol=0.0)
+
+
+def test_the_norm_of_one_gradient_makes_no_fp32_copy_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_mp.kernels.gradient_scan._BLOCK_ELEMENTS_PER_THREAD", 64)
+    weight = nn.Parameter(torch.zeros(10_000).half())
+    optimizer = MasterWeightOptimizer(AdamW([weight], fused=True), layout="split")
+    assert isinstance(weight, SplitParameter)
+    gradient = torch.randn(10_000).half()
+    weight.take_scaled_gradient(gradient)
+    expected = gradient.double().norm().float()
+    cast: list[int] = []
+    original = torch.linalg.vector_norm
+
+    def spy(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if tensor.dtype is torch.float16:  # torch casts it whole, on a CPU
+            cast.append(tensor.numel())
+        return original(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", spy)
+    torch.testing.assert_close(optimizer.gradient_norm(weight), expected, rtol=1e-6, atol=0.0)
+    assert cast == []
+
+
+@pytest.mark.parametrize("layout", ["whole", "split"])
+@pytest.mark.usefixtures("other_default_dtype")
+def test_loaded_state_stays_fp32_whatever_the_default_dtype(layout: Any) -> None:
+    def make() -> tuple[nn.Parameter, MasterWeightOptimizer]:
+        weight = nn.Parameter(torch.linspace(-1.0, 1.0, 12, dtype=torch.float16))
+        return weight, MasterWeightOptimizer(AdamW([weight], fused=True), layout=layout)
+
+    weight, optimizer = make()
+    weight.grad = torch.linspace(0.1, 0.7, 12, dtype=torch.float16)
+    optimizer.step()
+    resumed_weight, resumed = make()
+    resumed.load_state_dict(optimizer.state_dict())
+    for name in ("exp_avg", "exp_avg_sq"):
+        found, expected = resumed.state[resumed_weight][name], optimizer.state[weight][name]
+        assert found.dtype is torch.float32 and torch.equal(found, expected)
+
+
+@every_layout
+def test_a_parameter_that_was_written_after_loading_wins(layout: Any) -> None:
+    ours, wrapper = trained(TORCH["AdamW"], layout, torch.float16)
+    state, expected = wrapper.state_dict(), wrapper.master(ours[0]).clone()
+    again_params = [nn.Parameter(p.detach().clone()) for p in ours]
+    again = MasterWeightOptimizer(AdamW(again_params, lr=1e-3), layout=layout)
+    again.load_state_dict(state)
+    with torch.no_grad():
+        again_params[0][0] = 2.5
+    assert torch.equal(again.master(again_params[0])[0], torch.full((16,), 2.5))
+    assert torch.equal(again.master(again_params[0])[1:], expected[1:])
+
+
+@every_layout
+def test_the_state_of_a_bare_optimizer_and_back(layout: Any) -> None:
+    _, wrapper, reference, bare = pair(TORCH["AdamW"], layout, torch.float16)
+    set_gradients(reference, gradients(0, torch.float32, reference))
+    bare.step()
+    wrapper.load_state_dict(bare.state_dict())
+    state = wrapper.state_dict()
+    assert torch.equal(state["state"][0]["exp_avg"], bare.state_dict()["state"][0]["exp_avg"])
+    AdamW(parameters(shapes())).load_state_dict(state)
+
+
+@every_layout
+def test_masters_that_do_not_fit_are_refused(layout: Any) -> None:
+    _, wrapper = trained(TORCH["AdamW"], layout, torch.float16)
+    state = wrapper.state_dict()
+    for index, tensor, message in (
+        (0, torch.zeros(2, 2), r"masters\[0\] has shape \(2, 2\), but there is \(32, 16\) here"),
+        (9, torch.zeros(2), r"masters\[9\] has shape \(2,\), but there is no parameter here"),
+        (1, torch.zeros(16, dtype=torch.int16), r"masters\[1\] is torch.int16, but a master weight is torch.float32"),
+    ):
+        before = [wrapper.master(p).clone() for p in wrapper.param_groups[0]["params"]]
+        with pytest.raises(ValueError, match=message):
+            wrapper.load_state_dict({**state, "masters": {**state["masters"], index: tensor}})
+        after = [wrapper.master(p) for p in wrapper.param_groups[0]["params"]]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        wrapper.load_state_dict({**state, "param_groups": []})
+    assert all(p.dtype is torch.float16 for p in wrapper.param_groups[0]["params"])
+
+
+@every_layout
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_and_pickles_of_the_wrapper(layout: Any, how: str) -> None:
+    ours, wrapper = trained(TORCH["AdamW"], layout, torch.float16)
+    if how == "deepcopy":
+        params, copied = copy.deepcopy((ours, wrapper))
+    else:
+        params, copied = pickle.loads(pickle.dumps((ours, wrapper)))
+    assert all(a is b for a, b in zip(params, copied.param_groups[0]["params"], strict=True))
+    assert not set(params) & set(ours) and copied.layout == layout
+    for step in range(3, 6):
+        for each, optimizer in ((ours, wrapper), (params, copied)):
+            set_gradients(each, gradients(step, torch.float16, ours))
+            optimizer.step()
+    for left, right in zip(ours, params, strict=True):
+        assert torch.equal(wrapper.master(left), copied.master(right))
+    with pytest.raises(RuntimeError, match="call the wrapper's step"):
+        copied.optimizer.step()
+
+
+# bitsandbytes' settings
+
+
+@every_layout
+def test_module_overrides_of_bitsandbytes_are_found(layout: Any) -> None:
+    model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64, bias=False)).half()
+    manager = bnb.optim.GlobalOptimManager.get_instance()
+    manager.register_module_override(model[0], "weight", {"optim_bits": 32})
+    wrapper = MasterWeightOptimizer(bnb.optim.AdamW8bit(model.parameters(), min_8bit_size=64), layout=layout)
+    set_gradients(list(model.parameters()), [torch.randn(64, 64)] * 2)
+    wrapper.step()
+    assert wrapper.state[model[0].weight]["state1"].dtype is torch.float32
+    assert wrapper.state[model[1].weight]["state1"].dtype is torch.uint8
+
+
+# Which optimizers may step in parts
+
+
+def test_a_subclass_with_a_step_of_its_own_is_stepped_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_mp.weights.optimizer._BUCKET_ELEMENTS", 1)
+    counts: list[int] = []
+
+    class Renamed(SGD):
+        pass
+
+    class Global(SGD):
+        def step(self, closure: Any = None) -> None:
+            counts.append(sum(p.grad is not None for group in self.param_groups for p in group["params"]))
+
+    ours = parameters([torch.ones(2)] * 3, torch.float16)
+    assert _steps_by_parameter(Renamed(ours)) and _steps_by_parameter(AdamW(ours))
+    assert not _steps_by_parameter(torch.optim.LBFGS(ours))
+    wrapper = MasterWeightOptimizer(Global(ours), layout="split")
+    assert not _steps_by_parameter(wrapper.optimizer)
+    set_gradients(ours, [torch.ones(2)] * 3)
+    wrapper.step()
+    assert counts == [3]
+
+
+# Bad input
+
+
+def test_bad_input_is_refused() -> None:
+    ours = parameters([torch.ones(2)], torch.float16)
+    with pytest.raises(ValueError, match=r"layout='half' is not known: use one of whole, split"):
+        MasterWeightOptimizer(SGD(ours), layout="half")  # type: ignore[arg-type]
+    integers = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
+    with pytest.raises(TypeError, match=r"for floating parameters, not for one of torch.int64 and shape \(2,\)"):
+        MasterWeightOptimizer(SGD([*ours, integers]))
+    stepped = AdamW(ours)
+    ours[0].grad = torch.ones(2).half()
+    stepped.step()
+    with pytest.raises(ValueError, match=r"this AdamW was stepped already.*wrap it before its first step"):
+        MasterWeightOptimizer(stepped)
+    wrapper = MasterWeightOptimizer(SGD(ours))
+    with pytest.raises(TypeError, match="is a MasterWeightOptimizer already: wrap one only once"):
+        MasterWeightOptimizer(wrapper)
+    with pytest.raises(TypeError, match="for floating parameters"):
+        wrapper.add_param_group({"params": [integers]})
+
+
+def test_fp32_parameters_alone_are_warned_about() -> None:
+    ours = parameters([torch.ones(2)])
+    with pytest.warns(UserWarning, match="MasterWeightOptimizer has nothing to do: no parameter is FP16 or BF16"):
+        wrapper = MasterWeightOptimizer(SGD(ours, lr=1.0))
+    ours[0].grad = torch.ones(2)
+    wrapper.step()
+    assert torch.equal(ours[0].detach(), torch.zeros(2))
+
+
+def test_repr_names_both() -> None:
+    wrapper = MasterWeightOptimizer(SGD(parameters([torch.ones(2)], torch.float16)), layout="split")
+    assert repr(wrapper).startswith("MasterWeightOptimizer(SGD (") and "layout='split'" in repr(wrapper)

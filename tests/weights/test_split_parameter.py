@@ -1,0 +1,586 @@
+"""Split parameters: writes from outside win, gradients are true for whoever looks."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_mp.scaling.scalers import StaticLossScaler
+from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.weights.split import split
+from hf_mp.weights.split_parameter import (
+    SplitParameter,
+    check_splittable,
+    gradient_and_factor,
+    keep_scale_of_gradients,
+    make_split,
+    master_value,
+    multiply_gradients,
+    open_master,
+    raw_gradient,
+    split_parameters,
+    unsplit,
+    write_master,
+)
+
+DTYPES = [torch.float16, torch.bfloat16]
+SCALE = 1024.0
+
+
+def made(value: Tensor, dtype: torch.dtype = torch.float16) -> SplitParameter:
+    parameter = nn.Parameter(value.clone())
+    make_split(parameter, dtype)
+    assert isinstance(parameter, SplitParameter)
+    return parameter
+
+
+def values(*shape: int) -> Tensor:
+    return torch.randn(shape or (4, 3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_parameter_becomes_its_rounding_and_keeps_its_value(dtype: torch.dtype) -> None:
+    value = values()
+    parameter = made(value, dtype)
+    assert parameter.dtype is dtype and parameter.is_leaf and parameter.requires_grad
+    assert isinstance(parameter, nn.Parameter) and split_parameters([parameter, nn.Parameter(value)]) == [parameter]
+    assert torch.equal(parameter.detach(), split(value, dtype).working)
+    assert torch.equal(master_value(parameter), value)
+    assert parameter.remainder_bits.dtype is torch.int16
+    assert repr(parameter).startswith("Parameter containing:")
+
+
+def test_a_lower_precision_parameter_is_its_own_master() -> None:
+    value = values().half()
+    parameter = nn.Parameter(value.clone())
+    make_split(parameter, torch.float16)
+    assert torch.equal(master_value(parameter), value.float())  # type: ignore[arg-type]
+
+
+def test_a_gradient_that_is_there_stays() -> None:
+    parameter = nn.Parameter(values())
+    parameter.sum().backward()
+    make_split(parameter, torch.float16)
+    assert parameter.grad is not None and parameter.grad.dtype is torch.float32
+    assert torch.equal(parameter.grad, torch.ones(4, 3))
+
+
+def test_subclasses_of_parameter_are_refused() -> None:
+    class Own(nn.Parameter):
+        pass
+
+    with pytest.raises(TypeError, match=r"a Own of shape \(2,\) cannot be split .* freeze it, or use the default"):
+        make_split(Own(torch.ones(2)), torch.float16)
+    check_splittable([nn.Parameter(torch.ones(2))])
+
+
+def test_unsplit_gives_an_ordinary_fp32_parameter_back() -> None:
+    value = values()
+    parameter: Any = made(value)
+    parameter.take_scaled_gradient(torch.full((4, 3), 2.0, dtype=torch.float16))
+    unsplit(parameter)
+    assert type(parameter) is nn.Parameter and vars(parameter) == {}
+    assert torch.equal(parameter.detach(), value) and parameter.dtype is torch.float32
+    assert torch.equal(parameter.grad, torch.full((4, 3), 2.0))
+    (parameter * 3).sum().backward()
+    assert torch.equal(parameter.grad, torch.full((4, 3), 5.0))
+
+
+# Writes from outside win, element by element
+
+
+def own_master(parameter: nn.Parameter) -> Tensor:
+    return parameter.detach().float()
+
+
+WHOLE_WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "normal_": lambda p: p.normal_(),
+    "fill_": lambda p: p.fill_(0.3),
+    "zero_": lambda p: p.zero_(),
+    "mul_": lambda p: p.mul_(1.5),
+    "add_ an FP32 tensor": lambda p: p.add_(torch.full((4, 3), 0.7)),
+    "lerp_": lambda p: p.lerp_(torch.ones(4, 3, dtype=p.dtype), 0.5),
+    "copy_ FP16": lambda p: p.copy_(torch.full((4, 3), 0.3).half()),
+    "set by slice": lambda p: p.__setitem__(slice(None), 0.3),
+    "+=": lambda p: p.__iadd__(0.5),
+    "/=": lambda p: p.__itruediv__(3.0),
+    "data.copy_": lambda p: p.data.copy_(torch.full((4, 3), 0.3)),
+    "data.fill_": lambda p: p.data.fill_(0.3),
+    "data.mul_": lambda p: p.data.mul_(1.5),
+    "data = ": lambda p: setattr(p, "data", torch.full((4, 3), 0.3, dtype=p.dtype)),
+    "detach().fill_": lambda p: p.detach().fill_(0.3),
+    "view().fill_": lambda p: p.view(-1).fill_(0.3),
+    "torch.add out=": lambda p: torch.add(p.detach() * 2, 1.0, out=p.detach()),
+    "foreach": lambda p: torch._foreach_add_([p], 0.5),
+    "init.xavier_uniform_": lambda p: nn.init.xavier_uniform_(p),
+    "init.ones_": lambda p: nn.init.ones_(p),
+    "init.trunc_normal_": lambda p: nn.init.trunc_normal_(p),
+    "numpy of data": lambda p: p.data.view(torch.int16).numpy().fill(14_000),
+    "storage of data": lambda p: p.data.untyped_storage().copy_(torch.ones(4, 3, dtype=p.dtype).untyped_storage()),
+    "vector_to_parameters": lambda p: nn.utils.vector_to_parameters(torch.full((12,), 0.3, dtype=p.dtype), [p]),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_WRITES)
+def test_a_write_of_all_elements_wins(name: str) -> None:
+    parameter = made(values() + 3.0)
+    with torch.no_grad():
+        WHOLE_WRITES[name](parameter)
+    assert not torch.equal(own_master(parameter), torch.zeros(4, 3)) or name == "zero_"
+    assert torch.equal(master_value(parameter), own_master(parameter))
+    assert torch.equal(open_master(parameter), own_master(parameter))
+
+
+def row(value: float = 0.3) -> Tensor:
+    return torch.full((3,), value)
+
+
+ROW_WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "set by index": lambda p: p.__setitem__(1, row()),
+    "data by index": lambda p: p.data.__setitem__(1, row()),
+    "row of data": lambda p: p.data[1].fill_(0.3),
+    "index_fill_": lambda p: p.index_fill_(0, torch.tensor([1]), 0.3),
+    "index_copy_": lambda p: p.index_copy_(0, torch.tensor([1]), row().to(p.dtype)[None]),
+    "masked_fill_": lambda p: p.masked_fill_(torch.tensor([[False], [True], [False], [False]]), 0.3),
+    "row through numpy": lambda p: p.data.view(torch.int16).numpy().__setitem__(1, 14_000),
+    "row of data =": lambda p: setattr(p, "data", torch.cat([p.detach()[:1], row().to(p.dtype)[None], p.detach()[2:]])),
+}
+
+
+@pytest.mark.parametrize("name", ROW_WRITES)
+def test_a_write_of_a_row_leaves_the_others_their_bits(name: str) -> None:
+    value = values()
+    parameter = made(value)
+    with torch.no_grad():
+        ROW_WRITES[name](parameter)
+    master = master_value(parameter)
+    others = [0, 2, 3]
+    assert not torch.equal(parameter.detach()[1].float(), value[1])
+    assert torch.equal(master[1], own_master(parameter)[1])
+    assert torch.equal(master[others], value[others])
+
+
+def test_an_alias_that_lives_on_is_watched_for_as_long_as_it_lives() -> None:
+    value = values()
+    parameter = made(value)
+    alias = parameter.data
+    assert torch.equal(master_value(parameter), value)
+    alias[0] = 1.0
+    assert torch.equal(master_value(parameter)[0], torch.ones(3))
+    array = parameter.data.view(torch.int16).numpy()
+    del alias
+    write_master(parameter, value)
+    assert torch.equal(master_value(parameter), value)
+    array[2] = 0
+    assert torch.equal(master_value(parameter)[2], torch.zeros(3)) and torch.equal(
+        master_value(parameter)[:2], value[:2]
+    )
+    del array
+    assert torch.equal(master_value(parameter)[3], value[3])
+    assert parameter._snapshot is None  # 2 bytes a parameter, while they are needed
+
+
+def test_reading_does_not_cost_bits() -> None:
+    value = values()
+    parameter = made(value)
+    parameter.data.clone(), parameter.detach().sum(), parameter[0], list(parameter), ~parameter.isnan()
+    parameter.requires_grad_(False).requires_grad_(True)
+    assert torch.equal(master_value(parameter), value)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fp32_values_copied_in_keep_all_their_bits(dtype: torch.dtype) -> None:
+    parameter = made(values(), dtype)
+    with torch.no_grad():
+        for value in (values(), values().double(), values(3), values(12).view(3, 4).t()):
+            parameter.copy_(value)
+            expected = value.float().expand(4, 3)
+            assert torch.equal(master_value(parameter), expected)
+            assert torch.equal(parameter.detach(), split(expected.contiguous(), dtype).working)
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        parameter.copy_(values())
+    assert torch.equal(master_value(parameter), expected)
+
+
+def split_model(*layers: nn.Module) -> nn.Sequential:
+    model = nn.Sequential(*layers) if layers else nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    for parameter in model.parameters():
+        make_split(parameter, torch.float16)
+    return model
+
+
+def test_load_state_dict_in_fp32_and_fp16() -> None:
+    model = split_model()
+    new = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).state_dict()
+    model.load_state_dict(new)
+    assert all(torch.equal(master_value(p), new[n]) for n, p in model.named_parameters())  # type: ignore[arg-type]
+    halves = {name: value.half() for name, value in new.items()}
+    model.load_state_dict(halves)  # the same roundings: nothing was said about the other bits
+    assert all(torch.equal(master_value(p), new[n]) for n, p in model.named_parameters())  # type: ignore[arg-type]
+    halves["0.weight"] = halves["0.weight"] * 2
+    model.load_state_dict(halves)
+    assert torch.equal(master_value(model[0].weight), halves["0.weight"].float())
+    assert torch.equal(master_value(model[1].weight), new["1.weight"])
+
+
+def test_a_swap_with_an_average_and_back() -> None:
+    value, average = values(), values()
+    parameter = made(value)
+    stored = parameter.detach().clone()
+    parameter.data.copy_(average)
+    assert torch.equal(parameter.detach(), average.half())
+    parameter.data.copy_(stored)
+    assert torch.equal(master_value(parameter), value)
+    parameter.data.copy_(average)
+    assert torch.equal(master_value(parameter), average.half().float())
+
+
+def test_casts_and_moves_of_a_module() -> None:
+    model = split_model()
+    before = {name: master_value(p) for name, p in model.named_parameters()}  # type: ignore[arg-type]
+    model.to("cpu")
+    model.float()
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, SplitParameter) and parameter.dtype is torch.float32
+        assert torch.equal(parameter.detach(), before[name]) and torch.equal(master_value(parameter), before[name])
+    model.half()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.detach(), before[name].half())  # type: ignore[arg-type]
+        assert torch.equal(master_value(parameter), before[name])  # type: ignore[arg-type]
+    model.to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(master_value(parameter), before[name], rtol=2**-8, atol=0)  # type: ignore[arg-type]
+
+
+def test_another_shape_is_a_new_value() -> None:
+    parameter = made(values())
+    parameter.data = torch.ones(2, dtype=torch.float16)
+    assert torch.equal(master_value(parameter), torch.ones(2))
+
+
+# Copies and pickles
+
+
+def test_a_deep_copy_is_split_as_well_and_goes_its_own_way() -> None:
+    model = split_model()
+    model.tied = model[0].weight
+    copied = copy.deepcopy(model)
+    assert copied.tied is copied[0].weight and isinstance(copied.tied, SplitParameter)
+    assert torch.equal(master_value(copied.tied), master_value(model[0].weight))
+    before = master_value(model[0].weight).clone()
+    write_master(copied.tied, torch.zeros(4, 3))
+    assert torch.equal(master_value(model[0].weight), before)
+
+
+@pytest.mark.parametrize("how", ["pickle", "torch.save"])
+def test_a_pickle_holds_an_ordinary_fp32_parameter(how: str) -> None:
+    parameter: Any = made(values())
+    parameter.sharded_by = "rows"
+    if how == "pickle":
+        loaded = pickle.loads(pickle.dumps([parameter, parameter]))
+    else:
+        buffer = io.BytesIO()
+        torch.save([parameter, parameter], buffer)
+        loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+    assert type(loaded[0]) is nn.Parameter and loaded[0] is loaded[1]
+    assert torch.equal(loaded[0].detach(), master_value(parameter)) and loaded[0].sharded_by == "rows"
+
+
+# Masters
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_small_updates_add_up_in_the_master(dtype: torch.dtype) -> None:
+    parameter = made(torch.ones(3), dtype)
+    for _ in range(100):
+        write_master(parameter, open_master(parameter) + 1e-4)
+    expected = torch.ones(3)
+    for _ in range(100):
+        expected += 1e-4
+    assert torch.equal(master_value(parameter), expected)
+    assert torch.equal(parameter.detach(), split(expected, dtype).working)
+
+
+def test_writing_the_master_is_seen_by_autograd() -> None:
+    parameter = made(values())
+    out = (parameter * parameter).sum()
+    write_master(parameter, torch.zeros(4, 3))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+def test_master_value_is_one_tensor_until_something_changes() -> None:
+    parameter = made(values())
+    first = master_value(parameter)
+    assert master_value(parameter) is first
+    value = first.clone()
+    first.add_(1.0)  # the reader's own now
+    assert torch.equal(master_value(parameter), value)
+    second = master_value(parameter)
+    with torch.no_grad():
+        parameter[0] = 1.0
+    assert master_value(parameter) is not second
+
+
+# Gradients
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def attached(model: nn.Module, precision: str = "fp16-lean") -> MixedPrecision:
+    runtime = MixedPrecision(precision, loss_scaler=StaticLossScaler(SCALE) if "fp16" in precision else None)
+    runtime.attach(model)
+    return runtime
+
+
+@pytest.fixture(params=["fp16-lean", "bf16-lean"])
+def pair(request: pytest.FixtureRequest) -> tuple[nn.Module, nn.Module, float]:
+    """A model attached in a lean layout, the same in FP32, and the tolerance of their gradients."""
+    model = Model()
+    reference = copy.deepcopy(model)
+    attached(model, request.param)
+    return model, reference, 4e-3 if request.param == "fp16-lean" else 3e-2
+
+
+Pair = tuple[nn.Module, nn.Module, float]
+X = torch.randn(5, 8, generator=torch.Generator().manual_seed(7))
+
+
+def assert_gradients_match(model: nn.Module, reference: nn.Module, tolerance: float) -> None:
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        assert ours.grad.dtype is torch.float32
+        assert (ours.grad - theirs.grad).norm() <= tolerance * theirs.grad.norm() + 1e-12
+
+
+def test_a_gradient_is_lower_precision_and_scaled_until_somebody_looks(pair: Pair) -> None:
+    model, reference, tolerance = pair
+    for each in (model, reference):
+        each(X).square().mean().backward()
+    for parameter in model.parameters():
+        gradient, factor = gradient_and_factor(parameter)
+        assert gradient is not None and gradient.dtype is parameter.dtype
+        assert factor is None if parameter.dtype is torch.bfloat16 else factor.item() == 1 / SCALE  # type: ignore
+    assert_gradients_match(model, reference, tolerance)
+    for parameter in model.parameters():
+        assert raw_gradient(parameter) is parameter.grad  # FP32 from now on
+        assert gradient_and_factor(parameter)[1] is None
+
+
+def test_micro_batches_add_up_in_fp32(pair: Pair) -> None:
+    model, reference, tolerance = pair
+    single = []
+    for part in (X[:2], X[2:], X):
+        model(part).square().sum().backward()
+        single.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+    for part in (X[:2], X[2:], X):
+        model(part).square().sum().backward()
+        reference(part).square().sum().backward()
+    for parameter, parts in zip(model.parameters(), zip(*single, strict=True), strict=True):
+        assert torch.equal(parameter.grad, parts[0] + parts[1] + parts[2])  # type: ignore[arg-type]
+    assert_gradients_match(model, reference, tolerance)
+
+
+def test_a_penalty_on_the_weights_outside_the_model_is_not_unscaled(pair: Pair) -> None:
+    model, reference, tolerance = pair
+    for accumulated in range(3):
+        for each in (model, reference):
+            (each(X).square().mean() + 0.1 * each.second.weight.square().sum()).backward()
+        if accumulated == 1:
+            assert_gradients_match(model, reference, tolerance)
+    assert_gradients_match(model, reference, tolerance)
+
+
+def test_autograd_grad_gives_true_fp32_gradients_and_leaves_none_behind(pair: Pair) -> None:
+    model, reference, tolerance = pair
+    ours = torch.autograd.grad(model(X).square().mean(), list(model.parameters()))
+    theirs = torch.autograd.grad(reference(X).square().mean(), list(reference.parameters()))
+    for left, right in zip(ours, theirs, strict=True):
+        assert left.dtype is torch.float32
+        assert (left - right).norm() <= tolerance * right.norm()
+    assert all(raw_gradient(p) is None for p in model.parameters())
+
+
+def test_backward_for_some_inputs_only(pair: Pair) -> None:
+    model, reference, tolerance = pair
+    for each in (model, reference):
+        each(X).square().mean().backward(inputs=[each.first.weight])
+    assert raw_gradient(model.second.weight) is None
+    error = (model.first.weight.grad - reference.first.weight.grad).norm()
+    assert error <= tolerance * reference.first.weight.grad.norm()
+
+
+def test_hooks_see_true_gradients(pair: Pair) -> None:
+    model, reference, tolerance = pair
+    seen: dict[str, Tensor] = {}
+    model.first.weight.register_hook(lambda g: seen.__setitem__("hook", g.clone()))
+    model.first.weight.register_hook(lambda g: g * 2)
+    model.second.weight.register_post_accumulate_grad_hook(lambda p: seen.__setitem__("post", p.grad.clone()))
+    for each in (model, reference):
+        each(X).square().mean().backward()
+    for name, theirs in (("hook", reference.first.weight.grad), ("post", reference.second.weight.grad)):
+        assert seen[name].dtype is torch.float32
+        assert (seen[name] - theirs).norm() <= tolerance * theirs.norm()
+    assert torch.equal(model.first.weight.grad, 2 * seen["hook"])
+
+
+def test_retain_graph(pair: Pair) -> None:
+    model, reference, tolerance = pair
+    for each in (model, reference):
+        loss = each(X).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_gradients_match(model, reference, tolerance)
+
+
+def test_create_graph(pair: Pair) -> None:
+    model, reference, tolerance = pair
+    for each in (model, reference):
+        loss = each(X).square().mean()
+        gradients = torch.autograd.grad(loss, list(each.parameters()), create_graph=True)
+        (loss + sum(gradient.square().sum() for gradient in gradients)).backward()
+    assert_gradients_match(model, reference, 3 * tolerance)
+
+
+def test_tied_weights_add_up_in_fp32(pair: Pair) -> None:
+    model, reference, tolerance = pair
+    for each in (model, reference):
+        each.second = each.first
+        each(X).square().mean().backward()
+    assert isinstance(model.first.weight, SplitParameter)
+    assert raw_gradient(model.first.weight).dtype is torch.float32  # type: ignore[union-attr]
+    assert_gradients_match(model, reference, tolerance)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(pair: Pair, use_reentrant: bool) -> None:
+    model, reference, tolerance = pair
+    first = model.first
+
+    class Checkpointed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(first.__class__.forward, first, x, use_reentrant=use_reentrant)
+
+    model.first = Checkpointed()
+    model.first.inner = first
+    x = X.clone().requires_grad_()
+    for each in (model, reference):
+        for _ in range(2):
+            each(x).square().mean().backward()
+    assert_gradients_match(model, reference, tolerance)
+
+
+def test_sparse_gradients() -> None:
+    model, reference = (nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 4)) for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    attached(model)
+    ids = torch.tensor([1, 1, 4])
+    for micro_batch in range(2):
+        for each in (model, reference):
+            each(ids).square().mean().backward()
+        if micro_batch == 0:
+            assert raw_gradient(model[0].weight).is_sparse  # type: ignore[union-attr]
+    assert model[0].weight.grad.is_sparse and model[0].weight.grad.dtype is torch.float32
+    torch.testing.assert_close(
+        model[0].weight.grad.to_dense(), reference[0].weight.grad.to_dense(), rtol=5e-3, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 4, 4)])
+def test_a_true_gradient_lies_in_memory_as_its_parameter(shape: tuple[int, ...]) -> None:
+    """torch's fused optimizers read by position, so that a transposed gradient would update the wrong elements."""
+    parameter = made(values(*shape))
+    gradient = values(*shape).half()
+    assert parameter.take_scaled_gradient(gradient.transpose(0, 1).contiguous().transpose(0, 1))
+    assert parameter.grad is not None and parameter.grad.stride() == parameter.stride()
+    assert torch.equal(parameter.grad, gradient.float())
+
+
+def test_setting_and_deleting_gradients(pair: Pair) -> None:
+    model, _, _ = pair
+    for drop in (
+        model.zero_grad,
+        lambda: [setattr(p, "grad", None) for p in model.parameters()],
+        lambda: [delattr(p, "grad") for p in model.parameters()],
+    ):
+        model(X).square().mean().backward()
+        drop()
+        assert all(p.grad is None and raw_gradient(p) is None for p in model.parameters())
+    model(X).square().mean().backward()
+    model.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    model.first.weight.grad = torch.ones(8, 8)
+    assert torch.equal(gradient_and_factor(model.first.weight)[0], torch.ones(8, 8))  # type: ignore[arg-type]
+
+
+def test_torch_clips_true_gradients(pair: Pair) -> None:
+    model, reference, tolerance = pair
+    for each in (model, reference):
+        (100 * each(X).square().mean()).backward()
+    ours = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    theirs = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+    assert theirs > 1.0 and (ours - theirs).abs() < tolerance * theirs
+    assert_gradients_match(model, reference, tolerance)
+    bound = reference.first.weight.grad.abs().max().item() / 2
+    for each in (model, reference):
+        nn.utils.clip_grad_value_(each.parameters(), bound)
+    assert model.first.weight.grad.abs().max().item() == bound
+    assert_gradients_match(model, reference, tolerance)
+
+
+def test_a_scaled_gradient_remembers_its_scale() -> None:
+    model = Model()
+    runtime = attached(model)
+    model(X).square().mean().backward()
+    gradients = [raw_gradient(p).float() / SCALE for p in model.parameters()]  # type: ignore[union-attr]
+    keep_scale_of_gradients(model.parameters())
+    runtime.scaler._set_scale(4.0)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
+    model.zero_grad()
+    model(X).square().mean().backward()  # new ones have the new scale
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["scaled", "read", "ordinary FP16", "none"])
+def test_multiply_gradients(kind: str) -> None:
+    factor = torch.tensor(0.3)
+    parameter: Any = nn.Parameter(values(4, 3).half()) if kind == "ordinary FP16" else made(values(4, 3))
+    gradient = values(4, 3).half()
+    if kind == "ordinary FP16":
+        parameter.grad = gradient.clone()
+    elif kind != "none":
+        parameter.take_scaled_gradient(gradient)
+    if kind == "read":
+        assert parameter.grad is not None
+    multiply_gradients([parameter], factor)
+    multiply_gradients([parameter], factor)
+    if kind == "none":
+        assert parameter.grad is None
+        return
+    if kind == "scaled":
+        assert raw_gradient(parameter) is gradient  # nothing was written
+    assert parameter.grad.dtype is torch.float32
+    torch.testing.assert_close(parameter.grad, gradient.float() * 0.3 * 0.3, rtol=1e-6, atol=0)
+    parameter.grad = None
+    if kind != "ordinary FP16":
+        parameter.take_scaled_gradient(gradient)
+        assert torch.equal(parameter.grad, gradient.float())  # the factor went with the gradient

@@ -1,0 +1,516 @@
+import copy
+import gc
+import io
+import math
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer
+
+from hf_mp.weights.working_copies import WatchedParameter, WorkingCopies, unwatch, watch
+
+FP16, BF16 = torch.float16, torch.bfloat16
+every_dtype = pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def watched(*shape: int) -> nn.Parameter:
+    parameter = nn.Parameter(random(*shape))
+    watch(parameter)
+    return parameter
+
+
+def check_current(copies: WorkingCopies, parameter: nn.Parameter) -> None:
+    """The copy is the parameter, rounded to nearest now."""
+    found = copies.get(parameter)
+    assert found.dtype is copies.dtype and not found.requires_grad
+    torch.testing.assert_close(found, parameter.detach().to(copies.dtype), rtol=0, atol=0, equal_nan=True)
+    assert found.numel() == 0 or found.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr()
+
+
+def nudge(parameter: nn.Parameter) -> Tensor:
+    """Another value for ``parameter``, whose rounding differs everywhere."""
+    return parameter.detach().clone() * 1.5 + 1.0
+
+
+def write_in_place(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.copy_(nudge(parameter))
+
+
+def write_in_inference_mode(parameter: nn.Parameter) -> None:
+    value = nudge(parameter)
+    with torch.inference_mode():
+        parameter.copy_(value)
+
+
+def write_to_data(parameter: nn.Parameter) -> None:
+    parameter.data.copy_(nudge(parameter))
+
+
+def write_to_a_part_of_data(parameter: nn.Parameter) -> None:
+    parameter.data.view(-1)[1:].add_(1.0)
+
+
+def replace_data(parameter: nn.Parameter) -> None:
+    parameter.data = nudge(parameter)
+
+
+def write_through_detach(parameter: nn.Parameter) -> None:
+    parameter.detach().copy_(nudge(parameter))
+
+
+def load_a_state_dict(parameter: nn.Parameter) -> None:
+    module = nn.Module()
+    module.weight = parameter
+    module.load_state_dict({"weight": nudge(parameter)})
+    assert module.weight is parameter
+
+
+def move_by_module(parameter: nn.Parameter) -> None:
+    module = nn.Module()
+    module.weight = parameter
+    module.double()
+    parameter.data += 1.0
+    module.float()
+
+
+def average_in(parameter: nn.Parameter) -> None:
+    parameter.data.lerp_(nudge(parameter), 0.5)
+
+
+def step_by_data(parameter: nn.Parameter) -> None:
+    """As optimizers from before ``no_grad`` wrote."""
+    for group in [{"params": [parameter]}]:
+        for each in group["params"]:
+            each.data.addcmul_(torch.ones(()), nudge(each), value=-0.5)
+
+
+def step(make: Callable[..., torch.optim.Optimizer], **settings: Any) -> Callable[[nn.Parameter], None]:
+    def write(parameter: nn.Parameter) -> None:
+        parameter.grad = torch.ones_like(parameter)
+        make([parameter], lr=0.5, **settings).step()
+
+    return write
+
+
+WRITERS: dict[str, Callable[[nn.Parameter], None]] = {
+    "in place": write_in_place,
+    "in place, in inference mode": write_in_inference_mode,
+    "through .data": write_to_data,
+    "through a part of .data": write_to_a_part_of_data,
+    "to .data": replace_data,
+    "through .detach()": write_through_detach,
+    "load_state_dict": load_a_state_dict,
+    "Module.double and back": move_by_module,
+    "EMA": average_in,
+    "an optimizer that writes to .data": step_by_data,
+    "SGD": step(torch.optim.SGD, foreach=False),
+    "SGD, foreach": step(torch.optim.SGD, foreach=True, momentum=0.9),
+    "AdamW, foreach": step(torch.optim.AdamW, foreach=True),
+    "Adagrad": step(torch.optim.Adagrad),
+}
+
+
+class TestTheCopyIsTheParameterRounded:
+    @every_dtype
+    @pytest.mark.parametrize("writer", WRITERS)
+    def test_after_every_way_of_writing(self, writer: str, dtype: torch.dtype) -> None:
+        parameter, copies = watched(3, 5), WorkingCopies(dtype)
+        check_current(copies, parameter)
+        for _ in range(3):
+            before = copies.get(parameter).clone()
+            WRITERS[writer](parameter)
+            check_current(copies, parameter)
+            assert not torch.equal(copies.get(parameter), before), "the test wrote nothing"
+
+    @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD], ids=lambda make: make.__name__)
+    def test_after_a_fused_step_and_refresh_all(self, make: type[torch.optim.Optimizer]) -> None:
+        """torch's fused optimizers raise no version counter: that is what refresh_all is for."""
+        parameter, copies = watched(3, 5), WorkingCopies(FP16)
+        for _ in range(3):
+            before = copies.get(parameter).clone()
+            step(make, fused=True)(parameter)
+            copies.refresh_all()
+            check_current(copies, parameter)
+            assert not torch.equal(copies.get(parameter), before)
+
+    def test_through_an_alias_that_is_kept(self) -> None:
+        parameter, copies = watched(3, 5), WorkingCopies(FP16)
+        alias = parameter.data
+        for _ in range(4):
+            alias.add_(1.0)
+            check_current(copies, parameter)
+            check_current(copies, parameter)
+
+    @pytest.mark.parametrize(
+        "part", [lambda t: t.view(-1), lambda t: t[1:], lambda t: t.t()], ids=["view", "[1:]", "t"]
+    )
+    def test_through_a_view_of_an_alias(self, part: Callable[[Tensor], Tensor]) -> None:
+        parameter, copies = watched(3, 5), WorkingCopies(FP16)
+        view = part(parameter.data)
+        for _ in range(4):
+            view.add_(1.0)
+            check_current(copies, parameter)
+            check_current(copies, parameter)
+
+    def test_through_an_alias_older_than_the_last(self) -> None:
+        parameter, copies = watched(3, 5), WorkingCopies(FP16)
+        alias = parameter.data
+        _ = parameter.data.shape
+        check_current(copies, parameter)
+        check_current(copies, parameter)
+        alias.add_(1.0)
+        check_current(copies, parameter)
+
+    @pytest.mark.parametrize("make", [Tensor.detach, Tensor.numpy], ids=["detach", "numpy"])
+    def test_through_what_was_made_of_an_alias(self, make: Callable[[Tensor], Any]) -> None:
+        parameter, copies = watched(3, 5), WorkingCopies(FP16)
+        made = make(parameter.data)
+        check_current(copies, parameter)
+        check_current(copies, parameter)
+        made += 1.0
+        check_current(copies, parameter)
+
+    def test_of_data_that_was_replaced_twice(self) -> None:
+        parameter, copies = watched(999), WorkingCopies(FP16)
+        check_current(copies, parameter)
+        for value in (1.0, 2.0, 3.0, 4.0):
+            parameter.data = torch.full((999,), value)
+            parameter.data = torch.full((999,), -value)
+            check_current(copies, parameter)
+
+    @every_dtype
+    def test_of_every_kind_of_number(self, dtype: torch.dtype) -> None:
+        info = torch.finfo(dtype)
+        step = info.tiny * info.eps
+        numbers = [
+            0.0, -0.0, math.inf, -math.inf, math.nan, info.max, -info.max, info.tiny, step, 0.5 * step, 0.75 * step,
+            1.5 * step, 1.0 + info.eps / 2, 1.0 + 1.5 * info.eps, 1.0 + info.eps * 0.51, 2.0**-149, 1e30,
+            65519.0, 65520.0,
+        ]  # fmt: skip
+        parameter, copies = nn.Parameter(torch.tensor(numbers)), WorkingCopies(dtype)
+        watch(parameter)
+        made = copies.get(parameter).clone()
+        check_current(copies, parameter)
+        parameter.data = parameter.data.clone()
+        check_current(copies, parameter)
+        torch.testing.assert_close(copies.get(parameter), made, rtol=0, atol=0, equal_nan=True)
+        assert copies.get(parameter)[9] == 0.0 and copies.get(parameter)[12] == 1.0, "ties go to even"
+        assert torch.equal(torch.signbit(copies.get(parameter)[:2]), torch.tensor([False, True]))
+
+    @pytest.mark.parametrize("shape", [(7,), (5, 3), (15,), (2, 3, 5), (0,)], ids=str)
+    def test_of_a_parameter_of_another_shape_since(self, shape: tuple[int, ...]) -> None:
+        parameter, copies = watched(3, 5), WorkingCopies(FP16)
+        copies.get(parameter)
+        parameter.data = random(*shape, seed=1)
+        copies.refresh_all()
+        check_current(copies, parameter)
+        assert copies.get(parameter).shape == shape and len(copies) == 1
+
+    def test_of_a_parameter_that_was_transposed(self) -> None:
+        parameter, copies = watched(4, 4), WorkingCopies(FP16)
+        check_current(copies, parameter)
+        parameter.data = parameter.data.t()
+        check_current(copies, parameter)
+
+    def test_of_a_parameter_that_is_16_bit_already(self) -> None:
+        parameter, copies = nn.Parameter(random(3).half()), WorkingCopies(FP16)
+        check_current(copies, parameter)
+        write_in_place(parameter)
+        check_current(copies, parameter)
+
+    def test_of_parameters_that_nobody_watches(self) -> None:
+        parameter, copies = nn.Parameter(random(3, 5)), WorkingCopies(FP16)
+        for writer in (write_in_place, replace_data, load_a_state_dict, WRITERS["AdamW, foreach"]):
+            writer(parameter)
+            check_current(copies, parameter)
+
+    def test_of_a_parameter_that_came_later_and_was_written_through_data(self) -> None:
+        """As ``load_state_dict(assign=True)`` and new layers bring them."""
+        parameter, copies = nn.Parameter(random(3, 5)), WorkingCopies(FP16)
+        check_current(copies, parameter)
+        write_to_data(parameter)
+        check_current(copies, parameter)
+
+    def test_of_a_parameter_made_in_inference_mode(self) -> None:
+        copies = WorkingCopies(FP16)
+        with torch.inference_mode():
+            parameter = nn.Parameter(random(3, 5))
+            for _ in range(3):
+                check_current(copies, parameter)
+                parameter.add_(1.0)
+        check_current(copies, parameter)
+
+    def test_made_first_in_inference_mode(self) -> None:
+        parameter, copies = watched(3, 5), WorkingCopies(FP16)
+        with torch.inference_mode():
+            check_current(copies, parameter)
+        assert not copies.get(parameter).is_inference()
+        for refresh in (copies.refresh_all, lambda: None):
+            write_in_place(parameter)
+            refresh()
+            check_current(copies, parameter)
+
+
+class TestOneCopy:
+    def test_is_made_once_and_kept(self) -> None:
+        parameter, copies = watched(3, 5), WorkingCopies(FP16)
+        first = copies.get(parameter)
+        assert copies.get(parameter) is first
+        write_in_place(parameter)
+        assert copies.get(parameter) is first, "refreshed in its own memory"
+        assert len(copies) == 1 and copies.total_bytes == 2 * 15
+
+    @pytest.mark.parametrize("writer", ["in place", "to .data"])
+    def test_is_written_once_for_each_change(self, writer: str) -> None:
+        parameter, copies = watched(3, 5), WorkingCopies(FP16)
+        for _ in range(2):
+            version = copies.get(parameter)._version
+            for _ in range(3):
+                copies.get(parameter)
+            assert copies.get(parameter)._version == version
+            WRITERS[writer](parameter)
+            assert copies.get(parameter)._version == version + 1
+
+    @pytest.mark.parametrize("kept", [True, False], ids=["alias kept", "alias dropped"])
+    def test_that_backward_needs_stays_valid_when_data_was_only_read(self, kept: bool) -> None:
+        """An average of the weights holds aliases for ever, and a layer may be used twice before its backward."""
+        parameter, copies = watched(3, 5), WorkingCopies(FP16)
+        x = random(3, 5).half().requires_grad_()
+        results = [(x * copies.get(parameter)).sum()]
+        alias = parameter.data if kept else parameter.data.norm()
+        results += [(x * copies.get(parameter)).sum() for _ in range(2)]
+        sum(results).backward()
+        assert x.grad is not None and alias is not None
+        torch.testing.assert_close(x.grad, 3 * copies.get(parameter))
+
+    def test_serves_tied_weights(self) -> None:
+        embedding, head = nn.Embedding(7, 3), nn.Linear(3, 7, bias=False)
+        head.weight = embedding.weight
+        copies = WorkingCopies(FP16)
+        assert copies.get(embedding.weight) is copies.get(head.weight)
+        assert len(copies) == 1
+
+    def test_is_released_with_its_parameter(self) -> None:
+        parameter, other, copies = watched(3, 5), watched(2), WorkingCopies(FP16)
+        copied = weakref.ref(copies.get(parameter))
+        copies.get(other)
+        assert copied() is not None
+        del parameter
+        gc.collect()
+        assert copied() is None
+        assert len(copies) == 1 and copies.total_bytes == 4
+
+    def test_does_not_keep_the_parameter_alive(self) -> None:
+        module, copies = nn.Linear(3, 5), WorkingCopies(FP16)
+        for parameter in module.parameters():
+            watch(parameter)
+            copies.get(parameter)
+        alive = weakref.ref(module.weight)
+        del module, parameter
+        gc.collect()
+        assert alive() is None and len(copies) == 0
+
+    def test_of_many_that_come_and_go_is_never_anothers(self) -> None:
+        """A new parameter may have the id of one that is gone."""
+        copies = WorkingCopies(FP16)
+        for value in range(50):
+            parameter = nn.Parameter(torch.full((3,), float(value)))
+            check_current(copies, parameter)
+            del parameter
+        assert len(copies) == 0
+
+    def test_is_released_by_clear(self) -> None:
+        parameter, copies = watched(3, 5), WorkingCopies(FP16)
+        copies.get(parameter)
+        copies.clear()
+        assert len(copies) == 0 and copies.total_bytes == 0
+        check_current(copies, parameter)
+
+
+class TestRefresh:
+    @pytest.fixture
+    def parameters(self) -> list[nn.Parameter]:
+        return [watched(3, 5), watched(4), nn.Parameter(random(2, 2)), watched(1)]
+
+    @pytest.fixture
+    def copies(self, parameters: list[nn.Parameter]) -> WorkingCopies:
+        copies = WorkingCopies(FP16)
+        for parameter in parameters:
+            copies.get(parameter)
+        return copies
+
+    def test_rounds_what_has_changed_into_the_copies_there_are(
+        self, parameters: list[nn.Parameter], copies: WorkingCopies
+    ) -> None:
+        held = [copies.get(parameter) for parameter in parameters]
+        versions = [copied._version for copied in held]
+        write_in_place(parameters[0])
+        write_to_data(parameters[1])
+        replace_data(parameters[2])
+        for parameter in parameters:
+            copies.get(parameter)
+        for parameter, copied in zip(parameters, held, strict=True):
+            assert torch.equal(copied, parameter.detach().half())
+        assert [copied._version > version for copied, version in zip(held, versions, strict=True)] == [True] * 3 + [
+            False
+        ]
+
+    def test_all_rounds_also_what_seems_unchanged(self, parameters: list[nn.Parameter], copies: WorkingCopies) -> None:
+        held = [copies.get(parameter) for parameter in parameters]
+        for parameter in parameters:
+            parameter.detach().numpy()[...] += 1.0  # as a fused optimizer: no version counter rises
+        for parameter in parameters:
+            copies.get(parameter)
+        assert not any(torch.equal(c, p.detach().half()) for p, c in zip(parameters, held, strict=True))
+        copies.refresh_all()
+        assert all(torch.equal(c, p.detach().half()) for p, c in zip(parameters, held, strict=True))
+
+    def test_makes_no_copies(self) -> None:
+        copies = WorkingCopies(FP16)
+        _ = watched(3)
+        copies.refresh_all()
+        assert len(copies) == 0
+
+    def test_of_a_parameter_that_is_gone(self, parameters: list[nn.Parameter], copies: WorkingCopies) -> None:
+        del parameters[1]
+        gc.collect()
+        copies.refresh_all()
+        assert len(copies) == 3
+
+    def test_leaves_autograd_alone(self, parameters: list[nn.Parameter], copies: WorkingCopies) -> None:
+        write_in_place(parameters[0])
+        with torch.enable_grad():
+            copies.refresh_all()
+            assert not copies.get(parameters[0]).requires_grad
+        assert parameters[0].grad is None and parameters[0].is_leaf
+
+
+class TestWatching:
+    def test_a_watched_parameter_is_a_parameter(self) -> None:
+        parameter = watched(3, 5)
+        assert isinstance(parameter, nn.Parameter) and isinstance(parameter, Tensor)
+        assert parameter.is_leaf and parameter.requires_grad
+        assert type(parameter * 1) is Tensor
+        assert nn.Linear(5, 3).register_parameter("bias", nn.Parameter(torch.zeros(3))) is None
+        module = nn.Module()
+        module.weight = parameter
+        assert dict(module.named_parameters()) == {"weight": parameter}
+        assert "Parameter containing" in repr(parameter)
+
+    def test_unwatched_it_is_as_before(self) -> None:
+        parameter = nn.Parameter(random(3))
+        attributes = dict(parameter.__dict__)
+        watch(parameter)
+        parameter.data.add_(1.0)
+        parameter.data = random(3, seed=1)
+        unwatch(parameter)
+        assert type(parameter) is nn.Parameter
+        assert parameter.__dict__ == attributes
+        assert torch.equal(parameter.data, random(3, seed=1))
+
+    def test_twice_is_as_once(self) -> None:
+        parameter = watched(3)
+        watch(parameter)
+        unwatch(parameter)
+        unwatch(parameter)
+        assert type(parameter) is nn.Parameter
+
+    def test_other_classes_are_left_as_they_are(self) -> None:
+        class Special(nn.Parameter):
+            pass
+
+        special = Special(random(3))
+        watch(special)
+        assert type(special) is Special
+        unwatch(special)
+        assert type(special) is Special
+
+    def test_gradients_hooks_and_attributes_stay(self) -> None:
+        parameter = nn.Parameter(random(3))
+        parameter.note = "mine"  # type: ignore[attr-defined]
+        seen: list[Tensor] = []
+        parameter.register_hook(seen.append)
+        watch(parameter)
+        parameter.sum().backward()
+        assert torch.equal(parameter.grad, torch.ones(3)) and len(seen) == 1
+        unwatch(parameter)
+        assert parameter.note == "mine" and torch.equal(parameter.grad, torch.ones(3))  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize("requires_grad", [True, False])
+    @pytest.mark.parametrize("read", [True, False], ids=["data was read", "data was not read"])
+    def test_a_deep_copy_is_an_ordinary_parameter(self, read: bool, requires_grad: bool) -> None:
+        parameter = watched(3, 5).requires_grad_(requires_grad)
+        if read:
+            _ = parameter.data
+        module = nn.Module()
+        module.one, module.other = parameter, parameter
+        copied = copy.deepcopy(module)
+        assert type(copied.one) is nn.Parameter and copied.one is copied.other and copied.one is not parameter
+        assert torch.equal(copied.one, parameter) and copied.one.requires_grad is requires_grad
+        assert copied.one.data_ptr() != parameter.data_ptr()
+        assert type(parameter) is WatchedParameter
+
+    def test_a_deep_copy_keeps_its_layout(self) -> None:
+        parameter = nn.Parameter(random(3, 5).t())
+        watch(parameter)
+        assert copy.deepcopy(parameter).stride() == parameter.stride()
+
+    @pytest.mark.parametrize("requires_grad", [True, False])
+    def test_pickled_it_is_an_ordinary_parameter(self, requires_grad: bool) -> None:
+        parameter = watched(3, 5).requires_grad_(requires_grad)
+        parameter.note = "mine"  # type: ignore[attr-defined]
+        loaded = pickle.loads(pickle.dumps(parameter))
+        assert type(loaded) is nn.Parameter and loaded.requires_grad is requires_grad
+        assert loaded.__dict__ == {"note": "mine"}
+        assert torch.equal(loaded, parameter)
+        assert type(parameter) is WatchedParameter
+
+    @pytest.mark.parametrize("save", [pickle.dump, torch.save], ids=["pickle", "torch.save"])
+    def test_pickled_again_or_after_data_was_read(self, save: Callable[[Any, Any], None]) -> None:
+        parameter = watched(3, 5)
+        _ = parameter.data
+        for _ in range(2):
+            file = io.BytesIO()
+            save(parameter, file)
+            file.seek(0)
+            loaded = pickle.load(file) if save is pickle.dump else torch.load(file, weights_only=False)
+            assert type(loaded) is nn.Parameter and torch.equal(loaded, parameter)
+
+    def test_a_state_dict_holds_ordinary_tensors(self) -> None:
+        module = nn.Linear(3, 5)
+        for parameter in module.parameters():
+            watch(parameter)
+            _ = parameter.data
+        file = io.BytesIO()
+        torch.save(module.state_dict(), file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        assert {name: type(value) for name, value in loaded.items()} == {"weight": Tensor, "bias": Tensor}
+
+    def test_torchs_optimizers_take_it_for_a_parameter_of_their_fast_paths(self) -> None:
+        assert type(watched(3)) in optimizer._foreach_supported_types
+
+
+def test_frozen_parameters_are_not_rounded_at_every_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen, trained = nn.Parameter(torch.ones(3), requires_grad=False), nn.Parameter(torch.ones(3))
+    copies = WorkingCopies(torch.float16)
+    copies.get(frozen), copies.get(trained)
+    with torch.no_grad():
+        frozen.add_(1.0)
+        trained.add_(1.0)
+    refreshed: list[int] = []
+    original = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, of: (refreshed.append(len(to)), original(to, of)))
+    copies.refresh_all()
+    assert refreshed == [1]
+    assert torch.equal(copies.get(frozen), frozen.half())
