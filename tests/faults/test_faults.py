@@ -20,6 +20,8 @@ QUICK_HOSTILE = {
     "optimizer.pt linked to /dev/zero",
     "a pipe as optimizer.pt",
     "a tensor that repeats one byte 2**36 times",
+    "rng_state.pth with 28 nested tuples of 8",
+    "optimizer.pt with 28 nested tuples of 8 as a key",
     "a config nested too deeply",
     "a loss scale given twice",
     "a trainer state with a negative step",

@@ -16,6 +16,7 @@ from hf_mp.kernels.gradient_scan import all_finite
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
 from hf_mp.weights.distributed import local_part
 
+_MOST_CHARACTERS = 2000  # of a library's message, which may quote the state
 _FLOATING = ("F", "BF")  # how safetensors' names of floating dtypes begin
 # Rates and counters, in an optimizer's groups and in schedulers: finite, and none below 0.
 _RATES = ("lr", "initial_lr", "base_lrs", "_last_lr", "betas", "momentum", "eps", "weight_decay")
@@ -37,8 +38,8 @@ def naming(checkpoint: str | Path, what: str) -> Iterator[None]:
         raise
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError) as error:
         raise CheckpointError(
-            f"{what} of {checkpoint} does not fit this run: {error}. Resume with the model, the optimizer and the "
-            "settings that it was saved with"
+            f"{what} of {checkpoint} does not fit this run: {str(error)[:_MOST_CHARACTERS]}. Resume with the model, "
+            "the optimizer and the settings that it was saved with"
         ) from error
 
 

@@ -3,8 +3,8 @@
 torch's restricted unpickler (``weights_only=True``), with which Transformers loads, stops the first at most places;
 :func:`find_hazards` looks at the files before anything is loaded, names the file, and closes what is left: the pickled
 metadata and values of ``torch.distributed.checkpoint`` (FSDP's sharded state), shard names in an index, links that lead
-out of the directory, pipes and devices, and what grows in memory: compressed archives, tensors larger than their data,
-JSON of millions of values.
+out of the directory, pipes and devices, and what grows in memory: compressed archives, pickles that share their parts,
+tensors larger than their data, JSON of millions of values.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -28,6 +29,7 @@ from transformers.trainer_pt_utils import safe_globals
 
 from hf_mp.trainer.checkpoints.json_files import JSONProblem, json_problem, read_json
 from hf_mp.trainer.checkpoints.manifest import is_inside
+from hf_mp.trainer.checkpoints.pickles import PickleProblem, check_pickle
 
 # What a Trainer reads with torch.load when it resumes. training_args.bin is not among it: nothing reads that.
 _TORCH_FILE = re.compile(r"(optimizer|scheduler|scaler|rng_state|pytorch_model|adapter_model).*\.(pt|pth|bin)")
@@ -40,7 +42,6 @@ _SHARD_CLASSES = {
     "collections": {"OrderedDict"},
     "pathlib": {"Path", "PosixPath", "WindowsPath", "PurePosixPath"},
 }
-MAX_PICKLE_BYTES = 64 * 2**20  # names and shapes in a file of torch.save; those of 10,000 parameters take 5 MB
 
 
 def find_hazards(directory: Path) -> list[str]:
@@ -109,23 +110,38 @@ def _hazard_of_safetensors(path: Path) -> str | None:
 
 def _hazard_of_torch_file(path: Path) -> str | None:
     try:
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            return "has compressed entries, which torch.save does not write and which can fill the memory"
-        if any(entry.filename.endswith(".pkl") and entry.file_size > MAX_PICKLE_BYTES for entry in entries):
-            return f"has a pickle of more than {MAX_PICKLE_BYTES} bytes, which can fill the memory"
         with safe_globals():
-            if unsafe := _unsafe(get_unsafe_globals_in_checkpoint(str(path))):
-                return unsafe
+            with path.open("rb") as file:
+                if problem := _problem_of_archive(file):
+                    return problem
             # mapped: only what is looked at is read
-            return _larger_than_its_data(torch.load(str(path), map_location="cpu", weights_only=True, mmap=True))
+            loaded = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+            return _larger_than_its_data(loaded, path.stat().st_size)
+    except PickleProblem as problem:
+        return str(problem)
     except Exception as error:  # whatever a stranger's bytes bring about: the file is refused by name
         return f"is not a whole file of torch.save ({_first_line(error)})"
 
 
-def _larger_than_its_data(loaded: Any) -> str | None:
-    """A tensor that repeats few bytes takes gigabytes when it is copied."""
+def _problem_of_archive(file: IO[bytes]) -> str | None:
+    """Why not to load what ``torch.save`` wrote, told without loading it.
+
+    Raises:
+        PickleProblem: for a pickle that grows in memory.
+    """
+    with zipfile.ZipFile(file) as archive:
+        for entry in archive.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED:
+                return "has compressed entries, which torch.save does not write and which can fill the memory"
+            if entry.filename.endswith(".pkl"):
+                with archive.open(entry) as pickled:
+                    check_pickle(pickled)
+    file.seek(0)
+    return _unsafe(get_unsafe_globals_in_checkpoint(file))
+
+
+def _larger_than_its_data(loaded: Any, file_bytes: int) -> str | None:
+    """A tensor that repeats few bytes, or an array that was given none, takes gigabytes when it is copied."""
     left, seen = [loaded], set()
     while left:
         value = left.pop()
@@ -135,6 +151,8 @@ def _larger_than_its_data(loaded: Any) -> str | None:
         if isinstance(value, Tensor) and value.layout is torch.strided:
             if value.numel() * value.element_size() > value.untyped_storage().nbytes():
                 return f"has a tensor of shape {tuple(value.shape)} larger than its data, which can fill the memory"
+        elif isinstance(value, np.ndarray) and value.nbytes > file_bytes:
+            return f"has an array of shape {value.shape} larger than its data, which can fill the memory"
         elif isinstance(value, dict):
             left += [*value.keys(), *value.values()]
         elif isinstance(value, (list, tuple, set)):
@@ -184,6 +202,8 @@ def _hazard_of_shards(path: Path) -> str | None:
 
     try:
         with path.open("rb") as file:
+            check_pickle(file)
+            file.seek(0)
             metadata = _ShardMetadataReader(file).load()
         kinds, places = metadata.state_dict_metadata, metadata.storage_data
         for index, place in places.items():
@@ -195,8 +215,10 @@ def _hazard_of_shards(path: Path) -> str | None:
                 with (path.parent / place.relative_path).open("rb") as shard:
                     shard.seek(place.offset)
                     value = io.BytesIO(shard.read(place.length))
-                if problem := _unsafe(get_unsafe_globals_in_checkpoint(value)):
+                if problem := _problem_of_archive(value):
                     return f"leads to {place.relative_path}, which {problem}"
+    except PickleProblem as problem:
+        return str(problem)
     except pickle.UnpicklingError as error:
         return _unsafe([_first_line(error)])
     except Exception as error:  # whatever a stranger's bytes bring about: the file is refused by name
