@@ -11,6 +11,7 @@ What a killed run leaves there, :func:`recover` brings to its end.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -23,6 +24,19 @@ _REPLACED, _REMOVED = "replaced-", "removed-"
 def staging_folder(run_directory: Path) -> Path:
     """Where checkpoints of ``run_directory`` are written: on its file system, so that a rename is one operation."""
     return run_directory / STAGING_FOLDER
+
+
+def make_staging_folder(run_directory: Path) -> Path:
+    """The staging folder, made where there is none; a link in its place, which leads elsewhere, goes.
+
+    Raises:
+        OSError: where that fails.
+    """
+    folder = staging_folder(run_directory)
+    if folder.is_symlink():
+        folder.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def write_synced(path: Path, text: str) -> None:
@@ -93,8 +107,7 @@ def remove(directory: Path) -> None:
     Raises:
         OSError: where it cannot be moved away.
     """
-    aside = staging_folder(directory.parent) / (_REMOVED + directory.name)
-    aside.parent.mkdir(exist_ok=True)
+    aside = make_staging_folder(directory.parent) / (_REMOVED + directory.name)
     _remove_tree(aside)
     os.rename(directory, aside)
     sync_folder(directory.parent)
@@ -118,9 +131,10 @@ def recover(run_directory: Path, is_whole: Callable[[Path], bool]) -> list[Path]
     folder = staging_folder(run_directory)
     recovered = []
     # The newer one of a pair first: "checkpoint-" sorts before "replaced-checkpoint-".
-    for staged in sorted(folder.iterdir()) if folder.is_dir() else []:
+    for staged in sorted(folder.iterdir()) if _is_own(folder) else []:
         target = run_directory / staged.name.removeprefix(_REPLACED)
-        if not staged.name.startswith(_REMOVED) and not target.exists() and is_whole(staged):
+        finished = _is_own(staged) and not staged.name.startswith(_REMOVED) and is_whole(staged)
+        if finished and not target.exists():
             os.rename(staged, target)
             recovered.append(target)
     clear(run_directory)
@@ -134,9 +148,18 @@ def clear(run_directory: Path) -> None:
     _remove_tree(staging_folder(run_directory))
 
 
+def _is_own(directory: Path) -> bool:
+    """Whether it is a directory here; a link leads to one of another run."""
+    return directory.is_dir() and not directory.is_symlink()
+
+
 def _remove_tree(directory: Path) -> None:
     # What stays is in the staging folder, where nothing takes it for a checkpoint and the next save clears it.
-    shutil.rmtree(directory, ignore_errors=True)
+    if directory.is_symlink():
+        with contextlib.suppress(OSError):
+            directory.unlink()
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -17,7 +17,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
-from hf_mp.trainer.checkpoints.atomic import clear, publish, recover, staging_folder
+from hf_mp.trainer.checkpoints.atomic import clear, make_staging_folder, publish, recover, staging_folder
 from hf_mp.trainer.checkpoints.finishing import finish
 from hf_mp.trainer.checkpoints.inspection import (
     Lookup,
@@ -283,7 +283,7 @@ class CrashSafeTrainer(Trainer):
 
     def _clear_staging(self, saving: _Saving) -> None:
         clear(saving.target.parent)
-        saving.staged.mkdir(parents=True, exist_ok=True)
+        (make_staging_folder(saving.target.parent) / saving.staged.name).mkdir(exist_ok=True)
 
     def _correct_best(self, saving: _Saving) -> None:
         """Name the best checkpoint by its place: the Trainer wrote down where it lies while it is being saved."""

@@ -15,7 +15,7 @@ from hf_mp.trainer.checkpoints.json_files import JSONProblem, read_json
 from hf_mp.trainer.checkpoints.manifest import CheckpointError, find_damage, read_manifest
 from hf_mp.trainer.checkpoints.untrusted import find_hazards, find_out_of_place
 
-_NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d{{1,18}})")
+_NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(0|[1-9][0-9]{{0,17}})")  # \d has the digits of every script
 _WRITTEN_LAST = "trainer_state.json"  # by the stock Trainer
 _UNFINISHED = "checkpoint-is-incomplete.txt"  # there while Transformers' JITCheckpointCallback saves
 

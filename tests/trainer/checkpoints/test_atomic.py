@@ -102,5 +102,45 @@ def test_what_was_finished_comes_into_place(tmp_path: Path) -> None:
     assert is_whole(tmp_path / "checkpoint-4")
 
 
+@pytest.mark.parametrize("what", ["folder", "entry", "replaced"])
+def test_a_link_in_the_place_of_ours_leaves_the_other_directory_alone(tmp_path: Path, what: str) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    run.mkdir()
+    for step in (2, 4):
+        directory(other / f"checkpoint-{step}", "theirs")
+    folder = staging_folder(run)
+    if what == "folder":
+        folder.symlink_to(other)
+    else:
+        folder.mkdir()
+        prefix = "replaced-" if what == "replaced" else ""
+        (folder / f"{prefix}checkpoint-4").symlink_to(other / "checkpoint-4")
+    assert recover(run, is_whole) == []
+    assert list(run.iterdir()) == []
+    assert sorted(path.name for path in other.iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    assert (other / "checkpoint-4" / "file").read_text() == "theirs"
+
+
+def test_a_linked_staging_folder_takes_no_checkpoint_away(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    target = directory(run / "checkpoint-2", "old")
+    directory(other / "removed-checkpoint-2", "theirs")
+    staging_folder(run).symlink_to(other)
+    remove(target)
+    assert list(run.iterdir()) == []
+    assert (other / "removed-checkpoint-2" / "file").read_text() == "theirs"
+
+
+def test_a_linked_checkpoint_is_unlinked_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", directory(tmp_path / "other", "theirs")
+    run.mkdir()
+    (run / "checkpoint-2").symlink_to(other)
+    (run / "checkpoint-4").symlink_to(other)
+    remove(run / "checkpoint-2")
+    publish(directory(staging_folder(run) / "checkpoint-4", "new"), run / "checkpoint-4")
+    assert [path.name for path in run.iterdir()] == ["checkpoint-4"]
+    assert (run / "checkpoint-4" / "file").read_text() == "new" and (other / "file").read_text() == "theirs"
+
+
 def test_nothing_to_recover(tmp_path: Path) -> None:
     assert recover(tmp_path / "none", is_whole) == []

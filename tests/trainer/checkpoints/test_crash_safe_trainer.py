@@ -76,6 +76,16 @@ def test_a_checkpoint_of_the_stock_trainer_resumes(tmp_path: Path, told: list[st
     assert resumed.state.global_step == 8 and told == []
 
 
+@pytest.mark.parametrize("name", ["checkpoint-006", "checkpoint-٦", "checkpoint-6_0", "checkpoint-+6", "checkpoint-６"])
+def test_a_folder_that_only_resembles_a_checkpoint_is_none(tmp_path: Path, name: str) -> None:
+    make(tmp_path, max_steps=4).train()
+    shutil.copytree(tmp_path / "checkpoint-4", tmp_path / name)
+    resumed = make(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed._resumed_from == tmp_path / "checkpoint-4" and resumed.state.global_step == 6
+    assert (tmp_path / name).is_dir()
+
+
 def test_no_checkpoint_at_all_and_none_that_is_whole(tmp_path: Path) -> None:
     with pytest.raises(NoCheckpointError, match=r"No valid checkpoint found in output directory .*none yet"):
         make(tmp_path / "new").train(resume_from_checkpoint=True)
