@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -9,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from transformers.utils import logging
 
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
@@ -39,7 +40,7 @@ class DirectoryLock:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._lock = FileLock(directory / LOCK_NAME)
+        self._lock: BaseFileLock = FileLock(directory / LOCK_NAME)
         self._held = False
 
     def __enter__(self) -> DirectoryLock:
@@ -97,6 +98,17 @@ class DirectoryLock:
             (self._directory / HOLDER_NAME).unlink(missing_ok=True)
         except OSError as problem:
             logger.warning(f"{self._directory / HOLDER_NAME} cannot be removed ({problem}); it does no harm")
+        self._release()
+
+    def _release(self) -> None:
+        """Let go of the lock and leave no file behind.
+
+        Removed while it is held: whoever waits for the file that was removed gets its lock, sees that no name leads to
+        it any more, and begins anew (filelock from 3.24 on).
+        """
+        if self._lock.is_locked and not isinstance(self._lock, SoftFileLock):
+            with contextlib.suppress(OSError):  # Windows keeps files that are open: it stays there
+                (self._directory / LOCK_NAME).unlink(missing_ok=True)
         self._lock.release()
 
 

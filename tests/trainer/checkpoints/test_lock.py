@@ -33,6 +33,34 @@ time.sleep(60)
 """
 
 
+# Takes the lock again and again, and counts how often another process was there as well.
+CONTEND = """
+import sys, time
+from pathlib import Path
+from hf_mp import CheckpointError
+from hf_mp.trainer.checkpoints.lock import DirectoryLock, logger
+logger.warning = print
+directory, inside, met = Path(sys.argv[1]), Path(sys.argv[1], "inside"), 0
+print("ready", flush=True)
+sys.stdin.readline()
+end = time.monotonic() + 2
+turns = 0
+while time.monotonic() < end:
+    try:
+        with DirectoryLock(directory):
+            try:
+                inside.touch(exist_ok=False)
+            except FileExistsError:
+                met += 1
+            time.sleep(0.001)
+            inside.unlink(missing_ok=True)
+            turns += 1
+    except CheckpointError:
+        pass
+print(turns, met, flush=True)
+"""
+
+
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
@@ -76,6 +104,44 @@ def test_a_broken_note_of_the_holder_does_no_harm(tmp_path: Path, warnings: list
     with DirectoryLock(tmp_path):
         pass
     assert "it has not said which" in warnings[0]
+
+
+def test_nothing_stays_of_a_lock_and_two_processes_never_hold_it_at_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CONTEND, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    said = [process.communicate(timeout=60)[0].split() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert all(int(turns) > 3 and met == "0" for turns, met in said), said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_on_a_file_that_was_removed_meanwhile_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(lock, "_FORK_SECONDS", 0.1)
+    first, second, third = (DirectoryLock(tmp_path) for _ in range(3))
+    first.__enter__()
+    with monkeypatch.context() as patch:
+        real = fcntl.flock
+
+        def others_come_first(descriptor: int, operation: int) -> None:
+            patch.undo()
+            first.__exit__(None, None, None)
+            third.__enter__()
+            real(descriptor, operation)
+
+        patch.setattr(fcntl, "flock", others_come_first)  # the second has opened the file of the first
+        with pytest.raises(CheckpointError, match="in use by another run"):
+            second.__enter__()
+    third.__exit__(None, None, None)
+    assert list(tmp_path.iterdir()) == []
 
 
 @contextmanager
