@@ -14,6 +14,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 from transformers import TrainingArguments
 from transformers.trainer import SCALER_NAME
+from transformers.training_args import ParallelMode
 from transformers.utils import logging
 
 from hf_mp.policy import PrecisionPolicy, parse_loss_scale
@@ -44,6 +45,7 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
             f"accelerate's mixed precision on beside precision={str(policy)!r}: unset it, or start with "
             "`accelerate launch --mixed_precision no`"
         )
+    _refuse_lonely_process(args)
     if not policy.is_mixed:
         return
     for name in ("fp16_full_eval", "bf16_full_eval"):
@@ -64,9 +66,10 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
         raise ValueError(
             f"optim={optim!r} updates inside of backward, where an overflow cannot be skipped: use another"
         )
-    if policy.is_lean and args.world_size > 1:
+    if policy.is_lean and (args.world_size > 1 or fsdp_version == 2):
+        how = "FSDP would reduce" if fsdp_version == 2 else "DistributedDataParallel would sum"
         raise ValueError(
-            f"precision={str(policy)!r} leaves FP16 gradients, which DistributedDataParallel would sum in FP16: use "
+            f"precision={str(policy)!r} leaves 16-bit gradients, which {how} in 16 bits: use "
             f"{str(policy).removesuffix('-lean')!r} on several processes"
         )
     if args.deepspeed is not None or _is_set("ACCELERATE_USE_DEEPSPEED"):
@@ -77,6 +80,17 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
         raise ValueError(
             f"{args.n_gpu} GPUs in one process make the Trainer use DataParallel, which replicates the model behind "
             "our back: start with `torchrun --nproc_per_node N`, or show one GPU with CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _refuse_lonely_process(args: TrainingArguments) -> None:
+    """Raise where a launcher started several processes and each would train by itself."""
+    started = os.environ.get("WORLD_SIZE", "1")
+    if started.isdecimal() and int(started) > 1 and args.parallel_mode is ParallelMode.NOT_PARALLEL:
+        raise ValueError(
+            f"WORLD_SIZE={started} in the environment says that this is one of {started} processes, and accelerate has "
+            "not joined them: each would train alone, over the checkpoints of the others. It joins processes on GPUs, "
+            "or on a CPU with TrainingArguments(use_cpu=True); for a run of one process, unset WORLD_SIZE"
         )
 
 

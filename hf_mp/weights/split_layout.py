@@ -37,7 +37,7 @@ def split_trainable_parameters(model: nn.Module, dtype: torch.dtype, inverse_sca
         inverse_scale: as for :func:`make_split`.
 
     Raises:
-        TypeError: as :func:`make_split`; then nothing is changed.
+        TypeError, ValueError: as :func:`make_split`; then nothing is changed.
     """
     trainable = {
         parameter: None for parameter in model.parameters() if parameter.requires_grad and parameter.is_floating_point()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.weights.distributed import is_dtensor
 from hf_mp.weights.split import REMAINDER_DTYPE, Split, merge, split, split_into
 from hf_mp.weights.working_copies import WatchedParameter, is_shared, unwatch, version_of
 
@@ -217,6 +218,7 @@ def make_split(parameter: nn.Parameter, dtype: torch.dtype, inverse_scale: Inver
 
     Raises:
         TypeError: for a subclass of ``nn.Parameter``, which has a life of its own.
+        ValueError: for a parameter that FSDP shards.
     """
     if isinstance(parameter, SplitParameter):
         parameter.inverse_scale = inverse_scale
@@ -229,8 +231,13 @@ def make_split(parameter: nn.Parameter, dtype: torch.dtype, inverse_scale: Inver
 
 
 def check_splittable(parameters: Iterable[nn.Parameter]) -> None:
-    """Raise ``TypeError`` for a subclass of ``nn.Parameter``, which has a life of its own."""
+    """Raise ``TypeError`` for a subclass of ``nn.Parameter``, and ``ValueError`` for one that is sharded."""
     for parameter in parameters:
+        if is_dtensor(parameter):
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is sharded by FSDP (a DTensor), and the lean layouts "
+                "do not work with FSDP: use 'fp16' or 'bf16' on several processes"
+            )
         if type(parameter) not in (*SPLIT_CLASSES, WatchedParameter):
             raise TypeError(
                 f"a {type(parameter).__name__} of shape {tuple(parameter.shape)} cannot be split into working copy and "

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import hf_mp.trainer.session
-from hf_mp import MixedPrecisionArguments, MixedPrecisionTrainer, PrecisionPolicy
+from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer, PrecisionPolicy
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME
 from hf_mp.trainer.session import STATE_NAME, refuse_other_precision
 
@@ -389,6 +389,31 @@ def test_compiling_a_sharded_model_whole_is_refused(tmp_path: Path, monkeypatch:
         refuse_other_precision(args, args.precision_policy)
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")
     refuse_other_precision(args, args.precision_policy)
+
+
+def test_lean_layouts_under_fsdp_are_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"precision='fp16-lean' leaves 16-bit gradients, which FSDP would reduce"):
+        arguments(tmp_path, precision="fp16-lean", fsdp=True, fsdp_config={"version": 2})
+
+
+@pytest.mark.parametrize("route", ["arguments", "subclass", "callback", "callback fp32"])
+def test_processes_that_each_would_train_alone_are_refused(
+    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    """As ``torchrun --nproc_per_node 2`` starts them on a CPU without ``use_cpu=True``."""
+    if torch.cuda.is_available():
+        pytest.skip("accelerate joins processes on GPUs")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    plain = arguments(tmp_path, TrainingArguments, use_cpu=False)
+    named: dict[str, Any] = {"model": model_of(gpt2_config), "train_dataset": rows}
+    with pytest.raises(ValueError, match=r"WORLD_SIZE=2 in the environment .*train alone.*use_cpu=True"):
+        if route == "arguments":
+            arguments(tmp_path, use_cpu=False)
+        elif route == "subclass":
+            MixedPrecisionTrainer(**named, args=plain)
+        else:
+            precision = "fp32" if route == "callback fp32" else "fp16"
+            Trainer(**named, args=plain, callbacks=[MixedPrecisionCallback(precision)])
 
 
 def test_deepspeed_of_the_launcher_is_refused(
