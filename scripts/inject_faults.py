@@ -64,6 +64,7 @@ class Context:
     """What the pieces of work share."""
 
     ours: Cases
+    callback: Cases
     stock: Cases
 
 
@@ -139,6 +140,11 @@ ROWS: dict[str, Row] = {
     "soak": Row("20,000 steps with evaluation, generation and saving", 20_000, soak),
     "numeric": Row("steps with planted inf and NaN", 10_000, numeric),
     "kill": Row("kill -9", 200, one_by_one(lambda context, seed: context.ours.kill(seed, ranks=ranks_of(seed)))),
+    "callback": Row(
+        "kill -9, callback",
+        200,
+        one_by_one(lambda context, seed: context.callback.kill(seed, ranks=ranks_of(seed))),
+    ),
     "damage": Row("a file flipped, cut or removed", 100, one_by_one(lambda context, seed: context.ours.damage(seed))),
     "terminate": Row(
         "SIGTERM, SIGUSR1", 50, one_by_one(lambda context, seed: context.ours.terminate(seed, ranks=ranks_of(seed)))
@@ -166,7 +172,7 @@ def run_rows(arguments: argparse.Namespace, folder: Path, console: Console) -> d
     """Run the rows; each is stored when its last piece of work is done."""
     found: dict[str, Any] = {}
     with Harness(folder) as harness, ThreadPoolExecutor(arguments.jobs) as pool:
-        context = Context(Cases(harness), Cases(harness, "stock"))
+        context = Context(*(Cases(harness, kind) for kind in ("ours", "callback", "stock")))
         _prepare(context, arguments.rows)
         rows_of: dict[Future[Part], str] = {}
         for name in [name for name in ROWS if name in arguments.rows]:
@@ -198,10 +204,13 @@ def _prepare(context: Context, rows: Sequence[str]) -> None:
             context.ours.undisturbed(2)
         if context.ours.strikes_exactly:
             context.ours.operations()
-    if "stock" in rows:
-        context.stock.undisturbed()
-        if context.stock.strikes_exactly:
-            context.stock.operations()
+    for name, cases in (("callback", context.callback), ("stock", context.stock)):
+        if name in rows:
+            cases.undisturbed()
+            if cases.strikes_exactly:
+                cases.operations()
+    if "callback" in rows:
+        context.callback.undisturbed(2)
 
 
 def _guarded(work: Callable[[], Part], name: str) -> Part:
@@ -258,7 +267,7 @@ def run_one(arguments: argparse.Namespace, folder: Path) -> Part:
         lost = run_case(name, arguments.seed)
         return Part([Outcome("fuzz", arguments.seed, name, lost)], 1, {"targets": len(TARGETS)})
     with Harness(folder) as harness:
-        context = Context(Cases(harness), Cases(harness, "stock"))
+        context = Context(*(Cases(harness, kind) for kind in ("ours", "callback", "stock")))
         return next(ROWS[arguments.only].parts(context, arguments.seed, 1))()
 
 

@@ -26,7 +26,8 @@ from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 from hf_mp.scaling.scalers import make_loss_scaler
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.checkpoints.finishing import finish
-from hf_mp.trainer.checkpoints.manifest import CheckpointError, find_damage, read_manifest
+from hf_mp.trainer.checkpoints.in_place import InPlaceSaves, clear_up, refuse_damaged
+from hf_mp.trainer.checkpoints.inspection import warn_of_missing_state
 from hf_mp.trainer.reporting import ReportSettings, TrainerReporting
 from hf_mp.trainer.session import (
     STATE_NAME,
@@ -124,6 +125,7 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
         self.overflow_reports: list[OverflowReport] = []
         self._model: weakref.ref[nn.Module] | None = None  # that mixed_precision was made for
         self._callbacks: list[TrainerCallback] = []  # of the Trainer, while it trains
+        self._saves = InPlaceSaves()
         self._warned_of_order = False
         json.dumps(self.loss_scaler_settings)  # the Trainer writes them into its checkpoints
         if precision is not None:  # refuse wrong settings now
@@ -154,6 +156,8 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
         self._come_first()
         policy = policy_of(args, self.precision)
         refuse_other_precision(args, policy)
+        if policy.is_mixed:
+            clear_up(args)
         if model is not None and policy.is_mixed:
             self._attach(model, args)
 
@@ -187,6 +191,7 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
         runtime = self._attach(model, args)
         runtime.wrap_forwards()  # libraries set a forward of their own after the Trainer is made: Liger, TRL
         runtime.attach_optimizer(unwrap_optimizer(optimizer))
+        self._saves.come_last(self._callbacks)
         if state.global_step > 0:
             self._resume(runtime, args, state, entry)
 
@@ -238,6 +243,7 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
     ) -> None:
         """Write the run's report, if asked; leave an ordinary FP32 model, unless it is to stay attached."""
         self.reporting.end(args)
+        self._saves.leave(args, self._callbacks)
         self._callbacks = []
         if not self.keep_attached:
             self.detach()
@@ -384,14 +390,10 @@ def _checkpoint_of(args: TrainingArguments, state: TrainerState, directory: str 
 def _refuse_damaged(args: TrainingArguments, state: TrainerState) -> None:
     """Raise where the checkpoint that the Trainer has just read is not what its manifest says it was."""
     for directory in (args.resume_from_checkpoint, None):
-        checkpoint = _checkpoint_of(args, state, directory)
-        manifest = None if checkpoint is None else read_manifest(checkpoint)
-        if checkpoint is not None and manifest is not None:
-            if damage := find_damage(checkpoint, manifest):
-                raise CheckpointError(
-                    f"{checkpoint} is damaged, and is not trained on: {'; '.join(damage)}. Resume from an earlier "
-                    "checkpoint; if you changed a file yourself, remove hf_mp_manifest.json"
-                )
+        if (checkpoint := _checkpoint_of(args, state, directory)) is not None:
+            refuse_damaged(checkpoint)
+            if args.should_save:
+                warn_of_missing_state(checkpoint, args.world_size)
             return
 
 

@@ -14,6 +14,16 @@ from harness import Cases, Harness
 
 
 @pytest.fixture(scope="session")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cases]:
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     with Harness(tmp_path_factory.mktemp("faults")) as harness:
-        yield Cases(harness)
+        yield harness
+
+
+@pytest.fixture(scope="session")
+def cases(harness: Harness) -> Cases:
+    return Cases(harness)
+
+
+@pytest.fixture(scope="session")
+def callback_cases(harness: Harness) -> Cases:
+    return Cases(harness, "callback")

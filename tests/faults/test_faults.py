@@ -40,6 +40,11 @@ def test_a_killed_run_goes_on_bit_for_bit(cases: Cases, seed: int, ranks: int) -
     assert cases.kill(seed, ranks=ranks).lost is None
 
 
+@pytest.mark.parametrize("seed", [4, 8])  # in the middle of a save, before and after the weights
+def test_a_killed_run_with_the_callback_goes_on_bit_for_bit(callback_cases: Cases, seed: int) -> None:
+    assert callback_cases.kill(seed).lost is None
+
+
 @pytest.mark.parametrize("seed", [2, 4])  # the manifest, the weights
 def test_a_damaged_file_is_named_and_the_previous_checkpoint_taken(cases: Cases, seed: int) -> None:
     assert cases.damage(seed).lost is None

@@ -26,6 +26,7 @@ from hf_mp.trainer.checkpoints.inspection import (
     is_finished,
     list_checkpoints,
     step_of,
+    warn_of_missing_state,
 )
 from hf_mp.trainer.checkpoints.loaded_state import (
     check_optimizer,
@@ -129,8 +130,10 @@ class CrashSafeTrainer(Trainer):
         checkpoint = str(run_directory / f"{PREFIX_CHECKPOINT_DIR}-{step}") if wanted is True else wanted
         self._resumed_from = Path(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else None
         self._before_trouble = self._resumed_from
-        if self._resumed_from is not None:
+        if self._resumed_from is not None and self._resumed_from.is_dir():
             _warn_of_other_world_size(self._resumed_from, self.args.world_size)
+            if self.args.should_save and not self.is_deepspeed_enabled:
+                warn_of_missing_state(self._resumed_from, self.args.world_size)
         return checkpoint
 
     def _save_after_last_step(self) -> None:

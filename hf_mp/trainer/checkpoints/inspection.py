@@ -10,14 +10,18 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
 
 from hf_mp.trainer.checkpoints.json_files import JSONProblem, read_json
-from hf_mp.trainer.checkpoints.manifest import CheckpointError, find_damage, read_manifest
+from hf_mp.trainer.checkpoints.manifest import UNFINISHED_NAME, CheckpointError, find_damage, read_manifest
 from hf_mp.trainer.checkpoints.untrusted import find_hazards, find_out_of_place
+
+logger = logging.get_logger(__name__)
 
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(0|[1-9][0-9]{{0,17}})")  # \d has the digits of every script
 _WRITTEN_LAST = "trainer_state.json"  # by the stock Trainer
-_UNFINISHED = "checkpoint-is-incomplete.txt"  # there while Transformers' JITCheckpointCallback saves
+# There while Transformers' JITCheckpointCallback saves, and while a Trainer with our callback does.
+_MARKS = ("checkpoint-is-incomplete.txt", UNFINISHED_NAME)
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,12 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: step_of(path) or 0)
 
 
-def find_problems(checkpoint: Path) -> list[str]:
+def find_problems(checkpoint: Path, *, marked: bool = False) -> list[str]:
     """Why not to load a checkpoint: damage, then hazards; one line a file, empty where there is none.
+
+    Args:
+        checkpoint: its directory.
+        marked: look whether one that is marked as unfinished is so.
 
     With a manifest every file is read and compared. Without one (the stock Trainer's) each file is checked for what its
     format can tell: a missing end, and in files of torch.save a flipped bit.
@@ -56,8 +64,29 @@ def find_problems(checkpoint: Path) -> list[str]:
         manifest = read_manifest(checkpoint)
     except CheckpointError as error:
         return [str(error)]
-    damage = _damage_without_manifest(checkpoint) if manifest is None else find_damage(checkpoint, manifest)
-    return damage or find_hazards(checkpoint)
+    if manifest is not None:
+        return find_damage(checkpoint, manifest) or find_hazards(checkpoint)
+    mark = next((name for name in _MARKS if (checkpoint / name).exists()), None)
+    if mark is not None and not marked:
+        return [f"{mark} is there: it was never finished"]
+    return _damage_without_manifest(checkpoint) or find_hazards(checkpoint)
+
+
+def warn_of_missing_state(checkpoint: Path, world_size: int) -> None:
+    """Tell what a run that is resumed begins anew, for want of its file.
+
+    The stock Trainer takes the state of optimizer and scheduler only together, and says nothing where it takes neither.
+    """
+    names = [path.name for path in checkpoint.iterdir()]
+    random_numbers = ["rng_state.pth"] if world_size == 1 else [f"rng_state_{rank}.pth" for rank in range(world_size)]
+    missing = [] if any(name.startswith("optimizer") for name in names) else ["optimizer.pt"]
+    missing += [name for name in ("scheduler.pt", *random_numbers) if name not in names]
+    if not missing:
+        return
+    anew = ["the optimizer's state (Adam's moments)", "the learning rate's schedule"]
+    anew = anew if {"optimizer.pt", "scheduler.pt"} & set(missing) else []
+    anew += ["random numbers"] if set(random_numbers) & set(missing) else []
+    logger.warning(f"{checkpoint} has no {', '.join(missing)}: {' and '.join(anew)} start anew")
 
 
 def find_newest_whole(checkpoints: Iterable[Path]) -> Lookup:
@@ -83,8 +112,6 @@ def is_finished(checkpoint: Path) -> bool:
 
 
 def _damage_without_manifest(checkpoint: Path) -> list[str]:
-    if (checkpoint / _UNFINISHED).exists():
-        return [f"{_UNFINISHED} is there: it was never finished"]
     if not (checkpoint / _WRITTEN_LAST).is_file():
         return [f"{_WRITTEN_LAST} is missing, which is written last"]
     found = []

@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 MANIFEST_NAME = "hf_mp_manifest.json"
+UNFINISHED_NAME = "hf_mp_unfinished.json"  # there while a Trainer writes a checkpoint in place
 FORMAT = 1
 MAX_MANIFEST_BYTES = 16 * 2**20  # a file takes about 150 bytes of it
 
@@ -168,8 +169,8 @@ def build_manifest(
 
 
 def file_names(directory: Path) -> list[str]:
-    """The files below ``directory`` but its manifest, sorted, with ``/``; links to directories are not followed."""
-    return sorted(name for name in _walk(directory) if name != MANIFEST_NAME)
+    """The files below ``directory``, sorted, with ``/``, but manifest and mark; links to folders are not followed."""
+    return sorted(name for name in _walk(directory) if name not in (MANIFEST_NAME, UNFINISHED_NAME))
 
 
 def _walk(directory: Path) -> Iterator[str]:

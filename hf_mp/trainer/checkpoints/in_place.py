@@ -1,0 +1,249 @@
+"""Checkpoints that a stock Trainer writes in place: marked while they are half-written, cleared up at the next start.
+
+``MixedPrecisionCallback`` cannot have the Trainer write elsewhere and rename, as :class:`CrashSafeTrainer` does. It can
+say beforehand that a checkpoint is about to be written::
+
+    run/checkpoint-20/hf_mp_unfinished.json    from before the first file of a save to after its manifest
+    run/.saving/replaced-checkpoint-20         the older one of that name meanwhile
+
+A kill at any moment leaves a whole checkpoint, or one with that mark, which the next Trainer finishes or removes when
+it is made: before ``train(resume_from_checkpoint=True)`` looks for the newest directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+from transformers.utils import logging
+
+from hf_mp.trainer.checkpoints.atomic import make_staging_folder, recover, remove, staging_folder
+from hf_mp.trainer.checkpoints.inspection import find_newest_whole, find_problems, list_checkpoints
+from hf_mp.trainer.checkpoints.lock import DirectoryLock
+from hf_mp.trainer.checkpoints.manifest import (
+    MANIFEST_NAME,
+    UNFINISHED_NAME,
+    CheckpointError,
+    find_damage,
+    read_manifest,
+)
+
+logger = logging.get_logger(__name__)
+
+_REPLACED = "replaced-"  # as for atomic.recover
+_WAIT_SECONDS = 60.0
+
+
+@dataclass
+class _Save:
+    """A save that was announced: its checkpoint, and the lock that keeps others from clearing it up."""
+
+    checkpoint: Path
+    lock: DirectoryLock
+
+
+# By output directory: those that an exception ended hold their lock until the next Trainer of this process.
+_announced: dict[Path, _Save] = {}
+
+
+class InPlaceSaves(TrainerCallback):
+    """Marks the checkpoints of its Trainer while they are written; the last of its callbacks.
+
+    What the others decide about saving is known then. A save that only the Trainer itself decides on is not announced.
+    """
+
+    def come_last(self, callbacks: list[TrainerCallback]) -> None:
+        """Move to the end of a Trainer's callbacks."""
+        if self in callbacks:
+            callbacks.remove(self)
+        callbacks.append(self)
+
+    def leave(self, args: TrainingArguments, callbacks: list[TrainerCallback]) -> None:
+        """Training has ended."""
+        self._withdraw(args)
+        if self in callbacks:
+            callbacks.remove(self)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._announce(args, state, control.should_save)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._announce(args, state, control.should_save)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # With save_strategy="best" the Trainer decides after this.
+        self._announce(args, state, control.should_save or args.save_strategy == SaveStrategy.BEST)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """The last callback of a save: the checkpoint is whole."""
+        if (save := _announced.pop(_key(args), None)) is not None:
+            _end(save)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._withdraw(args)
+
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Have the step that the stock loop takes when it is resumed at its end change no weight."""
+        if 0 < state.max_steps <= state.global_step and optimizer is not None:
+            logger.warning(f"training is at its end, step {state.max_steps}: a further step changes no weight")
+            optimizer.zero_grad()
+
+    def _announce(self, args: TrainingArguments, state: TrainerState, is_due: bool) -> None:
+        if not (is_due and args.should_save) or state.is_hyper_param_search:
+            return
+        checkpoint = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        before = _announced.get(_key(args))
+        if checkpoint.is_symlink() or (before is not None and before.checkpoint == checkpoint):
+            return
+        self._withdraw(args)
+        try:
+            _announced[_key(args)] = _begin(checkpoint, args.world_size)
+        except (OSError, CheckpointError) as error:
+            logger.warning(f"{checkpoint} is written without a mark ({error}): a kill may leave half of it")
+
+    def _withdraw(self, args: TrainingArguments) -> None:
+        """The save that was announced did not come."""
+        if (save := _announced.pop(_key(args), None)) is not None:
+            _end(save)
+
+
+def _key(args: TrainingArguments) -> Path:
+    return Path(str(args.output_dir)).absolute()
+
+
+def _begin(checkpoint: Path, world_size: int) -> _Save:
+    """Put a marked, empty directory in the place of a checkpoint, in one step."""
+    lock = DirectoryLock(checkpoint.parent)
+    lock.__enter__()
+    try:
+        folder = make_staging_folder(checkpoint.parent)
+        staged = folder / checkpoint.name
+        shutil.rmtree(staged, ignore_errors=True)
+        staged.mkdir()
+        (staged / UNFINISHED_NAME).write_text(json.dumps({"world_size": world_size}))
+        if checkpoint.exists():
+            replaced = folder / (_REPLACED + checkpoint.name)
+            shutil.rmtree(replaced, ignore_errors=True)
+            os.rename(checkpoint, replaced)
+        os.rename(staged, checkpoint)
+    except OSError:
+        lock.__exit__(None, None, None)
+        raise
+    return _Save(checkpoint, lock)
+
+
+def _end(save: _Save) -> None:
+    """Take the mark off a checkpoint that was written; of one that was not, bring back what was there before."""
+    checkpoint, folder = save.checkpoint, staging_folder(save.checkpoint.parent)
+    mark, replaced = checkpoint / UNFINISHED_NAME, folder / (_REPLACED + checkpoint.name)
+    try:
+        if (checkpoint / TRAINER_STATE_NAME).is_file():
+            mark.unlink(missing_ok=True)
+            shutil.rmtree(replaced, ignore_errors=True)
+        elif [path.name for path in checkpoint.iterdir()] == [UNFINISHED_NAME]:
+            remove(checkpoint)
+            if replaced.exists():
+                os.rename(replaced, checkpoint)
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # if nothing is left in it
+    except OSError as error:
+        logger.warning(f"{checkpoint} cannot be cleared of its mark ({error}): the next start looks at it")
+    finally:
+        save.lock.__exit__(None, None, None)
+
+
+# At the next start
+
+
+def clear_up(args: TrainingArguments) -> None:
+    """Finish or remove what a killed run of a Trainer with ``MixedPrecisionCallback`` left half-written, and say so.
+
+    In the process that saves; the others wait for it.
+    """
+    directory = Path(str(args.output_dir))
+    if (save := _announced.pop(_key(args), None)) is not None:  # an exception ended that run
+        save.lock.__exit__(None, None, None)
+    if not _has_leftovers(directory):
+        return
+    if not args.should_save:
+        end = time.monotonic() + _WAIT_SECONDS
+        while _has_leftovers(directory) and time.monotonic() < end:
+            time.sleep(0.1)
+        return
+    try:
+        with DirectoryLock(directory):
+            _clear_up(directory)
+    except (OSError, CheckpointError) as error:
+        logger.warning(f"half-written checkpoints in {directory} are left as they are ({error})")
+
+
+def _has_leftovers(directory: Path) -> bool:
+    return directory.is_dir() and (staging_folder(directory).is_dir() or bool(_marked(directory)))
+
+
+def _marked(directory: Path) -> list[Path]:
+    return [path for path in list_checkpoints(directory) if (path / UNFINISHED_NAME).is_file()]
+
+
+def _clear_up(directory: Path) -> None:
+    for checkpoint in _marked(directory):
+        if problems := [*find_problems(checkpoint, marked=True), *_missing_random_numbers(checkpoint)]:
+            logger.warning(f"{checkpoint} is half-written by a run that was killed ({problems[0]}): it is removed")
+            remove(checkpoint)
+        else:
+            (checkpoint / UNFINISHED_NAME).unlink()
+            logger.warning(f"{checkpoint} was written to its end by a run that was killed before it could say so")
+    for checkpoint in recover(directory, lambda path: not find_problems(path)):
+        logger.warning(f"{checkpoint} is put back: a run that was killed was about to write over it")
+    logger.warning(_newest_whole(directory))
+
+
+def _newest_whole(directory: Path) -> str:
+    newest = find_newest_whole(list_checkpoints(directory)).chosen
+    if newest is None:
+        return f"there is no whole checkpoint in {directory}"
+    return f"the newest whole checkpoint in {directory} is {newest.name}"
+
+
+def refuse_damaged(checkpoint: Path) -> None:
+    """Raise where a checkpoint that a stock Trainer has read is not what its manifest says it was.
+
+    Raises:
+        CheckpointError: naming the files, and the newest checkpoint that is whole.
+    """
+    manifest = read_manifest(checkpoint)
+    if manifest is not None and (damage := find_damage(checkpoint, manifest)):
+        raise CheckpointError(
+            f"{checkpoint} is damaged, and is not trained on: {'; '.join(damage)}. Resume from another checkpoint "
+            f"({_newest_whole(checkpoint.parent)}); if you changed a file yourself, remove {MANIFEST_NAME}"
+        )
+
+
+def _missing_random_numbers(checkpoint: Path) -> list[str]:
+    """Each process writes its own, the last of them perhaps after the state of the Trainer."""
+    try:
+        expected = int(json.loads((checkpoint / UNFINISHED_NAME).read_text())["world_size"])
+    except (OSError, ValueError, TypeError, KeyError):
+        expected = 1
+    found = len(list(checkpoint.glob("rng_state*.pth")))
+    return [f"it has {found} of {expected} rng_state files"] if 0 < found < expected else []
