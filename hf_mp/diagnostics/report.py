@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hf_mp.diagnostics import report_charts as charts
 from hf_mp.diagnostics.magnitudes import Swamped
 from hf_mp.diagnostics.predicted_memory import PredictedMemory
 from hf_mp.diagnostics.report_charts import percent
-from hf_mp.diagnostics.run_log import RunRecords, StepRecord, read_run
+from hf_mp.diagnostics.run_log import RunRecords, read_run
+from hf_mp.diagnostics.step_history import StepHistory
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, StepShares
 from hf_mp.memory import page as memory_page
 from hf_mp.memory.html_page import check_writable, page_template, write_whole
@@ -21,6 +23,7 @@ from hf_mp.memory.sizes import readable
 
 PAGE_NAME = "precision_report.html"
 OPEN_ROWS = 20  # of a table or a list of layers; the rest is folded
+SHOWN_SKIPS = 200
 
 # What the loss scale is in: the others are as they are.
 _SCALED = (Kind.ACTIVATION_GRADIENTS, Kind.WEIGHT_GRADIENTS)
@@ -106,20 +109,21 @@ def report_command(run_directory: Path, html: Path | None) -> str:
 
 def render_report(run: RunRecords) -> str:
     """The page as text. Whatever came from the run is escaped."""
-    steps = list(run.steps.values())
     updated = run.latest_updated
     latest = updated or run.latest  # a step that overflowed has hardly a value to draw
-    start = run.starts[-1] if run.starts else {}
+    skipped = run.steps.causes()
     return page_template("diagnostics/report.html.j2").render(
         name=run.directory.resolve().name,
-        start=start,
-        restarts=max(len(run.starts) - 1, 0),
+        start=run.start,
+        restarts=run.restarts,
         missing=run.missing,
-        findings=findings(steps, latest, updated),
-        history=charts.scale_history(steps),
-        skip_causes=Counter(step.cause for step in steps if step.skipped).most_common(),
-        skipped=[step for step in steps if step.skipped],
-        overflows=list(run.overflows.values()),
+        findings=findings(run.steps, latest, updated),
+        history=charts.scale_history(run.steps),
+        skip_causes=skipped,
+        skipped_count=sum(count for _, count in skipped),
+        skipped=run.steps.first_skipped(SHOWN_SKIPS),
+        overflows=list(run.overflows.values())[:OPEN_ROWS],
+        more_overflows=max(0, len(run.overflows) - OPEN_ROWS) + run.more_overflows,
         latest=latest,
         galleries=[] if latest is None else [g for kind in _SHOWN if (g := gallery(latest, kind)) is not None],
         shares=charts.share_history(_shares_over_time(list(run.shares.values()))),
@@ -133,28 +137,27 @@ def render_report(run: RunRecords) -> str:
         timeline_height=memory_page.HEIGHT,
         category_list=list(Category),
         memory_source=run.memory[max(run.memory)].source if run.memory else "",
-        settings=_settings(start),
+        settings=_settings(run.start),
         charts=charts,
         open_rows=OPEN_ROWS,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
 
 
-def findings(steps: list[StepRecord], latest: StepMagnitudes | None, updated: StepMagnitudes | None) -> list[str]:
+def findings(steps: StepHistory, latest: StepMagnitudes | None, updated: StepMagnitudes | None) -> list[str]:
     """What the run shows, in a few sentences."""
     found = []
     if steps:
-        skipped = sum(step.skipped for step in steps)
-        scales = [step.loss_scale for step in steps]
-        found.append(f"{skipped:,} of {len(steps):,} steps skipped.")
+        scales, headrooms = steps.scales, steps.headrooms
+        found.append(f"{int(steps.is_skipped.sum()):,} of {len(steps):,} steps skipped.")
         found.append(
-            f"Loss scale {scales[0]:,g} at first, {scales[-1]:,g} at last ({min(scales):,g} to {max(scales):,g})."
+            f"Loss scale {scales[0]:,g} at first, {scales[-1]:,g} at last ({scales.min():,g} to {scales.max():,g})."
         )
-        headrooms = [step.headroom for step in steps if step.headroom is not None]
-        if headrooms:
+        headrooms = headrooms[~np.isnan(headrooms)]
+        if len(headrooms):
             found.append(
-                f"Headroom {headrooms[-1]:.1f} at last, {min(headrooms):.1f} at its smallest: so many doublings of the "
-                "scale lay between the largest gradient and an overflow."
+                f"Headroom {headrooms[-1]:.1f} at last, {headrooms.min():.1f} at its smallest: so many doublings of "
+                "the scale lay between the largest gradient and an overflow."
             )
     if latest is not None and (gradients := latest.of(Kind.WEIGHT_GRADIENTS)).finite_nonzero:
         found.append(

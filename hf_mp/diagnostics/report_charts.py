@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hf_mp.diagnostics.magnitudes import (
     FP16_OVERFLOW,
@@ -12,7 +16,10 @@ from hf_mp.diagnostics.magnitudes import (
     FP16_SMALLEST_NORMAL,
     Histogram,
 )
-from hf_mp.diagnostics.run_log import StepRecord
+from hf_mp.diagnostics.step_history import StepHistory
+
+Steps = NDArray[np.int64]
+Values = NDArray[np.float64]
 
 # An axis of log2 |value|: octaves beyond its ends are drawn in the last ones.
 LOWEST, HIGHEST = -48, 20
@@ -114,22 +121,23 @@ class ScaleHistory:
     skips: tuple[float, ...]
 
 
-def scale_history(steps: Sequence[StepRecord]) -> ScaleHistory | None:
-    """The history of at least one step, in their order; None of fewer."""
+def scale_history(steps: StepHistory) -> ScaleHistory | None:
+    """The history of at least one step; None of fewer."""
     if not steps:
         return None
-    first, last = steps[0].step, steps[-1].step
-    log2 = [(record.step, math.log2(record.loss_scale)) for record in steps]
-    low, high = math.floor(min(y for _, y in log2)) - 1, math.ceil(max(y for _, y in log2)) + 1
-    scale = _curve("scale", "loss scale", _staircase(log2), (first, last), (low, high))
-    left = [(record.step, record.headroom) for record in steps if record.headroom is not None]
+    numbers, log2, headrooms = steps.numbers, np.log2(steps.scales), steps.headrooms
+    first, last = int(numbers[0]), int(numbers[-1])
+    low, high = math.floor(log2.min()) - 1, math.ceil(log2.max()) + 1
+    scale = _curve("scale", "loss scale", _staircase(numbers, log2), (first, last), (low, high))
+    measured = ~np.isnan(headrooms)
     headroom = None
-    if left:
-        top, bottom = math.ceil(max(y for _, y in left)) + 1, min(0, math.floor(min(y for _, y in left)))
-        curve = _curve("headroom", "headroom", _smallest(left), (first, last), (bottom, top))
+    if measured.any():
+        left = headrooms[measured]
+        top, bottom = math.ceil(left.max()) + 1, min(0, math.floor(left.min()))
+        curve = _curve("headroom", "headroom", _smallest(numbers[measured], left), (first, last), (bottom, top))
         headroom = Frame((curve,), first, last, str(top), str(bottom))
-    skips = sorted({round(_place(record.step, first, last), 1) for record in steps if record.skipped})
-    return ScaleHistory(Frame((scale,), first, last, f"2^{high}", f"2^{low}"), headroom, tuple(skips))
+    skips = np.unique((LINE_WIDTH * (numbers[steps.is_skipped] - first) / max(last - first, 1)).round(1))
+    return ScaleHistory(Frame((scale,), first, last, f"2^{high}", f"2^{low}"), headroom, tuple(skips.tolist()))
 
 
 def share_history(shares: Iterable[tuple[str, str, Sequence[tuple[int, float]]]]) -> Frame | None:
@@ -158,35 +166,39 @@ def _curve(
     return Curve(colour, name, " ".join(f"{x:.1f},{y:.1f}" for x, y in placed))
 
 
-def _staircase(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+def _staircase(numbers: Steps, values: Values) -> list[tuple[int, float]]:
     """Only the corners; of too many of them, the highest and the lowest of each stretch."""
-    corners: list[tuple[int, float]] = []
-    for step, y in points:
-        if not corners or corners[-1][1] != y:
-            corners += [(step, corners[-1][1])] if corners else []
-            corners.append((step, y))
-    if len(points) > 1:
-        corners.append(points[-1])
-    if len(corners) <= 2 * MOST_POINTS:
-        return corners
-    return [point for part in _stretches(corners) for point in sorted({min(part, key=_y), max(part, key=_y)})]
+    if len(values) == 1:
+        return _points(numbers, values)
+    changes, last = np.flatnonzero(np.diff(values)) + 1, len(values) - 1
+    old_and_new = np.stack([changes - 1, changes], axis=1).ravel()
+    numbers, values = numbers[np.r_[0, changes.repeat(2), last]], values[np.r_[0, old_and_new, last]]
+    if len(values) > 2 * MOST_POINTS:
+        kept = _of_each_stretch(values, np.argmin, np.argmax)
+        numbers, values = numbers[kept], values[kept]
+    return _points(numbers, values)
 
 
-def _smallest(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    return [min(part, key=_y) for part in _stretches(points)]
+def _smallest(numbers: Steps, values: Values) -> list[tuple[int, float]]:
+    kept = _of_each_stretch(values, np.argmin)
+    return _points(numbers[kept], values[kept])
 
 
 def _largest(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    return [max(part, key=_y) for part in _stretches(points)]
+    return [points[place] for place in _of_each_stretch(np.array([y for _, y in points]), np.argmax)]
 
 
-def _stretches(points: Sequence[tuple[int, float]]) -> list[Sequence[tuple[int, float]]]:
-    length = -(-len(points) // MOST_POINTS)
-    return [points[start : start + length] for start in range(0, len(points), length)]
+def _of_each_stretch(values: Values, *choices: Callable[[Values], Any]) -> list[int]:
+    """The places that are chosen in each of at most ``MOST_POINTS`` stretches."""
+    length = -(-len(values) // MOST_POINTS)
+    kept: list[int] = []
+    for start in range(0, len(values), length):
+        kept += sorted({start + int(choose(values[start : start + length])) for choose in choices})
+    return kept
 
 
-def _y(point: tuple[int, float]) -> float:
-    return point[1]
+def _points(numbers: Steps, values: Values) -> list[tuple[int, float]]:
+    return list(zip(numbers.tolist(), values.tolist(), strict=True))
 
 
 def percent(share: float) -> str:

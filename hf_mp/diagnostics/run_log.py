@@ -9,18 +9,18 @@ as it comes, so a killed process leaves all of them but the one that it was writ
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from transformers.utils import logging
 
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.predicted_memory import PredictedMemory
 from hf_mp.diagnostics.predicted_memory import from_record as from_memory_record
+from hf_mp.diagnostics.step_history import StepHistory, StepRecord, check_step
 from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, StepShares, from_record
 
 logger = logging.get_logger(__name__)
@@ -30,6 +30,15 @@ _DAMAGED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, Recu
 
 LOG_NAME = "precision_log.jsonl"
 VERSION = 1
+
+# What is read of a log, which may be a stranger's.
+MAX_LINE_BYTES = 8 * 2**20  # histograms of 10,000 tensors take some 2 MB
+MAX_REPORT_BYTES = 32 * 2**20  # of all overflow reports together, of 3 kB each; the page shows the first twenty
+MAX_JSON_BYTES = 64 * 2**20
+_MOST_VALUES = 1_000_000
+_MOST_POINTS = 20_000
+_MOST_MOMENTS = 100
+_MOST_CHARACTERS = 500
 
 
 class RunLog:
@@ -88,17 +97,6 @@ class RunLog:
 
 
 @dataclass(frozen=True)
-class StepRecord:
-    """One optimizer step: ``cause`` says why it was skipped, ``""`` where it was not."""
-
-    step: int
-    loss_scale: float
-    headroom: float | None
-    skipped: bool
-    cause: str
-
-
-@dataclass(frozen=True)
 class MemoryPoint:
     """The memory in use at one moment of a step."""
 
@@ -121,10 +119,12 @@ class RunRecords:
 
     Attributes:
         directory: whose name is the run's.
-        starts: the settings of each start since the run was last begun anew, oldest first.
+        start: the settings of the last start; empty where there is no record of one.
+        restarts: how often the run was resumed since it was last begun anew.
         steps: one a step, in their order; of steps that were taken again after a resume, the last.
         overflows: overflow reports by step, micro-batch and rank.
-        shares: what 16 bits would lose, one a step that histograms were taken of.
+        more_overflows: how many more there are, once those take :data:`MAX_REPORT_BYTES`.
+        shares: what 16 bits would lose, one a step that histograms were taken of; of very many, every second one.
         latest, latest_updated: the last histograms, and the last ones of a step that was not skipped.
         memory: one a step, as for ``shares``.
         predicted_memory: the training step by category; None where it was not predicted.
@@ -133,9 +133,11 @@ class RunRecords:
     """
 
     directory: Path
-    starts: list[dict[str, Any]] = field(default_factory=list)
-    steps: dict[int, StepRecord] = field(default_factory=dict)
+    start: dict[str, Any] = field(default_factory=dict)
+    restarts: int = 0
+    steps: StepHistory = field(default_factory=StepHistory)
     overflows: dict[tuple[int, int, int], OverflowReport] = field(default_factory=dict)
+    more_overflows: int = 0
     shares: dict[int, StepShares] = field(default_factory=dict)
     latest: StepMagnitudes | None = None
     latest_updated: StepMagnitudes | None = None
@@ -143,6 +145,16 @@ class RunRecords:
     predicted_memory: PredictedMemory | None = None
     has_ended: bool = False
     missing: list[str] = field(default_factory=list)
+    _why_no_memory: str = ""
+    _report_bytes: int = 0
+
+    def has_room(self, report_bytes: int) -> bool:
+        """Whether another overflow report of this size is kept; if not, it is counted."""
+        self._report_bytes += report_bytes
+        if self._report_bytes > MAX_REPORT_BYTES:
+            self.more_overflows += 1
+            return False
+        return True
 
 
 class NoRunError(ValueError):
@@ -192,21 +204,39 @@ def _read_log(run: RunRecords) -> bool:
     path = run.directory / LOG_NAME
     if not _inside(path, run):
         return False
-    damaged: list[int] = []
-    number = 0
+    damaged: list[int] = []  # the first of them
+    damaged_count = number = 0
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(_lines(file), start=1):
             try:
-                record = json.loads(line)
-                _TAKE[record["record"]](run, record)
+                record = json.loads(line) if line.strip() else {}
+                if record["record"] != "overflow" or run.has_room(len(line)):
+                    _TAKE[record["record"]](run, record)
             except _DAMAGED:
-                damaged.append(number)
+                damaged_count += 1
+                damaged += [number] if damaged_count <= 5 else []
+    if damaged:
+        some = ", ".join(map(str, damaged)) + (f" and {damaged_count - 5} more" if damaged_count > 5 else "")
+        run.missing.append(f"{LOG_NAME}: line {some} of {number} is half-written or damaged, and left out")
+    _say_what_is_missing(run, number)
+    return True
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file; one that is longer than any that we write is empty."""
+    while line := file.readline(MAX_LINE_BYTES):
+        is_long = len(line) == MAX_LINE_BYTES
+        while len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+            line = file.readline(MAX_LINE_BYTES)
+        yield b"" if is_long else line
+
+
+def _say_what_is_missing(run: RunRecords, number: int) -> None:
+    if run._why_no_memory and run.predicted_memory is None:
+        run.missing.append(f"the memory over the step by category is not there: {run._why_no_memory}")
     if number == 0:
         run.missing.append(f"{LOG_NAME} is empty")
-    if damaged:
-        some = ", ".join(map(str, damaged[:5])) + (f" and {len(damaged) - 5} more" if len(damaged) > 5 else "")
-        run.missing.append(f"{LOG_NAME}: line {some} of {number} is half-written or damaged, and left out")
-    if number and not run.starts:
+    if number and not run.start:
         run.missing.append(f"{LOG_NAME} has no record of the run's start: settings and versions are missing")
     if number and not run.has_ended:
         run.missing.append(
@@ -214,13 +244,14 @@ def _read_log(run: RunRecords) -> bool:
             "one's own says so by recorder.end())"
         )
     if number and not run.shares:
-        asked = run.starts[-1].get("histogram_steps") if run.starts else None
+        asked = run.start.get("histogram_steps")
         run.missing.append(
             f"there are no histograms: histogram_steps={asked} was asked for, and none could be read"
             if asked
             else "there are no histograms: histogram_steps=50 takes one every 50 steps"
         )
-    return True
+    if run.steps.left_out:
+        run.missing.append(f"{run.steps.left_out:,} steps after the first {len(run.steps):,} are left out")
 
 
 def _take_start(run: RunRecords, record: Mapping[str, Any]) -> None:
@@ -229,7 +260,8 @@ def _take_start(run: RunRecords, record: Mapping[str, Any]) -> None:
     for name in ("model", "precision", "loss_scaler", "device"):
         if not isinstance(record[name], str):
             raise TypeError(f"{name}={record[name]!r} is no text")
-    run.starts.append({key: value for key, value in record.items() if key not in ("record", "version")})
+    run.restarts += bool(run.start)
+    run.start = {key: value for key, value in record.items() if key not in ("record", "version")}
     run.has_ended = False
 
 
@@ -238,18 +270,17 @@ def _take_step(run: RunRecords, record: Mapping[str, Any]) -> None:
     step = StepRecord(
         int(record["step"]), float(record["loss_scale"]), headroom, bool(record["skipped"]), str(record["cause"])
     )
-    if not 0.0 < step.loss_scale < math.inf or not math.isfinite(headroom or 0.0):
-        raise ValueError(f"loss scale {step.loss_scale}, headroom {headroom}")
-    if run.steps and next(reversed(run.steps)) >= step.step:
+    if run.steps.last_number >= step.step:
         _take_back(run, step.step)
     if step.step == 1:
-        del run.starts[:-1]
-    run.steps[step.step] = step
+        run.restarts = 0
+    run.steps.append(step)
 
 
 def _take_back(run: RunRecords, step: int) -> None:
     """Forget what came from ``step`` on: the run was resumed before it, or begun anew."""
-    of_steps: tuple[dict[int, Any], ...] = (run.steps, run.shares, run.memory)
+    run.steps.forget_from(step)
+    of_steps: tuple[dict[int, Any], ...] = (run.shares, run.memory)
     for records in of_steps:
         for later in [number for number in records if number >= step]:
             del records[later]
@@ -261,6 +292,14 @@ def _take_back(run: RunRecords, step: int) -> None:
         run.latest_updated = None
 
 
+def _keep(records: dict[int, Any], step: int, value: Any) -> None:
+    """Add what is known of a step; of too many, every second one goes."""
+    records[step] = value
+    if len(records) > _MOST_POINTS:
+        for each in list(records)[-2::-2]:
+            del records[each]
+
+
 def _take_overflow(run: RunRecords, record: Mapping[str, Any]) -> None:
     report = OverflowReport.from_dict(record["report"])
     run.overflows[report.step, report.micro_batch, report.rank] = report
@@ -268,21 +307,22 @@ def _take_overflow(run: RunRecords, record: Mapping[str, Any]) -> None:
 
 def _take_magnitudes(run: RunRecords, record: Mapping[str, Any]) -> None:
     step = from_record(record)
-    run.shares[step.step] = step.shares()
+    _keep(run.shares, step.step, step.shares())
     run.latest = step
     run.latest_updated = run.latest_updated if step.skipped else step
 
 
 def _take_memory(run: RunRecords, record: Mapping[str, Any]) -> None:
-    points = tuple(MemoryPoint(str(moment), int(size)) for moment, size in record["points"])
+    points = tuple(MemoryPoint(str(moment), int(size)) for moment, size in record["points"][:_MOST_MOMENTS])
     if not all(0 <= point.used_bytes < 2**63 for point in points):
         raise ValueError("no memory has so many bytes")
-    run.memory[int(record["step"])] = MemoryRecord(int(record["step"]), str(record["source"]), points)
+    step = check_step(int(record["step"]))
+    _keep(run.memory, step, MemoryRecord(step, str(record["source"]), points))
 
 
 def _take_predicted_memory(run: RunRecords, record: Mapping[str, Any]) -> None:
     if "reason" in record:
-        run.missing.append(f"the memory over the step by category is not there: {record['reason']}")
+        run._why_no_memory = str(record["reason"])[:_MOST_CHARACTERS]
     else:
         run.predicted_memory = from_memory_record(record)
 
@@ -307,16 +347,28 @@ def _read_trainer_state(run: RunRecords) -> bool:
     states = [path for path in run.directory.glob("checkpoint-*/trainer_state.json") if _inside(path, run)]
     for path in sorted(states, key=_checkpoint_number, reverse=True):
         try:
-            history = json.loads(path.read_text(encoding="utf-8"))["log_history"]
+            history = _bounded_json(path)["log_history"]
             _take_history(run, history)
         except _DAMAGED as error:
-            run.steps.clear()  # of what was read before the damage
+            run.steps.forget_from(0)  # what was read before the damage
             run.missing.append(f"{path.relative_to(run.directory)} cannot be read: {error}")
             continue
         if run.steps:
             run.missing.append(f"steps are those that {path.relative_to(run.directory)} logged, not every one")
             return True
     return False
+
+
+def _bounded_json(path: Path) -> Any:
+    """What a JSON file says that takes a few hundred MB at most when it is read.
+
+    Raises:
+        ValueError: for a larger one.
+    """
+    content = b"" if path.stat().st_size > MAX_JSON_BYTES else path.read_bytes()
+    if not content or content.count(b",") + content.count(b"[") + content.count(b"{") > _MOST_VALUES:
+        raise ValueError("it is empty, or larger than is read")
+    return json.loads(content)
 
 
 def _checkpoint_number(path: Path) -> int:
@@ -339,7 +391,8 @@ def _read_kept_reports(run: RunRecords) -> bool:
     paths = [path for path in sorted(run.directory.glob("overflows/*/report.json")) if _inside(path, run)]
     for path in paths:
         try:
-            _take_overflow(run, {"report": json.loads(path.read_text(encoding="utf-8"))})
+            if run.has_room(path.stat().st_size):
+                _take_overflow(run, {"report": _bounded_json(path)})
         except _DAMAGED as error:
             run.missing.append(f"{path.relative_to(run.directory)} cannot be read: {error}")
     return bool(run.overflows)

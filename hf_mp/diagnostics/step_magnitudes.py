@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from hf_mp.diagnostics.magnitudes import Histogram, Swamped
+from hf_mp.diagnostics.step_history import check_step
 
 _BINS = len(Histogram.empty().counts)
+_MOST_TENSORS = 20_000  # of a step that is read: 4 kB each
 _COUNT = np.dtype("<u4")
 _MOST_ELEMENTS = 2**48  # of a tensor: sums over all tensors of a model stay within int64
 
@@ -177,6 +179,8 @@ def from_record(record: Mapping[str, Any]) -> StepMagnitudes:
     first, last = (int(limit) for limit in record["bins"])
     if not 0 <= first <= last <= _BINS:
         raise ValueError(f"bins {first} to {last} are not those of a histogram of {_BINS}")
+    if len(rows) > _MOST_TENSORS:
+        raise ValueError(f"{len(rows)} tensors are more than are read")
     size = len(rows) * (last - first) * _COUNT.itemsize
     decompressor = zlib.decompressobj()
     try:
@@ -188,7 +192,7 @@ def from_record(record: Mapping[str, Any]) -> StepMagnitudes:
     counts = np.zeros((len(rows), _BINS), dtype=np.int64)
     counts[:, first:last] = np.frombuffer(packed, _COUNT).reshape(len(rows), last - first)
     return StepMagnitudes(
-        step=int(record["step"]),
+        step=check_step(int(record["step"])),
         loss_scale=_positive(record["loss_scale"]),
         skipped=bool(record["skipped"]),
         tensors=tuple(_tensor(row, Histogram(found)) for row, found in zip(rows, counts, strict=True)),

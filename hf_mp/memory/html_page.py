@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from pathlib import Path
@@ -16,6 +17,11 @@ def page_template(name: str) -> jinja2.Template:
 
     ``memory/page_style.css`` beside this file is there for ``include``.
     """
+    return _environment().get_template(name)
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hf_mp", ""),
         autoescape=True,
@@ -24,7 +30,7 @@ def page_template(name: str) -> jinja2.Template:
         lstrip_blocks=True,
     )
     environment.filters["readable"] = readable
-    return environment.get_template(name)
+    return environment
 
 
 def check_writable(path: Path) -> None:

@@ -68,7 +68,7 @@ def test_what_is_read_is_what_happened(tmp_path: Path) -> None:
     assert read.latest == run.recorder.latest
     assert read.latest is not None and read.latest.skipped
     assert read.latest_updated is not None and read.latest_updated.step == 1
-    (start,) = read.starts
+    start = read.start
     assert start["settings"] == {"learning_rate": 0.01} and start["precision"] == "fp16"
     assert start["versions"]["torch"] == torch.__version__
     moments = [point.moment for point in read.memory[1].points]
@@ -135,7 +135,7 @@ def test_a_resumed_run_goes_on_where_it_was_resumed(tmp_path: Path) -> None:
             log.write("step", step=step, loss_scale=scale, headroom=None, skipped=False, cause="")
     read = read_run(tmp_path)
     assert {step: record.loss_scale for step, record in read.steps.items()} == {1: 2, 2: 2, 3: 2, 4: 4, 5: 4}
-    assert len(read.starts) == 2
+    assert read.restarts == 1
 
 
 def test_a_run_that_is_begun_anew_is_not_resumed_and_has_nothing_of_the_one_before(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_run_that_is_begun_anew_is_not_resumed_and_has_nothing_of_the_one_befo
         run = Run(tmp_path, histogram_steps=0 if len(steps) == 1 else 2).train(*steps)
         run.recorder.end()
     read = read_run(tmp_path)
-    assert len(read.starts) == 1 and list(read.steps) == [1]
+    assert read.restarts == 0 and list(read.steps) == [1]
     assert read.latest is None and read.latest_updated is None and not read.shares
 
 

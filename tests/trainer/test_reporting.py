@@ -52,7 +52,7 @@ def test_a_run_that_is_asked_to_leaves_a_log_and_a_page(contender: str, tmp_path
     assert [step.skipped for step in run.steps.values()] == [False, True, False, False, False]
     assert "in the model itself, in the backward pass" in run.steps[2].cause
     assert list(run.shares) == [1, 3, 5]
-    assert run.starts[0]["settings"]["learning_rate"] == 0.5 and run.starts[0]["histogram_steps"] == 2
+    assert run.start["settings"]["learning_rate"] == 0.5 and run.start["histogram_steps"] == 2
     assert run.predicted_memory is not None and run.predicted_memory.peak_bytes > 2**17
     assert (run.predicted_memory.batch_size, run.predicted_memory.seq_len) == (4, 24)
     assert "1 of 5 steps skipped." in (tmp_path / PAGE_NAME).read_text(encoding="utf-8")
@@ -118,7 +118,7 @@ def test_training_that_cannot_go_on_leaves_its_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize("contender", CONTENDERS)
 def test_settings_that_json_has_no_word_for_are_told_as_text(contender: str, tmp_path: Path) -> None:
     train(contender, tmp_path, precision_report=True, max_grad_norm=float("inf"))
-    assert read_run(tmp_path).starts[0]["settings"]["max_grad_norm"] == "inf"
+    assert read_run(tmp_path).start["settings"]["max_grad_norm"] == "inf"
 
 
 def test_memory_is_predicted_as_the_run_frees_its_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +256,7 @@ def test_a_resumed_run_goes_on_in_the_same_log(tmp_path: Path) -> None:
         trainer.train(resume_from_checkpoint=resume)
     assert same(weights(whole.model), weights(trainer.model))
     run, expected = read_run(tmp_path / "parts"), read_run(tmp_path / "whole")
-    assert len(run.starts) == 2 and run.steps == expected.steps
+    assert run.restarts == 1 and run.steps == expected.steps
 
 
 def test_wrong_settings_are_refused_at_once(tmp_path: Path) -> None:
