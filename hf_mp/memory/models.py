@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +13,8 @@ import torch
 import transformers
 from huggingface_hub import HfApi
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from hf_mp.memory.configs import BUILT_IN, built_in_config
@@ -29,6 +31,13 @@ _TASKS = (
 )
 
 
+# Beyond any model there is: DeepNet has 1,000 layers; the largest have some 10^13 parameters in 200,000 tensors.
+MOST_LAYERS = 10_000
+MOST_TENSORS = 500_000
+MOST_ELEMENTS = 10**15
+_COUNTS = re.compile(r"(n|num)_.*(layers?|blocks?|experts?)|.*_layers|depth")
+
+
 class UnknownModelError(ValueError):
     """A model that is neither built in, nor a directory or file, nor in the cache, nor to be had from the Hub."""
 
@@ -36,18 +45,22 @@ class UnknownModelError(ValueError):
 def find_config(model: ModelLike) -> PreTrainedConfig:
     """The configuration of a model: from itself, a directory, a ``config.json``, the built-in ones, or the Hub.
 
+    Code that a model brings with it does not run.
+
     Args:
         model: a name, a directory, the path of a JSON file, a configuration, or a model.
 
     Raises:
         UnknownModelError: for a name that leads nowhere; it tells which are built in and how to give a directory.
-        ValueError: for a directory or file that holds no configuration.
+        ValueError: for a directory or file that holds no configuration, one of a model with code of its own, and one
+            with more layers than any model has.
         TypeError: for anything else.
     """
-    if isinstance(model, PreTrainedConfig):
-        return copy.deepcopy(model)
     if isinstance(model, PreTrainedModel):
-        return copy.deepcopy(model.config)
+        model = model.config
+    if isinstance(model, PreTrainedConfig):
+        _check_counts(model.to_dict())
+        return copy.deepcopy(model)
     if not isinstance(model, (str, Path)):
         raise TypeError(
             f"a model is given by name, directory, config.json, configuration or as a PreTrainedModel, not as "
@@ -60,11 +73,42 @@ def find_config(model: ModelLike) -> PreTrainedConfig:
     if built_in is not None:
         return AutoConfig.for_model(**built_in)
     if (reason := ask_hub(str(model))) is None:
-        return AutoConfig.from_pretrained(str(model))
+        return _load_config(str(model))
     try:
-        return AutoConfig.from_pretrained(str(model), local_files_only=True)
-    except (OSError, ValueError) as error:
+        return _load_config(str(model), local_files_only=True)
+    except OSError as error:
         raise UnknownModelError(unknown_model(str(model), reason)) from error
+
+
+def _load_config(name: str, **settings: Any) -> PreTrainedConfig:
+    """The configuration in a directory, a file, the cache or on the Hub, looked at before anything is made of it.
+
+    Raises:
+        ValueError, OSError: as :func:`find_config`, and those of Transformers.
+    """
+    values, _ = PreTrainedConfig.get_config_dict(name, **settings)
+    code = (values.get("auto_map") or {}).get("AutoConfig")
+    if code is not None and values.get("model_type") not in CONFIG_MAPPING:
+        raise UnknownModelError(
+            f"{name} is a model of type {values.get('model_type')!r}, which is code of its own ({code}) that "
+            "Transformers does not have, and that does not run here: give a configuration (PreTrainedConfig) or the "
+            "model itself, from a from_pretrained with trust_remote_code=True if you trust it"
+        )
+    _check_counts(values)
+    return AutoConfig.from_pretrained(name, trust_remote_code=False, **settings)
+
+
+def _check_counts(values: Mapping[str, Any]) -> None:
+    """Raise for more layers or experts than any model has, before they are made one by one.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            _check_counts(value)
+        elif isinstance(value, int) and value > MOST_LAYERS and _COUNTS.fullmatch(name):
+            raise ValueError(f"{name}={value:,} is more than any model has: at most {MOST_LAYERS:,} are counted")
 
 
 def unknown_model(name: str, reason: object) -> str:
@@ -95,8 +139,10 @@ def _read_config(path: Path) -> PreTrainedConfig:
     if not file.is_file():
         raise ValueError(f"{path} holds no config.json: give a directory that save_pretrained wrote, or a config.json")
     try:
-        return AutoConfig.from_pretrained(str(path))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return _load_config(str(path))
+    except UnknownModelError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is not the configuration of a model: {first_line(error)}") from error
 
 
@@ -108,8 +154,9 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """
     bare = {str(getattr(modeling_auto, "MODEL_MAPPING_NAMES", {}).get(config.model_type))}
     for name in getattr(config, "architectures", None) or []:
-        if name not in bare and hasattr(transformers, name):
-            return getattr(transformers, name)
+        found = getattr(transformers, name, None)
+        if name not in bare and isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
     for task in _TASKS:
         if config.model_type in task:
             return getattr(transformers, task[config.model_type])
@@ -120,11 +167,43 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A model without memory, on the meta device; ``config`` is left as it is."""
-    with torch.device("meta"):
-        model: PreTrainedModel = model_class(config)._from_config(copy.deepcopy(config), dtype=dtype)
+    """A model without memory, on the meta device; ``config`` is left as it is.
+
+    Raises:
+        ValueError: for one that is larger than any model.
+    """
+    try:
+        with torch.device("meta"), _counted_parameters():
+            model: PreTrainedModel = model_class(config)._from_config(copy.deepcopy(config), dtype=dtype)
+    except RuntimeError as error:  # a tensor with more bytes than torch can count
+        raise ValueError(f"no {model_class(config).__name__} of this configuration: {first_line(error)}") from error
     model.tie_weights()
     return model
+
+
+@contextlib.contextmanager
+def _counted_parameters() -> Iterator[None]:
+    """Raise while a model is made that has more tensors, or more elements in them, than any model.
+
+    Raises:
+        ValueError: from where it is made.
+    """
+    tensors = elements = 0
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        nonlocal tensors, elements
+        tensors, elements = tensors + 1, elements + (0 if parameter is None else parameter.numel())
+        if tensors > MOST_TENSORS or elements > MOST_ELEMENTS:
+            raise ValueError(
+                f"a model of more than {MOST_TENSORS:,} parameter tensors, or {MOST_ELEMENTS:,} parameters, is larger "
+                "than any: look at its configuration"
+            )
+
+    handle = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def skeleton(config: PreTrainedConfig, precision: str, *, double_quant: bool = False) -> PreTrainedModel:

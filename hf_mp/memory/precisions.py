@@ -49,6 +49,8 @@ def load(
     ``int8`` is LLM.int8() (Dettmers et al. 2022), ``nf4`` and ``fp4`` are QLoRA's 4-bit types (Dettmers et al. 2023),
     both from bitsandbytes: weights of linear layers are quantized, everything else is FP16. They work on a CPU too.
 
+    The model's class is one of Transformers: code that a model brings with it does not run.
+
     Args:
         model_name_or_path: a directory that ``save_pretrained`` wrote, or a model on the Hub or in the cache.
         precision: ``"fp32"`` (default), ``"fp16"``, ``"bf16"``, ``"int8"``, ``"nf4"`` or ``"fp4"``.
@@ -77,7 +79,9 @@ def load(
     offline = None if Path(model_name_or_path).exists() else ask_hub(str(model_name_or_path))
     try:
         return model_class(config).from_pretrained(
-            str(model_name_or_path), dtype=chosen.dtype, **{"local_files_only": offline is not None, **settings}
+            str(model_name_or_path),
+            dtype=chosen.dtype,
+            **{"local_files_only": offline is not None, "trust_remote_code": False, **settings},
         )
     except OSError as error:
         if offline is None:

@@ -1,13 +1,18 @@
 import json
+import re
 
 import pytest
 import torch
-from transformers import BertConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig
+from transformers import BertConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, MixtralConfig
+from typer.testing import CliRunner
 
 import hf_mp
+from hf_mp.cli import app
 from hf_mp.memory import models, precisions
+from hf_mp.memory.fitting import largest_batch_size
 from hf_mp.memory.footprint import memory_footprint
 from hf_mp.memory.models import UnknownModelError, find_config, model_class, skeleton
+from hf_mp.memory.report import gather_report
 
 SIZES = {
     "gpt2": 124_439_808,
@@ -156,3 +161,96 @@ def test_a_loaded_model_computes(tmp_path, gpt2):
         logits = hf_mp.load(tmp_path, precision).eval()(input_ids=ids).logits.float()
         assert (logits - wanted).abs().max() <= tolerance
     assert isinstance(hf_mp.load(tmp_path), GPT2LMHeadModel)
+
+
+# A model's own code
+
+
+EVIL = """
+from pathlib import Path
+from transformers import GPT2Config, GPT2LMHeadModel
+Path({touched!r}).touch()
+class Evil(GPT2Config):
+    model_type = {model_type!r}
+class EvilModel(GPT2LMHeadModel):
+    config_class = Evil
+def generate(model, *args, **kwargs):
+    return None
+"""
+USES = {
+    "find_config": find_config,
+    "load": hf_mp.load,
+    "estimate_training_memory": hf_mp.estimate_training_memory,
+    "measure_training_memory": lambda path: hf_mp.measure_training_memory(path, "fp32", device="cpu", seq_len=4),
+    "largest_batch_size": lambda path: largest_batch_size(path, "1GiB", seq_len=4),
+    "gather_report": lambda path: gather_report(path, train=True, presets=["fp32"], precisions=["fp32"], seq_len=4),
+    "hf-mp memory": lambda path: CliRunner().invoke(app, ["memory", path, "--config-only"], input="y\n" * 50),
+}
+
+
+@pytest.fixture(params=["gpt2", "evil"])
+def model_with_code(request, tmp_path, monkeypatch):
+    """A folder whose configuration names code of its own, and somebody who says yes to every question."""
+    folder = tmp_path / "model"
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=20, n_positions=8)).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    auto_map = {"AutoConfig": "evil.Evil", "AutoModel": "evil.EvilModel", "AutoModelForCausalLM": "evil.EvilModel"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": request.param, "auto_map": auto_map}))
+    (folder / "custom_generate").mkdir()
+    code = EVIL.format(touched=str(tmp_path / "touched"), model_type=request.param)
+    for name in ("evil.py", "custom_generate/generate.py"):
+        (folder / name).write_text(code)
+    monkeypatch.setattr("builtins.input", lambda *prompt: "y")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    return folder
+
+
+@pytest.mark.parametrize("use", USES)
+def test_code_beside_a_configuration_does_not_run(use, model_with_code, tmp_path):
+    is_known = json.loads((model_with_code / "config.json").read_text())["model_type"] == "gpt2"
+    if is_known:  # Transformers' own code for it
+        USES[use](str(model_with_code))
+    elif use == "hf-mp memory":
+        result = USES[use](str(model_with_code))
+        assert result.exit_code == 2 and "code of its own" in result.stderr
+    else:
+        with pytest.raises(ValueError, match=r"'evil', which is code of its own \(evil\.Evil\).*does not run"):
+            USES[use](str(model_with_code))
+    assert not (tmp_path / "touched").exists()
+
+
+def test_an_architecture_that_is_no_model_is_not_used():
+    config = GPT2Config(architectures=["Trainer", "logging", "GPT2Model"])
+    assert model_class(config) is GPT2LMHeadModel
+
+
+# Sizes that no model has
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        (GPT2Config, {"n_layer": 10**9}, "n_layer=1,000,000,000 is more than any model has"),
+        (LlamaConfig, {"num_hidden_layers": 10**9}, "num_hidden_layers=1,000,000,000 is more"),
+        (BertConfig, {"num_hidden_layers": 10**30}, "num_hidden_layers=1,000,000.* is more"),
+        (MixtralConfig, {"num_local_experts": 10**9}, "num_local_experts=1,000,000,000 is more"),
+        (GPT2Config, {"n_embd": 12 * 10**6, "n_layer": 10}, "larger than any: look at its configuration"),
+        (GPT2Config, {"n_embd": 12 * 10**8, "n_layer": 1}, "no GPT2LMHeadModel of this configuration: .*overflow"),
+        (LlamaConfig, {"vocab_size": 10**14}, "larger than any: look at its configuration"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_a_size_that_no_model_has_is_refused_in_one_sentence(tmp_path, kind, changes, message):
+    kind().save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, **changes}))
+    result = CliRunner().invoke(app, ["memory", str(tmp_path), "--config-only"])
+    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
+    assert re.search(message, result.stderr), result.stderr
+
+
+def test_a_configuration_that_was_made_already_is_looked_at_too():
+    config = GPT2Config()
+    config.n_layer = 10**9
+    with pytest.raises(ValueError, match="n_layer=1,000,000,000 is more than any model has"):
+        hf_mp.estimate_training_memory(config, "fp32")
