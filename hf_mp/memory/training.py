@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, cast
 
 import torch
@@ -352,10 +352,10 @@ def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimiz
     Raises:
         ValueError: for a name that the Trainer does not know, or an optimizer whose package is missing.
     """
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
     try:
-        args = TrainingArguments(output_dir="unused", optim=name, use_cpu=True, report_to="none")
+        args = _arguments_of_optimizer(name)
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, cast(PreTrainedModel, model))
     except (ValueError, ImportError) as error:
         raise ValueError(f"optimizer={name!r} cannot be made: {error}") from error
@@ -370,6 +370,26 @@ def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimiz
         {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0},
     ]
     return cast(Optimizer, kind([group for group in groups if group["params"]], **settings))
+
+
+def _arguments_of_optimizer(name: str) -> Any:
+    """``TrainingArguments(optim=name)`` with every other default, and nothing looked up or set up.
+
+    A real one resets accelerate's state, which a live ``Trainer`` or ``Accelerator`` holds.
+
+    Raises:
+        ValueError: for a name that the Trainer does not know.
+    """
+    from transformers import TrainingArguments
+    from transformers.training_args import OptimizerNames
+
+    args = object.__new__(TrainingArguments)
+    for each in fields(TrainingArguments):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        setattr(args, each.name, default)
+    args.optim = OptimizerNames(name)
+    args.distributed_state, args._n_gpu = None, 1  # one process
+    return args
 
 
 def record_steps(trainee: Trainee, recorder: MemoryRecorder) -> StepProfile:

@@ -2,7 +2,11 @@ import re
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, ViTConfig
+from accelerate import Accelerator, DistributedType
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import nn
+from transformers import GPT2Config, LlamaConfig, Trainer, TrainingArguments, ViTConfig
+from transformers.training_args import OptimizerNames
 
 import hf_mp
 from hf_mp.memory import training
@@ -17,6 +21,46 @@ STEP = {"batch_size": 2, "seq_len": 32}
 
 def estimate(model="gpt2-4", precision="fp32", **settings):
     return estimate_training_memory(CONFIGS[model](), precision, **{**STEP, **settings})
+
+
+@pytest.fixture
+def accelerator():
+    """A live one, and nothing of it afterwards."""
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+STATES = (AcceleratorState, PartialState, GradientState)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_torch_fused", "adafactor", "adamw_bnb_8bit"])
+@pytest.mark.parametrize("how", ["estimate", "measure"])
+def test_a_live_accelerator_is_left_alone(accelerator, how, optimizer):
+    before = [{**state._shared_state} for state in STATES]
+    if how == "estimate":
+        estimate(optimizer=optimizer)
+    else:
+        hf_mp.measure_training_memory(CONFIGS["gpt2-4"](), "fp32", **STEP, device="cpu", optimizer=optimizer)
+    for state, values in zip(STATES, before, strict=True):
+        assert state._shared_state.keys() == values.keys() and values
+        assert all(state._shared_state[name] is value for name, value in values.items())
+    model = accelerator.prepare(nn.Linear(2, 2))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    assert accelerator.distributed_type is DistributedType.NO
+
+
+@pytest.mark.parametrize("name", [each.value for each in OptimizerNames])
+def test_optimizers_are_those_of_training_arguments(name):
+    """Also where one cannot be made: its package is not here, or it needs settings."""
+
+    def made(args):
+        try:
+            return Trainer.get_optimizer_cls_and_kwargs(args, None)
+        except (ValueError, ImportError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    args = TrainingArguments(output_dir="unused", optim=name, use_cpu=True, report_to="none")
+    assert repr(made(training._arguments_of_optimizer(name))) == repr(made(args))
 
 
 QUICK = {("llama", "fp32"), ("llama", "fp16"), ("llama", "int8-lora"), ("bert", "fp16"), ("bert", "bf16-lean")}

@@ -60,6 +60,15 @@ def test_a_run_that_is_asked_to_leaves_a_log_and_a_page(contender: str, tmp_path
 
 
 @pytest.mark.parametrize("contender", CONTENDERS)
+def test_evaluation_and_another_training_follow_a_report(contender: str, tmp_path: Path) -> None:
+    trainer = train(contender, tmp_path, precision_report=True, max_steps=2)
+    assert read_run(tmp_path).predicted_memory is not None
+    assert trainer.evaluate(token_rows(4))["eval_loss"] > 0
+    trainer.train()
+    assert trainer.evaluate(token_rows(4))["eval_loss"] > 0
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
 @pytest.mark.parametrize("settings", [{"histogram_steps": 2}, {"precision_report": True}], ids=["histograms", "report"])
 def test_each_can_be_had_alone(contender: str, settings: dict[str, Any], tmp_path: Path) -> None:
     train(contender, tmp_path, **settings)
