@@ -266,6 +266,8 @@ def _blocks(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[_Block]:
     # whole vectors, so that torch's scalar loop for the rest begins where it would in the whole tensor
     elements = _BLOCK_ELEMENTS_PER_THREAD * torch.get_num_threads()
     given = (tensors.gradient, tensors.exp_avg, tensors.exp_avg_sq, tensors.working, tensors.remainder)
+    if is_fake(tensors.gradient):  # it has no values, and one block stands for the memory of all
+        given = tuple(tensor.reshape(-1)[:elements] for tensor in given)
     size, device = min(elements, tensors.gradient.numel()), tensors.gradient.device
     master, gradient, floats, units = (torch.empty(size, dtype=torch.float32, device=device) for _ in range(4))
     shorts = torch.empty(size, dtype=torch.int16, device=device)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 REMAINDER_DTYPE = torch.int16
 FP16_EXACT_FROM = 2.0**-16
@@ -150,8 +151,12 @@ def _cache_blocks(value: Tensor, working: Tensor, remainder: Tensor) -> Iterator
             f"the halves of {tuple(value.shape)} must have its shape, not {tuple(working.shape)} and "
             f"{tuple(remainder.shape)}"
         )
-    if _has_cache_blocks(value, working, remainder):
-        yield from zip(*(t.view(-1).split(_BLOCK_ELEMENTS) for t in (value, working, remainder)), strict=True)
+    if not _has_cache_blocks(value, working, remainder):
+        return
+    flat = [tensor.view(-1) for tensor in (value, working, remainder)]
+    if is_fake(value):  # it has no values, and one block stands for the memory of all
+        flat = [tensor[:_BLOCK_ELEMENTS] for tensor in flat]
+    yield from zip(*(tensor.split(_BLOCK_ELEMENTS) for tensor in flat), strict=True)
 
 
 def _is_ordinary(value: Tensor) -> bool:
