@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -21,6 +21,7 @@ from hf_mp.diagnostics.untouched import gradients_set_aside, untouched
 from hf_mp.diagnostics.values import Finiteness, finiteness, named_tensors, ranges_of
 from hf_mp.scaling.rules import FP16_MAX, power_of_two_below
 from hf_mp.step.borders import output_border
+from hf_mp.step.forward import WorkingWeights
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.distributed import is_dtensor, is_running, is_sharded
 from hf_mp.weights.split_parameter import raw_gradient
@@ -127,16 +128,28 @@ class Replay:
 
         args, kwargs = apply_to_tensors(enter, call.args), apply_to_tensors(enter, call.kwargs)
         region = self._runtime.region
-        with self._runtime.working_copies.saving(), region, nullcontext() if autocast else region.island():
+        weights = WorkingWeights(self._runtime, self._model, self)
+        with region.running(weights), nullcontext() if autocast else region.island():
             outputs = call.forward.original(*args, **kwargs)
-        return [(name, self._border(found)) for name, found in named_tensors(outputs)]
+        return [(name, output_border(found, self)) for name, found in named_tensors(outputs)]
 
-    def _border(self, output: Tensor) -> Tensor:
-        scale = self._runtime.scaler.factors(output.device).scale
-        if scale is None:
-            return output_border(output, None)
-        mine = self._scales.setdefault(output.device, scale.clone())
-        return output_border(output, mine)
+    # What the borders ask (hf_mp.scaling.multiply.Crossings)
+
+    def scale(self, device: torch.device) -> Tensor | None:
+        """The scale of the replay, which may be another one than the run's."""
+        scale = self._runtime.scale(device)
+        return None if scale is None else self._scales.setdefault(device, scale.clone())
+
+    def inverse(self, device: torch.device, node: Any, index: int) -> Tensor | None:
+        """None: whether a gradient is finite does not depend on it."""
+        return None
+
+    def entered(self, node: Any, gradient: Tensor) -> None:
+        """Nothing."""
+
+    def take(self, weight: Tensor, gradients: Sequence[Tensor], node: Any, index: int) -> bool:
+        """Nothing is taken: no gradient stays."""
+        return False
 
     @contextmanager
     def _observed(self, sites: CallSites) -> Iterator[None]:
@@ -166,7 +179,7 @@ class Replay:
 
     def _rounded(self, tensor: Tensor) -> Tensor:
         """What the forward reads in the place of a parameter: its working copy, where there is one."""
-        copies = self._runtime.working_copies
+        copies = self._runtime.layout.copies
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad and tensor.dtype is torch.float32:
             return copies.get(tensor) if tensor in copies else tensor
         return tensor

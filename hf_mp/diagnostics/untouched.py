@@ -75,6 +75,4 @@ def gradients_set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 def _beside_grad(parameter: nn.Parameter) -> dict[str, Any]:
     """What a split parameter knows of its gradient besides ``.grad``."""
-    return {
-        name: parameter.__dict__[name] for name in ("_scaled_gradient", "_own_factor") if name in parameter.__dict__
-    }
+    return {name: parameter.__dict__[name] for name in ("_scaled", "_read") if name in parameter.__dict__}

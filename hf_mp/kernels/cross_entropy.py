@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hf_mp.kernels.registry import chosen
-from hf_mp.step.borders import BorderFunction
 from hf_mp.weights.working_copies import is_shared, version_of
 
 # FP32 elements of one block of rows: on a CPU what stays in its cache, on a GPU what keeps it busy.
@@ -96,7 +96,7 @@ class _Settings(NamedTuple):
     reduction: str
 
 
-class _Connector(BorderFunction):
+class _Connector(Function):
     """Stands for the logits in the graph without their memory, so that it is seen who else holds that."""
 
     @staticmethod
@@ -108,7 +108,7 @@ class _Connector(BorderFunction):
         return gradient
 
 
-class _Reconnect(BorderFunction):
+class _Reconnect(Function):
     """The logits, as what their connector stands for."""
 
     @staticmethod
@@ -120,7 +120,7 @@ class _Reconnect(BorderFunction):
         return gradient, None
 
 
-class _CrossEntropy(BorderFunction):
+class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, connector: Tensor, logits: Tensor, labels: Tensor, settings: _Settings) -> Tensor:
         counted = labels != settings.ignore_index

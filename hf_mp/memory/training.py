@@ -22,9 +22,9 @@ from hf_mp.memory.presets import TrainingPreset, parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.sizes import largest_first, readable
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.step.mixed_precision import MixedPrecision, check_free_gradients
+from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.optimizer import MasterWeightOptimizer
-from hf_mp.weights.optimizer_in_backward import FreeGradients
+from hf_mp.weights.optimizer_in_backward import FreeGradients, check_free_gradients
 
 DEFAULT_OPTIMIZER = "adamw_torch_fused"  # TrainingArguments'
 _MAX_GRAD_NORM = 1.0  # TrainingArguments'

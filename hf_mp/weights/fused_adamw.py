@@ -62,7 +62,7 @@ def step_whole(optimizer: Optimizer, own_step: Callable[..., Any] | None, copies
         own_step: what stood in the place of its class's ``step`` before it was guarded.
         copies: the working copies; those of updated parameters are fresh afterwards.
     """
-    if copies.keeps_none or not _is_fused_adam(optimizer, own_step) or _has_hooks(optimizer):
+    if not _is_fused_adam(optimizer, own_step) or _has_hooks(optimizer):
         return False
     everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     stepping = [parameter for parameter in everything if parameter.grad is not None]

@@ -365,7 +365,7 @@ class TestSteps:
             if schedule is not None:
                 schedule.step()
         state = [optimizer.state[parameter][name] for parameter in model.parameters() for name in ("exp_avg", "step")]
-        copies = model.__dict__["forward"].runtime.working_copies
+        copies = model.__dict__["forward"].runtime.layout.copies
         for parameter in model.parameters() if "lean" not in precision else ():
             if parameter in copies:
                 entry = copies._entries[id(parameter)]

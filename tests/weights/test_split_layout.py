@@ -258,10 +258,10 @@ def test_a_model_that_cannot_be_split_is_left_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].bias = Own(torch.zeros(2))
     with pytest.raises(TypeError, match=r"a Own of shape .* cannot be split .* freeze it, or use the default layout"):
-        split_trainable_parameters(model, torch.float16, lambda device: None)
+        split_trainable_parameters(model, torch.float16)
     assert all(p.dtype is torch.float32 for p in model.parameters())
     model[1].bias.requires_grad_(False)
-    split_trainable_parameters(model, torch.float16, lambda device: None)
+    split_trainable_parameters(model, torch.float16)
     assert isinstance(model[0].weight, SplitParameter) and model[1].bias.dtype is torch.float32
     restore_parameters(model)
 
