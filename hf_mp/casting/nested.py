@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import types
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -26,6 +26,15 @@ def apply_to_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     found = _entries(value)
     changed = {key: new for key, old in found.items() if (new := apply_to_tensors(function, old)) is not old}
     return _with_entries(value, changed) if changed else value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in the containers that :func:`apply_to_tensors` knows, and in those inside them."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    for item in value if isinstance(value, (list, tuple)) else _entries(value).values():
+        yield from tensors_in(item)
 
 
 def _entries(value: Any) -> dict[Any, Any]:

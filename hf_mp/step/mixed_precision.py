@@ -30,6 +30,7 @@ from hf_mp.step.gradients import Measured, largest_true_magnitude, measure
 from hf_mp.step.region import Region
 from hf_mp.step.update import StepGuard
 from hf_mp.weights.distributed import Ranks, check_parallelism, is_dtensor, is_running, is_sharded, local_part
+from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.fused_adamw import step_whole
 from hf_mp.weights.optimizer import MasterWeightOptimizer
 from hf_mp.weights.optimizer_in_backward import FreeGradients, GradientRelease
@@ -289,6 +290,7 @@ class MixedPrecision:
             )
         if self.policy.is_lean and not isinstance(optimizer, MasterWeightOptimizer):
             optimizer = MasterWeightOptimizer(optimizer, layout="split")
+        state_to_fp32(optimizer)
         if self.release is not None and isinstance(optimizer, MasterWeightOptimizer):
             self.release.take_optimizer(optimizer)
         if not any(guard.optimizer is optimizer for guard in self._guards):
@@ -600,7 +602,8 @@ def prepare(
 
     Args:
         model: any ``nn.Module``; one loaded in FP16/BF16 is given FP32 masters.
-        optimizer: over parameters of ``model``, not stepped yet.
+        optimizer: over parameters of ``model``; state that it has already, made by its constructor or loaded, is cast
+            to FP32.
         precision: ``"fp16"`` (default), ``"bf16"``, ``"fp16-lean"``, ``"bf16-lean"``, ``"fp32"`` (nothing is changed)
             or a :class:`PrecisionPolicy`.
         settings: as for :class:`MixedPrecision`: ``loss_scaler``, ``tables``, ``rules``, ``free_gradients``.
