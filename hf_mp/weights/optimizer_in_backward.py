@@ -108,7 +108,16 @@ class GradientRelease:
 
         Args:
             parameters: all of the model's; others are not watched any more.
+
+        Raises:
+            ValueError: for a trainable parameter that is not split.
         """
+        parameters = list(parameters)
+        if any(p.requires_grad and p.is_floating_point() and not isinstance(p, SplitParameter) for p in parameters):
+            raise ValueError(
+                "free_gradients='backward' needs every trainable parameter in 16 bits, and weights of normalizations "
+                "with running statistics (BatchNorm) are FP32: use free_gradients='step', or freeze them"
+            )
         if self._optimizer is not None:
             self._own = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         present = {id(parameter): parameter for parameter in split_parameters(parameters)}
