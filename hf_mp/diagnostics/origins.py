@@ -8,6 +8,7 @@ inputs were not finite inherits where that came from. So an inf that nobody uses
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -26,9 +27,6 @@ from hf_mp.scaling.rules import FP16_MAX
 _MASKING = frozenset(
     {"full", "full_like", "new_full", "masked_fill", "masked_fill_", "where", "fill_", "scalar_tensor"}
 )
-# A mask's lowest number may become -inf where it is cast or added up.
-_CARRIES_MASK = frozenset({"_to_copy", "copy_", "add", "add_", "sub", "mul"})
-_LOWEST_OF_A_MASK = -1e8
 _UNINITIALISED = frozenset(
     {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted", "resize_"}
 )
@@ -64,18 +62,22 @@ class OriginTracker(TorchDispatchMode):
 
     Args:
         sites: knows where the forward is.
+        limit: a magnitude that counts as inf in what an op makes; default inf.
+        carried_limit: the same in what an op makes of values that count as inf; default ``limit``.
     """
 
-    def __init__(self, sites: CallSites) -> None:
+    def __init__(self, sites: CallSites, limit: float = math.inf, carried_limit: float | None = None) -> None:
         super().__init__()
         self._sites = sites
+        self._limit = limit
+        self._finiteness = functools.partial(finiteness, limit=limit if carried_limit is None else carried_limit)
         self._origins: dict[int, Origin | None] = {}  # by storage; None: memory that nobody has written yet
         self._count = 0
         self.backward_task = -1
 
     def of(self, tensor: Tensor) -> Origin | None:
         """Where the inf or NaN in ``tensor`` came from; None if there is none, or it was there before."""
-        return self._origins.get(_memory(tensor)) if finiteness(tensor) else None
+        return self._origins.get(_memory(tensor)) if self._finiteness(tensor) else None
 
     def blame(self, tensor: Tensor, origin: Origin) -> None:
         """Say where what is not finite in ``tensor`` came from."""
@@ -88,7 +90,7 @@ class OriginTracker(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             written = _written(func, args, kwargs)
             forgets = _op_name(func) in _OVERWRITES or _has_out(func)
-            before = {id(tensor): Finiteness.FINITE if forgets else finiteness(tensor) for tensor in written}
+            before = {id(tensor): Finiteness.FINITE if forgets else self._finiteness(tensor) for tensor in written}
             result = func(*args, **kwargs)
             self._look(func, args, kwargs, result if result is not None else written, before)
         return result
@@ -101,18 +103,18 @@ class OriginTracker(TorchDispatchMode):
             return
         known = set() if func._schema.is_mutable else {_memory(tensor) for tensor in inputs}
         made = [output for output in outputs if _memory(output) not in known]  # views say nothing new
-        states = [finiteness(output) for output in made]
+        states = [self._finiteness(output) for output in made]
         origin = self._origin(func, inputs, outputs, max(states), before) if any(states) else None
         for output, state in zip(made, states, strict=True):
-            if state:
+            if state and origin is not None:
                 self._origins[_memory(output)] = origin
             elif id(output) not in before:
                 self._origins.pop(_memory(output), None)
 
     def _origin(
         self, func: Any, inputs: list[Tensor], outputs: list[Tensor], state: Finiteness, before: dict[int, Finiteness]
-    ) -> Origin:
-        came = [before[id(tensor)] if id(tensor) in before else finiteness(tensor) for tensor in inputs]
+    ) -> Origin | None:
+        came = [before[id(tensor)] if id(tensor) in before else self._finiteness(tensor) for tensor in inputs]
         # What lies in memory that nobody has written is not read either: `baddbmm(empty, q, k, beta=0)`.
         shown = [tensor for tensor in inputs if id(tensor) not in before]  # what it wrote to is no longer what it read
         tainted = [
@@ -125,7 +127,9 @@ class OriginTracker(TorchDispatchMode):
             return min(guilty, key=lambda entry: entry[:2])[2]
         if state is Finiteness.MINUS_INF and tainted:
             return tainted[0][1] or self._make(func, shown, outputs, is_mask=True)
-        is_mask = state is Finiteness.MINUS_INF and _makes_mask(func, inputs)
+        if not any(finiteness(output, self._limit) for output in outputs):
+            return None
+        is_mask = state is Finiteness.MINUS_INF and _op_name(func) in _MASKING
         return self._make(func, shown, outputs, is_mask=is_mask)
 
     def _make(self, func: Any, inputs: list[Tensor], outputs: list[Tensor], *, is_mask: bool) -> Origin:
@@ -189,20 +193,6 @@ def _rounded_to_inf(inputs: Iterable[Tensor], outputs: list[Tensor]) -> tuple[st
     if dtype is not torch.float16 or largest <= FP16_MAX:
         return ()
     return (f"computed in FP32 it came to {largest:g}; FP16 ends at {FP16_MAX:g}",)
-
-
-def _makes_mask(func: Any, inputs: Iterable[Tensor]) -> bool:
-    name = _op_name(func)
-    if name in _MASKING:
-        return True
-    return name in _CARRIES_MASK and any(_has_mask_value(tensor) for tensor in inputs)
-
-
-def _has_mask_value(tensor: Tensor) -> bool:
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return False
-    lowest = tensor.detach().min().item()
-    return lowest <= _LOWEST_OF_A_MASK or lowest == torch.finfo(tensor.dtype).min
 
 
 def _memory(tensor: Tensor) -> int:

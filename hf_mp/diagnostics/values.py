@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from enum import IntEnum
@@ -25,14 +26,18 @@ class Finiteness(IntEnum):
 
 
 @torch.no_grad()
-def finiteness(tensor: Tensor) -> Finiteness:
-    """Whether ``tensor`` has no inf and NaN, -inf alone, or another; FINITE for integers and empty tensors."""
+def finiteness(tensor: Tensor, limit: float = math.inf) -> Finiteness:
+    """Whether ``tensor`` has no inf and NaN, -inf alone, or another; FINITE for integers and empty tensors.
+
+    A magnitude of ``limit`` or more counts as inf.
+    """
     if tensor.dtype not in _LOOKED_AT or tensor.numel() == 0 or tensor.device.type == "meta":
         return Finiteness.FINITE
-    if torch.isfinite(largest_magnitude([tensor])).item():
+    if largest_magnitude([tensor]).item() < limit:
         return Finiteness.FINITE
     values = real_values(tensor.detach())
-    return Finiteness.NOT_FINITE if bool((values.isnan() | values.isposinf()).any()) else Finiteness.MINUS_INF
+    is_harmless = values.isneginf() | (values.abs() < limit)
+    return Finiteness.MINUS_INF if bool(is_harmless.all()) else Finiteness.NOT_FINITE
 
 
 @dataclass(frozen=True)
