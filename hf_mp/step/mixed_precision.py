@@ -7,7 +7,7 @@ import math
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, get_args
 
@@ -517,9 +517,9 @@ class MixedPrecision:
         """Take the step of ``optimizer`` and refresh working copies in one kernel; False where there is none."""
         return step_whole(optimizer, own_step, self.working_copies)
 
-    def parameters_changed(self) -> None:
-        """Round the masters into the working copies."""
-        self.working_copies.refresh_all()
+    def parameters_changed(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Round the masters that an optimizer wrote into the working copies."""
+        self.working_copies.refresh_all(parameters)
 
     def finish_step(self, report: StepReport) -> None:
         """Take in that a step was applied or skipped; sets the next loss scale."""

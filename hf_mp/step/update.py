@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from hf_mp.scaling.rules import StepReport
+from hf_mp.weights.split_parameter import raw_gradient
 
 
 class GuardingRuntime(Protocol):
@@ -27,8 +29,8 @@ class GuardingRuntime(Protocol):
     def step_fused(self, optimizer: Optimizer, own_step: Callable[..., Any] | None) -> bool:
         """Take the step of ``optimizer`` and refresh working copies in one kernel; False where there is none."""
 
-    def parameters_changed(self) -> None:
-        """The optimizer has written the parameters."""
+    def parameters_changed(self, parameters: Iterable[nn.Parameter]) -> None:
+        """An optimizer has written these parameters."""
 
 
 class StepGuard:
@@ -56,9 +58,11 @@ class StepGuard:
                     loss = closure()
             report = runtime.report(optimizer)
             if not report.overflow and (kwargs or not runtime.step_fused(optimizer, self._previous)):
+                everything = [p for group in optimizer.param_groups for p in group["params"]]
+                stepping = [p for p in everything if raw_gradient(p) is not None]
                 result = unguarded(**kwargs)
                 loss = result if closure is None else loss
-                runtime.parameters_changed()
+                runtime.parameters_changed(stepping)
             optimizer.step_was_skipped = report.overflow
             runtime.finish_step(report)
             return loss
