@@ -37,6 +37,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(item)
 
 
+def named_tensors(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
+    """As :func:`tensors_in`, with paths such as ``"states.0"``."""
+    if isinstance(value, Tensor):
+        return [(name, value)]
+    items = enumerate(value) if isinstance(value, (list, tuple)) else _entries(value).items()
+    return [found for key, item in items for found in named_tensors(item, f"{name}.{key}" if name else str(key))]
+
+
 def _entries(value: Any) -> dict[Any, Any]:
     if isinstance(value, Mapping):
         return dict(value.items())

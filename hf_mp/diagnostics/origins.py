@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_mp.casting.nested import tensors_in
 from hf_mp.diagnostics.call_sites import CallSites, Site
 from hf_mp.diagnostics.overflow_report import Phase
 from hf_mp.diagnostics.values import Finiteness, TensorRange, finiteness, ranges_of
@@ -96,8 +97,8 @@ class OriginTracker(TorchDispatchMode):
         return result
 
     def _look(self, func: Any, args: Any, kwargs: Any, result: Any, before: dict[int, Finiteness]) -> None:
-        outputs = list(_tensors(result))
-        inputs = list(_tensors(_read(func, args, kwargs)))
+        outputs = list(tensors_in(result))
+        inputs = list(tensors_in(_read(func, args, kwargs)))
         if _op_name(func) in _UNINITIALISED:
             self._origins.update({_memory(output): None for output in outputs})
             return
@@ -171,9 +172,9 @@ class LargestSeen(TorchDispatchMode):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
             result = func(*args, **kwargs)
-            memory = {_memory(tensor) for tensor in _tensors((args, kwargs))}
+            memory = {_memory(tensor) for tensor in tensors_in((args, kwargs))}
             if _op_name(func) not in _UNINITIALISED:
-                for output in _tensors(result if result is not None else _written(func, args, kwargs)):
+                for output in tensors_in(result if result is not None else _written(func, args, kwargs)):
                     is_view = _memory(output) in memory and not func._schema.is_mutable
                     if output.dtype is self._dtype and output.numel() and not is_view:
                         self.value = max(self.value, output.detach().abs().max().item())
@@ -182,7 +183,7 @@ class LargestSeen(TorchDispatchMode):
 
 def _take_function_ranges(origin: Origin, arguments: list[tuple[str, Tensor]], result: Any) -> None:
     with torch._C.DisableTorchFunction():
-        outputs = ranges_of([(f"output {i}", tensor) for i, tensor in enumerate(_tensors(result))])
+        outputs = ranges_of([(f"output {i}", tensor) for i, tensor in enumerate(tensors_in(result))])
         if arguments and any(found.inf_count or found.nan_count for found in outputs):
             origin.inputs, origin.outputs = ranges_of(arguments), outputs
 
@@ -201,16 +202,6 @@ def _memory(tensor: Tensor) -> int:
 
 def _op_name(func: Any) -> str:
     return func._schema.name.rpartition("::")[2]
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
 
 
 @functools.cache
@@ -247,4 +238,4 @@ def _has_out(func: Any) -> bool:
 def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that an op writes to."""
     values = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written_places(func)]
-    return list(_tensors(values))
+    return list(tensors_in(values))

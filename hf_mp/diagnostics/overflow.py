@@ -12,11 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from hf_mp.casting.nested import named_tensors
 from hf_mp.diagnostics.kept_calls import IncomingGradient, KeptBackward, KeptCall
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.replay import Replay
 from hf_mp.diagnostics.scale_level import is_finding_its_level, skips_until_error
-from hf_mp.diagnostics.values import finiteness, named_tensors
+from hf_mp.diagnostics.values import finiteness
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.forward import AttachedForward

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
-from hf_mp.casting.nested import apply_to_tensors
+from hf_mp.casting.nested import apply_to_tensors, named_tensors
 from hf_mp.diagnostics.call_sites import CallSites
 from hf_mp.diagnostics.kept_calls import KeptBackward, KeptCall
 from hf_mp.diagnostics.origins import LargestSeen, Origin, OriginTracker
 from hf_mp.diagnostics.untouched import gradients_set_aside, masters_in_place, untouched
-from hf_mp.diagnostics.values import Finiteness, finiteness, named_tensors, ranges_of
+from hf_mp.diagnostics.values import Finiteness, finiteness, ranges_of
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.scaling.rules import FP16_MAX, power_of_two_below
 from hf_mp.step.borders import output_border

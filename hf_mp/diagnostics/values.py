@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from enum import IntEnum
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,17 +86,3 @@ class TensorRange:
 def ranges_of(tensors: list[tuple[str, Tensor]]) -> tuple[TensorRange, ...]:
     """The ranges of the floating tensors among ``tensors``."""
     return tuple(TensorRange.of(name, tensor) for name, tensor in tensors if tensor.dtype in _LOOKED_AT)
-
-
-def named_tensors(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
-    """The tensors in lists, tuples, mappings, dataclasses and namespaces, with paths such as ``"states.0"``."""
-    if isinstance(value, Tensor):
-        return [(name, value)]
-    items: Any = ()
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, (list, tuple)):
-        items = enumerate(value)
-    elif (is_dataclass(value) and not isinstance(value, type)) or isinstance(value, SimpleNamespace):
-        items = vars(value).items()
-    return [found for key, item in items for found in named_tensors(item, f"{name}.{key}" if name else str(key))]

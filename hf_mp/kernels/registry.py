@@ -35,14 +35,12 @@ class Kernel:
 
     Attributes:
         name: by which it is asked for.
-        reference: its plain form, as ``module:function``.
         triton: the kernel's launcher, as ``module:function``; the module is imported at the first use.
-        check: compares the two on a device, as ``module:function``; returns what differs, or None.
+        check: compares it with its plain form on a device, as ``module:function``; returns what differs, or None.
         dtypes: of the tensors that it reads.
     """
 
     name: str
-    reference: str
     triton: str
     check: str
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
@@ -53,19 +51,16 @@ KERNELS = {
     for kernel in (
         Kernel(
             "gradient_scan",
-            reference="hf_mp.kernels.gradient_scan:scan_reference",
             triton="hf_mp.kernels.triton_gradient_scan:scan",
             check="hf_mp.kernels.triton_gradient_scan:check",
         ),
         Kernel(
             "adamw",
-            reference="hf_mp.kernels.adamw:adamw_reference",
             triton="hf_mp.kernels.triton_adamw:adamw_",
             check="hf_mp.kernels.triton_adamw:check",
         ),
         Kernel(
             "cross_entropy",
-            reference="hf_mp.kernels.cross_entropy:Rows",
             triton="hf_mp.kernels.triton_cross_entropy:RowKernels",
             check="hf_mp.kernels.triton_cross_entropy:check",
         ),

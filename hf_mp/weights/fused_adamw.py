@@ -157,7 +157,7 @@ def _moments(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[Tensor, Ten
         state[name] = state[name].contiguous()
     moments = state["exp_avg"], state["exp_avg_sq"], state["step"]
     fit = all(m.dtype is torch.float32 and m.device == parameter.device for m in moments)
-    return moments if fit else None
+    return moments if fit and moments[0].shape == moments[1].shape == parameter.shape else None
 
 
 def _finish_split(parameter: nn.Parameter) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hf_mp.kernels.gradient_scan import norm_of_one, total_norm
+from hf_mp.kernels.gradient_scan import norm_of_one, real_values, total_norm
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.fused_adamw import step_split
@@ -199,8 +199,7 @@ class MasterWeightOptimizer(Optimizer):
         for parameter in self._parameters():
             gradient, factor = gradient_and_factor(parameter)
             if gradient is not None:
-                values = gradient.coalesce().values() if gradient.is_sparse else gradient
-                by_factor.setdefault((gradient.device, factor), []).append(values)
+                by_factor.setdefault((gradient.device, factor), []).append(real_values(gradient))
         norms = [
             total_norm(values) if factor is None else total_norm(values) * factor.squeeze()
             for (_, factor), values in by_factor.items()
@@ -215,8 +214,7 @@ class MasterWeightOptimizer(Optimizer):
         """The 2-norm of one gradient, which there is: FP32 of shape (), unscaled."""
         gradient, factor = gradient_and_factor(parameter)
         assert gradient is not None
-        values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        norm = norm_of_one(values)
+        norm = norm_of_one(real_values(gradient))
         return norm if factor is None else norm * factor.squeeze()
 
     @torch.no_grad()

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_mp.casting.nested import named_tensors
 from hf_mp.diagnostics.call_sites import CallSites, Site
 from hf_mp.diagnostics.origins import LargestSeen, Origin, OriginTracker
-from hf_mp.diagnostics.values import Finiteness, TensorRange, finiteness, named_tensors
+from hf_mp.diagnostics.values import Finiteness, TensorRange, finiteness
 
 INF = float("inf")
 NAN = float("nan")

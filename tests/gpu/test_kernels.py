@@ -225,14 +225,6 @@ class TestAdamW:
         self.check([make(torch.randn(shape), torch.randn(shape), layout) for shape in shapes])
 
     @LAYOUTS
-    def test_a_skipped_step_changes_nothing(self, layout: str) -> None:
-        given = make(weights(200), torch.full((200,), math.inf), layout)
-        (after,) = self.check([given], found_inf=torch.ones(1))
-        assert after.step == 0 and not after.exp_avg.any()
-        (after,) = self.check([make(weights(200), torch.ones(200), layout)], found_inf=torch.zeros(1))
-        assert after.step == 3 and after.exp_avg.all()
-
-    @LAYOUTS
     def test_unaligned(self, layout: str) -> None:
         given = make(weights(BLOCK + 1), torch.randn(BLOCK + 1), layout)
         self.check([given.map(lambda tensor: tensor[1:] if tensor.dim() else tensor)])
@@ -273,15 +265,11 @@ class TestCrossEntropy:
 
     @DTYPES
     @pytest.mark.parametrize("classes", [2, 100, BLOCK + 9])
-    @pytest.mark.parametrize(
-        "kwargs",
-        [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-3, "label_smoothing": 0.1}, {"reduction": "sum"}],
-        ids=["mean", "smoothed", "z-loss", "sum"],
-    )
-    def test_sizes_and_settings(self, kwargs: Any, classes: int, dtype: torch.dtype, launched: list[str]) -> None:
+    @pytest.mark.parametrize("reduction", ["mean", "sum"])
+    def test_sizes_and_reductions(self, reduction: str, classes: int, dtype: torch.dtype, launched: list[str]) -> None:
         logits = (torch.randn(5, classes) * 4).to(dtype)
         labels = torch.tensor([0, -100, classes - 1, 1, -100])
-        (loss, gradient), (expected_loss, expected) = self.losses(logits, labels, 1024.0, **kwargs)
+        (loss, gradient), (expected_loss, expected) = self.losses(logits, labels, 1024.0, reduction=reduction)
         assert launched == ["cross_entropy"] * 2 and gradient.dtype is dtype
         torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(gradient, expected, rtol=TOLERANCE[dtype], atol=2e-6 * 1024)

@@ -32,7 +32,7 @@ def test_every_entry_names_what_exists(name: str) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     kernel = KERNELS[name]
     assert kernel.name == name
-    for path in (kernel.reference, kernel.triton, kernel.check):
+    for path in (kernel.triton, kernel.check):
         assert callable(registry.load(path))
 
 
@@ -126,7 +126,7 @@ def fits(device: torch.device) -> None:
     ],
 )
 def test_a_kernel_that_is_wrong_here_is_not_used(check: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = Kernel("odd", "", "", check)
+    kernel = Kernel("odd", "", check)
     monkeypatch.setattr(registry, "load", globals().__getitem__)
     with pytest.warns(UserWarning, match=message):
         assert not registry._is_right_on(kernel, torch.device("cpu"))
@@ -134,7 +134,7 @@ def test_a_kernel_that_is_wrong_here_is_not_used(check: str, message: str, monke
 
 def test_a_kernel_that_is_right_here_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "load", globals().__getitem__)
-    assert registry._is_right_on(Kernel("odd", "", "", "fits"), torch.device("cpu"))
+    assert registry._is_right_on(Kernel("odd", "", "fits"), torch.device("cpu"))
 
 
 def test_nothing_imports_triton_before_it_is_used() -> None:
