@@ -84,7 +84,7 @@ class AdamWTensors(NamedTuple):
 
 @torch.no_grad()
 def adamw_reference(parameters: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None = None) -> None:
-    """Plain form of :func:`adamw_`: whole FP32 masters and gradients, and torch's fused AdamW."""
+    """Reference of :func:`adamw_`: whole FP32 masters and gradients, and torch's fused AdamW."""
     for tensors in parameters:
         tensors.step.add_(1)
         master = _whole_master(tensors)

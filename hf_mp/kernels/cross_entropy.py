@@ -22,7 +22,7 @@ _DEFAULT_BLOCK_ELEMENTS = 2**25
 def cross_entropy_reference(
     logits: Tensor, labels: Tensor, *, ignore_index: int = -100, reduction: str = "mean"
 ) -> Tensor:
-    """Plain form of :func:`cross_entropy`, with all of the logits in FP32."""
+    """Reference of :func:`cross_entropy`, with all of the logits in FP32."""
     return F.cross_entropy(logits.float(), labels, ignore_index=ignore_index, reduction=reduction)
 
 
@@ -55,7 +55,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100, r
             f"logits must be of shape (rows, classes) and labels of shape (rows,), not {tuple(logits.shape)} and "
             f"{tuple(labels.shape)}: flatten them first"
         )
-    if torch.compiler.is_compiling():  # the compiler fuses the plain form
+    if torch.compiler.is_compiling():  # the compiler fuses the reference
         return cross_entropy_reference(logits, labels, ignore_index=ignore_index, reduction=reduction)
     return _CrossEntropy.apply(_Connector.apply(logits), logits.detach(), labels, ignore_index, reduction)
 
@@ -128,7 +128,7 @@ def _rows(logits: Tensor, labels: Tensor) -> Any:
 
 
 class Rows:
-    """The plain form: blocks of rows in FP32."""
+    """The reference: blocks of rows in FP32."""
 
     @staticmethod
     def forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ def scan_reference(tensors: Sequence[Tensor]) -> Scan:
 
 
 def largest_magnitude_reference(tensors: Iterable[Tensor]) -> Tensor:
-    """Plain form of :func:`largest_magnitude`."""
+    """Reference of :func:`largest_magnitude`."""
     largest = torch.zeros((), dtype=torch.float32, device="cpu")
     for tensor in tensors:
         values = real_values(tensor)

@@ -216,7 +216,7 @@ def _launch(
         ALIGNED=is_aligned and blocks.are_whole,
         BLOCK=BLOCK,
         num_warps=WARPS,
-        enable_fp_fusion=False,  # each product and sum is rounded, as the plain form does
+        enable_fp_fusion=False,  # each product and sum is rounded, as the reference does
     )
 
 
@@ -228,7 +228,7 @@ def _weights(tensors: AdamWTensors) -> tuple[Tensor, Tensor]:
 
 
 def check(device: torch.device) -> str | None:
-    """Compare the kernel with its plain form (on the CPU), bit for bit; what differs, or None."""
+    """Compare the kernel with its reference (on the CPU), bit for bit; what differs, or None."""
     settings = AdamWSettings(lr=1e-2, weight_decay=0.1)
     generator = torch.Generator("cpu").manual_seed(0)
     sizes = 10.0 ** torch.linspace(-9, 4, 2 * BLOCK + 1, dtype=torch.float32, device="cpu")
@@ -242,12 +242,12 @@ def check(device: torch.device) -> str | None:
         samples.append(AdamWTensors(gradient.to(dtype), *moments, master, master.to(dtype)))
     for sample in samples:
         ours = sample.map(lambda tensor: tensor.to(device, copy=True))
-        plain = sample.map(Tensor.clone)
+        reference = sample.map(Tensor.clone)
         factor = master.new_full((1,), 0.37 / 1024)
         for _ in range(2):
             adamw_([ours], settings, factor.to(device))
-            adamw_written_out([plain], settings, factor)
-        for name, found, expected in zip(sample._fields, ours, plain, strict=True):
+            adamw_written_out([reference], settings, factor)
+        for name, found, expected in zip(sample._fields, ours, reference, strict=True):
             if (
                 found is not None
                 and expected is not None

@@ -82,7 +82,7 @@ def backward_kernel(
 
 
 class RowKernels:
-    """The two launches, in the places of the plain loops over blocks of rows."""
+    """The two launches, in the places of the reference's loops over blocks of rows."""
 
     @staticmethod
     def forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +113,7 @@ def _as_read(logits: Tensor) -> Tensor:
 
 
 def check(device: torch.device) -> str | None:
-    """Compare the kernels with their plain forms on ``device``; what differs, or None."""
+    """Compare the kernels with their references on ``device``; what differs, or None."""
     generator = torch.Generator("cpu").manual_seed(0)
     for dtype in DTYPE_CODES:
         normal = torch.randn(3, BLOCK + 5, generator=generator, dtype=torch.float32, device="cpu")

@@ -74,7 +74,7 @@ def _scan_of_one_dtype(tensors: list[Tensor], device: torch.device) -> tuple[Ten
 
 
 def check(device: torch.device) -> str | None:
-    """Compare the kernel with its plain form on ``device``; what differs, or None."""
+    """Compare the kernel with its reference on ``device``; what differs, or None."""
     generator = torch.Generator("cpu").manual_seed(0)
     for dtype in DTYPE_CODES:
         normal = [

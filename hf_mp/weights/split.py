@@ -67,11 +67,11 @@ def split_into(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     form = _format(working.dtype)
     for block in _cache_blocks(value, working, remainder):
         if not _is_ordinary(block[0]):
-            _split_plainly(form, *block)
+            _split_by_reference(form, *block)
         else:
             form.split_ordinary(*block)
     if not _has_cache_blocks(value, working, remainder):
-        _split_plainly(form, value, working, remainder)
+        _split_by_reference(form, value, working, remainder)
 
 
 @torch.no_grad()
@@ -90,13 +90,13 @@ def merge(working: Tensor, remainder: Tensor) -> Tensor:
     return value
 
 
-def _split_plainly(form: _Format, value: Tensor, working: Tensor, remainder: Tensor) -> None:
+def _split_by_reference(form: _Format, value: Tensor, working: Tensor, remainder: Tensor) -> None:
     halves = form.split(value)
     working.copy_(halves.working)
     remainder.copy_(halves.remainder)
 
 
-# Plain forms, for every value and device
+# References, for every value and device
 
 
 def _split_bf16(value: Tensor) -> Split:

@@ -1,4 +1,4 @@
-"""The Triton kernels against their plain forms: on a GPU, or with ``TRITON_INTERPRET=1`` in Triton's interpreter.
+"""The Triton kernels against their references: on a GPU, or with ``TRITON_INTERPRET=1`` in Triton's interpreter.
 
 ``tests/kernels/test_triton_interpreted.py`` runs this file in the interpreter, in a process of its own: the variable
 must be set before Triton is imported.
@@ -50,7 +50,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that were chosen instead of their plain forms."""
+    """The kernels that were chosen instead of their references."""
     names: list[str] = []
     original = registry.chosen
 
@@ -134,7 +134,7 @@ class TestGradientScan:
         here = whole.to(DEVICE)[1:]
         assert torch.equal(largest_magnitude([here]).cpu(), whole[1:].float().abs().max())
 
-    def test_not_contiguous_is_left_to_the_plain_form(self, launched: list[str]) -> None:
+    def test_not_contiguous_is_left_to_the_reference(self, launched: list[str]) -> None:
         registry._warn_once.cache_clear()
         with pytest.warns(UserWarning, match=r"gradient_scan is used, because a tensor of shape \(5, 4\) is not cont"):
             assert largest_magnitude([torch.arange(20.0, device=DEVICE).view(4, 5).t()]) == 19.0
@@ -170,7 +170,7 @@ class TestAdamW:
     def check(
         self, given: list[AdamWTensors], settings: AdamWSettings = SETTINGS, steps: int = 3, **kwargs: Any
     ) -> Any:
-        """Bit for bit the plain form of the same order of operations; returns what the kernel left, on the CPU."""
+        """Bit for bit the reference of the same order of operations; returns what the kernel left, on the CPU."""
         adamw_ = registry.load(registry.KERNELS["adamw"].triton)
         ours = [tensors.map(lambda tensor: tensor.to(DEVICE, copy=True)) for tensors in given]
         plain = [tensors.map(Tensor.clone) for tensors in given]
@@ -253,7 +253,7 @@ TOLERANCE = {FP32: 2e-5, FP16: 2.0**-10, BF16: 2.0**-7}
 
 class TestCrossEntropy:
     def losses(self, logits: Tensor, labels: Tensor, scale: float = 1.0, **kwargs: Any) -> list[tuple[Tensor, Tensor]]:
-        """Loss and gradient of the kernel, and of the plain form."""
+        """Loss and gradient of the kernel, and of the reference."""
         found = []
         for function, device in ((cross_entropy, DEVICE), (cross_entropy_reference, "cpu")):
             leaf = logits.to(device, copy=True).requires_grad_()
@@ -371,7 +371,7 @@ class TestSteps:
         # without a scale or a norm to clip by, a CPU finds out otherwise whether gradients are finite
         assert {"adamw"} | ({"gradient_scan"} if precision != "bf16" else set()) <= set(launched)
         launched.clear()
-        plain, plain_state = self.run(precision, "plain", monkeypatch)
+        plain, plain_state = self.run(precision, "reference", monkeypatch)
         assert not launched
         for one, other in zip(ours, plain, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

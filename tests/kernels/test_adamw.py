@@ -1,4 +1,4 @@
-"""The update on a CPU against its plain form, bit for bit."""
+"""The update on a CPU against its reference, bit for bit."""
 
 from __future__ import annotations
 

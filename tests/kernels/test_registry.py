@@ -36,8 +36,8 @@ def test_every_entry_names_what_exists(name: str) -> None:
         assert callable(registry.load(path))
 
 
-@pytest.mark.parametrize("setting", [None, "auto", "plain"])
-def test_a_cpu_uses_the_plain_form_without_a_word(setting: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("setting", [None, "auto", "reference"])
+def test_a_cpu_uses_the_reference_without_a_word(setting: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if setting is not None:
         monkeypatch.setenv(registry.VARIABLE, setting)
     with warnings.catch_warnings():
@@ -48,19 +48,19 @@ def test_a_cpu_uses_the_plain_form_without_a_word(setting: str | None, monkeypat
 def test_asked_for_on_a_cpu_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setenv(registry.VARIABLE, "triton")
-    message = "HF_MP_KERNELS=triton: the plain form of gradient_scan is used, because the device is cpu, not a CUDA GPU"
+    message = "HF_MP_KERNELS=triton: the reference of gradient_scan is used, because the device is cpu, not a CUDA GPU"
     with pytest.warns(UserWarning, match=message):
         assert largest_magnitude([torch.tensor([-3.0])]) == 3.0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert largest_magnitude([torch.tensor([-3.0])]) == 3.0
-    with pytest.warns(UserWarning, match="the plain form of cross_entropy is used, because the device is cpu"):
+    with pytest.warns(UserWarning, match="the reference of cross_entropy is used, because the device is cpu"):
         cross_entropy(torch.zeros(2, 3), torch.tensor([0, 1]))
 
 
 def test_an_unknown_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(registry.VARIABLE, "cuda")
-    with pytest.raises(ValueError, match="HF_MP_KERNELS='cuda' is not known: use one of auto, triton, plain"):
+    with pytest.raises(ValueError, match="HF_MP_KERNELS='cuda' is not known: use one of auto, triton, reference"):
         chosen("adamw", [torch.ones(3)])
 
 

@@ -92,7 +92,7 @@ def test_adamw(gradient: int, working: int, split: bool, flags: dict[str, Any]) 
     constants = {"GRADIENT": gradient, "WORKING": working, "SPLIT": split, **flags}
     result = compiled(triton_adamw.adamw_kernel, ADAMW, constants, enable_fp_fusion=False)
     assert ("ld.global.v4.b32" in result.asm["ptx"]) == flags["ALIGNED"]
-    assert "fma.rn.f32" not in result.asm["ptx"]  # the order of operations is that of the plain form
+    assert "fma.rn.f32" not in result.asm["ptx"]  # the order of operations is that of the reference
     assert "div.rn.f32" in result.asm["ptx"] and "sqrt.rn.f32" in result.asm["ptx"]
 
 

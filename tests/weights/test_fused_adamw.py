@@ -113,7 +113,7 @@ def test_a_gradient_that_is_not_contiguous_is_read_by_its_shape() -> None:
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("setting", ["auto", "plain"])
+@pytest.mark.parametrize("setting", ["auto", "reference"])
 def test_on_a_cpu_an_optimizer_of_fp32_parameters_steps_by_itself(
     setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
