@@ -33,7 +33,7 @@ from hf_mp.weights.distributed import Ranks, check_parallelism, is_dtensor, is_r
 from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.fused_adamw import step_whole
 from hf_mp.weights.optimizer import MasterWeightOptimizer
-from hf_mp.weights.optimizer_in_backward import FreeGradients, GradientRelease
+from hf_mp.weights.optimizer_in_backward import FreeGradients, OptimizerInBackward
 from hf_mp.weights.split_layout import restore_parameters, split_trainable_parameters
 from hf_mp.weights.split_parameter import (
     keep_scale_of_gradients,
@@ -174,9 +174,11 @@ class MixedPrecision:
         self._graph_task: int | None = None
         self._warned_unguarded = False
         self.observers: list[Observer] = []
-        self.release: GradientRelease | None = None
+        self.optimizer_in_backward: OptimizerInBackward | None = None
         if free_gradients == "backward":
-            self.release = GradientRelease(max_grad_norm, lambda: self._is_scaled, self._tell_measured)
+            self.optimizer_in_backward = OptimizerInBackward(
+                max_grad_norm, lambda: self._is_scaled, self._tell_measured
+            )
 
     def _inverse_scale(self, device: torch.device) -> Tensor | None:
         return self.scaler.factors(device).inverse
@@ -291,8 +293,8 @@ class MixedPrecision:
         if self.policy.is_lean and not isinstance(optimizer, MasterWeightOptimizer):
             optimizer = MasterWeightOptimizer(optimizer, layout="split")
         state_to_fp32(optimizer)
-        if self.release is not None and isinstance(optimizer, MasterWeightOptimizer):
-            self.release.take_optimizer(optimizer)
+        if self.optimizer_in_backward is not None and isinstance(optimizer, MasterWeightOptimizer):
+            self.optimizer_in_backward.take_optimizer(optimizer)
         if not any(guard.optimizer is optimizer for guard in self._guards):
             self._guards.append(StepGuard(self, optimizer))
         return optimizer
@@ -309,8 +311,8 @@ class MixedPrecision:
             guard.remove()
         self._guards.clear()
         self.working_copies.clear()
-        if self.release is not None:
-            self.release.forget()
+        if self.optimizer_in_backward is not None:
+            self.optimizer_in_backward.forget()
         if (model := self.model) is not None:
             restore_parameters(model)
             remove_causal_lm_loss(model)
@@ -388,8 +390,8 @@ class MixedPrecision:
             self.scaler.scale_tensors(parameter.device)
         if torch.is_grad_enabled():
             self._make_masters(model)
-            if self.release is not None:
-                self.release.watch(model.parameters())
+            if self.optimizer_in_backward is not None:
+                self.optimizer_in_backward.watch(model.parameters())
 
     @torch.compiler.disable
     def observe_forward(
@@ -410,8 +412,8 @@ class MixedPrecision:
     def output_border(self, output: Tensor, *, may_defer: bool = False) -> Tensor:
         """The border that a tensor crosses on its way out of the model; large ones may be cast when they are read."""
         deferred = may_defer and output.numel() >= DEFERRED_ELEMENTS
-        if self.release is not None:
-            output = self.release.point(output)
+        if self.optimizer_in_backward is not None:
+            output = self.optimizer_in_backward.point(output)
         return output_border(output, self.scaler.factors(output.device).scale, self.backward_begins, deferred=deferred)
 
     @torch.compiler.disable
@@ -490,8 +492,8 @@ class MixedPrecision:
 
     def report(self, optimizer: Optimizer) -> StepReport:
         """What the gradients of ``optimizer`` are like, on all ranks."""
-        if self.release is not None and (released := self.release.report()) is not None:
-            return released
+        if self.optimizer_in_backward is not None and (used_up := self.optimizer_in_backward.report()) is not None:
+            return used_up
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(is_dtensor(parameter) for parameter in parameters):
             self.working_copies.keep_none()  # also where FSDP shards a module around the model, unseen from inside
@@ -524,8 +526,8 @@ class MixedPrecision:
     def finish_step(self, report: StepReport) -> None:
         """Take in that a step was applied or skipped; sets the next loss scale."""
         self._largest, self._measured = None, Measured()
-        if self.release is not None:
-            self.release.finish_step()
+        if self.optimizer_in_backward is not None:
+            self.optimizer_in_backward.finish_step()
         self.step_was_skipped = report.overflow
         if (model := self.model) is not None:
             keep_scale_of_gradients(model.parameters())

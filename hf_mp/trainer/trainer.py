@@ -38,7 +38,7 @@ from hf_mp.trainer.session import (
     tell_accelerate,
 )
 from hf_mp.weights.optimizer import MasterWeightOptimizer
-from hf_mp.weights.optimizer_in_backward import FreeGradients, GradientRelease
+from hf_mp.weights.optimizer_in_backward import FreeGradients, OptimizerInBackward
 
 logger = logging.get_logger(__name__)
 
@@ -280,8 +280,8 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         wrapper, max_norm = self._master_weight_optimizer(), self.args.max_grad_norm
-        if (release := self._gradient_release()) is not None:
-            return torch.zeros(()) if release.norm is None else release.norm
+        if (in_backward := self._optimizer_in_backward()) is not None:
+            return torch.zeros(()) if in_backward.norm is None else in_backward.norm
         if wrapper is not None:
             return wrapper.clip_grad_norm_(max_norm)
         norm = self._known_grad_norm(model)
@@ -291,15 +291,15 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
         return norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if grad_norm is None and self._gradient_release() is not None:
+        if grad_norm is None and self._optimizer_in_backward() is not None:
             return None  # one pass over the gradients, which measures nothing
         if grad_norm is None:
             wrapper = self._master_weight_optimizer()
             grad_norm = self._known_grad_norm(model) if wrapper is None else wrapper.clip_grad_norm_(math.inf)
         return super()._get_grad_norm(model, grad_norm)
 
-    def _gradient_release(self) -> GradientRelease | None:
-        return None if self.mixed_precision is None else self.mixed_precision.release
+    def _optimizer_in_backward(self) -> OptimizerInBackward | None:
+        return None if self.mixed_precision is None else self.mixed_precision.optimizer_in_backward
 
     def _known_grad_norm(self, model: nn.Module) -> Any:
         """The norm that was measured when the backward ended, while the gradients are still those."""

@@ -1,4 +1,4 @@
-"""Gradients freed inside of backward: each parameter is updated as soon as its own gradient is complete.
+"""Optimizer-in-backward: each parameter is updated as soon as its own gradient is complete.
 
 Never more than one gradient is there (LOMO, Lv et al. 2023, arXiv 2306.09782, section 3.1), and a step keeps what it
 always keeps: one that overflows changes nothing, and clipping is by the norm of this step's gradients.
@@ -62,8 +62,8 @@ class _Watched:
     handle: RemovableHandle
 
 
-class GradientRelease:
-    """Updates the parameters of one optimizer inside of backward.
+class OptimizerInBackward:
+    """Updates the parameters of one optimizer inside of its backward.
 
     Args:
         max_grad_norm: to which the global 2-norm of the gradients is clipped; ``inf`` only measures it, None does not.
@@ -265,11 +265,13 @@ _MORE_THAN_ONCE = (
 
 
 class _Point(BorderFunction):
-    """The identity; in backward it lets the release know before anything else runs."""
+    """The identity; in backward it tells its owner before anything else runs."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, release: GradientRelease, edge: GradientEdge, value: Tensor | None) -> Tensor:
-        ctx.release, ctx.edge, ctx.value = release, edge, value
+    def forward(
+        ctx: Any, output: Tensor, owner: OptimizerInBackward, edge: GradientEdge, value: Tensor | None
+    ) -> Tensor:
+        ctx.owner, ctx.edge, ctx.value = owner, edge, value
         return output.view_as(output)
 
     @staticmethod
@@ -277,5 +279,5 @@ class _Point(BorderFunction):
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True needs free_gradients='step': 'backward' leaves no gradients")
         if accumulates(ctx):  # not in torch.autograd.grad, which leaves no gradients behind
-            ctx.release.begins(ctx.edge, gradient, ctx.value)
+            ctx.owner.begins(ctx.edge, gradient, ctx.value)
         return gradient, None, None, None
