@@ -24,26 +24,23 @@ def state_to_fp32(optimizer: Optimizer) -> None:
     parameters and tensor subclasses with a storage of their own (8-bit state) stay as they are. Adagrad's
     ``initial_accumulator_value`` is restored to the last bit.
     """
-    starts = dict(_rounded_starts(optimizer))
-    for tensor in _state_tensors(optimizer, set()):
-        if tensor.dtype in LOWER_PRECISION_DTYPES:
-            # The same object: state may be shared between containers.
-            tensor.data = tensor.data.float()
-            if tensor in starts:
-                tensor.fill_(starts[tensor])
+    for each in _with_inner(optimizer):
+        starts = dict(_rounded_starts(each))
+        for tensor in tensors_in(list(vars(each).values())):
+            is_state = not (isinstance(tensor, nn.Parameter) or is_traceable_wrapper_subclass(tensor))
+            if is_state and tensor.dtype in LOWER_PRECISION_DTYPES:
+                # The same object: state may be shared between containers.
+                tensor.data = tensor.data.float()
+                if tensor in starts:
+                    tensor.fill_(starts[tensor])
 
 
-def _state_tensors(optimizer: Optimizer, seen: set[int]) -> Iterator[Tensor]:
-    seen.add(id(optimizer))
-    for value in vars(optimizer).values():
-        if isinstance(value, Optimizer):
-            if id(value) not in seen:
-                yield from _state_tensors(value, seen)
-            continue
-        for tensor in tensors_in(value):
-            has_own_storage: bool = is_traceable_wrapper_subclass(tensor)
-            if not (has_own_storage or isinstance(tensor, nn.Parameter)):
-                yield tensor
+def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """``optimizer`` and those that it wraps, innermost last."""
+    found = [optimizer]
+    for each in found:  # grows
+        found += [v for v in vars(each).values() if isinstance(v, Optimizer) and all(v is not f for f in found)]
+    return found
 
 
 def _rounded_starts(optimizer: Optimizer) -> Iterator[tuple[Tensor, float]]:

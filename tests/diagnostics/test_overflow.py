@@ -344,6 +344,18 @@ def test_the_second_micro_batch_made_a_gradient_too_large() -> None:
     assert [report.micro_batch for report in loop.reports] == [2]
 
 
+def test_a_sum_of_micro_batches_too_large_to_be_squared_is_not_shown() -> None:
+    loop = Loop("bf16")
+    loop.model.eval()
+    loop.backward(vectors(0))
+    largest = max(p.grad.abs().max().item() for p in loop.model.parameters())
+    loop.optimizer.zero_grad()
+    for _ in range(2):
+        loop.backward(vectors(0), factor=0.6 * 2.0**64 / largest)
+    loop.optimizer.step()
+    assert [report.phase for report in loop.reports] == ["not found"]
+
+
 def test_statistics_that_the_forward_spoiled_are_noted() -> None:
     loop = Loop(scaler=StaticLossScaler(2.0**8))
     loop.step(bad())

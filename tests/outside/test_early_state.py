@@ -177,7 +177,7 @@ class AnchoredSGD(Optimizer):
 
 
 OTHERS: dict[str, Make] = {
-    "Lookahead": lambda p: Lookahead(torch.optim.Adagrad(p, lr=0.1)),
+    "Lookahead": lambda p: Lookahead(torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1)),
     "AnchoredSGD": AnchoredSGD,
 }
 
@@ -268,3 +268,57 @@ def test_eight_bit_state_and_parameters_keep_their_dtype() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float16}
     assert {s["state1"].dtype for s in master.state.values()} == {torch.uint8, torch.float32}
     assert all(isinstance(master_value(p), Tensor) for p in model.parameters() if isinstance(p, SplitParameter))
+
+
+# What is not seen
+
+
+class Hidden(AnchoredSGD):
+    """Keeps its sums in an object."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.kept = type("Kept", (), {})()
+        self.kept.sums = [torch.zeros_like(p) for group in self.param_groups for p in group["params"]]
+
+
+def test_state_inside_objects_is_not_seen() -> None:
+    model = model_in(torch.float16, "Hidden")
+    optimizer = Hidden(model.parameters())
+    hf_mp.prepare(model, optimizer, "fp16")
+    assert {tensor.dtype for tensor in optimizer.kept.sums} == {torch.float16}
+
+
+def test_masters_of_a_state_that_the_bare_optimizer_loads_are_not_seen() -> None:
+    """A model in 16 bits, whose masters are in the state of its MasterWeightOptimizer: load that into the wrapper."""
+
+    def new() -> tuple[nn.Linear, Optimizer]:
+        model = model_in(torch.bfloat16, "SGD")
+        return model, torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+
+    model, bare = new()
+    wrapper = MasterWeightOptimizer(bare)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    wrapper.step()
+    saved = copy.deepcopy((model.state_dict(), wrapper.state_dict()))
+    before, after = new(), new()
+    before[0].load_state_dict(saved[0])
+    before[1].load_state_dict(saved[1])
+    after[0].load_state_dict(saved[0])
+    right = MasterWeightOptimizer(after[1])
+    right.load_state_dict(saved[1])
+    wrong = MasterWeightOptimizer(before[1])
+    assert torch.equal(right.master(after[0].weight), wrapper.master(model.weight))
+    assert not torch.equal(wrong.master(before[0].weight), wrapper.master(model.weight))
+
+
+def test_a_schedule_of_relative_steps_in_a_lean_loop_shows_its_initial_rate() -> None:
+    model = model_in(torch.float32, "Adafactor")
+    optimizer = transformers.optimization.Adafactor(model.parameters())
+    schedule = transformers.optimization.AdafactorSchedule(optimizer, initial_lr=0.5)
+    model, stepped = hf_mp.prepare(model, optimizer, "bf16-lean")
+    model(torch.ones(2, 6)).square().mean().backward()
+    stepped.step()
+    schedule.step()
+    assert schedule.get_last_lr() == [0.5]
