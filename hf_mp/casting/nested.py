@@ -33,6 +33,35 @@ def apply_to_tensors(function: Callable[[Tensor], Any], value: Any, *, objects: 
     return _Application(function, objects).to(value)
 
 
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in the containers that :func:`apply_to_tensors` knows, and in those inside them."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    for _, item in _entries(value):
+        yield from tensors_in(item)
+
+
+def named_tensors(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
+    """As :func:`tensors_in`, with paths such as ``"states.0"``."""
+    if isinstance(value, Tensor):
+        return [(name, value)]
+    named = [(f"{name}.{key}" if name else str(key), item) for key, item in _entries(value)]
+    return [found for key, item in named for found in named_tensors(item, key)]
+
+
+def _entries(value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, _SEQUENCES):
+        return list(enumerate(value))
+    if isinstance(value, Mapping):
+        return list(value.items())
+    return _attributes(value) if _is_record(value) else []
+
+
+def _is_record(value: Any) -> bool:
+    return isinstance(value, types.SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type))
+
+
 class _Application:
     def __init__(self, function: Callable[[Tensor], Any], objects: bool) -> None:
         self._function, self._objects = function, objects
@@ -55,7 +84,7 @@ class _Application:
         if isinstance(value, Mapping):
             changed = self._changed(list(value.items()))
             return _with_items(value, changed) if changed else value
-        is_record = isinstance(value, types.SimpleNamespace) or is_dataclass(value)
+        is_record = _is_record(value)
         if not is_record and (not self._objects or isinstance(value, (nn.Module, *_caches()))):
             return value
         changed = self._changed(_attributes(value))

@@ -12,11 +12,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from hf_mp.casting.nested import named_tensors
 from hf_mp.diagnostics.kept_calls import IncomingGradient, KeptBackward, KeptCall
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.replay import Replay
 from hf_mp.diagnostics.scale_level import is_finding_its_level, skips_until_error
-from hf_mp.diagnostics.values import finiteness, named_tensors
+from hf_mp.diagnostics.values import finiteness
+from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.forward import AttachedForward
@@ -262,10 +264,10 @@ def runtime_of(model: Any, caller: str) -> MixedPrecision:
 
 
 def _suspects(backwards: list[KeptBackward]) -> list[KeptBackward]:
-    """The micro-batches that may have failed: gradients accumulate, so it was the first after which they were not
-    finite; all where that was not measured, those with a loss that is not finite first."""
+    """The micro-batches that may have failed: gradients accumulate, so it was the first after which they called for a
+    skip; all where that was not measured, those with a loss that is not finite first."""
     if all(backward.largest is not None for backward in backwards):
-        bad = [b for b in backwards if b.largest is not None and not torch.isfinite(b.largest).item()]
+        bad = [b for b in backwards if b.largest is not None and not b.largest.item() < SQUARES_BELOW]
         return bad[:1] or backwards
     return sorted(backwards, key=lambda backward: not _has_bad_loss(backward))
 

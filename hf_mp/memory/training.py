@@ -280,10 +280,10 @@ def make_trainee(
     """Precision, optimizer and batch for a prepared model, of class ``kind`` before adapters were put around it."""
     preset = parse_preset(settings.precision)
     model.train()
-    release: dict[str, Any] = {}
+    in_backward: dict[str, Any] = {}
     if settings.free_gradients == "backward":
-        release = {"free_gradients": "backward", "max_grad_norm": _MAX_GRAD_NORM}
-    runtime = None if preset.policy is None else MixedPrecision(preset.policy, **release)
+        in_backward = {"free_gradients": "backward", "max_grad_norm": _MAX_GRAD_NORM}
+    runtime = None if preset.policy is None else MixedPrecision(preset.policy, **in_backward)
     if runtime is not None:
         runtime.attach(model)
     optimizer = make_optimizer(settings.optimizer, model, device)

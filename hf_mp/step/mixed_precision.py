@@ -28,6 +28,7 @@ from hf_mp.step.gradients import GradientCheck
 from hf_mp.step.update import StepGuard, guard_of
 from hf_mp.weights.attachable import check_attachable, check_layout, check_optimizer
 from hf_mp.weights.distributed import Ranks, check_parallelism, is_running
+from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.layout import make_layout
 from hf_mp.weights.optimizer_in_backward import FreeGradients, OptimizerInBackward, check_free_gradients
 
@@ -183,6 +184,7 @@ class MixedPrecision:
             raise ValueError("attach a model before its optimizer: MixedPrecision(...).attach(model)")
         check_optimizer(optimizer, self.model)
         optimizer = self.layout.wrap(optimizer)
+        state_to_fp32(optimizer)
         if self.in_backward is not None:
             self.in_backward.take_optimizer(optimizer)
         guard = guard_of(optimizer) or StepGuard(optimizer)

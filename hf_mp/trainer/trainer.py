@@ -25,6 +25,7 @@ from hf_mp.scaling.scalers import LossScaleError, make_loss_scaler
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.callback import MixedPrecisionCallback
 from hf_mp.trainer.checkpoints.crash_safe_trainer import SAVE_FAILURES, CrashSafeTrainer
+from hf_mp.trainer.relative_step import read_learning_rate_from_state
 from hf_mp.trainer.reporting import ReportSettings, TrainerReporting
 from hf_mp.trainer.session import (
     STATE_NAME,
@@ -269,6 +270,8 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
         if not self.precision_policy.is_mixed:
             return super().create_optimizer(*args, **kwargs)
         runtime = self._attach()
+        if self.precision_policy.is_lean:
+            read_learning_rate_from_state(self.lr_scheduler)
         optimizer = super().create_optimizer(*args, **kwargs)
         if isinstance(optimizer, AcceleratedOptimizer):  # a second train() gets that of the first back
             runtime.attach_optimizer(optimizer.optimizer)

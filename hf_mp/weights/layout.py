@@ -103,7 +103,8 @@ class WeightLayout:
 
     def updated(self, optimizer: Optimizer) -> None:
         """Take in that ``optimizer`` has written its parameters."""
-        self.copies.refresh_all()
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        self.copies.refresh_all([parameter for parameter in parameters if parameter.grad is not None])
 
     def scale_changes(self, parameters: Iterable[nn.Parameter]) -> None:
         """Have gradients that are still scaled remember by how much: the loss scale is about to change."""

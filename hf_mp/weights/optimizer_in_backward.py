@@ -1,4 +1,4 @@
-"""Gradients freed inside of backward: each parameter is updated as soon as its own gradient is complete.
+"""Optimizer-in-backward: each parameter is updated as soon as its own gradient is complete.
 
 Never more than one gradient is there (LOMO, Lv et al. 2023, arXiv 2306.09782, section 3.1), and a step keeps what it
 always keeps: one that overflows changes nothing, and clipping is by the norm of this step's gradients.
@@ -108,11 +108,21 @@ class OptimizerInBackward(StepObserver):
         self._optimizer = optimizer
 
     def forward(self, forward: Any, args: Any, kwargs: Any) -> None:
-        """Watch the parameters' nodes in the graph, again where autograd has made one anew (``model.to``)."""
+        """Watch the parameters' nodes in the graph, again where autograd has made one anew (``model.to``).
+
+        Raises:
+            ValueError: for a trainable parameter that is not split.
+        """
         self._is_scaled = forward.runtime.check.is_scaled
         self._watch(forward.runtime.model.parameters())
 
     def _watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        parameters = list(parameters)
+        if any(p.requires_grad and p.is_floating_point() and not isinstance(p, SplitParameter) for p in parameters):
+            raise ValueError(
+                "free_gradients='backward' needs every trainable parameter in 16 bits, and weights of normalizations "
+                "with running statistics (BatchNorm) are FP32: use free_gradients='step', or freeze them"
+            )
         if self._optimizer is not None:
             self._own = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         present = {id(parameter): parameter for parameter in split_parameters(parameters)}

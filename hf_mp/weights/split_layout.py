@@ -24,6 +24,8 @@ from hf_mp.weights.split_parameter import (
 def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
     """Split what is trainable and not split yet; frozen parameters stay as they are.
 
+    Those of normalizations with running statistics become FP32: torch takes no 16-bit weights beside FP32 statistics.
+
     ``state_dict()`` of the model and of its parts, and ``save_pretrained()``, then give FP32 masters. Whoever computes
     with the parameters themselves (``torch.optim.swa_utils.AveragedModel``) computes in FP16/BF16: average
     :func:`master_value` instead.
@@ -38,13 +40,17 @@ def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
     Raises:
         TypeError: as :func:`make_split`; then nothing is changed.
     """
-    # torch normalizes 16-bit batches with FP32 weights, next to FP32 statistics; they are few.
-    norms = (module for module in model.modules() if isinstance(module, _NormBase))
-    stay_fp32 = {parameter for module in norms for parameter in module.parameters(recurse=False)}
+    beside_statistics = {
+        parameter: None
+        for module in model.modules()
+        if isinstance(module, _NormBase) and module.track_running_stats
+        for parameter in module.parameters(recurse=False)
+        if parameter.requires_grad
+    }
     trainable = {
         parameter: None
         for parameter in model.parameters()
-        if parameter.requires_grad and parameter.is_floating_point() and parameter not in stay_fp32
+        if parameter.requires_grad and parameter.is_floating_point() and parameter not in beside_statistics
     }
     new = [parameter for parameter in trainable if not isinstance(parameter, SplitParameter)]
     check_splittable(new)  # before anything is changed
@@ -56,7 +62,7 @@ def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
     for module in model.modules():
         if put_masters_into_state_dict not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(put_masters_into_state_dict)
-    for parameter in stay_fp32:
+    for parameter in beside_statistics:
         parameter.data = parameter.data.float()
     for buffer in model.buffers():  # running statistics in FP16 would swamp their updates, as weights would
         if buffer.dtype in LOWER_PRECISION_DTYPES:

@@ -141,13 +141,18 @@ class WorkingCopies:
         if (entry := self._entries.get(id(parameter))) is not None:
             entry.is_rounded = True
 
-    def refresh_all(self) -> None:
+    def refresh_all(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Round every trainable parameter into its copy, in one fused pass; called once after each update.
 
         Stale or not: optimizers that write through ``.data`` or in a kernel of their own raise no version counter.
         Frozen ones wait until :meth:`get` finds them changed: the base under an adapter is not read at every step.
+
+        Args:
+            parameters: those that the optimizer had gradients of. A graph may have saved the copies of others (a
+                generator's, while its discriminator is updated), which wait likewise. Default None: all.
         """
-        _refresh([entry for entry, parameter in self._live() if parameter.requires_grad])
+        wanted = None if parameters is None else set(map(id, parameters))
+        _refresh([e for e, p in self._live() if p.requires_grad and (wanted is None or id(p) in wanted)])
 
     def copy_of(self, parameter: nn.Parameter) -> Tensor | None:
         """The copy that ``parameter`` has, whether or not it is fresh, for whoever is about to write both."""
