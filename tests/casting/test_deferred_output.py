@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_mp.casting.deferred_output import DeferredOutput
+from hf_mp.scaling.borders import output_border
 from hf_mp.step import forward as runtime_module
-from hf_mp.step.borders import output_border
 from hf_mp.step.mixed_precision import MixedPrecision
 
 

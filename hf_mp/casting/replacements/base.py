@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from typing import Any, ClassVar
 
@@ -31,3 +32,15 @@ class ModelReplacement:
 def class_forward(module: nn.Module) -> Any:
     """The ``forward`` of the module's class, bound to it."""
     return types.MethodType(type(module).forward, module)
+
+
+def entry_points(model: nn.Module) -> list[nn.Module]:
+    """The modules whose call is a forward of ``model``: itself, and Transformers models inside it.
+
+    PEFT calls the model that it wraps directly in ``generate``, and users call ``model.base_model``.
+    """
+    transformers_models = sys.modules.get("transformers.modeling_utils")
+    if transformers_models is None:
+        return [model]
+    inner = [m for m in model.modules() if m is not model and isinstance(m, transformers_models.PreTrainedModel)]
+    return [model, *inner]

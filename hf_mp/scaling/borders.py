@@ -1,24 +1,93 @@
-"""The borders of a scaled forward: where backward multiplies gradients by the loss scale S, and where by 1/S.
+"""The borders of a scaled forward: the one place where a gradient is multiplied by the loss scale S, or by 1/S.
 
 Forward is the identity (up to the dtype) everywhere. In backward, a gradient that enters the model's graph through one
 of its outputs is multiplied by S, and one that leaves it, to a parameter or to any other tensor made outside, by 1/S.
 Outside, every gradient is FP32 and true; inside, every FP16 gradient is S times larger and so clear of underflow
-(Micikevicius et al. 2017, section 3.2). S is that of the time of the backward.
+(Micikevicius et al. 2017, arXiv 1710.03740, section 3.2). S is that of the time of the backward.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
-from hf_mp.casting.deferred_output import DeferredOutput, can_be_deferred
 from hf_mp.policy import LOWER_PRECISION_DTYPES
-from hf_mp.scaling.multiply import Crossings, multiply
+
+
+class Crossings(Protocol):
+    """What a border asks when a gradient crosses it."""
+
+    def scale(self, device: torch.device) -> Tensor | None:
+        """S, as FP32 of shape (1,); None where nothing is scaled."""
+
+    def inverse(self, device: torch.device, node: Any, index: int) -> Tensor | None:
+        """1/S, as FP32 of shape (1,), for the gradient that an autograd node hands on by its input ``index``.
+
+        None where nothing is scaled, or where this backward has not come in through an output.
+        """
+
+    def entered(self, node: Any, gradient: Tensor) -> None:
+        """A gradient goes in through the autograd node ``node``, before anything of the model's backward runs."""
+
+    def take(self, weight: Tensor, gradients: Sequence[Tensor], node: Any, index: int) -> bool:
+        """A weight's gradients go out, still scaled; True if they were taken in place of autograd's ``.grad``."""
+
+
+class _Multiply(Function):
+    """Multiply a gradient by a factor in FP32; its own backward is the identity.
+
+    What enters through the derivative of an unscaled gradient (a gradient penalty) then travels inside at S times its
+    value, as everything inside does, and leaves through a border once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, factor: Tensor, crossings: Crossings) -> Tensor:
+        ctx.dtype, ctx.crossings = gradient.dtype, crossings
+        return gradient * factor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.crossings.entered(ctx, gradient)
+        return gradient.to(ctx.dtype), None, None
+
+
+def multiply(gradient: Tensor, factor: Tensor | None, crossings: Crossings) -> Tensor:
+    """``gradient`` times ``factor`` in FP32, differentiable; itself where the factor is None.
+
+    Args:
+        gradient: of any floating dtype and layout.
+        factor: FP32 of shape (1,), or None.
+        crossings: told when a second derivative goes in through this gradient.
+    """
+    if factor is None:
+        return gradient
+    if torch.is_grad_enabled():  # create_graph=True
+        return _Multiply.apply(gradient, factor, crossings).reshape(gradient.shape)
+    if gradient.is_sparse:
+        return gradient.to(torch.float32) * factor.squeeze()
+    # FP16 times FP32 of shape (1,) is computed in FP32 and is FP32: one kernel.
+    return (gradient * factor).reshape(gradient.shape)
+
+
+def accumulates(node: Any, index: int) -> bool:
+    """Whether the backward of ``node`` leads into ``.grad`` by its input ``index``, and not to ``autograd.grad``."""
+    if torch.is_grad_enabled():  # create_graph=True
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node.next_functions[index][0])
+    except RuntimeError:  # how torch says that this is torch.autograd.grad
+        return False
+
+
+def _outside_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in LOWER_PRECISION_DTYPES else dtype
 
 
 class _InwardBorders(Function):
@@ -70,11 +139,11 @@ def inward_borders(
 
 class _OutputBorder(Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, crossings: Crossings, deferred: bool) -> Tensor:
+    def forward(ctx: Any, output: Tensor, crossings: Crossings, wrap: Callable[[Tensor], Tensor] | None) -> Tensor:
         ctx.crossings, ctx.dtype = crossings, output.dtype
         ctx.value = output.detach() if output.numel() == 1 else None
         # Never a view: callers change a loss in place (the Trainer does).
-        return DeferredOutput(output) if deferred else output.to(_outside_dtype(output.dtype), copy=True)
+        return output.to(_outside_dtype(output.dtype), copy=True) if wrap is None else wrap(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -83,11 +152,9 @@ class _OutputBorder(Function):
         return entering, None, None
 
 
-def _outside_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in LOWER_PRECISION_DTYPES else dtype
-
-
-def output_border(output: Tensor, crossings: Crossings | None, *, deferred: bool = False) -> Tensor:
+def output_border(
+    output: Tensor, crossings: Crossings | None, wrap: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """``output`` in FP32; its gradient is multiplied by the loss scale before it is cast to ``output``'s dtype.
 
     FP64 and complex outputs keep their dtype, with their gradient scaled all the same; all others pass.
@@ -95,10 +162,10 @@ def output_border(output: Tensor, crossings: Crossings | None, *, deferred: bool
     Args:
         output: any tensor.
         crossings: asked for S when a gradient enters; None where there are no gradients.
-        deferred: cast FP16/BF16 values when they are read (:class:`DeferredOutput`); only where gradients are wanted.
+        wrap: makes the FP32 tensor of ``output``; default None: a copy.
     """
     if not (output.is_floating_point() or output.is_complex()):
         return output
     if crossings is not None and output.requires_grad and torch.is_grad_enabled():
-        return _OutputBorder.apply(output, crossings, deferred and can_be_deferred(output))
+        return _OutputBorder.apply(output, crossings, wrap)
     return output.to(_outside_dtype(output.dtype))

@@ -9,9 +9,9 @@ import torch
 from crossings import Crossings
 from torch import Tensor, nn
 
+from hf_mp.scaling.borders import inward_borders
+from hf_mp.scaling.borders import output_border as border_of_output
 from hf_mp.scaling.scalers import StaticLossScaler
-from hf_mp.step.borders import inward_borders
-from hf_mp.step.borders import output_border as border_of_output
 from hf_mp.step.mixed_precision import MixedPrecision
 
 SCALE = 2.0**20
