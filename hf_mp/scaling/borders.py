@@ -120,8 +120,8 @@ def _leave(ctx: Any, index: int, outside: Tensor, gradients: list[Tensor]) -> Te
     return functools.reduce(torch.add, others, first)
 
 
-# Autograd runs what is ready in the order of these numbers, largest first. A border is made before the forward and would
-# come last: all 16-bit gradients would wait for the end of the backward. With AccumulateGrad's number, none waits.
+# Autograd runs what is ready in the order of these numbers, largest first. A border is made before the forward and
+# would come last: all 16-bit gradients would wait for the end of the backward. With AccumulateGrad's, none waits.
 _AT_ONCE = 2**64 - 1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from hf_mp.casting.active import state as autocasts
 from hf_mp.casting.deferred_output import DeferredOutput, can_be_deferred, may_stay_unread
 from hf_mp.casting.nested import apply_to_tensors
-from hf_mp.casting.replacements.base import class_forward
+from hf_mp.casting.replacements.base import ReplacedForward
 from hf_mp.scaling.borders import output_border
 from hf_mp.weights.region import Region
 
@@ -20,14 +19,12 @@ if TYPE_CHECKING:
     from hf_mp.step.mixed_precision import MixedPrecision
 
 
-class AttachedForward:
+class AttachedForward(ReplacedForward):
     """Takes the place of ``model.forward`` while attached."""
 
     def __init__(self, runtime: MixedPrecision, module: nn.Module) -> None:
+        super().__init__(module)
         self.runtime = runtime
-        self.module = weakref.ref(module)
-        before = module.__dict__.get("forward")
-        self.original = class_forward(module) if before is None or isinstance(before, AttachedForward) else before
         functools.update_wrapper(self, self.original)
 
     # torch.compile leaves this frame alone and compiles the model's own forward, in the region, as one graph.
@@ -44,25 +41,8 @@ class AttachedForward:
             passage.leave()
         return passage.bring_out(outputs)
 
-    def remove(self) -> None:
-        """Give the module its own forward back, unless a library has put one over this."""
-        module = self.module()
-        if module is None or module.__dict__.get("forward") is not self:
-            return
-        del module.forward
-        if getattr(self.original, "__func__", None) is not type(module).forward:
-            module.forward = self.original
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # Deep-copying a model copies its attributes, this one too: the copy must run the copied weights.
-        if (copied := memo.get(id(self.module()))) is None:
-            raise TypeError("an attached forward is copied only together with its model: copy.deepcopy(model)")
-        return self.runtime.copy_for(memo).make_forward(copied)
-
-    def __reduce__(self) -> Any:
-        # A pickled model is an ordinary FP32 model.
-        module: Any = self.module()
-        return class_forward, (module,)
+    def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> AttachedForward:
+        return self.runtime.copy_for(memo).make_forward(module)
 
 
 class _Passage:

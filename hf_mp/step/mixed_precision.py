@@ -36,15 +36,13 @@ from hf_mp.weights.working_weights import GROUP_SIZE, WorkingWeights
 class MixedPrecision:
     """Mixed precision for one model and its optimizers: autocast, FP32 masters, loss scaling (arXiv 1710.03740).
 
-    Default layout of a policy: the model's parameters become (or are) the FP32 master weights; autocast reads FP16/BF16
-    working copies of them; when ``backward()`` returns, ``.grad`` is FP32 and unscaled; ``optimizer.step()`` is skipped
-    when a gradient is inf or NaN, or so large (2**64) that its square is. :mod:`hf_mp.step` goes through a step.
+    In the default layout the parameters become (or are) the FP32 masters; autocast reads FP16/BF16 working copies of
+    them; when ``backward()`` returns, ``.grad`` is FP32 and unscaled. :mod:`hf_mp.step` goes through a step.
 
     Args:
         policy: a :class:`PrecisionPolicy` or what :meth:`PrecisionPolicy.parse` takes; default ``"fp16"``.
         loss_scaler: the scaler to use instead of the one that the policy names.
-        tables, rules: as for :class:`hf_mp.autocast`; default ``"compact"``, torch's lists for CUDA without FP32 copies
-            where a kernel computes in FP32 registers anyway, and no rules.
+        tables, rules: as for :class:`hf_mp.autocast`; default ``"compact"`` and none.
         free_gradients: when the lean layouts free a gradient: ``"step"`` (default), or ``"backward"``: parameters are
             updated inside ``backward()`` (:mod:`hf_mp.weights.optimizer_in_backward`).
         max_grad_norm: for ``free_gradients="backward"``: clip to this global 2-norm; ``inf`` only measures it; default
@@ -55,8 +53,7 @@ class MixedPrecision:
         step_was_skipped: whether the last optimizer step was skipped for an overflow.
 
     Raises:
-        TypeError: for a policy that is neither text nor a :class:`PrecisionPolicy`.
-        ValueError: for an unknown policy, or ``free_gradients`` or ``max_grad_norm`` where they have no effect.
+        TypeError, ValueError: for an unknown policy, or ``free_gradients`` or ``max_grad_norm`` without effect.
     """
 
     def __init__(
@@ -73,7 +70,7 @@ class MixedPrecision:
         check_free_gradients(self.policy, free_gradients, max_grad_norm)
         self.scaler = loss_scaler if loss_scaler is not None else make_loss_scaler(self.policy.loss_scale)
         self.layout, self._ranks = make_layout(self.policy), Ranks()
-        self.check = GradientCheck(self.layout, self._ranks, self._trained_parameters, self._backward_ended)
+        self.check = GradientCheck(self._backward_ended, self.layout, self._ranks, self._trained_parameters)
         self._tables, self._rules = tables, rules
         self.region = self._make_region(None)
         self.step_was_skipped = self.is_detached = False
@@ -82,15 +79,13 @@ class MixedPrecision:
         self._patches: weakref.finalize[..., nn.Module] | None = None
         self._forwards: list[weakref.ref[AttachedForward]] = []
         self._guards: list[StepGuard] = []
-        self.observers: list[StepObserver] = []
-        self.in_backward: OptimizerInBackward | None = None
-        if free_gradients == "backward":
-            self.in_backward = OptimizerInBackward(max_grad_norm, self._backward_ended)
-            self.observers.append(self.in_backward)
+        is_wanted = free_gradients == "backward"
+        self.in_backward = OptimizerInBackward(max_grad_norm, self._backward_ended) if is_wanted else None
+        self.observers: list[StepObserver] = [] if self.in_backward is None else [self.in_backward]
 
     @property
     def was_attached(self) -> bool:
-        """Whether a model is attached, also one that is gone by now."""
+        """Whether a model is attached, or was and is gone."""
         return self._model is not None
 
     @property
@@ -106,9 +101,7 @@ class MixedPrecision:
         Trainable FP16/BF16 parameters are cast to FP32 in place (the Parameter objects stay); in the lean layouts they
         become :class:`SplitParameter`, whose saved values are FP32 all the same. Frozen ones stay as they are.
 
-        Raises:
-            ValueError: if the model has no floating parameter, is attached already, is wrapped for ``DataParallel``,
-                or has trainable parameters in TorchScript where the loss is scaled.
+        Raises ValueError for a model that :mod:`hf_mp.weights.attachable` refuses.
         """
         if not self.policy.is_mixed:
             return model
@@ -151,8 +144,7 @@ class MixedPrecision:
 
         Raises:
             TypeError: for anything but one optimizer.
-            ValueError: if no model is attached, for an optimizer of another model's parameters, or for one that cannot
-                step without a closure (LBFGS).
+            ValueError: before attach(), and for an optimizer of another model or one that needs a closure (LBFGS).
         """
         if not self.policy.is_mixed:
             return optimizer
@@ -199,8 +191,7 @@ class MixedPrecision:
             self.check.layout = self.region.layout = self.layout
 
     def _trained_parameters(self) -> list[nn.Parameter]:
-        model = self.model
-        return self.layout.trained_parameters(model, [guard.optimizer for guard in self._guards])
+        return self.layout.trained_parameters(self.model, [guard.optimizer for guard in self._guards])
 
     # Backward: what the borders ask (hf_mp.scaling.borders.Crossings)
 
@@ -232,9 +223,8 @@ class MixedPrecision:
 
     def report(self, optimizer: Optimizer) -> StepReport:
         """What the gradients of ``optimizer`` are like."""
-        for observer in self.observers:
-            if (report := observer.report()) is not None:
-                return report
+        if (known := next(filter(None, (observer.report() for observer in self.observers)), None)) is not None:
+            return known
         # FSDP may shard a module around the model, unseen from inside.
         self._use_layout_for(parameter for group in optimizer.param_groups for parameter in group["params"])
         return self.check.report(optimizer)
@@ -289,11 +279,9 @@ class MixedPrecision:
         return state_of(self.policy, self.scaler)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` gave; one of another loss scaling only warns and is left.
+        """Take over what :meth:`state_dict` gave; the state of another loss scaling is left, with a warning.
 
-        Raises:
-            TypeError: for anything but a mapping.
-            ValueError: for another version, or the state of another kind of scaler.
+        Raises TypeError or ValueError for what is no such state.
         """
         load_state(state_dict, self.policy, self.scaler)
         self.reset_stats()
@@ -318,12 +306,10 @@ def prepare(
         settings: as for :class:`MixedPrecision`.
 
     Returns:
-        The same model, and the optimizer to use from now on: the same one, or in the lean layouts a
-        :class:`MasterWeightOptimizer` around it.
+        The same model, and what :meth:`MixedPrecision.attach_optimizer` returns: the optimizer to use from now on.
 
     Raises:
-        TypeError: for anything but a module and an optimizer.
-        ValueError: for an unknown precision, a model that cannot be attached, or an optimizer of another model.
+        TypeError: for anything but a module and an optimizer; others as ``attach`` and ``attach_optimizer``.
     """
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
         raise TypeError(

@@ -26,7 +26,7 @@ class StepGuard:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
-        self._runtimes: list[MixedPrecision] = []
+        self.runtimes: list[MixedPrecision] = []
         self._before = {name: vars(optimizer)[name] for name in ("step", _SUPPORTS_SCALING) if name in vars(optimizer)}
         self._unguarded = optimizer.step
 
@@ -44,23 +44,15 @@ class StepGuard:
 
     def watch(self, runtime: MixedPrecision) -> None:
         """Guard the optimizer for one more model."""
-        if runtime not in self._runtimes:
-            self._runtimes.append(runtime)
-
-    @property
-    def is_active(self) -> bool:
-        """Whether the optimizer is still guarded."""
-        return bool(self._runtimes)
+        if runtime not in self.runtimes:
+            self.runtimes.append(runtime)
 
     def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
-        optimizer, runtimes = self.optimizer, list(self._runtimes)
+        optimizer, runtimes = self.optimizer, list(self.runtimes)
         if not runtimes:
             return self._unguarded(closure, **kwargs) if closure is not None else self._unguarded(**kwargs)
         check_no_torch_scaler(optimizer)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         reports = [runtime.report(optimizer) for runtime in runtimes]
         was_skipped = any(report.overflow for report in reports)
         if not was_skipped:
@@ -78,8 +70,8 @@ class StepGuard:
 
     def remove(self, runtime: MixedPrecision) -> None:
         """Guard for one model less; with the last, give the optimizer its own ``step`` back."""
-        self._runtimes.remove(runtime)
-        if self._runtimes:
+        self.runtimes.remove(runtime)
+        if self.runtimes:
             return
         state = vars(self.optimizer)
         state.pop("step_was_skipped", None)
@@ -94,4 +86,4 @@ class StepGuard:
 def guard_of(optimizer: Optimizer) -> StepGuard | None:
     """The guard in front of ``optimizer.step``, if it is guarded."""
     guard: StepGuard | None = getattr(optimizer.step, "hf_mp_guard", None)
-    return guard if guard is not None and guard.is_active and guard.optimizer is optimizer else None
+    return guard if guard is not None and guard.runtimes and guard.optimizer is optimizer else None
