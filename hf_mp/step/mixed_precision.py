@@ -96,12 +96,10 @@ class MixedPrecision:
     # Attach
 
     def attach(self, model: nn.Module) -> nn.Module:
-        """Run ``model`` under this policy from now on; returns the same model.
+        """Run ``model`` under this policy from now on; returns the same model, or raises ValueError with the way out.
 
         Trainable FP16/BF16 parameters are cast to FP32 in place (the Parameter objects stay); in the lean layouts they
         become :class:`SplitParameter`, whose saved values are FP32 all the same. Frozen ones stay as they are.
-
-        Raises ValueError for a model that :mod:`hf_mp.weights.attachable` refuses.
         """
         if not self.policy.is_mixed:
             return model
@@ -249,9 +247,8 @@ class MixedPrecision:
 
     def detach(self) -> None:
         """Leave the model as an ordinary FP32 model and its optimizers as they were: no hook, wrapper or copy stays."""
-        for reference in reversed(self._forwards):
-            if (forward := reference()) is not None:
-                forward.remove()
+        for forward in filter(None, [reference() for reference in reversed(self._forwards)]):
+            forward.remove()
         for guard in self._guards:
             guard.remove(self)
         self._forwards, self._guards = [], []
@@ -279,10 +276,7 @@ class MixedPrecision:
         return state_of(self.policy, self.scaler)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave; the state of another loss scaling is left, with a warning.
-
-        Raises TypeError or ValueError for what is no such state.
-        """
+        """Take over what :meth:`state_dict` gave; a state of another loss scaling is left, and what is none raises."""
         load_state(state_dict, self.policy, self.scaler)
         self.reset_stats()
 
