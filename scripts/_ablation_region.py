@@ -50,7 +50,7 @@ def techniques(results: StoredResults) -> str:
                 "What is without master weights runs in plain loops, without the loss of an attached model, which "
                 "spares time."
             ),
-            "![training losses of the variants, and their differences to FP32](../scripts/results/ablate_precision.png)",
+            "![training losses of the variants against FP32](../scripts/results/ablate_precision.png)",
         ]
     )
 

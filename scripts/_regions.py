@@ -305,8 +305,8 @@ def overview(results: StoredResults) -> str:
     return "\n\n".join(
         [
             paragraph(
-                f"A training step of {workload(steps)}; the peak memory of all tensors with {workload(memory)}; and the "
-                f"evaluation loss after {trained['fp32']['steps'].value[-1]:.0f} steps of fine-tuning "
+                f"A training step of {workload(steps)}; the peak memory of all tensors with {workload(memory)}; and "
+                f"the evaluation loss after {trained['fp32']['steps'].value[-1]:.0f} steps of fine-tuning "
                 f"({hardware(steps)}, torch {steps.root['versions']['torch'].text.partition('+')[0]}, "
                 f"{steps.root['date'].text[:10]}):"
             ),
