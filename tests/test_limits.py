@@ -102,6 +102,23 @@ def test_the_callback_installs_no_handler_for_signals(tmp_path: Path, contender:
     assert (handlers.seen is not signal.SIG_DFL) == is_ours
 
 
+def test_a_run_with_the_callback_is_saved_on_sigterm_by_transformers_when_asked(tmp_path: Path) -> None:
+    class Request(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            (jit,) = (each for each in trainer.callback_handler.callbacks if hasattr(each, "jit_manager"))
+            jit.jit_manager.is_checkpoint_requested = state.global_step == 1
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        args = arguments(tmp_path, max_steps=3, save_strategy="no", enable_jit_checkpoint=True)
+        trainer = make_trainer("callback", "fp16", tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[Request()])
+        trainer.train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    assert find_problems(checkpoint) == []
+
+
 @pytest.mark.parametrize("step_is_own", [False, True])
 def test_a_write_through_data_is_not_seen_where_the_trainer_clips(tmp_path: Path, step_is_own: bool) -> None:
     class Own(hf_mp.MixedPrecisionTrainer):
