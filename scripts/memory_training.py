@@ -152,7 +152,7 @@ def estimate_large() -> dict[str, Any]:
 
 def estimate_llama_7b() -> dict[str, Any]:
     """Llama 7B, whose weights outweigh its activations, in each of our presets."""
-    shape = {"batch_size": 1, "seq_len": 1024}
+    shape: dict[str, Any] = {"batch_size": 1, "seq_len": 1024}
     found = {preset: hf_mp.estimate_training_memory(LlamaConfig(**LLAMA_7B), preset, **shape) for preset in PRESETS}
     rows = {
         preset: {
