@@ -1,4 +1,4 @@
-"""The ``hf-mp`` command. Each command prints what a function of its own module gathered."""
+"""The ``hf-mp`` command. Each subcommand prints what a function of another module gathered."""
 
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +27,7 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    # a callback, so that `env` stays a command of its own while it is the only one
+    # a callback, so that --version works without a subcommand
     pass
 
 
@@ -35,7 +35,7 @@ def main(
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the tables.")] = False,
 ) -> None:
-    """Show what mixed precision runs on here, and the preset that suits it. Put it into a bug report."""
+    """Show what this machine supports and which preset suits it. Include it in bug reports."""
     from hf_mp.environment.report import examine_machine, screen
 
     machine = examine_machine()
@@ -62,14 +62,12 @@ def memory(
     accumulation_steps: Annotated[int, typer.Option(help="Micro-batches in one update.")] = 1,
     gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="Recompute blocks.")] = False,
     optimizer: Annotated[str | None, typer.Option(help="As in TrainingArguments(optim=...).")] = None,
-    precision: Annotated[
-        list[str] | None, typer.Option(help="Way of training, may be given several times. Default: all.")
-    ] = None,
+    precision: Annotated[list[str] | None, typer.Option(help="Preset to train in; repeatable. Default: all.")] = None,
     device: Annotated[
-        str | None, typer.Option(help="cuda or cpu. Default: cuda; with --measure, what is here.")
+        str | None, typer.Option(help="cuda or cpu. Default: cuda; with --measure, the device of this machine.")
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(help="Memory of a GPU, as 24GiB: what fits, and the largest batch.")
+        str | None, typer.Option(help="Memory of a GPU, as 24GiB: shows what fits, and the largest batch.")
     ] = None,
     config_only: Annotated[bool, typer.Option("--config-only", help="Count without loading any weights.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
@@ -77,7 +75,7 @@ def memory(
         Path | None, typer.Option(help="Write one HTML page with pictures, which needs no network.")
     ] = None,
 ) -> None:
-    """Show what MODEL takes in memory: loaded in six precisions and, with --train, while it is fine-tuned."""
+    """Show the memory that MODEL takes: loaded in six precisions and, with --train, during fine-tuning."""
     from hf_mp.memory.command import run
 
     settings = {
@@ -115,7 +113,7 @@ def report(
         Path | None, typer.Option(help="Where to write the page. Default: RUN_DIR/precision_report.html.")
     ] = None,
 ) -> None:
-    """Write one HTML page about the precision of a run: its loss scale, overflows, and where its values lie."""
+    """Write an HTML page about the precision of a run: loss scale, overflows, and where its values lie."""
     from hf_mp.diagnostics.report import report_command
 
     try:

@@ -1,4 +1,4 @@
-"""What each technique of mixed precision is worth, as a region of the README."""
+"""What each technique of mixed precision is worth, as regions of the README and of docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def techniques(results: StoredResults) -> str:
                 f"vocabulary {options['vocab_size']}, pretrained in FP32, then fine-tuned on other text for "
                 f"{options['steps']} steps of {options['batch']} x {options['context']} tokens with AdamW at "
                 f"{stored['options']['learning_rate'].number:g}, under {options['seeds']} orders of the data "
-                f"([`recipes/ablate_precision.py`](recipes/ablate_precision.py), {script('store_ablation')} "
+                f"([`recipes/ablate_precision.py`](../recipes/ablate_precision.py), {script('store_ablation')} "
                 f"`--scale {stored['options']['scale'].text}`{otherwise(stored, results('bench_step'))}, "
                 "on a loaded machine). FP32's steps lower the held-out "
                 f"loss by {gained:.4f}; its losses under the {options['seeds']} orders lie "
@@ -50,8 +50,17 @@ def techniques(results: StoredResults) -> str:
                 "What is without master weights runs in plain loops, without the loss of an attached model, which "
                 "spares time."
             ),
-            "![training losses of the variants, and their differences to FP32](scripts/results/ablate_precision.png)",
+            "![training losses of the variants against FP32](../scripts/results/ablate_precision.png)",
         ]
+    )
+
+
+def lost_updates(results: StoredResults) -> str:
+    """The share of weights that do not move without masters, in one sentence."""
+    rows = {row["variant"]: row["lost"]["updates"] for row in results("ablate_precision")["rows"].value}
+    return paragraph(
+        f"In [our ablation](docs/benchmarks.md#what-each-technique-is-worth) an update left {rows['bf16-pure']:.0%} of "
+        f"the BF16 weights without masters unchanged, and {rows['fp32']:.2%} of the FP32 weights."
     )
 
 

@@ -70,6 +70,27 @@ def training_memory(results: StoredResults) -> str:
     )
 
 
+def llama_7b(results: StoredResults) -> str:
+    """What Llama 7B takes in each preset, where it takes most."""
+    stored = results("memory_llama_7b")
+    categories = ("master weights", "working copies", "gradients", "optimizer state")
+    rows = []
+    for name, preset in stored["presets"].parts():
+        peak = preset["peak_bytes"].number
+        parts = [preset["bytes_by_category"][category].number for category in categories]
+        rows.append([f"`{name}`", *(f"{size / 2**30:.1f}" for size in (peak, *parts, peak - sum(parts)))])
+    return "\n\n".join(
+        [
+            paragraph(
+                f"Predicted peak of a training step of Llama 7B in GiB, {stored['batch_size'].number:.0f} x "
+                f"{stored['seq_len'].number:.0f} tokens, AdamW "
+                "([`scripts/memory_training.py`](../scripts/memory_training.py) `--llama-7b`):"
+            ),
+            table(("", "peak", *categories, "everything else"), rows),
+        ]
+    )
+
+
 NUMERIC = "steps with planted inf and NaN"
 SOAK = "20,000 steps with evaluation, generation and saving"
 STOCK_KILLS = "kill -9, stock Trainer"

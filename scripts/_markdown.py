@@ -12,7 +12,7 @@ MIB = 2**20
 
 
 def paragraph(text: str) -> str:
-    """``text`` in lines of the README's width."""
+    """``text`` in lines of the pages' width."""
     return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
@@ -26,8 +26,8 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def script(name: str) -> str:
-    """A link to one of the scripts."""
-    return f"[`scripts/{name}.py`](scripts/{name}.py)"
+    """A link from a page of docs/ to one of the scripts."""
+    return f"[`scripts/{name}.py`](../scripts/{name}.py)"
 
 
 def ratio(ours: Stored, peer: Stored, field: str = "median_seconds") -> str:

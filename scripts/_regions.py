@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from _ablation_region import techniques
-from _docs_regions import checkpoint_cost, faults, footprints, training_memory
+from _ablation_region import lost_updates, techniques
+from _docs_regions import checkpoint_cost, faults, footprints, llama_7b, training_memory
 from _markdown import MIB, hardware, otherwise, paragraph, ratio, script, table, timing, workload
 from _stored import Stored, StoredResults
 
@@ -19,8 +19,7 @@ def machine(results: StoredResults) -> str:
     return paragraph(
         f"{hardware(stored)}, torch {versions['torch'].text.partition('+')[0]}, Transformers "
         f"{versions['transformers'].text}, {stored.root['date'].text[:10]}. Each table is one run with the contenders "
-        "in turns, each time a median ± the distance of the quartiles; device, versions, date and command are in the "
-        "files of [`scripts/results/`](scripts/results/). `make tables` writes this section from them."
+        "in turns; each time is a median ± the interquartile range."
     )
 
 
@@ -64,7 +63,7 @@ def step(results: StoredResults) -> str:
             ),
             table(STEP_HEADER, step_rows(stored)),
             paragraph(f"Our step over that of `torch.autocast` in the same dtype: {', '.join(pairs)}."),
-            "![a training step: seconds, floor, peak memory](scripts/results/bench_step.png)",
+            "![a training step: seconds, floor, peak memory](../scripts/results/bench_step.png)",
         ]
     )
 
@@ -242,7 +241,7 @@ def precisions(results: StoredResults) -> str:
                 "data, and how far it is off FP32's; torch.autocast is the stock Trainer's `bf16=True`:"
             ),
             table(header, rows),
-            "![training losses of the runs](scripts/results/compare_precisions.png)",
+            "![training losses of the runs](../scripts/results/compare_precisions.png)",
         ]
     )
 
@@ -272,7 +271,7 @@ def scalers(results: StoredResults) -> str:
                 "larger scale every 2000 steps, so that fewer do not show it; the last row tries every 100:"
             ),
             table(("", "steps skipped", "loss scale, first to last (smallest to largest)", "evaluation loss"), rows),
-            "![loss scales of the runs](scripts/results/compare_scalers.png)",
+            "![loss scales of the runs](../scripts/results/compare_scalers.png)",
         ]
     )
 
@@ -289,6 +288,30 @@ def loops(results: StoredResults) -> str:
         f"in FP16 are within {100 * largest:.4f}% of FP32's, its tensors peak at "
         f"{fp32['peak_bytes'].number / MIB:.1f} MiB in FP32 and {fp16['peak_bytes'].number / MIB:.1f} in FP16 "
         f"({ratio(fp16, fp32, 'peak_bytes')}), a step takes {ratio(fp16, fp32, 'step_seconds')} times as long."
+    )
+
+
+def overview(results: StoredResults) -> str:
+    """The README's table: time and memory of a step, and what the precision does to the loss."""
+    steps, memory, trained = (results(name) for name in ("bench_step", "bench_step_memory", "compare_precisions_768"))
+    fp32_loss = trained["fp32"]["eval_loss"].number
+    rows = []
+    for name, row in steps["contenders"].parts():
+        if name.startswith("Trainer"):
+            continue
+        peak = f"{memory['contenders'][name]['peak_bytes'].number / MIB:,.0f}" if name in memory["contenders"] else ""
+        off = f"{100 * (trained[name]['eval_loss'].number / fp32_loss - 1):+z.3f}%" if name in trained else ""
+        rows.append([name, timing(row), f"{row['ratio_to_fp32'].number:.2f}", peak, off])
+    return "\n\n".join(
+        [
+            paragraph(
+                f"A training step of {workload(steps)}; the peak memory of all tensors with {workload(memory)}; and "
+                f"the evaluation loss after {trained['fp32']['steps'].value[-1]:.0f} steps of fine-tuning "
+                f"({hardware(steps)}, torch {steps.root['versions']['torch'].text.partition('+')[0]}, "
+                f"{steps.root['date'].text[:10]}):"
+            ),
+            table(("", "seconds", "times FP32", "peak, MiB", "evaluation loss against FP32's"), rows),
+        ]
     )
 
 
@@ -335,7 +358,7 @@ def gpu(results: StoredResults) -> str:
     return "\n\n".join(
         [
             paragraph(
-                f"{where}{versions} ([`scripts/run_on_gpu.py`](scripts/run_on_gpu.py)).{about} ours over theirs:"
+                f"{where}{versions} ([`scripts/run_on_gpu.py`](../scripts/run_on_gpu.py)).{about} ours over theirs:"
             ),
             table(("", *sizes), rows),
         ]
@@ -357,6 +380,8 @@ def _gpu_cell(results: StoredResults, name: str, ours: str, theirs: str | None, 
 
 
 REGIONS: dict[str, Region] = {
+    "lost updates": lost_updates,
+    "overview": overview,
     "machine": machine,
     "step": step,
     "compiled": compiled,
@@ -372,6 +397,7 @@ REGIONS: dict[str, Region] = {
     "gpu": gpu,
     "footprints": footprints,
     "training memory": training_memory,
+    "llama 7b": llama_7b,
     "faults": faults,
     "checkpoint cost": checkpoint_cost,
 }

@@ -1,10 +1,12 @@
 """Predicted beside measured: the peak of a training step for four models in every way of training, on this machine.
 
     python scripts/memory_training.py [--quick]
+    python scripts/memory_training.py --llama-7b
 
 Also GPT-2 124M at 4 x 512 tokens beside ``torch.autocast`` in BF16, with gradients freed in the step and inside of
 backward, and an estimate for a model of 70 billion parameters in a process of its own. Stores
-``scripts/results/memory_training.json``.
+``scripts/results/memory_training.json``. With ``--llama-7b``, estimates Llama 7B at one sequence of 1024 tokens in each
+of our presets instead, and stores ``scripts/results/memory_llama_7b.json``.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from _results import save_result
 from hf_mp.memory.command import quiet_libraries
 from hf_mp.memory.measuring import process_peak_bytes
 from hf_mp.memory.presets import TRAINING_PRESETS
+from hf_mp.policy import PRESETS
 
 IDS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
 CONFIGS: dict[str, PreTrainedConfig] = {
@@ -60,6 +63,15 @@ LARGE: dict[str, Any] = {
     "max_position_embeddings": 8192,
 }
 
+LLAMA_7B: dict[str, Any] = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+
 
 def main(flags: list[str]) -> None:
     """Compare, estimate the large model, store."""
@@ -67,6 +79,9 @@ def main(flags: list[str]) -> None:
     warnings.simplefilter("ignore")
     if "--large" in flags:
         print(json.dumps(estimate_large()))
+        return
+    if "--llama-7b" in flags:
+        print(f"stored in {save_result('memory_llama_7b', estimate_llama_7b()).name}")
         return
     names = list(CONFIGS)[:1] if "--quick" in flags else list(CONFIGS)
     rows = [compare(name, preset) for name in names for preset in TRAINING_PRESETS]
@@ -133,6 +148,21 @@ def estimate_large() -> dict[str, Any]:
         "cpu_seconds": round(time.process_time() - cpu, 1),
         "process_bytes": process_peak_bytes(),
     }
+
+
+def estimate_llama_7b() -> dict[str, Any]:
+    """Llama 7B, whose weights outweigh its activations, in each of our presets."""
+    shape: dict[str, Any] = {"batch_size": 1, "seq_len": 1024}
+    found = {preset: hf_mp.estimate_training_memory(LlamaConfig(**LLAMA_7B), preset, **shape) for preset in PRESETS}
+    rows = {
+        preset: {
+            "peak_bytes": memory.peak_bytes,
+            "peak_in": memory.peak_phase.value,
+            "bytes_by_category": {category.value: size for category, size in memory.bytes_by_category.items()},
+        }
+        for preset, memory in found.items()
+    }
+    return {**shape, "parameters": found["fp32"].parameters, "presets": rows}
 
 
 if __name__ == "__main__":

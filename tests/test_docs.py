@@ -44,3 +44,17 @@ def test_links_lead_somewhere(page):
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)\)", page.read_text(encoding="utf-8"))
     missing = [link for link in links if not (page.parent / link).exists()]
     assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_files_and_modules_named_in_the_text_are_there(page):
+    text = page.read_text(encoding="utf-8")
+    files = re.findall(r"`((?:hf_mp|tests|scripts|recipes)/[\w./]*)`", text)
+    modules = re.findall(r"`hf_mp\.([a-z_]+\.[a-z_.]+)`", text)  # hf_mp.autocast.explain is a name of the package
+    missing = [file for file in files if not (ROOT / file).exists()]
+    missing += [
+        m
+        for m in modules
+        if m.split(".")[0] not in hf_mp.__all__ and not (ROOT / "hf_mp" / f"{m.replace('.', '/')}.py").exists()
+    ]
+    assert not missing

@@ -1,1 +1,1 @@
-"""What happened to the numbers: who overflowed first, and why."""
+"""Diagnostics: overflow reports, precision records, and checks for scale leaks."""

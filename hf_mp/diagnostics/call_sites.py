@@ -1,4 +1,4 @@
-"""Which module and which torch function a forward is in, and in which of them an autograd node was made."""
+"""Tracks the module and torch function that a forward is in, and those that created an autograd node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OPERATORS = {"truediv": "div", "rtruediv": "div", "rmatmul": "matmul", "radd": 
 
 
 class Site(NamedTuple):
-    """A place in the model: the innermost module's name, and the torch function that it called, if any."""
+    """The innermost module's name, and the torch function that it called, if any."""
 
     module: str
     function: str | None = None
@@ -26,7 +26,7 @@ class Site(NamedTuple):
 
 @dataclass
 class Call:
-    """A torch function that is running, with those who want to know its result."""
+    """A running torch function, and the callbacks for its result."""
 
     arguments: list[tuple[str, Tensor]]
     waiting: list[Callable[[list[tuple[str, Tensor]], Any], None]]
@@ -35,8 +35,8 @@ class Call:
 class CallSites:
     """Follows a model through a forward, its recomputations included.
 
-    Autograd numbers its nodes in the order in which a thread makes them. The numbers at which the site changed are
-    kept, so that the site of any node of the graph is known in backward.
+    Autograd numbers its nodes in the order of creation in a thread. The numbers at which the site changed are kept, so
+    backward knows the site of any node.
 
     Args:
         model: the model whose modules' names are used.
@@ -56,16 +56,16 @@ class CallSites:
 
     @property
     def current(self) -> Site:
-        """Where the forward, or a recomputation of it, is now."""
+        """The current site of the forward or a recomputation."""
         return self._sites[-1]
 
     def of_node(self, node: Any, *, nested: bool) -> Site:
-        """Where the forward was when it made an autograd node.
+        """The site that created an autograd node.
 
         Args:
             node: as in ``tensor.grad_fn``.
-            nested: whether the node belongs to a backward inside of the backward (reentrant checkpointing), whose graph
-                the calling thread has made.
+            nested: whether the node belongs to a nested backward (reentrant checkpointing), whose graph the calling
+                thread has created.
         """
         thread = threading.get_ident() if nested else self._thread
         starts, sites = self._marks.get(thread) or self._marks[self._thread]
@@ -88,7 +88,7 @@ class CallSites:
     def observe(
         self, mode: Any, entry: tuple[CastRule, str] | None, func: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Make a call in place of ``mode.apply`` and know meanwhile that it runs: an autocast's ``observer``."""
+        """Make a call in place of ``mode.apply`` and track it: an autocast's ``observer``."""
         name = _name(func) if entry is None or entry[0] is CastRule.UNLISTED else entry[1]
         if name is None:
             return mode.apply(entry, func, args, kwargs)
@@ -117,7 +117,7 @@ class CallSites:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Follow the model's modules as they are called."""
+        """Track the model's modules while they are called."""
         handles = []
         for name, module in self._model.named_modules():
             site = Site(name)
@@ -137,7 +137,7 @@ def _place(tensor: Tensor) -> Any:
 
 
 def _name(func: Callable[..., Any]) -> str | None:
-    """The name of a torch function or operator; None for questions such as ``.shape``."""
+    """The name of a torch function or operator; None for attribute access such as ``.shape``."""
     name = getattr(func, "__name__", "")
     if name.startswith("__") and name.endswith("__"):
         if name in ("__get__", "__set__"):

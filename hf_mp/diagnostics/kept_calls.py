@@ -1,4 +1,4 @@
-"""What is kept of a step in case that it fails: references to what the model was called with, and random states."""
+"""Kept of a step in case it fails: references to the model's inputs, and random states."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hf_mp.casting.nested import named_tensors
 
 @dataclass(frozen=True)
 class RandomStates:
-    """The states of the generators that a model may draw from.
+    """Generator states.
 
     Attributes:
         cpu, cuda: torch's, by device.
-        python, numpy: those of Python and NumPy; None where they were not asked for.
+        python, numpy: those of Python and NumPy; None if not kept.
     """
 
     python: Any
@@ -30,10 +30,10 @@ class RandomStates:
 
     @classmethod
     def now(cls, *, torch_only: bool = False) -> RandomStates:
-        """The states at this moment; no GPU is waited for, since its generator's state lies on the host.
+        """The current states, without a synchronization: a GPU generator's state is on the host.
 
         Args:
-            torch_only: leave out Python's and NumPy's, which few models use and which take much longer to copy.
+            torch_only: leave out Python's and NumPy's, which few models use and which are slow to copy.
         """
         cuda = {}
         has_context = torch.cuda.is_available() and torch.cuda.is_initialized()
@@ -43,7 +43,7 @@ class RandomStates:
         return cls(python, numpy, torch.get_rng_state(), cuda)
 
     def restore(self) -> None:
-        """Set the generators back."""
+        """Restore the generators."""
         if self.python is not None:
             random.setstate(self.python)
             np.random.set_state(self.numpy)
@@ -57,12 +57,12 @@ class KeptCall:
     """One call of an attached forward.
 
     Attributes:
-        forward: the attached forward that was called.
-        args, kwargs: what it was called with: the objects themselves.
-        random_states: as they were when it began.
-        is_training: the module's mode then.
+        forward: the attached forward.
+        args, kwargs: its arguments, not copied.
+        random_states: at its start.
+        is_training: the module's mode.
         versions: version counters of the tensors in ``args`` and ``kwargs``.
-        losses: scalar outputs by name, outside of the graph.
+        losses: scalar outputs by name, detached.
     """
 
     forward: Any
@@ -75,23 +75,23 @@ class KeptCall:
 
     @classmethod
     def of(cls, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, torch_only: bool = True) -> KeptCall:
-        """Keep a call that is about to be made; ``torch_only`` as for :meth:`RandomStates.now`."""
+        """Keep a call before it is made; ``torch_only`` as for :meth:`RandomStates.now`."""
         call = cls(forward, args, kwargs, RandomStates.now(torch_only=torch_only), forward.module().training, ())
         call.versions = call.versions_now()
         return call
 
     def inputs(self) -> list[tuple[str, Tensor]]:
-        """The tensors that go in, by name; positional arguments by their place."""
+        """The input tensors by name; positional arguments by index."""
         return named_tensors(self.args) + named_tensors(self.kwargs)
 
     def versions_now(self) -> tuple[int, ...]:
-        """Version counters of the inputs, which in-place operations raise; -1 where there is none."""
+        """Version counters of the inputs; -1 for those without one."""
         return tuple(-1 if tensor.is_inference() else tensor._version for _, tensor in self.inputs())
 
 
 @dataclass
 class IncomingGradient:
-    """A gradient that entered the model through an output in a backward; None where it was too large to keep."""
+    """A gradient that entered the model through an output in a backward; None if too large to keep."""
 
     call: KeptCall
     output: str
@@ -104,9 +104,9 @@ class KeptBackward:
     """One micro-batch: a backward through the outputs of one or more calls.
 
     Attributes:
-        task: autograd's number of the backward.
+        task: autograd's ID of the backward.
         incoming: the gradients that entered.
-        largest: the largest magnitude in the parameters' gradients afterwards, not read yet; None if not measured.
+        largest: the largest magnitude in the parameters' gradients, unread; None if not measured.
     """
 
     task: int
@@ -115,5 +115,5 @@ class KeptBackward:
 
     @property
     def calls(self) -> list[KeptCall]:
-        """The calls whose outputs this backward came through, in the order of the calls' gradients."""
+        """The calls that this backward went through, in the order of their gradients."""
         return list({id(entry.call): entry.call for entry in reversed(self.incoming)}.values())

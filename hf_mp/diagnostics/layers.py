@@ -1,4 +1,4 @@
-"""Which layers of a model are looked at."""
+"""Selects layers of a model by name."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import nn
 
 
 def select_layers(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
-    """The modules to look at by name, in the order of the model.
+    """The selected modules by name, in the order of the model.
 
     Args:
-        model: its own name is ``""``, and it is not among them.
-        patterns: names or patterns as ``fnmatch`` reads them (``"transformer.h.*.mlp.*"``); default None: every module
-            with parameters of its own.
+        model: never selected itself.
+        patterns: names or ``fnmatch`` patterns (``"transformer.h.*.mlp.*"``); default None: every module that directly
+            holds parameters.
 
     Raises:
-        TypeError: for one string instead of several.
-        ValueError: for a pattern that fits no module; the message names close ones.
+        TypeError: for a single string.
+        ValueError: for a pattern that matches no module; the message names close ones.
     """
     named = {name: m for name, m in model.named_modules() if name and not isinstance(m, torch.jit.ScriptModule)}
     if patterns is None:

@@ -1,4 +1,4 @@
-"""``MagnitudeCollector``: looks at one training step and gives the magnitudes of what went through it."""
+"""``MagnitudeCollector``: the magnitudes of the tensors of one training step."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from hf_mp.weights.split_parameter import gradient_and_factor, master_sample
 
 COMPILED = "activations and their gradients: the model is compiled, and its modules are not seen from outside"
 SHARDED = "weights, weight gradients and updates: FSDP gathers and shards the parameters meanwhile"
-NO_GRADIENTS = "weight gradients: none were there when the backward ended (an optimizer may use them up inside of it)"
+NO_GRADIENTS = "weight gradients: none were left after the backward (an optimizer-in-backward uses them up)"
 
 
 @dataclass(frozen=True)
 class _Sampled:
-    """Elements of a tensor, taken when it was there."""
+    """Sampled elements of a tensor."""
 
     dtype: str
     stride: int
@@ -51,22 +51,21 @@ class _Sampled:
 
 
 class MagnitudeCollector:
-    """Takes samples of a step's tensors as they come by, and counts them when the step has ended.
+    """Samples a step's tensors, and counts them when the step has ended.
 
-    Between :meth:`begin` and :meth:`finish` there are hooks on the chosen modules; before and after there is nothing.
-    Nothing is written but what the collector owns, and no random number is drawn, so the step is bit for bit the same.
+    It hooks the chosen modules between :meth:`begin` and :meth:`finish`, writes only its own tensors and draws no
+    random numbers, so the step is bit for bit the same.
 
-    Activations and their gradients are those of the first micro-batch, of each module's first output in its first call.
-    Weight gradients are those that all micro-batches added up to, before anyone clips them. Weights and updates are of
-    the FP32 masters.
+    Activations and their gradients are those of each module's first output in its first call, in the first micro-batch.
+    Weight gradients are the sum of all micro-batches, before clipping. Weights and updates are of the FP32 masters.
 
     Args:
         runtime: an attached :class:`hf_mp.MixedPrecision`.
-        layers: patterns of module names; default None: every module with parameters of its own.
-        on_backward_end: called after each backward of a step that is looked at.
+        layers: patterns of module names; default None: every module that directly holds parameters.
+        on_backward_end: called after each backward of a collected step.
 
     Raises:
-        ValueError: for a pattern that fits no module.
+        ValueError: for a pattern that matches no module.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class MagnitudeCollector:
         self._task: int | None = None
 
     def begin(self, forward: AttachedForward) -> None:
-        """Look at the step whose first forward begins now."""
+        """Collect the step whose first forward begins now."""
         model = self._runtime.model
         if model is None:
             return
@@ -106,7 +105,7 @@ class MagnitudeCollector:
             self._notes = (SHARDED,)
         else:
             self._parameters = _trainable(layers)
-            # Before the backward: some optimizers update inside of it.
+            # Before the backward: an optimizer-in-backward updates during it.
             self._weights = {key: _Sampled.of_master(p) for key, p in self._parameters.items()}
         if _is_compiled(model):
             self._notes = (*self._notes, COMPILED)
@@ -142,7 +141,7 @@ class MagnitudeCollector:
         return hook
 
     def backward_ended(self) -> None:
-        """Look at the gradients that the first backward has left."""
+        """Sample the gradients that the first backward left."""
         if not self.is_active:
             return
         self._remove_hooks()
@@ -153,7 +152,7 @@ class MagnitudeCollector:
                 self._gradients[key] = _Sampled.of(gradient, factor)
 
     def finish(self, report: StepReport) -> StepMagnitudes:
-        """Count what was seen of the step, which has just been taken or skipped."""
+        """Count the samples of the step, which was just taken or skipped."""
         self._remove_hooks()
         missing = [] if self._gradients or not self._parameters else [NO_GRADIENTS]
         found: dict[tuple[str, str, Kind], TensorMagnitudes] = {}
@@ -186,7 +185,7 @@ class MagnitudeCollector:
         rows = {}
         for key, before in self._weights.items():
             after = _Sampled.of_master(self._parameters[key])
-            if after.values.shape != before.values.shape:  # somebody replaced the weight
+            if after.values.shape != before.values.shape:  # the weight was replaced
                 continue
             update = after.values - before.values
             if key not in self._gradients and not update.any():
@@ -208,13 +207,13 @@ class MagnitudeCollector:
         self._handles.clear()
 
     def abandon(self) -> None:
-        """Leave the step alone, and the model as it was."""
+        """Stop collecting, and remove the hooks."""
         self._remove_hooks()
         self._forget_step()
 
 
 def _trainable(layers: Mapping[str, nn.Module]) -> dict[tuple[str, str], nn.Parameter]:
-    """The parameters of ``layers`` by layer and name, tied ones in the first layer that has them."""
+    """The parameters of ``layers`` by layer and name; tied ones in their first layer."""
     found: dict[int, tuple[tuple[str, str], nn.Parameter]] = {}
     for layer, module in layers.items():
         for name, parameter in module.named_parameters(recurse=False):
@@ -228,7 +227,7 @@ def _counted(kind: Kind, layer: str, name: str, taken: _Sampled) -> TensorMagnit
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile has a part of ``model``, or compiles what calls it."""
+    """Whether torch.compile compiles a part of ``model`` or its caller."""
     if any(
         getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
         for module in model.modules()

@@ -1,7 +1,7 @@
-"""How large values are, in powers of two: histograms, and the shares that FP16 would lose.
+"""Histograms of magnitudes in powers of two, and the shares that FP16 would lose.
 
-A histogram counts values by the exponent of their FP32 form and keeps exact powers of two apart, so that limits such as
-2**-25 (the largest magnitude that FP16 rounds to zero) cut it exactly, at every loss scale that is a power of two.
+A histogram counts values by their FP32 exponent, with exact powers of two apart, so limits such as 2**-25 (the largest
+magnitude that FP16 rounds to zero) cut it exactly at every power-of-two loss scale.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAGNITUDE_BITS, _EXPONENT_BITS, _MANTISSA_BITS = 0x7FFFFFFF, 0x7F800000, 23
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    """How many values there are of each magnitude.
+    """The number of values of each magnitude.
 
     Attributes:
         counts: int64 of shape (512,). With e for the exponent plus 127: ``counts[2 * e]`` values are exactly
@@ -70,14 +70,11 @@ class Histogram:
 
     @property
     def finite_nonzero(self) -> int:
-        """Values that are neither zero, inf nor NaN: what the shares below are shares of."""
+        """Values that are neither zero, inf nor NaN: the denominator of the shares below."""
         return int(self.counts[_SUBNORMAL:_INF].sum())
 
     def by_octave(self) -> dict[int, int]:
-        """The number of finite values in [2**k, 2**(k + 1)) by k, where there are any; k is -127 for all below 2**-126.
-
-        That is floor(log2 |value|).
-        """
+        """The number of finite values by k = floor(log2 |value|), without zeros; k is -127 for all below 2**-126."""
         octaves = self.counts[_SUBNORMAL - 1 : _INF].reshape(-1, 2).sum(axis=1)
         octaves[0] -= self.counts[_ZERO]
         return {int(e) - _BIAS: int(octaves[e]) for e in np.flatnonzero(octaves)}
@@ -88,7 +85,7 @@ class Histogram:
         return self.zeros / self.total if self.total else 0.0
 
     def share_underflowed(self, log2_scale: int = 0) -> float:
-        """The share of the finite values but zero that FP16 rounds to zero, after multiplication by 2**log2_scale."""
+        """The share of the finite nonzero values that FP16 rounds to zero, after multiplication by 2**log2_scale."""
         return self._share(self._at_most(FP16_LARGEST_LOST - log2_scale))
 
     def share_subnormal(self, log2_scale: int = 0) -> float:
@@ -113,11 +110,11 @@ class Histogram:
 def histogram(values: Tensor) -> Histogram:
     """The magnitudes of all elements of ``values``.
 
-    Exponents are read from FP32's bits: a few integer operations an element, and one synchronisation with a GPU.
+    Exponents are read from FP32's bits: a few integer operations an element, and one synchronization with a GPU.
 
     Args:
         values: floating or complex (real and imaginary parts apart), of any shape. FP64 values are rounded to FP32
-            first; of a sparse tensor, only the elements that are there count.
+            first; of a sparse tensor, only the stored elements count.
     """
     bits = real_values(values.detach()).to(torch.float32).reshape(-1).contiguous().view(torch.int32) & _MAGNITUDE_BITS
     # The exponent rounded down plus the exponent rounded up: even for powers of two, odd for what lies between.
@@ -130,10 +127,10 @@ def histogram(values: Tensor) -> Histogram:
 
 @torch.no_grad()
 def share_underflowed(values: Tensor, *, dtype: torch.dtype = torch.float16, scale: float = 1.0) -> float:
-    """The share of the finite values but zero that become zero in ``dtype``, after multiplication by ``scale``.
+    """The share of the finite nonzero values that become zero in ``dtype``, after multiplication by ``scale``.
 
-    Of gradients in FP32: what training in FP16 loses without loss scaling (``scale=1``) or with it. Micikevicius et al.
-    2017 (arXiv 1710.03740), figure 3.
+    For FP32 gradients: what FP16 training loses without loss scaling (``scale=1``) or with it. Micikevicius et al. 2017
+    (arXiv 1710.03740), figure 3.
 
     Args:
         values: floating, of any shape.
@@ -141,7 +138,7 @@ def share_underflowed(values: Tensor, *, dtype: torch.dtype = torch.float16, sca
         scale: a loss scale.
 
     Returns:
-        0 to 1; 0 where there are no such values.
+        0 to 1; 0 without such values.
     """
     magnitudes = real_values(values.detach()).abs().to(torch.float64)
     counted = (magnitudes > 0.0) & magnitudes.isfinite()
@@ -150,28 +147,27 @@ def share_underflowed(values: Tensor, *, dtype: torch.dtype = torch.float16, sca
 
 
 class Swamped(NamedTuple):
-    """How many updates are too small for their weights, of all that are finite and not zero."""
+    """The number of updates that are too small for their weights, and of all finite nonzero ones."""
 
     swamped: int
     updates: int
 
     @property
     def share(self) -> float:
-        """0 to 1; 0 where there are no updates."""
+        """0 to 1; 0 without updates."""
         return _ratio(self.swamped, self.updates)
 
 
 @torch.no_grad()
 def swamped(weights: Tensor, updates: Tensor, dtype: torch.dtype = torch.float16) -> Swamped:
-    """How many updates are below half a unit in the last place (ulp) of their weight in ``dtype``.
+    """The number of updates below half a unit in the last place (ulp) of their weight in ``dtype``.
 
-    Added to a weight that is stored in ``dtype``, such an update does nothing: Micikevicius et al. 2017
-    (arXiv 1710.03740), section 3.1. The ulp of a weight is the distance of neighbours in its binade, from the weight's
-    power of two upwards; that of zero is the smallest subnormal number's.
+    Such an update leaves a weight stored in ``dtype`` unchanged: Micikevicius et al. 2017 (arXiv 1710.03740), section
+    3.1. The ulp of a weight is the spacing in its binade; that of zero is the smallest subnormal number.
 
     Args:
         weights: before the update, FP32 (or ``dtype``); rounded to ``dtype`` here.
-        updates: what is added to them, FP32, of the same shape.
+        updates: to be added, FP32, of the same shape.
         dtype: ``float16`` (default) or ``bfloat16``.
     """
     limits = torch.finfo(dtype)
@@ -191,11 +187,10 @@ def _ratio(count: int, total: int) -> float:
 
 
 def sample(tensor: Tensor, limit: int = SAMPLE_ELEMENTS) -> Tensor:
-    """At least half of ``limit`` elements of a large tensor, in one dimension, as a copy; all of a small one's.
+    """A flat copy of every n-th element: at least ``limit / 2`` of a large tensor, all of a small one.
 
-    Elements of two tensors of one shape are taken at the same places: every n-th, in the order of the indices. n is a
-    prime that divides no dimension, so that no column of a matrix is left out. Of the elements that are there, where
-    ``tensor`` is sparse.
+    Tensors of one shape are sampled at the same places. n is a prime that divides no dimension, so no column of a
+    matrix is left out. Of a sparse tensor, the stored elements are sampled.
     """
     values = real_values(tensor.detach())
     return values.reshape(-1)[:: sampling_stride(tuple(values.shape), limit)].clone()

@@ -1,4 +1,4 @@
-"""The memory in use right now, as the device's allocator or the operating system says."""
+"""The memory in use now, according to the device's allocator or the operating system."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _STATM = Path("/proc/self/statm")
 
 
 def memory_in_use(device: torch.device) -> int | None:
-    """Bytes in use; None where nobody says. On a GPU, of tensors; on a CPU, the resident memory of the process."""
+    """Bytes in use: of tensors on a GPU, of the process on a CPU (resident); None if unknown."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     if not _STATM.exists():
@@ -20,5 +20,5 @@ def memory_in_use(device: torch.device) -> int | None:
 
 
 def memory_source(device: torch.device) -> str:
-    """Whose figures :func:`memory_in_use` gives."""
+    """The source of :func:`memory_in_use`."""
     return "tensors in CUDA's allocator" if device.type == "cuda" else "resident memory of the process"

@@ -1,8 +1,7 @@
-"""Where every inf and NaN of a forward and backward came from: the op that made it from finite values.
+"""Traces every inf and NaN of a forward and backward to the op that produced it from finite values.
 
-Each op that torch dispatches is looked at. A result that is not finite while the inputs are was made there; one whose
-inputs were not finite inherits where that came from. So an inf that nobody uses in the end, such as one that a
-``torch.where`` drops, blames nobody.
+Every op that torch dispatches is examined. A non-finite result of finite inputs originates there; otherwise the result
+inherits the origin of its input. So an inf that is dropped, for example by ``torch.where``, is not reported.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from hf_mp.diagnostics.overflow_report import Phase
 from hf_mp.diagnostics.values import Finiteness, TensorRange, finiteness, ranges_of
 from hf_mp.scaling.rules import FP16_MAX
 
-# -inf is what these write on purpose, to hide positions from a softmax.
+# These write -inf on purpose, to mask positions in a softmax.
 _MASKING = frozenset(
     {"full", "full_like", "new_full", "masked_fill", "masked_fill_", "where", "fill_", "scalar_tensor"}
 )
 _UNINITIALISED = frozenset(
     {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted", "resize_"}
 )
-# What they write to held nothing that counts.
+# These overwrite their target.
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
 
 
@@ -40,11 +39,11 @@ _UNKNOWN = object()
 
 @dataclass
 class Origin:
-    """Where inf or NaN came from; fields as in :class:`OverflowReport`.
+    """The origin of an inf or NaN; fields as in :class:`OverflowReport`.
 
     Attributes:
-        order: number of the origin: smaller came first.
-        is_mask: whether it is -inf alone, written on purpose.
+        order: origins are numbered in the order of their appearance.
+        is_mask: whether it is only -inf, written on purpose.
     """
 
     phase: Phase
@@ -59,12 +58,12 @@ class Origin:
 
 
 class OriginTracker(TorchDispatchMode):
-    """Keeps the origin of what is not finite in every tensor's memory, while active; slow, as it reads all values.
+    """Tracks the origin of non-finite values by storage, while active; slow, because it reads all values.
 
     Args:
-        sites: knows where the forward is.
-        limit: a magnitude that counts as inf in what an op makes; default inf.
-        carried_limit: the same in what an op makes of values that count as inf; default ``limit``.
+        sites: tracks the forward.
+        limit: magnitude from which an op's result counts as inf; default inf.
+        carried_limit: the same for results of inputs that count as inf; default ``limit``.
     """
 
     def __init__(self, sites: CallSites, limit: float = math.inf, carried_limit: float | None = None) -> None:
@@ -72,16 +71,16 @@ class OriginTracker(TorchDispatchMode):
         self._sites = sites
         self._limit = limit
         self._finiteness = functools.partial(finiteness, limit=limit if carried_limit is None else carried_limit)
-        self._origins: dict[int, Origin | None] = {}  # by storage; None: memory that nobody has written yet
+        self._origins: dict[int, Origin | None] = {}  # by storage; None: uninitialized memory
         self._count = 0
         self.backward_task = -1
 
     def of(self, tensor: Tensor) -> Origin | None:
-        """Where the inf or NaN in ``tensor`` came from; None if there is none, or it was there before."""
+        """The origin of the inf or NaN in ``tensor``; None without one, or if it was there before."""
         return self._origins.get(_memory(tensor)) if self._finiteness(tensor) else None
 
     def blame(self, tensor: Tensor, origin: Origin) -> None:
-        """Say where what is not finite in ``tensor`` came from."""
+        """Set the origin of the non-finite values in ``tensor``."""
         self._origins[_memory(tensor)] = origin
 
     def __torch_dispatch__(
@@ -116,7 +115,7 @@ class OriginTracker(TorchDispatchMode):
         self, func: Any, inputs: list[Tensor], outputs: list[Tensor], state: Finiteness, before: dict[int, Finiteness]
     ) -> Origin | None:
         came = [before[id(tensor)] if id(tensor) in before else self._finiteness(tensor) for tensor in inputs]
-        # What lies in memory that nobody has written is not read either: `baddbmm(empty, q, k, beta=0)`.
+        # Uninitialized memory is not read: `baddbmm(empty, q, k, beta=0)`.
         shown = [tensor for tensor in inputs if id(tensor) not in before]  # what it wrote to is no longer what it read
         tainted = [
             (found, self._origins.get(memory))
@@ -149,7 +148,7 @@ class OriginTracker(TorchDispatchMode):
 
     def _where(self) -> tuple[Phase, Site, str | None]:
         node = torch._C._current_autograd_node()
-        if node is None or self._sites.current != self._sites.base:  # also a recomputation inside of backward
+        if node is None or self._sites.current != self._sites.base:  # also a recomputation during backward
             return "forward", self._sites.current, None
         name = node.name()
         if name.endswith("OutputBorderBackward"):
@@ -159,7 +158,7 @@ class OriginTracker(TorchDispatchMode):
 
 
 class LargestSeen(TorchDispatchMode):
-    """The largest magnitude that any op gives in one dtype, while active."""
+    """The largest magnitude in the results of all ops of one dtype, while active."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -215,7 +214,7 @@ def _written_places(func: Any) -> tuple[tuple[int, str], ...]:
 
 @functools.cache
 def _statistics_places(func: Any) -> tuple[int, ...]:
-    """Of a batch normalization: where its flag for training lies, and its running statistics."""
+    """The argument positions of a batch normalization's training flag and running statistics."""
     names = [argument.name for argument in func._schema.arguments]
     flag = next((names.index(name) for name in ("training", "train") if name in names), None)
     statistics = [names.index(name) for name in ("running_mean", "running_var") if name in names]
@@ -223,7 +222,7 @@ def _statistics_places(func: Any) -> tuple[int, ...]:
 
 
 def _read(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments that an op computes with: in training, running statistics are written only."""
+    """The arguments that an op reads: in training, running statistics are only written."""
     flag, *statistics = _statistics_places(func) or (len(args),)
     if flag < len(args) and args[flag]:
         args = tuple(arg for place, arg in enumerate(args) if place not in statistics)

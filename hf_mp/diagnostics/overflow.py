@@ -1,4 +1,4 @@
-"""``explain_overflows``: watches a run's skipped steps and says who overflowed first."""
+"""``explain_overflows``: finds the origin of the overflow in skipped steps."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ KEPT_ELEMENTS = 2**16  # incoming gradients up to this size are kept: 256 KiB in
 
 
 class OverflowExplainer(StepObserver):
-    """Replays the micro-batch of a skipped step and reports who made the first inf or NaN; made by
+    """Replays the micro-batch of a skipped step and reports the origin of the first inf or NaN; returned by
     :func:`explain_overflows`.
 
     Attributes:
-        reports: one :class:`OverflowReport` for each skipped step that was explained, oldest first.
+        reports: one :class:`OverflowReport` for each explained step, oldest first.
     """
 
     def __init__(self, runtime: MixedPrecision, keep_batches: Path | None = None) -> None:
@@ -50,7 +50,7 @@ class OverflowExplainer(StepObserver):
     # What the runtime tells
 
     def forward(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Keep the call; returns what to call with its outputs."""
+        """Keep the call; returns a callback for its outputs."""
         call = KeptCall.of(forward, args, kwargs, torch_only=not self._keeps_all)
 
         def forward_ended(outputs: Any) -> None:
@@ -80,12 +80,12 @@ class OverflowExplainer(StepObserver):
         output.register_hook(gradient_arrives)
 
     def backward_ended(self, largest: Tensor | None) -> None:
-        """Keep what the gradients' scan gave, unread."""
+        """Keep the result of the gradient scan, unread."""
         if self._backwards and largest is not None:
             self._backwards[-1].largest = largest
 
     def stepped(self, report: StepReport) -> None:
-        """Drop what was kept; explain the step before if it was skipped and that was not to be expected."""
+        """Explain the step if it was skipped unexpectedly, and drop what was kept."""
         backwards, self._backwards = self._backwards, []
         scaler = self._runtime.scaler
         if not report.overflow:
@@ -101,15 +101,15 @@ class OverflowExplainer(StepObserver):
             self._publish(self._explain(suspects, backwards))
 
     def detached(self) -> None:
-        """Drop what was kept of the current step."""
+        """Drop the current step."""
         self._backwards.clear()
 
     def last_words(self) -> str:
-        """What belongs into the message of the error that ends training."""
+        """For the message of the error that ends training."""
         if not self.reports or not self._unclean_steps:
             return ""
         # When training stops is no news any more, and the last steps may not have been replayed.
-        return f"The last of them that was replayed:\n{replace(self.reports[-1], skips_until_stop=None).to_text()}"
+        return f"The last one that was replayed:\n{replace(self.reports[-1], skips_until_stop=None).to_text()}"
 
     # For the person
 
@@ -117,7 +117,7 @@ class OverflowExplainer(StepObserver):
         """Replay the current step's micro-batches, between ``backward()`` and ``step()``.
 
         Returns:
-            Who made the first inf or NaN; None if there is none. It is added to :attr:`reports` and logged.
+            The report on the first inf or NaN; None without one. It is added to :attr:`reports` and logged.
         """
         report = self._explain(list(self._backwards), self._backwards)
         if report is None or report.phase == "not found":
@@ -133,7 +133,7 @@ class OverflowExplainer(StepObserver):
             report = self._replay(backward, backwards)
             if report.phase != "not found":
                 return report
-        # The inf came from another process, which explains it: all replay at the same time and nobody waits longer.
+        # The inf came from another process, which explains it: all replay at the same time.
         if is_running() and report is not None and not report.notes:
             return None
         return report
@@ -208,30 +208,28 @@ class OverflowExplainer(StepObserver):
 def explain_overflows(
     model: nn.Module | MixedPrecision, *, keep_batches: str | Path | None = None
 ) -> OverflowExplainer:
-    """Have each skipped step explained that is not the loss scaler's ordinary search for its level.
+    """Explain every skipped step, except the loss scaler's ordinary search for its level.
 
-    Good steps pay for references to their inputs and copies of the random generators' states, nothing else; inputs stay
-    in memory until ``optimizer.step()``. A skipped step's micro-batch is replayed once in forward and backward, and
-    everything is left as it was. Each new culprit is logged as a warning; in a run of skipped steps the 1st, 2nd, 4th,
-    8th, ... are replayed.
+    A clean step only keeps references to its inputs until ``optimizer.step()``, and copies of the random generators'
+    states. The micro-batch of a skipped step is replayed in forward and backward, without side effects. Each new
+    culprit is logged as a warning; of consecutive skipped steps the 1st, 2nd, 4th, 8th, ... are replayed.
 
     Args:
-        model: a model that mixed precision is attached to, or its :class:`hf_mp.MixedPrecision`.
-        keep_batches: a directory where the tensors of failing batches are kept, each with its report
-            (``batch.safetensors``, ``report.json``); default None keeps none.
+        model: an attached model, or its :class:`hf_mp.MixedPrecision`.
+        keep_batches: directory for the tensors of failing batches and their reports (``batch.safetensors``,
+            ``report.json``); default None keeps none.
 
     Returns:
-        The explainer, whose ``reports`` grow as the run goes on; for the same model always the same one.
+        The explainer, with its ``reports``; always the same one for the same model.
 
     Raises:
         TypeError: if ``model`` is neither.
-        ValueError: for a model that no mixed precision is attached to, a policy without it, or another
-            ``keep_batches`` than before.
-        OSError: if the directory cannot be made.
+        ValueError: for a model that is not attached, an FP32 policy, or another ``keep_batches`` than before.
+        OSError: if the directory cannot be created.
     """
     runtime = runtime_of(model, "explain_overflows")
     if not runtime.policy.is_mixed:
-        raise ValueError(f"precision={str(runtime.policy)!r} skips no step: there is nothing to explain")
+        raise ValueError(f"precision={str(runtime.policy)!r} skips no steps: there is nothing to explain")
     directory = None if keep_batches is None else Path(keep_batches)
     for observer in runtime.observers:
         if isinstance(observer, OverflowExplainer):
@@ -249,7 +247,7 @@ def explain_overflows(
 
 
 def runtime_of(model: Any, caller: str) -> MixedPrecision:
-    """The runtime that is attached to ``model``, or ``model`` if it is one; ``caller`` is for the message of errors."""
+    """The runtime attached to ``model``, or ``model`` if it is one; ``caller`` is for error messages."""
     if isinstance(model, MixedPrecision):
         return model
     if not isinstance(model, nn.Module):
@@ -260,12 +258,12 @@ def runtime_of(model: Any, caller: str) -> MixedPrecision:
     for module in model.modules():
         if isinstance(forward := module.__dict__.get("forward"), AttachedForward):
             return forward.runtime
-    raise ValueError(f"no mixed precision is attached to this {type(model).__name__}: hf_mp.prepare(...) does that")
+    raise ValueError(f"no mixed precision is attached to this {type(model).__name__}: call hf_mp.prepare(...) first")
 
 
 def _suspects(backwards: list[KeptBackward]) -> list[KeptBackward]:
-    """The micro-batches that may have failed: gradients accumulate, so it was the first after which they called for a
-    skip; all where that was not measured, those with a loss that is not finite first."""
+    """The micro-batches that may have failed: the first with a bad accumulated gradient; all if not measured, those
+    with a non-finite loss first."""
     if all(backward.largest is not None for backward in backwards):
         bad = [b for b in backwards if b.largest is not None and not b.largest.item() < SQUARES_BELOW]
         return bad[:1] or backwards
@@ -273,6 +271,6 @@ def _suspects(backwards: list[KeptBackward]) -> list[KeptBackward]:
 
 
 def _has_bad_loss(backward: KeptBackward) -> bool:
-    """Whether a loss is not finite, or what it sent into the model: then the scale has no part in it."""
+    """Whether a loss or its gradient is not finite: then the scale is not the cause."""
     losses = [loss for call in backward.calls for loss in call.losses.values()]
     return any(map(finiteness, losses + [g for entry in backward.incoming if (g := entry.gradient) is not None]))

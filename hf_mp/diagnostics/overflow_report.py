@@ -1,4 +1,4 @@
-"""``OverflowReport``: who made the first inf or NaN of a skipped step."""
+"""``OverflowReport``: the origin of the first inf or NaN of a skipped step."""
 
 from __future__ import annotations
 
@@ -14,32 +14,30 @@ Phase = Literal["input", "weight", "forward", "backward", "loss outside of the m
 
 @dataclass(frozen=True)
 class OverflowReport:
-    """The culprit of a skipped step: who made the first inf or NaN, or else a gradient of 2**64 or more.
+    """The origin of the first inf or NaN of a skipped step, or of a gradient of 2**64 or more.
 
     FP32 cannot hold the square of such a gradient, and Adam's second moment would stay inf.
 
     Attributes:
         step: number of the optimizer step, from 1.
-        micro_batch: which backward of the step it was, from 1.
-        micro_batches: how many backwards the step had.
-        rank: the process, in distributed training; else 0.
-        phase: where the first inf or NaN came from. ``"input"``: it was in the batch. ``"weight"``: in a parameter or
-            buffer, or in its FP16 rounding. ``"forward"``, ``"backward"``: an op made it from finite values.
-            ``"loss outside of the model"``: the gradient came into the model's outputs like that. ``"not found"``: the
-            replay showed none; ``notes`` say what is known.
+        micro_batch: number of the backward within the step, from 1.
+        micro_batches: number of backwards in the step.
+        rank: the process in distributed training; else 0.
+        phase: the origin. ``"input"``: the batch. ``"weight"``: a parameter or buffer, or its FP16 rounding.
+            ``"forward"``, ``"backward"``: an op, from finite values. ``"loss outside of the model"``: the gradient of a
+            model output. ``"not found"``: the replay showed none; see ``notes``.
         module: name of the module in the attached model; ``""`` is the model itself.
-        op: torch's name of the function that the module called; in backward, of the one whose backward it was.
-        tensor: name of the input, weight or output that is at fault; ``""`` for an op.
-        inputs: the range of each tensor that went into the op.
-        outputs: the range of each tensor that came out.
-        nonfinite_gradients: names of the parameters whose gradient was inf, NaN or too large in this micro-batch.
-        loss_scale: the loss scale that was in force.
-        smaller_scale_helps: whether the same backward is finite at a smaller loss scale; None where it was not tried.
-        largest_finite_scale: the largest power of two at which it is, as estimated from that second backward.
-        finite_in_fp32: whether the same micro-batch is finite without autocast; None where it was not tried.
-        skips_until_stop: skipped steps in a row, this one included, after which training stops with a
-            ``LossScaleError``; None if it never does.
-        notes: what else is worth knowing.
+        op: torch's name of the function that the module called, or whose backward it is.
+        tensor: name of the input, weight or output; ``""`` for an op.
+        inputs: the range of each input tensor of the op.
+        outputs: the range of each output tensor.
+        nonfinite_gradients: names of the parameters whose gradient is inf, NaN or too large in this micro-batch.
+        loss_scale: the loss scale of the step.
+        smaller_scale_helps: whether the same backward is finite at a smaller loss scale; None if not tried.
+        largest_finite_scale: the largest such power of two, estimated from that second backward.
+        finite_in_fp32: whether the same micro-batch is finite without autocast; None if not tried.
+        skips_until_stop: consecutive skipped steps, including this one, until ``LossScaleError``; None for never.
+        notes: further observations.
     """
 
     step: int
@@ -62,27 +60,27 @@ class OverflowReport:
 
     @property
     def culprit(self) -> tuple[str, str, str, str]:
-        """What is the same of two reports about the same culprit."""
+        """Equal for reports about the same origin."""
         return self.phase, self.module, self.op, self.tensor
 
     @property
     def headline(self) -> str:
-        """Who it was, in one sentence without a full stop."""
+        """The origin in one sentence, without a full stop."""
         module = f"module {self.module!r}" if self.module else "the model itself"
         return {
-            "input": f"The batch has inf or NaN already: {self.tensor!r}, as it goes into the model",
+            "input": f"The batch contains inf or NaN: {self.tensor!r}, as it enters the model",
             "weight": f"The weight or buffer {self.tensor!r} is not finite{self._in_16_bits}",
-            "forward": f"The first {self._what} was made by {self.op!r} in {module}, in the forward pass",
-            "backward": f"The first {self._what} was made by the gradient of {self.op!r} in {module}, in the backward "
-            "pass",
-            "loss outside of the model": f"The loss is computed outside of the model, and the gradient that it sends "
-            f"into the output {self.tensor!r} has {self._what}, while that output is finite",
-            "not found": "A replay did not show who made the inf or NaN",
+            "forward": f"The first {self._what} was produced by {self.op!r} in {module}, in the forward pass",
+            "backward": f"The first {self._what} was produced by the gradient of {self.op!r} in {module}, in the "
+            "backward pass",
+            "loss outside of the model": "The loss is computed outside the model, and its gradient with respect to the "
+            f"output {self.tensor!r} has {self._what}, although that output is finite",
+            "not found": "A replay did not find the origin of the inf or NaN",
         }[self.phase]
 
     @property
     def is_too_large(self) -> bool:
-        """Whether the gradient is finite, and too large to be squared."""
+        """Whether the gradient is finite but too large to be squared."""
         return bool(self.outputs) and not any(found.inf_count or found.nan_count for found in self.outputs)
 
     @property
@@ -91,13 +89,13 @@ class OverflowReport:
 
     @property
     def _in_16_bits(self) -> str:
-        """Of a weight: whether only its rounding is at fault."""
+        """Whether only the FP16 rounding of a weight is not finite."""
         is_finite = all(found.inf_count == found.nan_count == 0 for found in self.inputs[:1])
         return " in FP16" if is_finite and self.inputs else ""
 
     @property
     def advice(self) -> str:
-        """What follows for the person; empty where nothing does."""
+        """What to do; empty if nothing."""
         if self.phase == "not found":
             return ""
         if self.smaller_scale_helps:
@@ -108,24 +106,24 @@ class OverflowReport:
         in_fp32 = f"Compute it in FP32 ({rule}){' or train in bf16' if is_fp16 else ''}."
         what = {
             "input": "Clean the data.",
-            "weight": in_fp32 if self._in_16_bits else "Go back to a checkpoint from before it, or load other weights.",
+            "weight": in_fp32 if self._in_16_bits else "Go back to an earlier checkpoint, or load other weights.",
             "loss outside of the model": "Scale the loss down."
             if self.is_too_large
             else "Look for a division by zero, or a logarithm or root of zero, in the loss.",
-            "forward": f"It was not tried in FP32, which may hold it. {in_fp32}",
-            "backward": f"It was not tried in FP32, which may hold it. {in_fp32}",
+            "forward": f"FP32 was not tried; it may be finite there. {in_fp32}",
+            "backward": f"FP32 was not tried; it may be finite there. {in_fp32}",
         }[self.phase]
         if self.finite_in_fp32 is not None and self.finite_in_fp32:
             what = f"In FP32 the same micro-batch is finite. {in_fp32}"
         elif self.finite_in_fp32 is not None:
-            what = "In FP32 the same micro-batch is not finite either: it is the model or its data, not the precision."
+            what = "In FP32 the same micro-batch is not finite either: the cause is the model or its data."
         stops = ""
         if self.skips_until_stop is not None:
             stops = f" Training stops after {self.skips_until_stop} such steps in a row, this one included."
         return f"No smaller loss scale helps. {what}{stops}"
 
     def to_text(self) -> str:
-        """The report for a person, in a few lines."""
+        """The report as a few lines of text."""
         rank = f", rank {self.rank}" if self.rank else ""
         where = f"micro-batch {self.micro_batch} of {self.micro_batches}{rank}"
         lines = [f"Step {self.step} ({where}) was skipped at loss scale {self.loss_scale:g}. {self.headline}."]
@@ -146,7 +144,7 @@ class OverflowReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> OverflowReport:
-        """The report whose fields, as :meth:`to_json` writes them, are ``values``.
+        """The report of the fields that :meth:`to_json` wrote.
 
         Raises:
             ValueError, TypeError, KeyError: for anything else.

@@ -1,4 +1,4 @@
-"""``record_precision``: writes down what happens to a run's precision, for its report."""
+"""``record_precision``: records the precision of a run for its report."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.distributed import is_running
 
 SEARCH = "the loss scale is finding its level"
-UNEXPLAINED = "a gradient was inf or NaN; nobody looked for the cause"
+UNEXPLAINED = "a gradient was inf or NaN; the cause was not examined"
 ELSEWHERE = "a gradient was inf or NaN; this process found no cause, another one may have logged it"
 NOT_REPLAYED = "a gradient was inf or NaN; of skipped steps in a row, only the 1st, 2nd, 4th, 8th, ... are replayed"
 
 
 class PrecisionRecorder(StepObserver):
-    """Keeps the log of a run; made by :func:`record_precision`.
+    """Writes the log of a run; returned by :func:`record_precision`.
 
     Attributes:
-        latest: the magnitudes of the last step that they were taken of; None before.
-        run_directory: where the log is.
+        latest: the magnitudes of the last collected step, or None.
+        run_directory: the directory of the log.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PrecisionRecorder(StepObserver):
     # What the runtime tells
 
     def forward(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Look at this step if it is one of those."""
+        """Collect the step if it is due."""
         if self._batch_shape is None and isinstance(ids := kwargs.get("input_ids"), Tensor):
             self._batch_shape = tuple(ids.shape)
         collector = self._collector
@@ -84,12 +84,12 @@ class PrecisionRecorder(StepObserver):
         return lambda outputs: self._note_memory("after forward")
 
     def backward_ended(self, largest: Tensor | None) -> None:
-        """Have the gradients looked at."""
+        """Sample the gradients."""
         if self._collector is not None:
             self._collector.backward_ended()
 
     def stepped(self, report: StepReport) -> None:
-        """Write down what became of the step."""
+        """Record the outcome of the step."""
         self._begin()
         scaler, step = self._runtime.scaler, self._runtime.stats.steps + 1
         scale = scaler.get_scale()
@@ -123,7 +123,7 @@ class PrecisionRecorder(StepObserver):
     # For who runs it
 
     def predict_memory(self, **settings: Any) -> None:
-        """Write down the memory over a step by category, as predicted for the run's first batch; takes seconds.
+        """Record the predicted memory over a step by category, for the run's first batch; takes seconds.
 
         Args:
             settings: as for :func:`hf_mp.estimate_training_memory`: ``optimizer``, ``accumulation_steps``,
@@ -139,7 +139,7 @@ class PrecisionRecorder(StepObserver):
             self._log.write("predicted memory", **as_memory_record(predicted))
 
     def end(self) -> None:
-        """The run has come to its end."""
+        """Record the end of the run."""
         self._begin()
         for found in self._new_reports():
             self._log.write("overflow", report=asdict(found))
@@ -148,13 +148,13 @@ class PrecisionRecorder(StepObserver):
         self._has_begun = False  # a second train() is another start
 
     def write_report(self, path: str | Path | None = None) -> Path:
-        """Write the page of the run so far, and give its path.
+        """Write the page of the run so far, and return its path.
 
         Args:
-            path: of the page; default ``precision_report.html`` in the run directory.
+            path: default ``precision_report.html`` in the run directory.
 
         Raises:
-            OSError: where it cannot be written.
+            OSError: if it cannot be written.
         """
         from hf_mp.diagnostics.report import write_report
 
@@ -218,10 +218,10 @@ def _now() -> str:
 
 
 def check_histogram_steps(histogram_steps: Any) -> None:
-    """Raise a ValueError unless it is a number of steps, or 0."""
+    """Raise ValueError unless it is a number of steps, or 0."""
     if not isinstance(histogram_steps, int) or isinstance(histogram_steps, bool) or histogram_steps < 0:
         raise ValueError(
-            f"histogram_steps={histogram_steps!r} must be a whole number: every how many steps, or 0 for never"
+            f"histogram_steps={histogram_steps!r} must be a whole number of steps between histograms, or 0 for never"
         )
 
 
@@ -233,31 +233,31 @@ def record_precision(
     histogram_layers: Sequence[str] | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> PrecisionRecorder:
-    """Write down what happens to a run's precision, as it goes on, in ``RUN_DIR/precision_log.jsonl``.
+    """Record the precision of a run in ``RUN_DIR/precision_log.jsonl``.
 
-    Of every step: loss scale, headroom, whether it was skipped and why. Every ``histogram_steps`` steps: the magnitudes
-    of activations, their gradients, weights, weight gradients and updates by layer, and the memory in use.
-    ``recorder.write_report()`` and ``hf-mp report RUN_DIR`` make a page of it. The training is bit for bit the same.
+    Every step: loss scale, headroom, whether it was skipped and why. Every ``histogram_steps`` steps: the magnitudes of
+    activations, their gradients, weights, weight gradients and updates by layer, and the memory in use.
+    ``recorder.write_report()`` and ``hf-mp report RUN_DIR`` write a page from it. Training is bit for bit the same.
 
-    Of activations and their gradients, the first micro-batch of a step counts; of several optimizers, the first that
-    steps. With several processes each sees its own batch: call this on one of them. What cannot be seen (modules inside
-    of a compiled model, parameters under FSDP) is named in the record.
+    Activations and their gradients are those of a step's first micro-batch; with several optimizers, the first one to
+    step counts. With several processes each sees its own batch: call this in one of them. The record names what cannot
+    be recorded (modules in a compiled model, parameters under FSDP).
 
     Args:
-        model: a model that mixed precision is attached to, or its :class:`hf_mp.MixedPrecision`.
-        run_directory: made where it is not there; what an earlier run wrote there is continued.
-        histogram_steps: every how many steps histograms are taken, beginning with the next; default 0: never.
-        histogram_layers: name patterns of modules (``["transformer.h.*.mlp.*"]``); default None: every module with
-            parameters of its own.
-        settings: what else belongs into the report, for JSON.
+        model: an attached model, or its :class:`hf_mp.MixedPrecision`.
+        run_directory: created if missing; the log of an earlier run there is continued.
+        histogram_steps: interval between histograms, in steps; default 0: never.
+        histogram_layers: name patterns of modules (``["transformer.h.*.mlp.*"]``); default None: every module that
+            directly holds parameters.
+        settings: further entries for the report, for JSON.
 
     Returns:
-        The recorder; for the same model always the same one.
+        The recorder; always the same one for the same model.
 
     Raises:
-        TypeError: if ``model`` is neither, for one string as patterns, or for settings that JSON cannot hold.
-        ValueError: for a model that no mixed precision is attached to, a pattern that fits no module, a wrong
-            ``histogram_steps``, or other settings than before.
+        TypeError: if ``model`` is neither, for a single string as patterns, or for settings that are not JSON.
+        ValueError: for a model that is not attached, a pattern that matches no module, an invalid ``histogram_steps``,
+            or other settings than before.
     """
     runtime = runtime_of(model, "record_precision")
     if not runtime.policy.is_mixed:

@@ -1,4 +1,4 @@
-"""The memory over a run's training step by category, predicted from the model and the batch that it had."""
+"""Predicts the memory of a run's training step by category, from its model and batch."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class PredictedMemory:
     Attributes:
         batch_size, seq_len: of a micro-batch.
         device: ``"cpu"`` or ``"cuda"``.
-        peak_bytes, peak_phase: how much at its peak, and where that is.
-        timeline: what was in use, in the order in which storages come and go.
+        peak_bytes, peak_phase: the peak, and the part of the step that reaches it.
+        timeline: the memory in use, in the order of allocations.
     """
 
     batch_size: int
@@ -44,7 +44,7 @@ class PredictedMemory:
 def predict_memory(
     model: nn.Module | None, policy: PrecisionPolicy, batch_shape: tuple[int, ...] | None, **settings: Any
 ) -> PredictedMemory:
-    """The memory of a step of a run that is going on; nothing of the model is changed.
+    """Predict the memory of a step of a live run; the model is not changed.
 
     Args:
         model: of Transformers, with all of its parameters trainable.
@@ -53,7 +53,7 @@ def predict_memory(
         settings: as for :func:`hf_mp.estimate_training_memory`.
 
     Raises:
-        CannotPredictError: for anything else, and where the prediction fails; the message tells why.
+        CannotPredictError: for anything else, and if the prediction fails, with the reason.
     """
     if not isinstance(model, PreTrainedModel) or not all(p.requires_grad for p in model.parameters()):
         raise CannotPredictError("it is predicted for whole models of Transformers alone")
@@ -67,7 +67,7 @@ def predict_memory(
         memory = estimate_training_memory(
             model, str(policy), batch_size=batch_shape[0], seq_len=batch_shape[1], **settings
         )
-    except Exception as error:  # a model of somebody's own may do anything on fake tensors, and the run is over
+    except Exception as error:  # a custom model may do anything on fake tensors, and the run is over
         raise CannotPredictError(f"{type(error).__name__}: {error}") from error
     return _of(memory)
 

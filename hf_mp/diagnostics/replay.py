@@ -1,4 +1,4 @@
-"""One micro-batch of a failed step, run once more under instruments."""
+"""Replays one micro-batch of a failed step under instruments."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from hf_mp.weights.split_parameter import raw_gradient
 
 
 class CannotReplay(RuntimeError):
-    """The micro-batch cannot be run once more without disturbing the training."""
+    """The micro-batch cannot be replayed without disturbing the training."""
 
 
 class Replay:
-    """A forward and backward of one micro-batch, of which nothing stays.
+    """A forward and backward of one micro-batch without side effects.
 
     Args:
-        runtime: an attached :class:`hf_mp.MixedPrecision`, whose weights are those of the failed step.
-        backward: what was kept of the micro-batch.
+        runtime: an attached :class:`hf_mp.MixedPrecision` with the weights of the failed step.
+        backward: the kept micro-batch.
 
     Attributes:
-        origin: where the first inf or NaN came from; None if there was none.
+        origin: of the first inf or NaN; None without one.
         nonfinite_gradients: the parameters whose gradient had inf or NaN.
         smaller_scale_helps, largest_finite_scale, finite_in_fp32: as in :class:`OverflowReport`.
         notes: what could not be done.
 
     Raises:
-        CannotReplay: for models whose forward talks to other processes.
+        CannotReplay: for models whose forward communicates with other processes.
     """
 
     def __init__(self, runtime: MixedPrecision, backward: KeptBackward) -> None:
@@ -140,19 +140,19 @@ class Replay:
     # What the borders ask (hf_mp.scaling.borders.Crossings)
 
     def scale(self, device: torch.device) -> Tensor | None:
-        """The scale of the replay, which may be another one than the run's."""
+        """The scale of the replay, which may differ from the run's."""
         scale = self._runtime.scale(device)
         return None if scale is None else self._scales.setdefault(device, scale.clone())
 
     def inverse(self, device: torch.device, node: Any, index: int) -> Tensor | None:
-        """None: whether a gradient is finite does not depend on it."""
+        """None: finiteness does not depend on it."""
         return None
 
     def entered(self, node: Any, gradient: Tensor) -> None:
-        """Nothing."""
+        """Ignored."""
 
     def take(self, weight: Tensor, gradients: Sequence[Tensor], node: Any, index: int) -> bool:
-        """Nothing is taken: no gradient stays."""
+        """No gradient is kept."""
         return False
 
     @contextmanager
@@ -166,7 +166,7 @@ class Replay:
             region.observer = before
 
     def _blame_what_is_there(self, tracker: OriginTracker, calls: list[KeptCall]) -> None:
-        """Have the tracker know what was not finite before the forward began."""
+        """Tell the tracker what was not finite before the forward."""
         order = 0
         for call in calls:
             for name, tensor in _named_inputs(call):
@@ -182,7 +182,7 @@ class Replay:
                     tracker.blame(tensor, origin)
 
     def _rounded(self, tensor: Tensor) -> Tensor:
-        """What the forward reads in the place of a parameter: its working copy, where there is one."""
+        """What the forward reads for a parameter: its working copy, if there is one."""
         copies = self._runtime.layout.copies
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad and tensor.dtype is torch.float32:
             return copies.get(tensor) if tensor in copies else tensor
@@ -214,7 +214,7 @@ class Replay:
             self.origin = Origin("loss outside of the model", 0, "", "", name, *ranges)
 
     def _backward_through(self, outputs: list[Tensor], gradients: list[Tensor], tracker: OriginTracker | None) -> None:
-        """A backward that accumulates nowhere; takes the origins of non-finite gradients where ``tracker`` is given."""
+        """A backward that accumulates nowhere; with ``tracker``, it takes the origins of non-finite gradients."""
         names: list[str] = []
 
         def look(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
@@ -223,7 +223,7 @@ class Replay:
             if finiteness(gradient, self._limit):
                 names.append(self._names[id(parameter)])
                 self._take(None if tracker is None else tracker.of(gradient))
-            return gradient.new_zeros(()).expand(gradient.shape)  # nobody needs it: its memory can go
+            return gradient.new_zeros(()).expand(gradient.shape)  # unused: its memory can be freed
 
         def note_task(gradient: Tensor) -> None:
             if tracker is not None:
@@ -254,7 +254,7 @@ class Replay:
                         look(parameter, gradient)
 
     def _find_too_large(self, sites: CallSites, outputs: list[Tensor], gradients: list[Tensor]) -> None:
-        """Look who made a gradient that is finite and too large to be squared."""
+        """Find the origin of a gradient that is finite but too large to be squared."""
         self._limit = SQUARES_BELOW
         inside = SQUARES_BELOW * self._runtime.scaler.get_scale()  # where gradients are scaled
         tracker = OriginTracker(sites, inside, carried_limit=min(inside, SQUARES_BELOW))
@@ -289,7 +289,7 @@ class Replay:
         self.origin, self.nonfinite_gradients = culprit, names
 
     def _try_fp32(self, calls: list[KeptCall]) -> None:
-        """The same micro-batch without autocast: does the model itself overflow, or only its 16 bits?"""
+        """Run the same micro-batch without autocast: does the model overflow in FP32, too?"""
         if any(entry.gradient is None for entry in self._backward.incoming):
             return
         names, parameters = self.nonfinite_gradients, self._parameters
@@ -311,7 +311,7 @@ class Replay:
         leaving = [outputs[id(incoming.call), incoming.output] for incoming in self._backward.incoming]
         self.finite_in_fp32 = not any(map(finiteness, leaving))
         gradients = [g for incoming in self._backward.incoming if (g := incoming.gradient) is not None]
-        # A loss outside of the model has seen the outputs of before: what it made of inf says nothing of these.
+        # A loss outside the model was computed from the failing outputs: its gradient says nothing about these.
         if self.finite_in_fp32 and not any(map(finiteness, gradients)):
             self._backward_through(leaving, gradients, None)
             self.finite_in_fp32 = not self.nonfinite_gradients
@@ -326,7 +326,7 @@ def _weight_origin(name: str, tensor: Tensor, rounded: Tensor) -> Origin:
 
 
 def _named_inputs(call: KeptCall) -> list[tuple[str, Tensor]]:
-    """The tensors that go into a call, named by the forward's parameters."""
+    """The input tensors of a call, named by the forward's parameters."""
     try:
         bound = inspect.signature(call.forward.original).bind(*call.args, **call.kwargs)
     except (TypeError, ValueError):
@@ -336,9 +336,9 @@ def _named_inputs(call: KeptCall) -> list[tuple[str, Tensor]]:
 
 def _refuse_collectives(model: nn.Module) -> None:
     if is_running() and any(isinstance(module, SyncBatchNorm) for module in model.modules()):
-        raise CannotReplay("SyncBatchNorm talks to the other processes in forward, which are not asked to replay")
+        raise CannotReplay("SyncBatchNorm communicates with the other processes, which do not replay")
     if is_sharded(model) or any(map(is_dtensor, model.parameters())):
-        raise CannotReplay("its weights are sharded, and gathering them talks to the other processes")
+        raise CannotReplay("its weights are sharded, and gathering them needs the other processes")
 
 
 def _eager() -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""The precision report of a run: one HTML page, from what the run wrote down."""
+"""The precision report of a run: one HTML page from the run's log."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ PAGE_NAME = "precision_report.html"
 OPEN_ROWS = 20  # of a table or a list of layers; the rest is folded
 SHOWN_SKIPS = 200
 
-# What the loss scale is in: the others are as they are.
+# The loss scale is a factor of these; the others are unscaled.
 _SCALED = (Kind.ACTIVATION_GRADIENTS, Kind.WEIGHT_GRADIENTS)
 _SHOWN = (Kind.ACTIVATION_GRADIENTS, Kind.WEIGHT_GRADIENTS, Kind.ACTIVATIONS, Kind.WEIGHTS, Kind.UPDATES)
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A histogram of a layer, or of all: paths and shares, those of gradients also at the loss scale."""
+    """A histogram of one or all layers: paths and shares; for gradients, also at the loss scale."""
 
     name: str
     true_path: str
@@ -76,16 +76,16 @@ class MemoryRow:
 
 
 def write_report(run_directory: str | Path, path: str | Path | None = None) -> Path:
-    """Write the page of a run, and give its path.
+    """Write the page of a run, and return its path.
 
     Args:
-        run_directory: of a run that :func:`hf_mp.record_precision` or a Trainer of ours recorded. Of any other with
-            checkpoints, what their logs tell is shown, and what is missing is named.
+        run_directory: of a run recorded by :func:`hf_mp.record_precision` or our Trainer. For any other run with
+            checkpoints, the page shows their logs and names what is missing.
         path: of the page; default ``precision_report.html`` in the run directory.
 
     Raises:
-        NoRunError: where there is no run; a ValueError.
-        OSError: where the page cannot be written.
+        NoRunError: (a ValueError) if there is no run.
+        OSError: if the page cannot be written.
     """
     run = read_run(Path(run_directory))
     target = Path(run_directory, PAGE_NAME) if path is None else Path(path)
@@ -94,10 +94,10 @@ def write_report(run_directory: str | Path, path: str | Path | None = None) -> P
 
 
 def report_command(run_directory: Path, html: Path | None) -> str:
-    """What ``hf-mp report`` prints: where the page is, and what is missing in it.
+    """The output of ``hf-mp report``: where the page is, and what is missing in it.
 
     Raises:
-        ValueError, OSError: as :func:`write_report`, and for a page that cannot be written where it is to be.
+        ValueError, OSError: as :func:`write_report`, and if ``html`` cannot be written.
     """
     run = read_run(run_directory)
     target = run_directory / PAGE_NAME if html is None else html
@@ -108,7 +108,7 @@ def report_command(run_directory: Path, html: Path | None) -> str:
 
 
 def render_report(run: RunRecords) -> str:
-    """The page as text. Whatever came from the run is escaped."""
+    """The page as text, with all input escaped."""
     updated = run.latest_updated
     latest = updated or run.latest  # a step that overflowed has hardly a value to draw
     skipped = run.steps.causes()
@@ -145,19 +145,19 @@ def render_report(run: RunRecords) -> str:
 
 
 def findings(steps: StepHistory, latest: StepMagnitudes | None, updated: StepMagnitudes | None) -> list[str]:
-    """What the run shows, in a few sentences."""
+    """The findings of the run in a few sentences."""
     found = []
     if steps:
         scales, headrooms = steps.scales, steps.headrooms
         found.append(f"{int(steps.is_skipped.sum()):,} of {len(steps):,} steps skipped.")
         found.append(
-            f"Loss scale {scales[0]:,g} at first, {scales[-1]:,g} at last ({scales.min():,g} to {scales.max():,g})."
+            f"Loss scale from {scales[0]:,g} to {scales[-1]:,g} (range {scales.min():,g} to {scales.max():,g})."
         )
         headrooms = headrooms[~np.isnan(headrooms)]
         if len(headrooms):
             found.append(
-                f"Headroom {headrooms[-1]:.1f} at last, {headrooms.min():.1f} at its smallest: so many doublings of "
-                "the scale lay between the largest gradient and an overflow."
+                f"Headroom {headrooms[-1]:.1f} at the end, {headrooms.min():.1f} at its smallest: doublings of the "
+                "scale between the largest gradient and an overflow."
             )
     if latest is not None and (gradients := latest.of(Kind.WEIGHT_GRADIENTS)).finite_nonzero:
         found.append(
@@ -175,7 +175,7 @@ def findings(steps: StepHistory, latest: StepMagnitudes | None, updated: StepMag
 
 
 def gallery(step: StepMagnitudes, kind: Kind) -> Gallery | None:
-    """All histograms of one kind; None where there are none."""
+    """All histograms of one kind; None without any."""
     found = [layer for layer in step.layers if step.of(kind, layer).total]
     if not found:
         return None
@@ -213,7 +213,7 @@ def _shares_over_time(shares: list[StepShares]) -> list[tuple[str, str, list[tup
 
 
 def swamped_rows(step: StepMagnitudes) -> list[SwampedRow]:
-    """One row a layer that has updates, the one that loses most first."""
+    """One row for each layer with updates, the largest loss first."""
     rows = [(layer, *step.swamped(layer)) for layer in step.layers]
     return [_swamped_row(*row) for row in sorted(rows, key=lambda row: -row[2].share) if row[1].updates]
 

@@ -1,4 +1,4 @@
-"""The pictures of the precision report, as coordinates: pure functions of what was recorded."""
+"""The charts of the precision report as coordinates: pure functions of the records."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LINE_WIDTH, LINE_HEIGHT = 1000, 200
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit of FP16 on the axis: where in percent, and what it is."""
+    """A limit of FP16 on the axis: position in percent, and label."""
 
     percent: float
     log2: int
@@ -40,7 +40,7 @@ class Limit:
 
 
 def axis_percent(log2: float) -> float:
-    """The place of a magnitude on the axis, in percent of its width."""
+    """The position of a magnitude on the axis, in percent of its width."""
     return 100 * (min(max(log2, LOWEST), HIGHEST) - LOWEST) / (HIGHEST - LOWEST)
 
 
@@ -53,7 +53,7 @@ LIMITS = (
 
 @dataclass(frozen=True)
 class Zone:
-    """A part of the axis that FP16 does not hold, or not with all its bits; in units of ``WIDTH``."""
+    """A part of the axis outside FP16's normal range; in units of ``WIDTH``."""
 
     colour: str
     x: int
@@ -73,10 +73,7 @@ TICKS = tuple((axis_percent(log2), log2) for log2 in range(LOWEST + 8, HIGHEST, 
 
 
 def silhouette(histogram: Histogram, log2_scale: int = 0) -> str:
-    """The histogram as an SVG path of its bars, the highest of them ``HEIGHT`` high; ``""`` of no values.
-
-    ``log2_scale`` shifts it: that of the values times 2**log2_scale.
-    """
+    """The histogram, shifted by ``log2_scale``, as an SVG path of bars up to ``HEIGHT``; ``""`` without values."""
     heights: dict[int, int] = {}
     for octave, count in histogram.by_octave().items():
         place = min(max(octave + log2_scale, LOWEST), HIGHEST - 1)
@@ -103,7 +100,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Frame:
-    """Lines over the steps of a run, with what stands at the ends of the axes."""
+    """Lines over the steps of a run, with the labels at the ends of the axes."""
 
     curves: tuple[Curve, ...]
     first_step: int
@@ -122,7 +119,7 @@ class ScaleHistory:
 
 
 def scale_history(steps: StepHistory) -> ScaleHistory | None:
-    """The history of at least one step; None of fewer."""
+    """The history of a run; None without steps."""
     if not steps:
         return None
     numbers, log2, headrooms = steps.numbers, np.log2(steps.scales), steps.headrooms
@@ -141,7 +138,7 @@ def scale_history(steps: StepHistory) -> ScaleHistory | None:
 
 
 def share_history(shares: Iterable[tuple[str, str, Sequence[tuple[int, float]]]]) -> Frame | None:
-    """Shares over the steps as lines, each with its colour and name; None where no line has two points."""
+    """Shares over the steps as lines, each with its color and name; None if no line has two points."""
     lines = [(colour, name, list(points)) for colour, name, points in shares if len(points) > 1]
     if not lines:
         return None
@@ -167,7 +164,7 @@ def _curve(
 
 
 def _staircase(numbers: Steps, values: Values) -> list[tuple[int, float]]:
-    """Only the corners; of too many of them, the highest and the lowest of each stretch."""
+    """Only the corners; if too many, the highest and lowest of each stretch."""
     if len(values) == 1:
         return _points(numbers, values)
     changes, last = np.flatnonzero(np.diff(values)) + 1, len(values) - 1
@@ -189,7 +186,7 @@ def _largest(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def _of_each_stretch(values: Values, *choices: Callable[[Values], Any]) -> list[int]:
-    """The places that are chosen in each of at most ``MOST_POINTS`` stretches."""
+    """The positions chosen in each of at most ``MOST_POINTS`` stretches."""
     length = -(-len(values) // MOST_POINTS)
     kept: list[int] = []
     for start in range(0, len(values), length):
@@ -202,7 +199,7 @@ def _points(numbers: Steps, values: Values) -> list[tuple[int, float]]:
 
 
 def percent(share: float) -> str:
-    """A share for a person: ``0%``, ``<0.01%``, ``3.1%``."""
+    """A share as text: ``0%``, ``<0.01%``, ``3.1%``."""
     if share == 0.0:
         return "0%"
     if share < 1e-4:

@@ -1,9 +1,9 @@
-"""What a run writes down of its precision, line by line, and what can be read of it again.
+"""The precision log of a run: writing and reading.
 
-``RUN_DIR/precision_log.jsonl`` holds one JSON object a line, under ``record``: ``run`` (settings and versions, once
+``RUN_DIR/precision_log.jsonl`` holds one JSON object a line. Its ``record`` is ``run`` (settings and versions, once
 for each start), ``step`` (loss scale, headroom, whether it was skipped and why), ``overflow`` (an overflow report),
-``magnitudes`` (histograms), ``memory``, ``predicted memory`` and ``end``. Each line is handed to the operating system
-as it comes, so a killed process leaves all of them but the one that it was writing.
+``magnitudes`` (histograms), ``memory``, ``predicted memory`` or ``end``. Each line is flushed, so a killed process
+loses at most the one that it was writing.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, StepShares, from_r
 
 logger = logging.get_logger(__name__)
 
-# What reading a damaged record raises, or one that a stranger made up.
+# Raised when a damaged or forged record is read.
 _DAMAGED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 LOG_NAME = "precision_log.jsonl"
 VERSION = 1
 
-# What is read of a log, which may be a stranger's.
+# Limits for reading a log, which may be untrusted.
 MAX_LINE_BYTES = 8 * 2**20  # histograms of 10,000 tensors take some 2 MB
 MAX_REPORT_BYTES = 32 * 2**20  # of all overflow reports together, of 3 kB each; the page shows the first twenty
 MAX_JSON_BYTES = 64 * 2**20
@@ -42,10 +42,10 @@ _MOST_CHARACTERS = 500
 
 
 class RunLog:
-    """Appends records to the log of a run directory; after a failure to write it says so once, and writes no more.
+    """Appends records to the log of a run directory; warns once if it cannot write, and then stops.
 
     Args:
-        directory: of the run; made when the first record is written.
+        directory: of the run; created with the first record.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -54,7 +54,7 @@ class RunLog:
         self._has_failed = False
 
     def write(self, record: str, **values: Any) -> None:
-        """Append one record of finite numbers, texts, lists and dictionaries."""
+        """Append one record of finite numbers, strings, lists and dictionaries."""
         if self._has_failed:
             return
         line = json.dumps({"record": record, **values}, allow_nan=False, separators=(",", ":"))
@@ -79,7 +79,7 @@ class RunLog:
 
     def _give_up(self, error: OSError) -> None:
         if not self._has_failed:
-            logger.warning(f"the precision of this run is recorded no further, {self.path} cannot be written: {error}")
+            logger.warning(f"recording the precision of this run stops: {self.path} cannot be written: {error}")
         self._has_failed = True
         self.close()
 
@@ -106,7 +106,7 @@ class MemoryPoint:
 
 @dataclass(frozen=True)
 class MemoryRecord:
-    """The memory in use at moments of one step, and whose figures they are."""
+    """The memory in use at moments of one step, and its source."""
 
     step: int
     source: str
@@ -115,21 +115,21 @@ class MemoryRecord:
 
 @dataclass
 class RunRecords:
-    """What there is of a run.
+    """The records of a run.
 
     Attributes:
-        directory: whose name is the run's.
-        start: the settings of the last start; empty where there is no record of one.
-        restarts: how often the run was resumed since it was last begun anew.
-        steps: one a step, in their order; of steps that were taken again after a resume, the last.
+        directory: named as the run.
+        start: the settings of the last start; empty if not recorded.
+        restarts: number of resumes since the last fresh start.
+        steps: in order; of steps repeated after a resume, the last.
         overflows: overflow reports by step, micro-batch and rank.
-        more_overflows: how many more there are, once those take :data:`MAX_REPORT_BYTES`.
-        shares: what 16 bits would lose, one a step that histograms were taken of; of very many, every second one.
+        more_overflows: number of further ones, beyond :data:`MAX_REPORT_BYTES`.
+        shares: what 16 bits would lose, one for each step with histograms; thinned out if there are many.
         latest, latest_updated: the last histograms, and the last ones of a step that was not skipped.
         memory: one a step, as for ``shares``.
-        predicted_memory: the training step by category; None where it was not predicted.
-        has_ended: whether the last start came to its end.
-        missing: what is not there or could not be read, one sentence each.
+        predicted_memory: the training step by category, if predicted.
+        has_ended: whether the last start reached its end.
+        missing: one sentence for each thing that is missing or unreadable.
     """
 
     directory: Path
@@ -149,7 +149,7 @@ class RunRecords:
     _report_bytes: int = 0
 
     def has_room(self, report_bytes: int) -> bool:
-        """Whether another overflow report of this size is kept; if not, it is counted."""
+        """Whether another overflow report of this size fits; if not, it is only counted."""
         self._report_bytes += report_bytes
         if self._report_bytes > MAX_REPORT_BYTES:
             self.more_overflows += 1
@@ -158,19 +158,19 @@ class RunRecords:
 
 
 class NoRunError(ValueError):
-    """There is no run in the directory."""
+    """The directory holds no run."""
 
 
 def read_run(directory: Path) -> RunRecords:
-    """Read what a run directory has: our log, else the state in its newest checkpoint, and kept overflow reports.
+    """Read a run directory: our log, else the state in its newest checkpoint, and kept overflow reports.
 
-    Nothing outside of ``directory`` is read: links that lead out of it count as missing.
+    Nothing outside ``directory`` is read: links that lead out of it count as missing.
 
     Raises:
-        NoRunError: for a directory that does not exist, or has none of these; the message names them.
+        NoRunError: if the directory does not exist or has none of these.
     """
     if not directory.is_dir():
-        raise NoRunError(f"{directory} is no directory: name the output directory of a training run")
+        raise NoRunError(f"{directory} is not a directory: name the output directory of a training run")
     run = RunRecords(directory)
     has_log = _read_log(run)
     has_state = not run.steps and _read_trainer_state(run)
@@ -191,7 +191,7 @@ def read_run(directory: Path) -> RunRecords:
 
 
 def _inside(path: Path, run: RunRecords) -> bool:
-    """Whether ``path`` is a file in the run directory, once links are followed."""
+    """Whether ``path``, with links resolved, is a file in the run directory."""
     if not path.is_file():
         return False
     if not path.resolve().is_relative_to(run.directory.resolve()):
@@ -223,7 +223,7 @@ def _read_log(run: RunRecords) -> bool:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file; one that is longer than any that we write is empty."""
+    """The lines of a file; overlong lines are returned empty."""
     while line := file.readline(MAX_LINE_BYTES):
         is_long = len(line) == MAX_LINE_BYTES
         while len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
@@ -240,13 +240,13 @@ def _say_what_is_missing(run: RunRecords, number: int) -> None:
         run.missing.append(f"{LOG_NAME} has no record of the run's start: settings and versions are missing")
     if number and not run.has_ended:
         run.missing.append(
-            "the run has not come to its end: it was killed, an error stopped it, or it is still going on (a loop of "
-            "one's own says so by recorder.end())"
+            "the run has not ended: it was killed, an error stopped it, or it is still running (in your own loop, call "
+            "recorder.end())"
         )
     if number and not run.shares:
         asked = run.start.get("histogram_steps")
         run.missing.append(
-            f"there are no histograms: histogram_steps={asked} was asked for, and none could be read"
+            f"there are no histograms: histogram_steps={asked} was set, and none could be read"
             if asked
             else "there are no histograms: histogram_steps=50 takes one every 50 steps"
         )
@@ -278,7 +278,7 @@ def _take_step(run: RunRecords, record: Mapping[str, Any]) -> None:
 
 
 def _take_back(run: RunRecords, step: int) -> None:
-    """Forget what came from ``step`` on: the run was resumed before it, or begun anew."""
+    """Forget everything from ``step`` on: the run was resumed before it, or restarted."""
     run.steps.forget_from(step)
     of_steps: tuple[dict[int, Any], ...] = (run.shares, run.memory)
     for records in of_steps:
@@ -293,7 +293,7 @@ def _take_back(run: RunRecords, step: int) -> None:
 
 
 def _keep(records: dict[int, Any], step: int, value: Any) -> None:
-    """Add what is known of a step; of too many, every second one goes."""
+    """Add a record; if there are too many, drop every second one."""
     records[step] = value
     if len(records) > _MOST_POINTS:
         for each in list(records)[-2::-2]:
@@ -360,7 +360,7 @@ def _read_trainer_state(run: RunRecords) -> bool:
 
 
 def _bounded_json(path: Path) -> Any:
-    """What a JSON file says that takes a few hundred MB at most when it is read.
+    """The content of a JSON file that takes at most a few hundred MB when parsed.
 
     Raises:
         ValueError: for a larger one.

@@ -1,4 +1,4 @@
-"""Whether gradients depend on the loss scale, which they must not: one backward at several scales."""
+"""Checks that gradients do not depend on the loss scale: one backward at several scales."""
 
 from __future__ import annotations
 
@@ -30,10 +30,7 @@ _TRIES = 3  # at scales 2**8 apart, where the one in force overflows
 
 
 class ScaleLeakError(RuntimeError):
-    """Gradients change with the loss scale: a part of them has missed a border of the model.
-
-    The message names the parameters. What computes their gradients went into or out of the model unseen.
-    """
+    """Gradients change with the loss scale: some bypass a border of the model. The message names the parameters."""
 
 
 class _Leak(NamedTuple):
@@ -44,19 +41,19 @@ class _Leak(NamedTuple):
 
 
 def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> None:
-    """Compare the gradients of one batch at several loss scales, between which they must not differ.
+    """Check that the gradients of one batch are equal at several loss scales.
 
-    Forward and backward run four times or a few more; weights, buffers, gradients, random generators and the loss scale
-    are as before afterwards. Of each gradient up to 4,096 elements are compared. Where nothing is scaled, nothing runs.
+    Forward and backward run at least four times; weights, buffers, gradients, random generators and the loss scale are
+    restored. Up to 4,096 elements of each gradient are compared. If nothing is scaled, nothing runs.
 
     Args:
-        model: a model that mixed precision is attached to, or its :class:`hf_mp.MixedPrecision`.
-        batch: what the model is called with: a mapping of named arguments, a tuple or list of arguments, or one.
-        loss: gives the loss for the model's outputs; default: the outputs' own ``loss``.
+        model: an attached model, or its :class:`hf_mp.MixedPrecision`.
+        batch: the model's arguments: a mapping of keyword arguments, a tuple or list, or a single argument.
+        loss: computes the loss from the model's outputs; default: the outputs' own ``loss``.
 
     Raises:
         TypeError: if ``model`` is neither.
-        ValueError: for a model that no mixed precision is attached to.
+        ValueError: for a model that is not attached.
         ScaleLeakError: naming the parameters whose gradients differ.
     """
     runtime = runtime_of(model, "check_gradients")
@@ -88,11 +85,11 @@ def _own_loss(outputs: Any) -> Tensor:
 
 
 def refuse_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
-    """Run ``backward`` at several scales, and compare what it leaves; gradients are None afterwards.
+    """Run ``backward`` at several scales, and compare the gradients, which are None afterwards.
 
     Args:
-        runtime: of an attached model whose loss is scaled, with no gradients.
-        backward: the same each time.
+        runtime: of an attached model with loss scaling and without gradients.
+        backward: deterministic.
 
     Raises:
         ScaleLeakError: as :func:`check_gradients`.
@@ -144,15 +141,15 @@ def _message(leaks: list[_Leak], scales: tuple[float, ...]) -> str:
     return (
         f"gradients change with the loss scale, so they are wrong: at {', '.join(f'{scale:g}' for scale in scales)} "
         f"their root mean squares are, of {', '.join(shown)}{more}. Either the loss is computed from a tensor that "
-        "forward() does not return (a hook, an attribute): return it. Or an autograd function is given a tensor from "
-        "outside of the model that is no argument and no parameter of it: pass it as an argument. A precision that "
-        "scales nothing (bf16) needs neither"
+        "forward() does not return (a hook, an attribute): return it. Or an autograd function uses a tensor from "
+        "outside the model that is neither an argument nor a parameter: pass it as an argument. A precision without "
+        "loss scaling (bf16) needs neither"
     )
 
 
 @contextmanager
 def _alone(runtime: MixedPrecision) -> Iterator[None]:
-    """Without the run's observers, and with its scale back at the end."""
+    """Without the run's observers; restores its scale."""
     state, observers, runtime.observers = runtime.scaler.state, runtime.observers, []
     try:
         yield
@@ -162,7 +159,7 @@ def _alone(runtime: MixedPrecision) -> Iterator[None]:
 
 
 class _Gradients(NamedTuple):
-    """What a backward left: FP32 samples of the gradients by name, and their largest magnitude."""
+    """FP32 samples of the gradients by name, and their largest magnitude."""
 
     samples: dict[str, Tensor]
     largest: float

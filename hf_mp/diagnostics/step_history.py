@@ -22,11 +22,7 @@ _LARGEST_HEADROOM = 2200.0
 
 
 def check_step(step: int) -> int:
-    """``step``, if it may be the number of one.
-
-    Raises:
-        ValueError: for any other number.
-    """
+    """``step``, if it is a valid step number; else ValueError."""
     if not 0 <= step < 2**53:
         raise ValueError(f"{step!r:.30} is no number of a step")
     return step
@@ -34,10 +30,10 @@ def check_step(step: int) -> int:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step: ``cause`` says why it was skipped, ``""`` where it was not.
+    """One optimizer step; ``cause`` is the reason of a skip, else ``""``.
 
     Raises:
-        ValueError: for numbers that no step has.
+        ValueError: for impossible numbers.
     """
 
     step: int
@@ -58,7 +54,7 @@ class StepHistory(Mapping[int, StepRecord]):
     """Steps by their number, ascending.
 
     Attributes:
-        left_out: how many came after the first :data:`MOST_STEPS`.
+        left_out: number of steps beyond :data:`MOST_STEPS`.
     """
 
     def __init__(self, records: Iterable[StepRecord] = ()) -> None:
@@ -71,11 +67,11 @@ class StepHistory(Mapping[int, StepRecord]):
 
     @property
     def last_number(self) -> int:
-        """The number of the last step, -1 of none."""
+        """The number of the last step; -1 without steps."""
         return self._numbers[-1] if self._numbers else -1
 
     def append(self, record: StepRecord) -> None:
-        """Add a step; those from its number on are forgotten."""
+        """Add a step, and forget those from its number on."""
         self.forget_from(record.step)
         if len(self) >= MOST_STEPS:
             self.left_out += 1
@@ -138,7 +134,7 @@ class StepHistory(Mapping[int, StepRecord]):
 
     @property
     def headrooms(self) -> NDArray[np.float64]:
-        """The headroom of each step, NaN where there is none."""
+        """The headroom of each step; NaN for none."""
         return np.array(self._headrooms, dtype=np.float64)
 
     @property
@@ -147,11 +143,11 @@ class StepHistory(Mapping[int, StepRecord]):
         return np.array(self._causes, dtype=np.int32) != _APPLIED
 
     def first_skipped(self, count: int) -> list[StepRecord]:
-        """At most so many skipped steps."""
+        """The first ``limit`` skipped steps."""
         return [self._at(int(place)) for place in np.flatnonzero(self.is_skipped)[:count]]
 
     def causes(self) -> list[tuple[str, int]]:
-        """Why steps were skipped and how many, the most frequent cause first."""
+        """The causes of skips and their counts, the most frequent first."""
         causes, counts = np.unique(np.array(self._causes, dtype=np.int32), return_counts=True)
         found = Counter({self._cause_names[c]: int(n) for c, n in zip(causes, counts, strict=True) if c != _APPLIED})
         return found.most_common()

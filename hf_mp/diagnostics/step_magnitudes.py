@@ -1,4 +1,4 @@
-"""``StepMagnitudes``: the histograms of one training step, layer by layer, and their form in a run's log."""
+"""``StepMagnitudes``: the histograms of one training step by layer, and their form in a run's log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_UPDATES = Swamped(0, 0)
 
 
 class Kind(StrEnum):
-    """What a histogram is of."""
+    """The kind of tensor in a histogram."""
 
     ACTIVATIONS = "activations"
     ACTIVATION_GRADIENTS = "activation gradients"
@@ -38,14 +38,13 @@ class TensorMagnitudes:
     """One tensor of a step.
 
     Attributes:
-        kind: what it is.
+        kind: of tensor.
         layer: name of the module in the model.
         tensor: the parameter's name in its module, such as ``"weight"``; ``""`` for an activation.
-        dtype: in which it was found, such as ``"float16"``.
-        stride: every how many-th element was counted.
-        histogram: of the elements that were counted; gradients without the loss scale.
-        swamped_fp16, swamped_bf16: of updates: how many of those that were counted would leave a weight that is stored
-            in FP16 or BF16 as it is.
+        dtype: of the tensor, such as ``"float16"``.
+        stride: every ``stride``-th element was counted.
+        histogram: of the counted elements; gradients are unscaled.
+        swamped_fp16, swamped_bf16: number of counted updates that would leave an FP16 or BF16 weight unchanged.
     """
 
     kind: Kind
@@ -64,10 +63,10 @@ class StepMagnitudes:
 
     Attributes:
         step: number of the optimizer step, from 1.
-        loss_scale: the scale that was in force; that of the histograms is 1.
-        skipped: whether the step was skipped: then there are no updates.
+        loss_scale: of the step; the histograms are unscaled.
+        skipped: whether the step was skipped; then there are no updates.
         tensors: in the order of the model.
-        notes: what is not among them, and why.
+        notes: what is missing, and why.
     """
 
     step: int
@@ -78,24 +77,21 @@ class StepMagnitudes:
 
     @property
     def log2_scale(self) -> int:
-        """The power of two nearest to the loss scale: by how much its histograms shift."""
+        """log2 of the loss scale, rounded: the shift of its histograms."""
         return round(float(np.log2(self.loss_scale)))
 
     def of(self, kind: Kind, layer: str | None = None) -> Histogram:
-        """The histogram of all tensors of a kind (in one layer), each counted as often as it was sampled."""
+        """The histogram of all tensors of a kind (in one layer), weighted by their strides."""
         return total_histogram(t for t in self.tensors if t.kind is kind and layer in (None, t.layer))
 
     def swamped(self, layer: str | None = None) -> tuple[Swamped, Swamped]:
-        """The updates (of one layer) that FP16 weights would lose, and those that BF16 weights would lose.
-
-        Of all elements, as in :meth:`of`.
-        """
+        """The updates (of one layer) that FP16 weights and BF16 weights would lose, weighted as in :meth:`of`."""
         found = [t for t in self.tensors if t.kind is Kind.UPDATES and layer in (None, t.layer)]
         return _total((t.swamped_fp16, t.stride) for t in found), _total((t.swamped_bf16, t.stride) for t in found)
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the layers that anything was found of, in the order of the model."""
+        """Names of the recorded layers, in the order of the model."""
         return tuple(dict.fromkeys(tensor.layer for tensor in self.tensors))
 
     def shares(self) -> StepShares:
@@ -113,12 +109,12 @@ class StepMagnitudes:
 
 @dataclass(frozen=True)
 class StepShares:
-    """What 16 bits would lose of a step: 0 to 1, None where nothing was seen.
+    """What 16 bits would lose of a step: 0 to 1, or None if not recorded.
 
     Attributes:
         step: number of the optimizer step.
-        underflowed, underflowed_scaled: of the weight gradients, without loss scaling and at the scale in force.
-        swamped_fp16, swamped_bf16: of the updates, were the weights FP16 or BF16.
+        underflowed, underflowed_scaled: of the weight gradients, without loss scaling and at the step's scale.
+        swamped_fp16, swamped_bf16: of the updates, for FP16 or BF16 weights.
     """
 
     step: int
@@ -128,13 +124,13 @@ class StepShares:
     swamped_bf16: float | None
 
     def log_entries(self) -> dict[str, float]:
-        """For a training log: ``underflowed_share`` at the scale in force, and ``swamped_share`` for FP16 weights."""
+        """For a training log: ``underflowed_share`` at the step's scale, and ``swamped_share`` for FP16 weights."""
         entries = {"underflowed_share": self.underflowed_scaled, "swamped_share": self.swamped_fp16}
         return {name: share for name, share in entries.items() if share is not None}
 
 
 def total_histogram(tensors: Iterable[TensorMagnitudes]) -> Histogram:
-    """Of all elements: those that were counted stand for those that were not."""
+    """Of all elements, extrapolated from the counted ones."""
     counts = sum((t.histogram.counts * t.stride for t in tensors), start=Histogram.empty().counts)
     return Histogram(counts)
 

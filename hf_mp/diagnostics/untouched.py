@@ -1,4 +1,4 @@
-"""Run a model once more and leave no trace of it: buffers, attributes, gradients and random states stay as they are."""
+"""Run a model without side effects on buffers, attributes, gradients and random states."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 class _ModuleState:
-    """What a module holds besides parameters and submodules."""
+    """The state of a module without its parameters and submodules."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -62,7 +62,7 @@ class _ModuleState:
 
 @contextlib.contextmanager
 def gradients_set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Begin with no gradients, and put those that are there back at the end, still scaled ones as they are."""
+    """Set gradients to None, and restore them at the end, scaled ones unchanged."""
     kept = [(_GRAD.__get__(parameter), _beside_grad(parameter)) for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
@@ -75,13 +75,13 @@ def gradients_set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 def _beside_grad(parameter: nn.Parameter) -> dict[str, Any]:
-    """What a split parameter knows of its gradient besides ``.grad``."""
+    """The gradient state of a split parameter, apart from ``.grad``."""
     return {name: parameter.__dict__[name] for name in ("_scaled", "_read") if name in parameter.__dict__}
 
 
 @contextlib.contextmanager
 def masters_in_place(model: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
-    """Have modules hold FP32 masters in the places of split parameters; gives them by the identity of the latter."""
+    """Replace split parameters by their FP32 masters; yields the masters by the parameters' ids."""
     masters: dict[int, nn.Parameter] = {}
     places = [(module, name, p) for module in model.modules() for name, p in module._parameters.items()]
     try:

@@ -1,4 +1,4 @@
-"""Looking at values: which of a tensor's are not finite, and between which limits the others lie."""
+"""Finiteness and range of a tensor's values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOOKED_AT = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.floa
 
 
 class Finiteness(IntEnum):
-    """How far a tensor is from finite; -inf alone is what masks are made of."""
+    """Whether a tensor is finite, has only -inf (as masks do), or any inf or NaN."""
 
     FINITE = 0
     MINUS_INF = 1
@@ -24,10 +24,7 @@ class Finiteness(IntEnum):
 
 @torch.no_grad()
 def finiteness(tensor: Tensor, limit: float = math.inf) -> Finiteness:
-    """Whether ``tensor`` has no inf and NaN, -inf alone, or another; FINITE for integers and empty tensors.
-
-    A magnitude of ``limit`` or more counts as inf.
-    """
+    """The finiteness of ``tensor``; FINITE for integers and empty tensors. ``limit`` and above count as inf."""
     if tensor.dtype not in _LOOKED_AT or tensor.numel() == 0 or tensor.device.type == "meta":
         return Finiteness.FINITE
     if largest_magnitude([tensor]).item() < limit:
@@ -39,10 +36,10 @@ def finiteness(tensor: Tensor, limit: float = math.inf) -> Finiteness:
 
 @dataclass(frozen=True)
 class TensorRange:
-    """What is in a tensor.
+    """The range of a tensor's values.
 
     Attributes:
-        name: what the tensor is to the op: a parameter's name, ``"input 0"``, ``"output 0"``, an argument's name.
+        name: the tensor's role in the op: a parameter's name, ``"input 0"``, ``"output 0"``, an argument's name.
         dtype: such as ``"float16"``.
         shape: its sizes.
         largest: the largest finite magnitude; None if no element is finite.
@@ -62,7 +59,7 @@ class TensorRange:
     @classmethod
     @torch.no_grad()
     def of(cls, name: str, tensor: Tensor) -> TensorRange:
-        """The range of a floating tensor; reads it, which synchronises with a GPU."""
+        """The range of a floating tensor; synchronizes with a GPU."""
         values = real_values(tensor.detach())
         magnitudes = values[values.isfinite()].abs().to(torch.float64)
         some = magnitudes.numel() > 0

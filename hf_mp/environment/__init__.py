@@ -1,1 +1,1 @@
-"""What this machine can do in mixed precision, and which preset suits it: ``hf-mp env``."""
+"""What mixed precision this machine supports, and the preset that suits it: ``hf-mp env``."""

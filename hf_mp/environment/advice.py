@@ -1,4 +1,4 @@
-"""Which precision preset suits a machine, and why: a pure function of what the machine has."""
+"""Recommends a precision preset: a pure function of the machine's capabilities."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _FP8_CORES = (9, 0)
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What decides about a preset.
+    """The capabilities that a recommendation depends on.
 
     Attributes:
-        gpu: name of the GPU that training would use, the least capable of several; None without one.
-        compute_capability: NVIDIA's, as (8, 0); None without a GPU, and for AMD's (ROCm).
-        gpu_bf16: whether the GPU has BF16 arithmetic, not emulated.
-        cpu_fp16, cpu_bf16: whether torch has products in these dtypes for the CPU's own instructions.
+        gpu: name of the least capable GPU; None without one.
+        compute_capability: NVIDIA's, as (8, 0); None without a GPU and on ROCm.
+        gpu_bf16: whether the GPU has native BF16 arithmetic.
+        cpu_fp16, cpu_bf16: whether the CPU has native products in these dtypes.
     """
 
     gpu: str | None = None
@@ -29,12 +29,12 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Advice:
-    """A preset for ``precision=...``.
+    """A recommended preset.
 
     Attributes:
-        preset: as :meth:`hf_mp.PrecisionPolicy.parse` takes it.
-        reason: a sentence or two.
-        otherwise: when another preset is the better one; goes on after "Otherwise".
+        preset: for :meth:`hf_mp.PrecisionPolicy.parse`.
+        reason: one or two sentences.
+        otherwise: when to choose another preset; continues "Otherwise".
     """
 
     preset: str
@@ -43,10 +43,10 @@ class Advice:
 
 
 def advise(machine: Capabilities) -> Advice:
-    """The preset to begin with.
+    """The preset to start with.
 
-    The generations of tensor cores are those of NVIDIA's "CUDA C++ Programming Guide", section "Compute Capabilities":
-    FP16 from 7.0 (Volta), BF16 from 8.0 (Ampere) on.
+    Tensor cores support FP16 from compute capability 7.0 (Volta) and BF16 from 8.0 (Ampere) on (NVIDIA, "CUDA C++
+    Programming Guide", section "Compute Capabilities").
     """
     if machine.gpu is None:
         return _for_cpu(machine)

@@ -1,4 +1,4 @@
-"""Whether the libraries that hf_mp can do without work here: bitsandbytes and Triton."""
+"""Whether the optional libraries, bitsandbytes and Triton, work here."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Library:
     """An optional library.
 
     Attributes:
-        name: as it is imported.
-        works: whether it does what hf_mp has it for.
-        status: its version and what it can do here, or why it cannot.
-        notes: what it logged while it was imported.
+        name: import name.
+        works: whether it does what hf_mp needs.
+        status: version and capability, or the reason why it does not work.
+        notes: messages logged during import.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Library:
 
 @contextmanager
 def kept_messages(logger_name: str) -> Iterator[list[str]]:
-    """Collect what a logger and those below it say, in place of printing it."""
+    """Collect the messages of a logger and its children instead of printing them."""
     messages: list[str] = []
 
     class Keep(logging.Handler):
@@ -52,7 +52,7 @@ def kept_messages(logger_name: str) -> Iterator[list[str]]:
 
 
 def bitsandbytes_status() -> Library:
-    """Whether bitsandbytes quantizes here: one small weight to NF4 is tried, on the GPU where there is one."""
+    """Whether bitsandbytes can quantize: tries one small NF4 weight, on a GPU if there is one."""
     # Its import logs a warning about a package that only faster 4-bit products on a CPU need.
     with kept_messages("bitsandbytes") as messages:
         module, problem = _import("bitsandbytes")
@@ -78,7 +78,7 @@ def _problem_of_quantizing(bitsandbytes: Any) -> str | None:
 
 
 def triton_status() -> Library:
-    """Whether Triton has something to run kernels on."""
+    """Whether Triton has a device to run kernels on."""
     module, problem = _import("triton")
     if module is None:
         return Library("triton", False, str(problem))
@@ -90,7 +90,7 @@ def triton_status() -> Library:
 
 
 def _import(name: str) -> tuple[Any, str | None]:
-    """The module, or None and why there is none."""
+    """The module, or None and the reason."""
     if importlib.util.find_spec(name) is None:
         return None, f"not installed: pip install {name}"
     try:

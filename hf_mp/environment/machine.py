@@ -1,4 +1,4 @@
-"""What hf_mp runs on: the versions of its packages, the CPU, the GPUs."""
+"""Package versions, CPU and GPUs."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ _GIB = 2**30
 
 
 def package_versions() -> Mapping[str, str]:
-    """Version of Python, of hf_mp and of the packages that decide its numerics, or ``"not installed"``."""
+    """Versions of Python, hf_mp and the packages that affect numerics, or ``"not installed"``."""
     return {
         "hf_mp": __version__,
         **{name: _installed_version(name) for name in _PACKAGES},
@@ -25,7 +25,7 @@ def package_versions() -> Mapping[str, str]:
 
 
 def describe_hardware() -> Mapping[str, str]:
-    """Platform, CPU and GPUs. The kernel's release and the host's name are left out: reports get published."""
+    """Platform, CPU and GPUs, without kernel release and host name: reports get published."""
     import torch
 
     from hf_mp.casting.cpu.upcast import runs_natively
@@ -43,18 +43,18 @@ def describe_hardware() -> Mapping[str, str]:
 
 
 def cpu_model(cpuinfo: str) -> str | None:
-    """The model name in the text of ``/proc/cpuinfo``; None where it has none, as on Arm."""
+    """The model name in ``/proc/cpuinfo``; None if there is none, as on Arm."""
     return _cpuinfo_field(cpuinfo, "model name")
 
 
 def cpu_flags_16_bit(cpuinfo: str) -> list[str]:
-    """The CPU flags in the text of ``/proc/cpuinfo`` that stand for FP16 or BF16 arithmetic."""
+    """The flags in ``/proc/cpuinfo`` for FP16 or BF16 arithmetic."""
     flags = (_cpuinfo_field(cpuinfo, "flags") or _cpuinfo_field(cpuinfo, "Features") or "").split()
     return [flag for flag in _CPU_FLAGS_16_BIT if flag in flags]
 
 
 def gpu_rows(gpus: Iterable[tuple[str, int, tuple[int, int]]]) -> Mapping[str, str]:
-    """One row a GPU, of its name, its memory in bytes and its compute capability."""
+    """One row per GPU: name, memory in bytes, compute capability."""
     rows = {
         f"GPU {index}": f"{name}, {memory / _GIB:.1f} GiB, compute capability {major}.{minor}"
         for index, (name, memory, (major, minor)) in enumerate(gpus)

@@ -1,4 +1,4 @@
-"""Matrix products in each dtype: whether the device has arithmetic for it, and how fast one product runs."""
+"""Matrix products in each dtype: native or not, and how fast."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch import Tensor
 from hf_mp.casting.cpu.upcast import runs_natively
 from hf_mp.casting.mode import autocast
 
-# Rows of the square matrices. torch multiplies FP16 some hundred times slower than FP32 on a CPU that has no
-# instructions for it: such a product is a small one.
+# Rows of the square matrices; small for FP16 on a CPU without FP16 arithmetic, where torch is a hundred times slower.
 CPU_SIZE = 1024
 CPU_SIZE_WITHOUT_INSTRUCTIONS = 256  # a fortieth of a second; below, torch has faster code that training never meets
 GPU_SIZE = 4096
@@ -28,9 +27,9 @@ class Product:
     Attributes:
         device: ``"CPU"``, or ``"GPU 0"``.
         dtype: ``"FP32"``, ``"FP16"``, ``"BF16"`` or ``"INT8"``.
-        way: who multiplies, and with what.
-        is_native: whether the device has arithmetic for it, as torch tells; None where torch does not tell.
-        rate: products a second as a multiple of FP32's on the same device; None where it cannot be run.
+        way: the implementation.
+        is_native: whether the device has arithmetic for it; None if torch does not know.
+        rate: products a second as a multiple of FP32's on the same device; None if it cannot run.
     """
 
     device: str
@@ -42,7 +41,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Contender:
-    """A product to time: what :class:`Product` says, the call that makes it, and the rows of its matrices."""
+    """A product to time, with the call that computes it and the rows of its matrices."""
 
     dtype: str
     way: str
@@ -54,13 +53,13 @@ class Contender:
 def time_products(device: torch.device, size: int | None = None, rounds: int = ROUNDS) -> list[Product]:
     """Time one product in each dtype on ``device``, in turns; the best of ``rounds`` counts.
 
-    A single product on one thread: it shows which dtypes are worth while here, not what a training gains.
+    On one thread. This shows which dtypes are worthwhile, not how much faster training gets.
 
     Args:
         device: a CPU or a CUDA device.
-        size: rows of the square matrices; default 1024 on a CPU, 4096 on a GPU. torch's FP16 product on a CPU without
-            instructions for it has at most 256.
-        rounds: how often each runs, after one run to warm up.
+        size: rows of the square matrices; default 1024 on a CPU, 4096 on a GPU; at most 256 for torch's FP16 product
+            on a CPU without FP16 arithmetic.
+        rounds: timed runs of each, after one warm-up run.
     """
     contenders = list(_contenders(device, size or (CPU_SIZE if device.type == "cpu" else GPU_SIZE)))
     best: dict[int, float] = {}
@@ -80,7 +79,7 @@ def time_products(device: torch.device, size: int | None = None, rounds: int = R
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Threads wait for each other: on a machine with other work a small product takes a hundred times as long."""
+    """On a busy machine, threads that wait for each other make small products a hundred times slower."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -90,7 +89,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _contenders(device: torch.device, size: int) -> Iterator[Contender]:
-    """FP32 first: the others are compared with it."""
+    """FP32 comes first, as the baseline."""
     native_fp16, native_bf16, native_int8 = _natives(device)
     values = torch.rand(size, size, generator=torch.Generator().manual_seed(0)).to(device)
     half, brain, small = values.half(), values.bfloat16(), (values * 100).to(torch.int8)
@@ -126,7 +125,7 @@ def _natives(device: torch.device) -> tuple[bool | None, bool | None, bool | Non
 
 
 def _seconds(multiply: Callable[[], Tensor], device: torch.device) -> float | None:
-    """Of one product; None where torch has no such product for this device."""
+    """Seconds of one product; None if torch has no such product for this device."""
     try:
         _wait(device)
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The screen of ``hf-mp env``, and the same as JSON."""
+"""The output of ``hf-mp env``, as a screen and as JSON."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machine:
-    """What mixed precision runs on here.
+    """The machine that mixed precision runs on.
 
     Attributes:
         versions, hardware: label to readable value.
-        libraries: optional ones, and whether they work.
+        libraries: the optional ones.
         products: one in each dtype, on each device.
-        advice: the preset to begin with.
+        advice: the preset to start with.
     """
 
     versions: dict[str, str]
@@ -41,7 +41,7 @@ class Machine:
 
 
 def examine_machine() -> Machine:
-    """Ask the libraries, time the products: seconds. Initialises CUDA where there is a GPU."""
+    """Query the libraries and time the products; takes seconds. Initializes CUDA if there is a GPU."""
     libraries = [bitsandbytes_status(), triton_status()]  # before anything else imports them, and lets them print
     devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
     return Machine(
@@ -69,7 +69,7 @@ def capabilities() -> Capabilities:
 
 
 def screen(machine: Machine) -> Iterator[RenderableType]:
-    """What to print, in its order."""
+    """The parts to print, in order."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""Answers to the questions that training asks of values, where there are none."""
+"""Answers for code that reads the values of fake tensors during training."""
 
 from __future__ import annotations
 
@@ -29,18 +29,16 @@ _COPIES = frozenset({_aten.clone.default, _aten.contiguous.default, _aten._to_co
 
 @contextlib.contextmanager
 def unseen_by_transformers() -> Iterator[None]:
-    """Have Transformers treat fake tensors as ordinary ones: for what it takes for tracing it makes masks that training
-    does not."""
+    """Have Transformers treat fake tensors as ordinary ones: under tracing it makes masks that training does not."""
     with mock.patch.object(import_utils, "is_fake_tensor", lambda value: False):
         yield
 
 
 class AnswerAsIfAllWentWell(TorchDispatchMode):
-    """Answers for fake tensors: gradients are finite, nothing is padded, nothing was changed behind our back, and no
-    activation is an outlier to LLM.int8().
+    """Answers for fake tensors: gradients are finite, nothing is padded or stale, and LLM.int8() finds no outliers.
 
-    FP16 products on a CPU keep an FP32 tensor in 16 bits where its values allow it; whether they do is known from where
-    the tensor came from (:class:`hf_mp.casting.cpu.upcast._SavedInputs`).
+    FP16 products on a CPU save an FP32 tensor in 16 bits if its values allow it; the origin of the tensor tells whether
+    they do (:class:`hf_mp.casting.cpu.upcast._SavedInputs`).
     """
 
     def __init__(self) -> None:
@@ -88,7 +86,7 @@ def _scalar(tensor: FakeTensor) -> bool | float:
 
 
 def _without_outliers(func: Any, args: Any) -> tuple[Tensor, ...] | None:
-    """What bitsandbytes' two ops with outliers return where there are none; None for every other op."""
+    """What bitsandbytes' two outlier ops return without outliers; None for every other op."""
     if func is torch.ops.bitsandbytes.int8_vectorwise_quant.default and len(args) == 2:
         codes, scales, _ = func(args[0])
         return codes, scales, args[0].new_empty(0, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What ``hf-mp memory`` does, from checked arguments to the text that it prints."""
+"""``hf-mp memory``, from validated arguments to the text that it prints."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def run(
     html: Path | None,
     settings: dict[str, Any],
 ) -> str:
-    """Gather the report and give the text to print; with ``html`` the page is written.
+    """Gather the report and return the text to print; with ``html``, write the page.
 
     Raises:
-        ValueError, ImportError: before anything is written, naming what to change.
+        ValueError, ImportError: before anything is written, saying what to change.
     """
     if as_json and html is not None:
         raise ValueError("--json and --html are both given: choose one, or run twice")
@@ -69,7 +69,7 @@ def run(
 
 
 def quiet_libraries() -> None:
-    """Keep Transformers and bitsandbytes from writing into a report."""
+    """Silence Transformers and bitsandbytes."""
     import logging
 
     from transformers.utils import logging as transformers_logging
@@ -89,10 +89,7 @@ def _default_device(measure: bool) -> str:
 
 @contextmanager
 def _told_progress() -> Iterator[Callable[[str], None]]:
-    """A line on the terminal that says what is done now, for as long as it takes; nothing where stderr is no terminal.
-
-    It is gone at the end.
-    """
+    """Show the current step on a line of stderr that disappears at the end; nothing if stderr is not a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda step: None

@@ -1,4 +1,4 @@
-"""Models whose configuration is built in, so that they need neither network nor cache. Facts only, no weights."""
+"""Built-in model configurations, which need neither network nor cache."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 
 
 def built_in_config(name: str) -> dict[str, Any] | None:
-    """The configuration of a built-in model, also under its full name on the Hub; None where there is none."""
+    """The configuration of a built-in model by its short or full Hub name; None for others."""
     found = BUILT_IN.get(name.removeprefix("openai-community/"))
     return None if found is None else dict(found)

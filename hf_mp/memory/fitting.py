@@ -1,4 +1,4 @@
-"""The largest batch that fits: the peak as a function of the batch size, searched with few estimates."""
+"""Searches the largest batch that fits, with few estimates."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from hf_mp.memory.sizes import parse_size
 from hf_mp.memory.training import estimate_training_memory
 
 LARGEST_TRIED = 2**20
-_GROWTH = 8  # a line through the first two points may point far beyond what fits, where estimates take long
+_GROWTH = 8  # the line through the first two points may overshoot, where estimates are slow
 
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """The answer to "how large a batch fits?".
+    """The largest batch that fits.
 
     Attributes:
-        batch_size: the largest that fits; 0 where not even one sequence does.
+        batch_size: the largest that fits; 0 if not even one sequence does.
         peak_bytes: its peak; None for 0.
-        next_peak_bytes: the peak of one sequence more, which does not fit any more.
-        memory_bytes: what it had to fit in.
+        next_peak_bytes: the peak with one more sequence, which does not fit.
+        memory_bytes: the memory to fit in.
     """
 
     batch_size: int
@@ -32,16 +32,16 @@ class LargestBatch:
 
 
 def largest_batch_size(model: ModelLike, memory: str | int, precision: str = "fp16", **settings: Any) -> LargestBatch:
-    """The largest batch whose training step fits in so much memory; both it and the next one are estimated.
+    """The largest batch whose training step fits in ``memory``; both it and the next one are estimated.
 
     Args:
         model: as for :func:`hf_mp.estimate_training_memory`.
-        memory: a size such as ``"24GiB"``, or bytes. CUDA's context and fragmentation need some of a card besides.
+        memory: a size such as ``"24GiB"``, or bytes. CUDA's context and fragmentation take part of a card, too.
         precision: one of :data:`hf_mp.memory.presets.TRAINING_PRESETS`; default ``"fp16"``.
-        settings: the others of :func:`hf_mp.estimate_training_memory`, but for ``batch_size``.
+        settings: of :func:`hf_mp.estimate_training_memory`, except ``batch_size``.
 
     Raises:
-        ValueError: for a size that is none, and what :func:`hf_mp.estimate_training_memory` raises.
+        ValueError: for an invalid size, and as :func:`hf_mp.estimate_training_memory`.
     """
     if "batch_size" in settings:
         raise ValueError("batch_size is what is searched for: leave it out")
@@ -60,13 +60,13 @@ def largest_batch_size(model: ModelLike, memory: str | int, precision: str = "fp
 
 
 def search_largest(peak: Callable[[int], int], memory_bytes: int) -> int:
-    """The largest n >= 1 with ``peak(n) <= memory_bytes``, or 0; ``peak`` must not fall as n grows.
+    """The largest n >= 1 with ``peak(n) <= memory_bytes``, or 0; ``peak`` must be non-decreasing.
 
-    Memory is what stays plus so much for each sequence, so that the line through the last two points nearly always
-    leads to the answer at once; where another part of the step takes over as the peak, it is drawn again.
+    Memory is nearly linear in the batch size, so the line through the last two points mostly finds the answer at once;
+    if another part of the step becomes the peak, the search continues from there.
 
     Raises:
-        ValueError: where even ``LARGEST_TRIED`` fits.
+        ValueError: if even ``LARGEST_TRIED`` fits.
     """
     if peak(1) > memory_bytes:
         return 0
@@ -86,7 +86,7 @@ def search_largest(peak: Callable[[int], int], memory_bytes: int) -> int:
 
 
 def _next_guess(peak: Callable[[int], int], memory_bytes: int, fits: int, exceeds: int | None) -> int:
-    """Where the line through two points that are known meets the limit, kept inside of what is open."""
+    """Where the line through two known points meets the limit, clamped to the open interval."""
     other = exceeds if exceeds is not None else max(1, fits // 2)
     slope = (peak(other) - peak(fits)) / (other - fits) if other != fits else 0.0
     guess = fits + int((memory_bytes - peak(fits)) / slope) if slope > 0 else 2 * fits

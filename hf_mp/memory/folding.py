@@ -1,4 +1,4 @@
-"""Tables of parameters with equal layers in one line: ``transformer.h.0 - h.11.attn.c_attn.weight``."""
+"""Folds equal layers into one line: ``transformer.h.0 - h.11.attn.c_attn.weight``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hf_mp.memory.footprint import Kind, ModuleBytes, TensorRow
 
 @dataclass(frozen=True)
 class FoldedRow:
-    """One line for a parameter, or for the same parameter of several layers.
+    """A parameter, or the same parameter of several layers.
 
     Attributes:
-        name: as ``transformer.h.0 - h.11.ln_1.weight``; the plain name where it stands for one.
-        count: how many parameters it stands for.
-        dtype, device, shape: of each of them.
-        total_bytes: of all of them together.
+        name: as ``transformer.h.0 - h.11.ln_1.weight``; the plain name for a single one.
+        count: number of parameters.
+        dtype, device, shape: of each.
+        total_bytes: of all together.
     """
 
     name: str
@@ -36,9 +36,9 @@ class _Run:
 
 
 def fold_parameters(rows: Iterable[TensorRow], kind: Kind = Kind.PARAMETER) -> tuple[FoldedRow, ...]:
-    """Fold the tensors of one kind: layers that follow each other, equal in dtype, device and shape, are one line.
+    """Fold the tensors of one kind: consecutive layers of equal dtype, device and shape become one line.
 
-    Only the first number in a name counts as the layer's. What shares its memory with a tensor above has no line.
+    The layer is the first number in a name. A tensor that shares the memory of an earlier one has no line.
     """
     runs: dict[tuple[object, ...], list[_Run]] = {}
     order: list[tuple[tuple[object, ...], _Run]] = []
@@ -74,7 +74,7 @@ def _folded(run: _Run) -> FoldedRow:
 
 
 def fold_tree(tree: ModuleBytes) -> ModuleBytes:
-    """The tree with equal numbered children that follow each other as one, named ``0 - 11``."""
+    """The tree with consecutive equal children as one, named ``0 - 11``."""
     folded: list[ModuleBytes] = []
     for child in map(fold_tree, tree.children):
         previous = folded[-1] if folded else None

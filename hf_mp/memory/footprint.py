@@ -1,4 +1,4 @@
-"""What a loaded model takes: every tensor that it holds, by kind, dtype, device and module."""
+"""The memory of a loaded model: every tensor that it holds, by kind, dtype, device and module."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from hf_mp.memory.sizes import largest_first, readable
 from hf_mp.weights.split_parameter import SplitParameter
 
 _GRAD: Any = Tensor.grad  # the property itself, which split parameters override
-_GRADIENTS = ("_scaled", "_read")  # of a SplitParameter, beside .grad
+_GRADIENTS = ("_scaled", "_read")  # of a SplitParameter, in addition to .grad
 
 
 class Kind(StrEnum):
-    """What a tensor is to its model.
+    """The role of a tensor in its model.
 
-    ``MASTER_WEIGHTS`` is what a split parameter of a lean layout lacks of its FP32 value, ``QUANTIZATION_STATE`` what a
-    quantized weight needs besides its codes (bitsandbytes' ``SCB``, ``absmax`` and ``code``), ``ATTRIBUTE`` a tensor
-    that a module holds without registering it.
+    ``MASTER_WEIGHTS`` are the remainders of split parameters (lean layouts), ``QUANTIZATION_STATE`` is bitsandbytes'
+    ``SCB``, ``absmax`` and ``code``, and ``ATTRIBUTE`` a tensor that a module holds without registering it.
     """
 
     PARAMETER = "parameters"
@@ -38,15 +37,15 @@ class TensorRow:
     """One tensor of a model.
 
     Attributes:
-        name: full name, as in ``named_parameters()``; of quantization state with the weight's name before it.
+        name: full name, as in ``named_parameters()``; quantization state has the weight's name as its prefix.
         module: name of the module that holds it; empty for the model itself.
-        kind: what it is to the model.
+        kind: its role in the model.
         dtype: as torch prints it, without ``torch.``.
         device: as torch prints it.
         shape: its shape.
-        tensor_bytes: elements times their size.
-        counted_bytes: what it adds to the total: the bytes of its storage, or 0 where that was counted under another
-            name or where it holds none here.
+        tensor_bytes: elements times element size.
+        counted_bytes: what it adds to the total: the bytes of its storage, or 0 if that was counted already or is
+            not here.
         shared_with: the name under which its storage was counted, if any.
         is_alias: whether it is the same object as that one (tied weights).
         place: ``"here"``, ``"meta"`` (a tensor without memory), ``"offloaded to the CPU"`` or ``"offloaded to disk"``.
@@ -67,7 +66,7 @@ class TensorRow:
 
 @dataclass(frozen=True)
 class Difference:
-    """A reason why our total is not that of ``get_memory_footprint()``, and how many bytes it adds or takes away."""
+    """A reason why our total differs from ``get_memory_footprint()``, and the bytes it adds or subtracts."""
 
     reason: str
     size_bytes: int
@@ -75,14 +74,14 @@ class Difference:
 
 @dataclass(frozen=True, repr=False)
 class ModuleBytes:
-    """A module in the tree, or several equal ones that follow each other.
+    """A module in the tree, or several consecutive equal ones.
 
     Attributes:
-        name: its name inside its parent; ``"0 - 11"`` for twelve equal ones.
+        name: its name within its parent; ``"0 - 11"`` for twelve equal ones.
         class_name: its class.
-        total_bytes: with all that is inside it; of one of them, where there are several.
-        count: how many equal modules it stands for.
-        children: the modules inside it.
+        total_bytes: of one module, with its children.
+        count: number of equal modules.
+        children: its submodules.
     """
 
     name: str
@@ -98,7 +97,7 @@ class ModuleBytes:
 
 @dataclass(frozen=True, repr=False)
 class MemoryFootprint:
-    """What a model takes, tensor by tensor; made by :func:`memory_footprint`.
+    """The memory of a model, tensor by tensor; returned by :func:`memory_footprint`.
 
     Attributes:
         rows: all tensors, in the order of the modules.
@@ -114,7 +113,7 @@ class MemoryFootprint:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all storages that the model holds, each once; without what is offloaded or on ``meta``."""
+        """Bytes of all storages, each once, without offloaded and ``meta`` tensors."""
         return sum(row.counted_bytes for row in self.rows)
 
     @property
@@ -124,7 +123,7 @@ class MemoryFootprint:
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """Bytes of each :class:`Kind`, those with none left out."""
+        """Bytes of each :class:`Kind` that occurs."""
         return self._total_by(lambda row: row.kind.value)
 
     @property
@@ -134,7 +133,7 @@ class MemoryFootprint:
 
     @property
     def not_here(self) -> dict[str, int]:
-        """Bytes of tensors that are not in the total, by where they are: offloaded, or ``meta``."""
+        """Bytes outside the total, by place: offloaded, or ``meta``."""
         found: Counter[str] = Counter()
         for row in self.rows:
             if row.place != "here" and not row.is_alias:
@@ -143,7 +142,7 @@ class MemoryFootprint:
 
     @property
     def transformers_bytes(self) -> int:
-        """What ``get_memory_footprint()`` of Transformers says: parameters and buffers by their elements."""
+        """The result of Transformers' ``get_memory_footprint()``: parameters and buffers by their elements."""
         return sum(row.tensor_bytes for row in self._known_to_transformers())
 
     @property
@@ -186,20 +185,20 @@ class FoundTensor:
 def memory_footprint(model: nn.Module, *, as_if_loaded: bool = False) -> MemoryFootprint:
     """Count the memory that a model holds, byte for byte.
 
-    Counted are parameters, buffers, gradients, the quantization state of bitsandbytes' weights and tensors kept as
-    plain attributes, each storage once. Working copies of an attached :class:`hf_mp.MixedPrecision` and optimizer
-    state are training's: see :func:`hf_mp.measure_training_memory`.
+    Parameters, buffers, gradients, the quantization state of bitsandbytes' weights and tensors in plain attributes
+    count, each storage once. For working copies of an attached :class:`hf_mp.MixedPrecision` and optimizer state, see
+    :func:`hf_mp.measure_training_memory`.
 
     Args:
-        model: any ``nn.Module``, on any device; offloaded and ``meta`` tensors are listed without being in the total.
-        as_if_loaded: count ``meta`` tensors as if they had memory, for a model that is only planned; default False.
+        model: any ``nn.Module``, on any device; offloaded and ``meta`` tensors are listed, but not in the total.
+        as_if_loaded: count ``meta`` tensors as if they had memory; default False.
 
     Returns:
-        The bytes, in all and by dtype, kind, device and module, beside what ``get_memory_footprint()`` of Transformers
-        says of the model.
+        The bytes in total and by dtype, kind, device and module, and the differences to Transformers'
+        ``get_memory_footprint()``.
 
     Raises:
-        TypeError: for something that is not an ``nn.Module``.
+        TypeError: if ``model`` is not an ``nn.Module``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -246,7 +245,7 @@ def _row(
 
 
 def tensors_of(model: nn.Module) -> Iterator[FoundTensor]:
-    """All tensors of a model. Parameters and buffers come first: what shares their memory is named after them."""
+    """All tensors of a model; parameters and buffers first, so that aliases are named after them."""
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -273,7 +272,7 @@ def tensors_of(model: nn.Module) -> Iterator[FoundTensor]:
 
 
 def gradients_of(parameter: nn.Parameter) -> list[Tensor]:
-    """The gradients that a parameter holds, as they lie: reading ``.grad`` of a split parameter would change them."""
+    """The gradients of a parameter as stored: reading ``.grad`` of a split parameter would convert them."""
     beside = [vars(parameter).get(name) for name in _GRADIENTS]
     held = [_GRAD.__get__(parameter), *(found.value for found in beside if found is not None)]
     return [gradient for gradient in held if gradient is not None]
@@ -299,7 +298,7 @@ def _is_bitsandbytes(value: Any) -> bool:
 
 
 def _place_of_meta(module: nn.Module, name: str) -> str:
-    """Where the memory of a meta tensor is, as accelerate's offloading hook of its module knows."""
+    """Where the memory of a meta tensor is, according to accelerate's offloading hook."""
     hook = getattr(module, "_hf_hook", None)
     for candidate in getattr(hook, "hooks", [hook]):
         weights = getattr(candidate, "weights_map", None)

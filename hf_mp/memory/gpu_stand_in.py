@@ -1,13 +1,12 @@
-"""What a GPU would do, on a machine without one: the four choices in which CUDA's memory use differs from a CPU's.
+"""Makes the meta device use memory as a CUDA GPU does.
 
-Autograd over fake CUDA tensors needs a torch that was built for CUDA. The meta device needs nothing, and torch's ops
-have the same shapes and dtypes there, but for four things, which are put right here:
+Autograd over fake CUDA tensors needs a CUDA build of torch. The meta device does not, and ops have the same shapes and
+dtypes there, with four exceptions that this module corrects:
 
-- attention runs in the flash or the memory-efficient kernel (torch.nn.functional.scaled_dot_product_attention), which
-  keep no matrix of scores, where the meta device would take the plain mathematics;
-- dropout keeps a mask of one byte an element (torch.native_dropout);
-- ``torch.autocast`` does not know the meta device: :class:`hf_mp.autocast` with torch's CUDA tables is in its place;
-- fused optimizers refuse the meta device although their kernels have shapes there.
+- attention runs in the flash or memory-efficient kernel, which save no matrix of scores;
+- dropout saves a mask of one byte an element (torch.native_dropout);
+- ``torch.autocast`` does not support the meta device: :class:`hf_mp.autocast` with torch's CUDA tables replaces it;
+- fused optimizers refuse the meta device.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ _FLASH_HEAD_DIM = 256  # the largest that the flash kernel takes
 
 @contextlib.contextmanager
 def kernels_of_a_gpu() -> Iterator[None]:
-    """Have attention and dropout on the meta device run as on a CUDA GPU, wherever they are called from."""
-    # In torch's dispatcher: backward, which recomputes checkpointed blocks, runs outside of torch function modes.
+    """Have attention and dropout on the meta device run as on a CUDA GPU."""
+    # In torch's dispatcher: backward, which recomputes checkpointed blocks, runs outside torch function modes.
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
     library.impl("dropout", _dropout, "AutogradMeta")

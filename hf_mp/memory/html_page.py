@@ -1,4 +1,4 @@
-"""What our HTML pages share: the templates' environment, the look, and writing a file whole."""
+"""Shared by our HTML pages: the template environment, the style, and atomic writes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from hf_mp.memory.sizes import readable
 
 
 def page_template(name: str) -> jinja2.Template:
-    """A template by its path below ``hf_mp/``. Whatever is put into it is escaped.
-
-    ``memory/page_style.css`` beside this file is there for ``include``.
-    """
+    """A template by its path below ``hf_mp/``, with autoescape; it may ``include`` ``memory/page_style.css``."""
     return _environment().get_template(name)
 
 
@@ -34,10 +31,10 @@ def _environment() -> jinja2.Environment:
 
 
 def check_writable(path: Path) -> None:
-    """Raise before the work is done where its result could not be written.
+    """Raise early if ``path`` cannot be written.
 
     Raises:
-        ValueError: for a directory, and for a file in a directory that does not exist or cannot be written to.
+        ValueError: for a directory, and if its parent does not exist or is read-only.
     """
     if path.is_dir():
         raise ValueError(f"{path} is a directory: name a file, as in {path / 'report.html'}")
@@ -48,7 +45,7 @@ def check_writable(path: Path) -> None:
 
 
 def write_whole(path: Path, content: str) -> None:
-    """Write a file at once or not at all: what was there before stays until all is written."""
+    """Write a file atomically."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -1,6 +1,6 @@
-"""The account of one training step: which storages came and went, what they were for, and where the peak was.
+"""The account of one training step: storages allocated and freed, their categories, and the peak.
 
-Pure bookkeeping over numbers, without tensors: the recorder feeds it, and :func:`profile_step` reads it.
+Pure bookkeeping without tensors: the recorder feeds it, and :func:`profile_step` reads it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hf_mp.memory.sizes import readable
 
 
 class Category(StrEnum):
-    """What memory is for. The order is that of reports: what stays comes first, what passes comes last."""
+    """The purpose of memory, in the order of reports."""
 
     MASTER_WEIGHTS = "master weights"
     WORKING_COPIES = "working copies"
@@ -41,7 +41,7 @@ class Allocation:
 
     Attributes:
         size_bytes: its size.
-        category: what it is for; what it turns out to be for may be known only later (a gradient).
+        category: its purpose, which may become known later (a gradient).
     """
 
     size_bytes: int
@@ -50,7 +50,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Event:
-    """One storage that came (``sign`` 1) or went (-1), in ``phase``, at the op named ``op``."""
+    """One storage allocated (``sign`` 1) or freed (-1), in ``phase``, at the op named ``op``."""
 
     allocation: Allocation
     sign: int
@@ -60,12 +60,12 @@ class Event:
 
 @dataclass(frozen=True, repr=False)
 class Moment:
-    """What was in use at one moment of a step.
+    """Memory in use at one moment of a step.
 
     Attributes:
-        position: from 0 to 1, of the storages that came and went in the step.
+        position: from 0 to 1, among the events of the step.
         phase: the part of the step.
-        bytes_by_category: bytes of each :class:`Category`, all of them named.
+        bytes_by_category: bytes of each :class:`Category`, zeros included.
     """
 
     position: float
@@ -83,11 +83,11 @@ class Moment:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """One training step, as memory saw it.
+    """The memory of one training step.
 
     Attributes:
-        peak: the moment of the highest use.
-        peak_op: the op after which it was reached.
+        peak: the moment of highest use.
+        peak_op: the op that reached it.
         timeline: moments of the step in order; the peak is one of them.
     """
 
@@ -105,16 +105,16 @@ class Ledger:
     phase: Phase = Phase.SETUP
 
     def start_step(self) -> None:
-        """Forget the events so far; what is alive is what the step starts with."""
+        """Forget the events so far; live storages are the step's initial state."""
         self.events = [Event(allocation, 1, Phase.SETUP, "") for allocation in self.live.values()]
 
     def allocate(self, key: int, size_bytes: int, category: Category, op: str) -> None:
-        """A storage came."""
+        """Record an allocated storage."""
         allocation = self.live[key] = Allocation(size_bytes, category)
         self.events.append(Event(allocation, 1, self.phase, op))
 
     def free(self, key: int) -> None:
-        """A storage went; one that is not known is none of ours. What forward frees itself was temporary."""
+        """Record a freed storage; unknown ones are ignored. What forward frees itself was temporary."""
         allocation = self.live.pop(key, None)
         if allocation is None:
             return
@@ -123,7 +123,7 @@ class Ledger:
         self.events.append(Event(allocation, -1, self.phase, ""))
 
     def assign(self, key: int, category: Category) -> None:
-        """Say what a storage is for; one that is not known is left out."""
+        """Set the category of a storage; unknown ones are ignored."""
         if key in self.live:
             self.live[key].category = category
 
@@ -132,9 +132,8 @@ def profile_step(events: Sequence[Event], moments: int = 240) -> StepProfile:
     """Add up the events of one step.
 
     Args:
-        events: as a :class:`Ledger` kept them; the ones of phase SETUP are what the step starts with.
-        moments: the most moments that the timeline has. Each stands for a stretch of events and shows the highest use
-            within it.
+        events: of a :class:`Ledger`; those of phase SETUP are the step's initial state.
+        moments: maximum number of moments in the timeline; each shows the highest use in its stretch of events.
 
     Raises:
         ValueError: if there are no events.

@@ -1,4 +1,4 @@
-"""What fine-tuning took: real training steps on this machine, counted as the estimate counts them."""
+"""Measures fine-tuning: real training steps on this machine, counted as the estimate counts them."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def measure_training_memory(
 ) -> TrainingMemory:
     """Measure the memory of fine-tuning with real steps on this machine.
 
-    The model is made anew with random weights from its configuration: a given model is left untouched, and nothing is
-    downloaded but a configuration.
+    The model is created from its configuration with random weights: a given model is left untouched, and only a
+    configuration is downloaded.
 
     Args:
         model: as for :func:`hf_mp.estimate_training_memory`.
@@ -55,19 +55,19 @@ def measure_training_memory(
         batch_size: sequences in one forward, without padding; default 1.
         seq_len: tokens in a sequence; default: all positions that the model has, at most 1024.
         accumulation_steps: micro-batches in one update; default 1.
-        gradient_checkpointing: compute blocks again in backward; default False.
-        optimizer: a name of ``TrainingArguments(optim=...)``; default: what the preset is about, else
-            ``"adamw_torch_fused"``, the Trainer's.
+        gradient_checkpointing: recompute blocks in backward; default False.
+        optimizer: a name of ``TrainingArguments(optim=...)``; default: the preset's, else the Trainer's
+            ``"adamw_torch_fused"``.
         free_gradients: as for :func:`hf_mp.estimate_training_memory`; default ``"step"``.
-        device: ``"cuda"`` or ``"cpu"``; default: the GPU where there is one.
-        ask_allocator: also train further steps unobserved and take the peak from the allocator itself: CUDA's
-            statistics, or torch's profiler on a CPU. Default: on a GPU.
+        device: ``"cuda"`` or ``"cpu"``; default: the GPU if there is one.
+        ask_allocator: also train unobserved steps and take the peak from the allocator: CUDA's statistics, or torch's
+            profiler on a CPU. Default: on a GPU.
 
     Returns:
-        As :func:`hf_mp.estimate_training_memory` does, of real tensors, with ``process_peak_bytes`` on a CPU.
+        As :func:`hf_mp.estimate_training_memory`, for real tensors, with ``process_peak_bytes`` on a CPU.
 
     Raises:
-        ValueError: as for :func:`hf_mp.estimate_training_memory`, and for a GPU that is not there.
+        ValueError: as for :func:`hf_mp.estimate_training_memory`, and if there is no GPU.
     """
     config = find_config(model)
     settings = make_settings(
@@ -115,7 +115,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def _real_model(config: PreTrainedConfig, precision: str, device: torch.device) -> PreTrainedModel:
-    """A model with random weights, loaded as :func:`hf_mp.load` does where it is quantized."""
+    """A model with random weights; a quantized one is loaded as :func:`hf_mp.load` does."""
     chosen = parse_precision(precision)
     with torch.device(device if chosen.quantization is None else "cpu"):
         model: PreTrainedModel = model_class(config)._from_config(config, dtype=chosen.dtype)
@@ -136,7 +136,7 @@ def _cuda_peak(trainee: Trainee) -> int:
 
 
 def _cpu_peak(trainee: Trainee, recorder: MemoryRecorder) -> int:
-    """The peak of one more step as torch's CPU allocator reports it to the profiler, on top of what lives before."""
+    """The peak of one more step as torch's CPU allocator reports it to the profiler, plus what was live before."""
     from torch.profiler import ProfilerActivity, profile
 
     gc.collect()
@@ -153,7 +153,7 @@ def _cpu_peak(trainee: Trainee, recorder: MemoryRecorder) -> int:
 
 
 def reset_process_peak() -> None:
-    """Have Linux forget the highest resident memory so far (proc_pid_clear_refs(5)); elsewhere it stays."""
+    """Reset the peak resident memory on Linux (proc_pid_clear_refs(5)); elsewhere it stays."""
     try:
         (_PROCESS / "clear_refs").write_text("5")
     except OSError:  # not Linux, or a container that does not let us
@@ -161,7 +161,7 @@ def reset_process_peak() -> None:
 
 
 def process_peak_bytes() -> int | None:
-    """The highest resident memory of this process, since :func:`reset_process_peak` where Linux allows that."""
+    """The peak resident memory of this process, on Linux since :func:`reset_process_peak`."""
     status = _PROCESS / "status"
     if status.exists():
         for line in status.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""From a model's name, directory or configuration to its class, and to a model of fake tensors."""
+"""Resolves a name, directory or configuration to a model class, and to a model of fake tensors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from hf_mp.memory.precisions import parse_precision, quantizer_for
 
 ModelLike = str | Path | PreTrainedConfig | PreTrainedModel
 
-# What a configuration without "architectures" (or with a bare encoder) is trained as; encoders come before their
-# decoder variants.
+# The classes that train a configuration without "architectures" (or with a bare encoder); encoders before decoders.
 _TASKS = (
     modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -31,7 +30,7 @@ _TASKS = (
 )
 
 
-# Beyond any model there is: DeepNet has 1,000 layers; the largest have some 10^13 parameters in 200,000 tensors.
+# Larger than any existing model: DeepNet has 1,000 layers; the largest have 10^13 parameters in 200,000 tensors.
 MOST_LAYERS = 10_000
 MOST_TENSORS = 500_000
 MOST_ELEMENTS = 10**15
@@ -39,21 +38,21 @@ _COUNTS = re.compile(r"(n|num)_.*(layers?|blocks?|experts?)|.*_layers|depth")
 
 
 class UnknownModelError(ValueError):
-    """A model that is neither built in, nor a directory or file, nor in the cache, nor to be had from the Hub."""
+    """A model that is neither built in, nor a directory or file, nor in the cache or on the Hub."""
 
 
 def find_config(model: ModelLike) -> PreTrainedConfig:
-    """The configuration of a model: from itself, a directory, a ``config.json``, the built-in ones, or the Hub.
+    """The configuration of a model: its own, or from a directory, a ``config.json``, the built-in ones, or the Hub.
 
-    Code that a model brings with it does not run.
+    Never runs code that comes with a model.
 
     Args:
         model: a name, a directory, the path of a JSON file, a configuration, or a model.
 
     Raises:
-        UnknownModelError: for a name that leads nowhere; it tells which are built in and how to give a directory.
-        ValueError: for a directory or file that holds no configuration, one of a model with code of its own, and one
-            with more layers than any model has.
+        UnknownModelError: for an unknown name; the message lists the built-in ones.
+        ValueError: for a directory or file without a configuration, a model that needs its own code, and more layers
+            than any model has.
         TypeError: for anything else.
     """
     if isinstance(model, PreTrainedModel):
@@ -81,7 +80,7 @@ def find_config(model: ModelLike) -> PreTrainedConfig:
 
 
 def _load_config(name: str, **settings: Any) -> PreTrainedConfig:
-    """The configuration in a directory, a file, the cache or on the Hub, looked at before anything is made of it.
+    """The configuration in a directory, a file, the cache or on the Hub, validated before it is instantiated.
 
     Raises:
         ValueError, OSError: as :func:`find_config`, and those of Transformers.
@@ -90,20 +89,16 @@ def _load_config(name: str, **settings: Any) -> PreTrainedConfig:
     code = (values.get("auto_map") or {}).get("AutoConfig")
     if code is not None and values.get("model_type") not in CONFIG_MAPPING:
         raise UnknownModelError(
-            f"{name} is a model of type {values.get('model_type')!r}, which is code of its own ({code}) that "
-            "Transformers does not have, and that does not run here: give a configuration (PreTrainedConfig) or the "
-            "model itself, from a from_pretrained with trust_remote_code=True if you trust it"
+            f"{name} is a model of type {values.get('model_type')!r}, which needs its own code ({code}), and that does "
+            "not run here: if you trust it, pass the model or its PreTrainedConfig, loaded by from_pretrained with "
+            "trust_remote_code=True"
         )
     _check_counts(values)
     return AutoConfig.from_pretrained(name, trust_remote_code=False, **settings)
 
 
 def _check_counts(values: Mapping[str, Any]) -> None:
-    """Raise for more layers or experts than any model has, before they are made one by one.
-
-    Raises:
-        ValueError: naming the setting.
-    """
+    """Raise ValueError, naming the setting, for more layers or experts than any model has."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             _check_counts(value)
@@ -112,7 +107,7 @@ def _check_counts(values: Mapping[str, Any]) -> None:
 
 
 def unknown_model(name: str, reason: object) -> str:
-    """The message for a name that leads nowhere."""
+    """The message for an unknown name."""
     return (
         f"{name!r} is not a directory, not a file, not in the cache, and the Hub does not give it "
         f"({first_line(reason)}). Ways out: a directory with a config.json (as save_pretrained writes), the path of a "
@@ -121,7 +116,7 @@ def unknown_model(name: str, reason: object) -> str:
 
 
 def ask_hub(name: str) -> Exception | None:
-    """Why the Hub does not give a model, asked once: ``from_pretrained`` repeats each question for half a minute."""
+    """Why the Hub has no such model; asked once, because ``from_pretrained`` retries for half a minute."""
     try:
         HfApi().model_info(name, timeout=10)
     except Exception as error:  # no network, no such model, no access, no valid name: each has a type of its own
@@ -130,7 +125,7 @@ def ask_hub(name: str) -> Exception | None:
 
 
 def first_line(value: object) -> str:
-    """The first line of a message, or the type of an error that has none."""
+    """The first line of a message, or the error's type if it has none."""
     return next(iter(str(value).strip().splitlines()), type(value).__name__)
 
 
@@ -147,10 +142,10 @@ def _read_config(path: Path) -> PreTrainedConfig:
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class to load or train a configuration with: its own architecture, or the language model of its type.
+    """The class of a configuration: its architecture, or the language model of its type.
 
     Raises:
-        ValueError: if neither leads to a class of Transformers.
+        ValueError: if Transformers has neither.
     """
     bare = {str(getattr(modeling_auto, "MODEL_MAPPING_NAMES", {}).get(config.model_type))}
     for name in getattr(config, "architectures", None) or []:
@@ -167,10 +162,10 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A model without memory, on the meta device; ``config`` is left as it is.
+    """A model on the meta device; ``config`` is left as it is.
 
     Raises:
-        ValueError: for one that is larger than any model.
+        ValueError: for one larger than any existing model.
     """
     try:
         with torch.device("meta"), _counted_parameters():
@@ -183,11 +178,7 @@ def meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def _counted_parameters() -> Iterator[None]:
-    """Raise while a model is made that has more tensors, or more elements in them, than any model.
-
-    Raises:
-        ValueError: from where it is made.
-    """
+    """Raise ValueError while a model is created with more tensors or elements than any model has."""
     tensors = elements = 0
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -207,9 +198,9 @@ def _counted_parameters() -> Iterator[None]:
 
 
 def skeleton(config: PreTrainedConfig, precision: str, *, double_quant: bool = False) -> PreTrainedModel:
-    """The model that :func:`hf_mp.load` would load, on the meta device: every tensor, and no memory.
+    """The model that :func:`hf_mp.load` would load, on the meta device.
 
-    Weights are quantized with bitsandbytes' own functions, which also tell the shapes on the meta device.
+    bitsandbytes' own functions quantize the weights there, too.
 
     Args:
         config: its configuration; left as it is.
@@ -233,7 +224,7 @@ def skeleton(config: PreTrainedConfig, precision: str, *, double_quant: bool = F
 
 @contextlib.contextmanager
 def _own_tables_of_bitsandbytes() -> Iterator[None]:
-    """Keep tables on the meta device out of what bitsandbytes remembers for the next real model."""
+    """Keep meta tables out of bitsandbytes' cache, which real models use."""
     from bitsandbytes.functional import name2qmap
 
     before = dict(name2qmap)
@@ -246,7 +237,7 @@ def _own_tables_of_bitsandbytes() -> Iterator[None]:
 
 
 def replace_tensors(model: nn.Module, device: torch.device) -> nn.Module:
-    """Give a model new tensors of the same shapes on ``device``, tied where they were; fake in a FakeTensorMode."""
+    """Give a model new tensors of the same shapes on ``device``, with the same ties; fake in a FakeTensorMode."""
     memo: dict[int, Tensor] = {}
 
     def renew(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The report as one HTML page: no script, no request, everything inside."""
+"""The report as one self-contained HTML page without scripts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DTYPE_COLOURS = ("float32", "float16", "bfloat16", "int8", "uint8")
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of a bar: which colour, how wide in percent of the scale, what it says."""
+    """A piece of a bar: colour, width in percent of the scale, label."""
 
     colour: str
     percent: float
@@ -54,7 +54,7 @@ class Area:
 
 @dataclass(frozen=True)
 class Stretch:
-    """A part of a step on a timeline: name, where it begins and how wide it is, in percent."""
+    """A part of a step on a timeline: name, start and width in percent."""
 
     name: str
     start: float
@@ -75,7 +75,7 @@ class Timeline:
 
 
 def render_page(report: MemoryReport) -> str:
-    """The page as text. Whatever came from a model or a person is escaped."""
+    """The page as text, with all input escaped."""
     estimates = {preset: row.estimate for preset, row in report.training.items()}
     trained_scale = _scale([e.peak_bytes for e in estimates.values()], report.gpu_bytes)
     loaded_scale = _scale([footprint.total_bytes for footprint in report.footprints.values()], None)
@@ -134,12 +134,12 @@ def trained_bar(preset: str, memory: TrainingMemory, scale: float, gpu_bytes: in
 
 
 def timeline(preset: str, memory: TrainingMemory) -> Timeline:
-    """A training step as stacked areas, each as high as its category was at that moment."""
+    """A training step as stacked areas, one per category."""
     return draw_timeline(TRAINING_PRESETS[preset].label, memory.timeline, memory.peak_bytes, memory.peak_phase)
 
 
 def draw_timeline(label: str, moments: Sequence[Moment], peak_bytes: int, peak_phase: Phase) -> Timeline:
-    """As :func:`timeline`, of what a timeline is made of."""
+    """As :func:`timeline`, from its parts."""
     top = 1.06 * peak_bytes
     below = [0] * len(moments)
     areas = []

@@ -18,9 +18,9 @@ class LoadPrecision:
     """How a model is loaded.
 
     Attributes:
-        dtype: of all that is not quantized.
+        dtype: of everything that is not quantized.
         label: for reports.
-        quantization: arguments of ``BitsAndBytesConfig``; None where nothing is quantized.
+        quantization: arguments of ``BitsAndBytesConfig``; None for no quantization.
     """
 
     dtype: torch.dtype
@@ -49,7 +49,7 @@ def load(
     ``int8`` is LLM.int8() (Dettmers et al. 2022), ``nf4`` and ``fp4`` are QLoRA's 4-bit types (Dettmers et al. 2023),
     both from bitsandbytes: weights of linear layers are quantized, everything else is FP16. They work on a CPU too.
 
-    The model's class is one of Transformers: code that a model brings with it does not run.
+    Never runs code that comes with a model.
 
     Args:
         model_name_or_path: a directory that ``save_pretrained`` wrote, or a model on the Hub or in the cache.
@@ -62,7 +62,7 @@ def load(
 
     Raises:
         ValueError: for an unknown precision, a device that bitsandbytes does not support, a ``dtype`` or
-            ``quantization_config`` beside ``precision``, or a model that is not to be found.
+            ``quantization_config`` in addition to ``precision``, or a model that is not found.
         ImportError: if bitsandbytes is needed and missing.
     """
     from hf_mp.memory.models import ask_hub, find_config, first_line, model_class, unknown_model
@@ -91,11 +91,7 @@ def load(
 
 
 def parse_precision(precision: str) -> LoadPrecision:
-    """The entry of :data:`PRECISIONS`.
-
-    Raises:
-        ValueError: naming those that there are.
-    """
+    """The entry of :data:`PRECISIONS`; raises ValueError with the allowed names."""
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r} is not known for loading: use one of {', '.join(PRECISIONS)}")
     return PRECISIONS[precision]
@@ -105,7 +101,7 @@ def bitsandbytes_config(precision: str, double_quant: bool = False) -> BitsAndBy
     """Transformers' configuration for a quantized precision; None for the others.
 
     Raises:
-        ValueError: for ``double_quant`` where there is no 4-bit quantization.
+        ValueError: for ``double_quant`` without 4-bit quantization.
     """
     quantization = parse_precision(precision).quantization
     if double_quant and (quantization is None or "load_in_4bit" not in quantization):
@@ -118,12 +114,7 @@ def bitsandbytes_config(precision: str, double_quant: bool = False) -> BitsAndBy
 
 
 def check_bitsandbytes(precision: str, device_map: Any = None) -> None:
-    """Raise where bitsandbytes is missing or cannot quantize for the device.
-
-    Raises:
-        ImportError: if it is not installed.
-        ValueError: if it does not support the device.
-    """
+    """Raise ImportError if bitsandbytes is missing, ValueError if it does not support the device."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ImportError(
             f"precision={precision!r} needs bitsandbytes: pip install bitsandbytes, or use fp32, fp16 or bf16"
@@ -144,7 +135,7 @@ def check_bitsandbytes(precision: str, device_map: Any = None) -> None:
 
 
 def quantizer_for(precision: str, double_quant: bool = False) -> Any:
-    """Transformers' quantizer for a precision, as ``from_pretrained`` makes it; None where nothing is quantized."""
+    """Transformers' quantizer for a precision, as in ``from_pretrained``; None for no quantization."""
     config = bitsandbytes_config(precision, double_quant)
     if config is None:
         return None

@@ -1,4 +1,4 @@
-"""The ways of training that are compared: our presets, plain FP32, the Trainer's own mixed precision and the rest."""
+"""The training presets to compare: ours, FP32, the Trainer's own mixed precision, pure BF16, INT8 + LoRA."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Owner = Literal["none", "hf_mp", "torch.autocast"]
 
 @dataclass(frozen=True)
 class TrainingPreset:
-    """One way of training.
+    """One way to train.
 
     Attributes:
         label: for reports.
-        loaded: the precision in which the model is loaded (:data:`hf_mp.memory.precisions.PRECISIONS`).
-        policy: the :class:`hf_mp.PrecisionPolicy` preset that is attached; None where ours is not used.
-        autocast: the dtype of ``torch.autocast`` around the forward, as ``fp16=True`` and ``bf16=True`` set it up.
-        optimizer: the optimizer that the preset is about; None where any is meant.
-        lora: whether only LoRA adapters are trained (peft), over a frozen model.
+        loaded: the precision of the loaded model (:data:`hf_mp.memory.precisions.PRECISIONS`).
+        policy: the :class:`hf_mp.PrecisionPolicy` preset to attach; None for none.
+        autocast: the dtype of ``torch.autocast`` around the forward, as with ``fp16=True`` and ``bf16=True``.
+        optimizer: the preset's optimizer; None for any.
+        lora: whether only LoRA adapters (peft) over a frozen model are trained.
     """
 
     label: str
@@ -46,15 +46,11 @@ TRAINING_PRESETS: dict[str, TrainingPreset] = {
     ),
     "int8-lora": TrainingPreset("INT8 + LoRA, hf_mp fp16", loaded="int8", policy="fp16", lora=True),
 }
-"""The ways of training whose memory can be estimated and measured, by the name that ``precision`` takes."""
+"""What can be estimated and measured, by the value of ``precision``."""
 
 
 def parse_preset(name: str) -> TrainingPreset:
-    """The entry of :data:`TRAINING_PRESETS`.
-
-    Raises:
-        ValueError: naming those that there are.
-    """
+    """The entry of :data:`TRAINING_PRESETS`; raises ValueError with the allowed names."""
     if name not in TRAINING_PRESETS:
         raise ValueError(f"precision={name!r} is not known for training: use one of {', '.join(TRAINING_PRESETS)}")
     return TRAINING_PRESETS[name]

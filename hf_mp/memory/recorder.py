@@ -1,4 +1,4 @@
-"""The recorder: a dispatch mode that writes down each storage that torch makes, real or fake, and when it goes."""
+"""The recorder: a dispatch mode that records when each storage, real or fake, is allocated and freed."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _CUDA_BLOCK_BYTES = 512  # CUDA's caching allocator rounds every request up to i
 class MemoryRecorder(TorchDispatchMode):
     """Keeps a :class:`Ledger` of the storages on one device while it is active.
 
-    As ``torch.distributed._tools.mem_tracker.MemTracker`` does, it sees what torch's ops return, on real and on fake
-    tensors alike, and not what a kernel takes and gives back inside of one op.
+    Like ``torch.distributed._tools.mem_tracker.MemTracker``, it sees what torch's ops return, real or fake, and not the
+    workspace of a kernel.
 
     Args:
-        device_type: only storages on this kind of device count.
-        block_bytes: sizes are rounded up to multiples of it.
+        device_type: only storages on this type of device count.
+        block_bytes: sizes are rounded up to its multiples.
     """
 
     def __init__(self, device_type: str, block_bytes: int = 1) -> None:
@@ -97,7 +97,7 @@ class MemoryRecorder(TorchDispatchMode):
         return bool(args) and isinstance(args[0], Tensor) and args[0].untyped_storage()._cdata in self._parameters
 
     def take(self, tensors: Iterable[Tensor], category: Category) -> None:
-        """Say what tensors are for, also such as were made before the recorder."""
+        """Set the category of tensors, also of those older than the recorder."""
         for tensor in tensors:
             if tensor.device.type != self.device_type:
                 continue
@@ -108,7 +108,7 @@ class MemoryRecorder(TorchDispatchMode):
                 self._add(storage, category, None)
 
     def start_phase(self, phase: Phase) -> None:
-        """A new part of the step begins."""
+        """Start a part of the step."""
         self.ledger.phase = phase
         self._take_gradients()
         if phase is not Phase.BACKWARD:  # backward begins with the loss, where forward ended
@@ -116,7 +116,7 @@ class MemoryRecorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
-        """Tell gradients, weights and logits of ``model`` apart from the rest."""
+        """Categorize the gradients, weights and logits of ``model``."""
         handles = []
         head = output_head(model)
         if head is not None:
@@ -131,7 +131,7 @@ class MemoryRecorder(TorchDispatchMode):
                 handle.remove()
 
     def take_weights(self, model: nn.Module) -> None:
-        """Sort what ``model`` holds."""
+        """Categorize the tensors of ``model``."""
         for found in tensors_of(model):
             if isinstance(found.tensor, nn.Parameter):
                 self._parameters.add(found.tensor.untyped_storage()._cdata)
@@ -142,7 +142,7 @@ class MemoryRecorder(TorchDispatchMode):
                 self.take([found.tensor], Category.INPUTS_AND_BUFFERS)
 
     def take_optimizer_state(self, optimizer: Optimizer) -> None:
-        """Sort the tensors that an optimizer keeps between steps."""
+        """Categorize the state of an optimizer."""
         for state in optimizer.state.values():
             self.take((value for value in state.values() if isinstance(value, Tensor)), Category.OPTIMIZER_STATE)
 
@@ -162,7 +162,7 @@ class MemoryRecorder(TorchDispatchMode):
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
-    """The module that makes a language model's logits, if ``model`` has one."""
+    """The output layer of a language model, if ``model`` has one."""
     get = getattr(model, "get_output_embeddings", None)
     return None if get is None else get()
 

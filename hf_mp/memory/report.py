@@ -1,4 +1,4 @@
-"""The memory report of a model: what it takes when loaded and when trained, as data."""
+"""The memory report of a model, loaded and trained, as data."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """One way of training in a report.
+    """One training preset in a report.
 
     Attributes:
         estimate: predicted.
-        measurement: the same step measured on this machine; None where it was not asked for.
-        largest_batch: for the report's GPU; None where none was given.
+        measurement: the same step measured on this machine, if requested.
+        largest_batch: for the report's GPU, if given.
     """
 
     estimate: TrainingMemory
@@ -39,17 +39,17 @@ class TrainingRow:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """All that a report shows.
+    """The data of a report.
 
     Attributes:
-        model: as the person named it.
+        model: as named by the user.
         architecture: its class.
-        parameters: how many it has.
+        parameters: their number.
         counted_from: ``"loaded weights"`` or ``"configuration"``.
-        footprints: by the precision in which the model is loaded.
-        training: by :data:`hf_mp.memory.presets.TRAINING_PRESETS`; empty where training was not asked for.
-        unavailable: why a precision is missing, by its name.
-        gpu_bytes: memory of the GPU in question, if any.
+        footprints: by load precision.
+        training: by :data:`hf_mp.memory.presets.TRAINING_PRESETS`; empty if not requested.
+        unavailable: the reason for each missing precision.
+        gpu_bytes: memory of the GPU, if given.
     """
 
     model: str
@@ -74,7 +74,7 @@ def gather_report(
     progress: Progress = lambda step: None,
     **settings: Any,
 ) -> MemoryReport:
-    """Count, estimate and measure what a report shows.
+    """Count, estimate and measure.
 
     A precision whose package is missing (bitsandbytes, peft) is left out, with the reason in ``unavailable``.
 
@@ -83,14 +83,14 @@ def gather_report(
         config_only: count from the configuration instead of loading the weights.
         train: also estimate training in each of ``presets``.
         measure: also measure each estimate with real steps on this machine (implies ``train``).
-        gpu_bytes: memory of a GPU: the report draws it in, and says which batch fits.
+        gpu_bytes: memory of a GPU: the report shows it, and the largest batch that fits.
         precisions: to load in, of :data:`hf_mp.memory.precisions.PRECISIONS`.
         presets: to train in.
-        progress: called with what is done next, for a person who waits.
+        progress: called with a description of the next step.
         settings: for :func:`hf_mp.estimate_training_memory`: ``batch_size``, ``seq_len`` and so on.
 
     Raises:
-        ValueError: what :func:`hf_mp.load`, :func:`hf_mp.estimate_training_memory` and :func:`hf_mp.load` raise.
+        ValueError: as :func:`hf_mp.load` and :func:`hf_mp.estimate_training_memory`.
     """
     config = find_config(model)
     unavailable: dict[str, str] = {}
@@ -162,7 +162,7 @@ def _training_row(
 
 
 def as_json(report: MemoryReport) -> dict[str, Any]:
-    """The report as plain values for JSON. All sizes are bytes, as their names say."""
+    """The report as plain values for JSON; all sizes are bytes."""
     return {
         "model": report.model,
         "architecture": report.architecture,

@@ -1,4 +1,4 @@
-"""Sizes of memory as people write and read them: ``24GiB`` and back. 1024-based throughout."""
+"""Memory sizes as text, 1024-based: ``24GiB`` and back."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ _DECIMAL = {"KB": "KiB", "MB": "MiB", "GB": "GiB", "TB": "TiB", "K": "KiB", "M":
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of a size such as ``"24GiB"``, ``"512 MiB"`` or ``"1.5 GiB"``; an int is taken as bytes.
+    """Bytes of a size such as ``"24GiB"``, ``"512 MiB"`` or ``"1.5 GiB"``; an int is in bytes.
 
     Raises:
-        ValueError: for what is not a size, for one without a unit, and for a decimal unit: vendors print "24 GB" on
-            cards that have 24 GiB, so that a person has to say which is meant.
+        ValueError: for an invalid size, a missing unit, or a decimal unit: "24 GB" on a card means 24 GiB.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         if text <= 0:

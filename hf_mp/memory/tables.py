@@ -1,4 +1,4 @@
-"""The report as tables for a terminal. Rows are made as plain tuples first, so that tests can read them."""
+"""The report as tables for a terminal. Rows are plain tuples first, which tests can read."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def parameter_rows(footprints: Mapping[str, MemoryFootprint]) -> list[tuple[str,
 
 
 def training_rows(training: Mapping[str, TrainingRow]) -> list[tuple[str, ...]]:
-    """One row for each way of training, in the order of :data:`TRAINING_HEADER`."""
+    """One row for each preset, in the order of :data:`TRAINING_HEADER`."""
     return [
         (
             TRAINING_PRESETS[preset].label,
@@ -76,7 +76,7 @@ def training_rows(training: Mapping[str, TrainingRow]) -> list[tuple[str, ...]]:
 
 
 def measured_rows(training: Mapping[str, TrainingRow]) -> list[tuple[str, ...]]:
-    """Predicted beside measured: label, predicted peak, measured peak, their difference, allocator or process."""
+    """Label, predicted peak, measured peak, their difference, allocator or process."""
     rows: list[tuple[str, ...]] = []
     for preset, row in training.items():
         if row.measurement is None:
@@ -138,14 +138,14 @@ def _training_parts(report: MemoryReport) -> Iterator[RenderableType]:
         title += f", {s.accumulation_steps} micro-batches"
     if s.gradient_checkpointing:
         title += ", gradient checkpointing"
-    # Terminals are narrow: ways of training are columns, categories are rows.
+    # Terminals are narrow: presets are columns, categories are rows.
     header = ("at the peak", *(TRAINING_PRESETS[preset].label for preset in report.training))
     rows = list(zip(TRAINING_HEADER, *training_rows(report.training), strict=True))[1:]
     yield _table(title, header, rows)
     if first.device == "cuda":
-        yield Text("Predicted for a GPU; not measured on a GPU yet. CUDA's context and fragmentation come on top.")
+        yield Text("Predicted for a GPU; not measured on a GPU yet. CUDA's context and fragmentation are not included.")
     if rows := measured_rows(report.training):
-        yield _table("Predicted beside measured", MEASURED_HEADER, rows)
+        yield _table("Predicted and measured", MEASURED_HEADER, rows)
     if report.gpu_bytes is not None and (rows := fit_rows(report)):
         yield _table(f"In {readable(report.gpu_bytes)}", FIT_HEADER, rows)
 

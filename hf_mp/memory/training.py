@@ -1,4 +1,4 @@
-"""What fine-tuning takes: one training step, run on fake tensors, by category and by part of the step."""
+"""Estimates the memory of fine-tuning: runs one training step on fake tensors."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from hf_mp.weights.optimizer_in_backward import FreeGradients, check_free_gradie
 
 DEFAULT_OPTIMIZER = "adamw_torch_fused"  # TrainingArguments'
 _MAX_GRAD_NORM = 1.0  # TrainingArguments'
-_RECORDED_UPDATES = 2  # the first makes the optimizer's state, the second is like all that follow
-_MOST_STEPS = 40  # at the beginning of a real run, steps are skipped until the loss scale has come down
-_RECORDED_MICRO_BATCHES = 2  # the second is like all that follow: it meets the gradients of the first
+_RECORDED_UPDATES = 2  # the first creates the optimizer's state, the second is like all others
+_MOST_STEPS = 40  # a real run skips steps at first, until the loss scale has come down
+_RECORDED_MICRO_BATCHES = 2  # the second adds to the gradients of the first, like all others
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class TrainingSettings:
         batch_size: sequences in one forward.
         seq_len: tokens in a sequence.
         accumulation_steps: micro-batches in one update.
-        gradient_checkpointing: whether blocks are computed again in backward instead of kept.
-        optimizer: by its name in ``TrainingArguments(optim=...)``.
+        gradient_checkpointing: whether blocks are recomputed in backward.
+        optimizer: as in ``TrainingArguments(optim=...)``.
         free_gradients: as for :class:`hf_mp.MixedPrecision`.
     """
 
@@ -62,19 +62,17 @@ class TrainingMemory:
 
     Attributes:
         model: class of the model.
-        parameters: how many it has.
+        parameters: their number.
         settings: how it is trained.
         device: ``"cpu"`` or ``"cuda"``.
         measured: whether real tensors were counted.
-        peak_bytes: the highest use at any moment, of all tensors together.
-        peak_phase: in which part of the step it is.
-        peak_op: after which op.
-        bytes_by_category: what was in use at the peak, for every :class:`Category`.
+        peak_bytes: peak of all tensors together.
+        peak_phase: part of the step at the peak.
+        peak_op: op that reached the peak.
+        bytes_by_category: bytes of every :class:`Category` at the peak.
         timeline: the step in moments; the peak is one of them.
-        allocator_peak_bytes: the same peak as the allocator saw it, with what kernels take inside of an op; None where
-            it was not asked.
-        process_peak_bytes: the highest resident memory of the whole process while it was measured; None for an
-            estimate.
+        allocator_peak_bytes: the allocator's own peak, with the workspace of kernels; None if not requested.
+        process_peak_bytes: peak resident memory of the process during the measurement; None for an estimate.
     """
 
     model: str
@@ -125,31 +123,31 @@ def estimate_training_memory(
     free_gradients: FreeGradients = "step",
     device: str = "cuda",
 ) -> TrainingMemory:
-    """Predict the memory of fine-tuning, without memory and without a GPU.
+    """Predict the memory of fine-tuning, without a GPU and without using that memory.
 
     A model of fake tensors (torch's ``FakeTensorMode``) takes real training steps: forward, backward, clipping and
-    update, with the runtime, the autocast and the optimizer that training uses. Nothing is computed by formula.
+    update, with the autocast and the optimizer that training uses. Nothing is computed by formula.
 
     Args:
-        model: a name, a directory, a ``config.json``, a configuration or a model (of which only its configuration
-            counts).
-        precision: one of :data:`hf_mp.memory.presets.TRAINING_PRESETS`; default ``"fp16"``, ours.
+        model: a name, a directory, a ``config.json``, a configuration or a model, of which only the configuration
+            is used.
+        precision: one of :data:`hf_mp.memory.presets.TRAINING_PRESETS`; default ``"fp16"``.
         batch_size: sequences in one forward, without padding; default 1.
         seq_len: tokens in a sequence; default: all positions that the model has, at most 1024.
         accumulation_steps: micro-batches in one update; default 1.
-        gradient_checkpointing: compute blocks again in backward; default False.
-        optimizer: a name of ``TrainingArguments(optim=...)``; default: what the preset is about, else
-            ``"adamw_torch_fused"``, the Trainer's.
-        free_gradients: as for :class:`hf_mp.MixedPrecision`, clipping as the Trainer does; default ``"step"``.
-        device: ``"cuda"`` (default) for a GPU to be rented, ``"cpu"`` for this CPU.
+        gradient_checkpointing: recompute blocks in backward; default False.
+        optimizer: a name of ``TrainingArguments(optim=...)``; default: the preset's, else the Trainer's
+            ``"adamw_torch_fused"``.
+        free_gradients: as for :class:`hf_mp.MixedPrecision`, with the Trainer's clipping; default ``"step"``.
+        device: ``"cuda"`` (default; needs no GPU) or ``"cpu"``.
 
     Returns:
-        The peak, by category, and the timeline of the step. What is not a tensor is not in it: CUDA's context, the
-        allocator's fragmentation, workspaces of kernels.
+        The peak by category, and the timeline of the step, of tensors alone: without CUDA's context, the allocator's
+        fragmentation, and workspaces of kernels.
 
     Raises:
-        ValueError: for an unknown model, precision, optimizer or device, or a batch, sequence or number of
-            micro-batches that is not possible.
+        ValueError: for an unknown model, precision, optimizer or device, or an impossible batch, sequence or number of
+            micro-batches.
     """
     config = find_config(model)
     settings = make_settings(
@@ -228,7 +226,7 @@ def make_settings(
     optimizer: str | None,
     free_gradients: FreeGradients = "step",
 ) -> TrainingSettings:
-    """Check what a person asked for, and fill in what they left open.
+    """Validate the arguments and fill in defaults.
 
     Raises:
         ValueError: naming the argument and what is allowed.
@@ -264,7 +262,7 @@ def make_settings(
 
 
 def prepare_model(model: PreTrainedModel, settings: TrainingSettings) -> nn.Module:
-    """A loaded model, real or on the meta device, as the Trainer or a person prepares it for training."""
+    """Prepare a loaded model, real or on the meta device, for training."""
     model.config.use_cache = False  # as the Trainer sets it
     if parse_preset(settings.precision).lora:
         return _with_adapters(model, settings.gradient_checkpointing)
@@ -277,7 +275,7 @@ def prepare_model(model: PreTrainedModel, settings: TrainingSettings) -> nn.Modu
 def make_trainee(
     model: nn.Module, kind: type[PreTrainedModel], settings: TrainingSettings, device: torch.device
 ) -> Trainee:
-    """Precision, optimizer and batch for a prepared model, of class ``kind`` before adapters were put around it."""
+    """Precision, optimizer and batch for a prepared model, of class ``kind`` without adapters."""
     preset = parse_preset(settings.precision)
     model.train()
     in_backward: dict[str, Any] = {}
@@ -308,7 +306,7 @@ def _forward(model: nn.Module, preset: TrainingPreset, device: torch.device) -> 
 
 
 def _with_adapters(model: PreTrainedModel, gradient_checkpointing: bool) -> nn.Module:
-    """A frozen, quantized model with LoRA adapters, as peft's guide to quantization makes it.
+    """A frozen, quantized model with LoRA adapters, as in peft's guide to quantization.
 
     Raises:
         ImportError: if peft is missing.
@@ -327,7 +325,7 @@ def _with_adapters(model: PreTrainedModel, gradient_checkpointing: bool) -> nn.M
 
 
 def make_batch(kind: type[PreTrainedModel], settings: TrainingSettings, device: torch.device) -> dict[str, Tensor]:
-    """Token ids and labels, all zeros: values do not matter to memory.
+    """Token ids and labels, all zeros.
 
     Raises:
         ValueError: for a model that does not take token ids.
@@ -347,10 +345,10 @@ def make_batch(kind: type[PreTrainedModel], settings: TrainingSettings, device: 
 
 
 def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimizer:
-    """The optimizer that the Trainer makes for ``TrainingArguments(optim=name)``, with its two parameter groups.
+    """The Trainer's optimizer for ``TrainingArguments(optim=name)``, with its two parameter groups.
 
     Raises:
-        ValueError: for a name that the Trainer does not know, or an optimizer whose package is missing.
+        ValueError: for an unknown name, or an optimizer whose package is missing.
     """
     from transformers import Trainer
 
@@ -359,7 +357,7 @@ def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimiz
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, cast(PreTrainedModel, model))
     except (ValueError, ImportError) as error:
         raise ValueError(f"optimizer={name!r} cannot be made: {error}") from error
-    settings = {**settings, "lr": 0.0}  # a person's weights stay as they are
+    settings = {**settings, "lr": 0.0}  # leaves a given model's weights unchanged
     if kind.__module__.startswith("torch.optim.") and not settings.get("fused"):
         settings.setdefault(
             "foreach", device.type != "cpu"
@@ -373,12 +371,10 @@ def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimiz
 
 
 def _arguments_of_optimizer(name: str) -> Any:
-    """``TrainingArguments(optim=name)`` with every other default, and nothing looked up or set up.
-
-    A real one resets accelerate's state, which a live ``Trainer`` or ``Accelerator`` holds.
+    """``TrainingArguments(optim=name)`` without device setup: a real one resets accelerate's state.
 
     Raises:
-        ValueError: for a name that the Trainer does not know.
+        ValueError: for an unknown name.
     """
     from transformers import TrainingArguments
     from transformers.training_args import OptimizerNames
@@ -393,7 +389,7 @@ def _arguments_of_optimizer(name: str) -> Any:
 
 
 def record_steps(trainee: Trainee, recorder: MemoryRecorder) -> StepProfile:
-    """Train for as many steps as are needed to see the highest one, and return its profile."""
+    """Train until the highest step was seen, and return its profile."""
     recorder.take(trainee.batch.values(), Category.INPUTS_AND_BUFFERS)
     profiles: list[StepProfile] = []
     updates = 0
@@ -410,7 +406,7 @@ def record_steps(trainee: Trainee, recorder: MemoryRecorder) -> StepProfile:
 
 
 def train_one_step(trainee: Trainee, start_phase: Callable[[Phase], None] = lambda phase: None) -> None:
-    """Forward, backward, clipping and update; gradients stay, for the caller to clear."""
+    """Forward, backward, clipping and update; the caller clears the gradients."""
     micro_batches = min(trainee.accumulation_steps, _RECORDED_MICRO_BATCHES)
     for _ in range(micro_batches):
         start_phase(Phase.FORWARD)

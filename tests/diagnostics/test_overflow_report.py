@@ -30,8 +30,8 @@ REPORT = OverflowReport(
 
 def test_the_text_names_place_culprit_ranges_and_way_out() -> None:
     assert REPORT.to_text().splitlines() == [
-        "Step 7 (micro-batch 2 of 3, rank 1) was skipped at loss scale 1024. The first inf or NaN was made by 'linear' "
-        "in module 'h.0.mlp', in the forward pass.",
+        "Step 7 (micro-batch 2 of 3, rank 1) was skipped at loss scale 1024. The first inf or NaN was produced by "
+        "'linear' in module 'h.0.mlp', in the forward pass.",
         "  in:  input 0 (float16, 2×4): magnitudes 0.5 to 2",
         "  out: output 0 (float16, 2×8): magnitudes 1 to 60000, 3 inf",
         "  gradients not finite: h.0.weight, h.1.weight, h.2.weight, h.3.weight, h.4.weight and 2 more",
@@ -44,11 +44,11 @@ def test_the_text_names_place_culprit_ranges_and_way_out() -> None:
     ("changes", "expected"),
     [
         ({"smaller_scale_helps": True, "largest_finite_scale": 64.0}, "is finite, up to about 64, and the scaler"),
-        ({"finite_in_fp32": False}, "not finite either: it is the model or its data"),
-        ({"phase": "input", "tensor": "x", "finite_in_fp32": None}, "The batch has inf or NaN already: 'x'"),
+        ({"finite_in_fp32": False}, "not finite either: the cause is the model or its data"),
+        ({"phase": "input", "tensor": "x", "finite_in_fp32": None}, "The batch contains inf or NaN: 'x'"),
         ({"phase": "weight", "tensor": "w", "finite_in_fp32": None}, "'w' is not finite in FP16"),
         ({"phase": "loss outside of the model", "tensor": "logits", "finite_in_fp32": None}, "division by zero"),
-        ({"phase": "not found", "notes": ("why",)}, "did not show who"),
+        ({"phase": "not found", "notes": ("why",)}, "did not find the origin"),
         ({"module": ""}, "the model itself"),
     ],
     ids=["scale", "model", "input", "weight", "loss", "not-found", "root"],

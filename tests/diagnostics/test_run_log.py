@@ -59,7 +59,7 @@ def test_what_is_read_is_what_happened(tmp_path: Path) -> None:
     stats = run.model.forward.runtime.stats
     assert list(read.steps) == [1, 2, 3, 4] and read.has_ended and read.missing == []
     assert [step.skipped for step in read.steps.values()] == [False, False, True, False]
-    assert read.steps[3].cause.startswith("The loss is computed outside of the model")
+    assert read.steps[3].cause.startswith("The loss is computed outside the model")
     assert read.steps[3].headroom is None and read.steps[4].headroom == pytest.approx(stats.headroom, abs=1.01)
     assert read.steps[1].loss_scale == stats.loss_scale_first
     assert [key[0] for key in read.overflows] == [3]
@@ -96,7 +96,7 @@ def test_an_explainer_that_comes_after_the_recorder_explains_the_same_step(tmp_p
     hf_mp.explain_overflows(run.model)
     run.train(1.0, 1.0, NAN, 1.0)
     read = read_run(tmp_path)
-    assert read.steps[3].cause.startswith("The loss is computed outside of the model")
+    assert read.steps[3].cause.startswith("The loss is computed outside the model")
     assert read.steps[4].cause == "" and [key[0] for key in read.overflows] == [3]
 
 
@@ -118,7 +118,7 @@ os.kill(os.getpid(), 9)
     assert list(read.steps) == [1, 2]
     missing = "\n".join(read.missing)
     assert f"{LOG_NAME}: line 3 of 3 is half-written or damaged" in missing
-    assert "has not come to its end" in missing and "no record of the run's start" in missing
+    assert "has not ended" in missing and "no record of the run's start" in missing
     # A later start goes on on a line of its own.
     Run(tmp_path).train(1.0).recorder.end()
     read = read_run(tmp_path)
@@ -201,7 +201,7 @@ def test_no_run_is_an_error_that_names_what_was_looked_for(tmp_path: Path) -> No
         NoRunError, match=r"holds no run: neither precision_log.jsonl .*trainer_state.json, nor overflo"
     ):
         read_run(tmp_path)
-    with pytest.raises(NoRunError, match="is no directory"):
+    with pytest.raises(NoRunError, match="is not a directory"):
         read_run(tmp_path / "nowhere")
 
 
@@ -292,7 +292,7 @@ def test_a_log_that_cannot_be_written_is_told_once_and_training_goes_on(
     monkeypatch.setattr(run_log.logger, "warning", told.append)
     run = Run(tmp_path / "file" / "run").train(1.0, 1.0)
     assert run.model.forward.runtime.stats.steps == 2
-    assert len(told) == 1 and "recorded no further" in told[0]
+    assert len(told) == 1 and "recording the precision of this run stops" in told[0]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")

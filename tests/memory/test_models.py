@@ -212,9 +212,9 @@ def test_code_beside_a_configuration_does_not_run(use, model_with_code, tmp_path
         USES[use](str(model_with_code))
     elif use == "hf-mp memory":
         result = USES[use](str(model_with_code))
-        assert result.exit_code == 2 and "code of its own" in result.stderr
+        assert result.exit_code == 2 and "needs its own code" in result.stderr
     else:
-        with pytest.raises(ValueError, match=r"'evil', which is code of its own \(evil\.Evil\).*does not run"):
+        with pytest.raises(ValueError, match=r"'evil', which needs its own code \(evil\.Evil\).*does not run"):
             USES[use](str(model_with_code))
     assert not (tmp_path / "touched").exists()
 

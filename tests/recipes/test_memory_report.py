@@ -36,7 +36,7 @@ def test_the_recipe_writes_a_page_and_a_picture(config, tmp_path, capsys):
 
 def test_the_recipe_measures_too(config, tmp_path, capsys):
     memory_report.main(["--model", config, *FAST, "--measure", "--output_dir", str(tmp_path / "out")])
-    assert "Predicted beside measured" in capsys.readouterr().out
+    assert "Predicted and measured" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,149 @@
+"""docs/limits.md: each line names a test that is there; and what is shown by no test of its own subject."""
+
+from __future__ import annotations
+
+import ast
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from trainer_runs import arguments, make_trainer, tiny_gpt2, token_rows
+from transformers import TrainerCallback
+
+import hf_mp
+from hf_mp.trainer.checkpoints.inspection import find_problems
+
+TESTS = Path(__file__).resolve().parent
+LINES = [
+    line
+    for line in (TESTS.parent / "docs" / "limits.md").read_text(encoding="utf-8").splitlines()
+    if line.startswith("| ") and not line.endswith("| shown by |")
+]
+
+
+def names_in(node: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[str]:
+    for child in node.body:
+        if isinstance(child, ast.ClassDef):
+            yield from names_in(child, f"{prefix}{child.name}::")
+        elif isinstance(child, ast.FunctionDef) and child.name.startswith("test_"):
+            yield prefix + child.name
+
+
+def test_each_line_names_a_test_that_there_is() -> None:
+    assert len(LINES) > 60
+    found: dict[str, set[str]] = {}
+    for line in LINES:
+        shown = re.search(r"\| `(?P<file>[\w/]+\.py)::(?P<test>[\w:]+)(?:\[[^`]+\])?` \|$", line)
+        assert shown, line
+        file = shown["file"]
+        if file not in found:
+            found[file] = set(names_in(ast.parse((TESTS / file).read_text(encoding="utf-8"))))
+        assert shown["test"] in found[file], line
+
+
+# Limits of several parts together
+
+
+def test_transforms_of_functorch_have_autocast_and_no_loss_scale() -> None:
+    model, _ = hf_mp.prepare(layer := nn.Linear(8, 8), torch.optim.SGD(layer.parameters()), "fp16")
+    x = torch.randn(4, 8)
+
+    def loss(weights: dict[str, Tensor], row: Tensor, factor: float) -> Tensor:
+        return torch.func.functional_call(model, weights, (row,)).square().sum() * factor
+
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    per_row = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, None))
+    found, lost = (per_row(weights, x, factor)["weight"] for factor in (1.0, 1e-9))
+    expected = per_row_of_fp32(weights, x)
+    assert not torch.equal(found, expected)  # FP16 products
+    assert torch.allclose(found, expected, rtol=1e-2, atol=1e-2)
+    assert not lost.any()
+
+
+def per_row_of_fp32(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+    outputs = x @ weights["weight"].t() + weights["bias"]
+    return 2 * outputs[:, :, None] * x[:, None, :]
+
+
+def test_operators_that_are_called_directly_are_not_cast() -> None:
+    x = torch.ones(2, 2)
+    with hf_mp.autocast(torch.float16):
+        assert torch.mm(x, x).dtype is torch.float16
+        assert torch.ops.aten.mm(x, x).dtype is torch.float32
+
+
+def test_a_weight_beyond_fp16_has_an_infinite_working_copy() -> None:
+    model, optimizer = hf_mp.prepare(layer := nn.Linear(2, 2), torch.optim.SGD(layer.parameters()), "fp16")
+    with torch.no_grad():
+        model.weight[0, 0] = 1e5
+    model(torch.ones(1, 2)).square().sum().backward()
+    optimizer.step()
+    assert model(torch.ones(1, 2)).isinf().any() and optimizer.step_was_skipped
+
+
+class Handlers(TrainerCallback):
+    """Notes the handler of SIGTERM while training runs."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen = signal.getsignal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("contender", "is_ours"), [("callback", False), ("subclass", True)])
+def test_the_callback_installs_no_handler_for_signals(tmp_path: Path, contender: str, is_ours: bool) -> None:
+    handlers = Handlers()
+    args = arguments(tmp_path, max_steps=1)
+    make_trainer(contender, "fp16", tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[handlers]).train()
+    assert (handlers.seen is not signal.SIG_DFL) == is_ours
+
+
+def test_a_run_with_the_callback_is_saved_on_sigterm_by_transformers_when_asked(tmp_path: Path) -> None:
+    class Request(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            (jit,) = (each for each in trainer.callback_handler.callbacks if hasattr(each, "jit_manager"))
+            jit.jit_manager.is_checkpoint_requested = state.global_step == 1
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        args = arguments(tmp_path, max_steps=3, save_strategy="no", enable_jit_checkpoint=True)
+        trainer = make_trainer("callback", "fp16", tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[Request()])
+        trainer.train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    assert find_problems(checkpoint) == []
+
+
+@pytest.mark.parametrize("step_is_own", [False, True])
+def test_a_write_through_data_is_not_seen_where_the_trainer_clips(tmp_path: Path, step_is_own: bool) -> None:
+    class Own(hf_mp.MixedPrecisionTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            return super().training_step(*args, **kwargs)
+
+    kind = Own if step_is_own else hf_mp.MixedPrecisionTrainer
+    args = arguments(tmp_path, max_steps=1)
+    trainer = kind(model=tiny_gpt2(), args=args, precision="fp16", train_dataset=token_rows())
+    backward = trainer.accelerator.backward
+
+    def spoiled_backward(*args: Any, **kwargs: Any) -> None:
+        backward(*args, **kwargs)
+        trainer.model.transformer.ln_f.weight.grad.data.fill_(torch.nan)
+
+    trainer.accelerator.backward = spoiled_backward
+    trainer.train()
+    assert trainer.model.transformer.ln_f.weight.isfinite().all() == step_is_own
+
+
+def test_a_flipped_bit_in_weights_without_a_manifest_is_not_seen(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(64)}, tmp_path / "model.safetensors")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 1}')
+    before = find_problems(tmp_path)
+    content = bytearray((tmp_path / "model.safetensors").read_bytes())
+    content[-9] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert find_problems(tmp_path) == before == []
