@@ -193,8 +193,12 @@ class DynamicSettings:
     max_scale: float | None = None
 
     def __post_init__(self) -> None:
-        check(lambda x: 1.0 <= x < math.inf, "at least 1 and finite", growth_factor=self.growth_factor)
-        check(lambda x: 0.0 < x < 1.0, "above 0 and below 1", backoff_factor=self.backoff_factor)
+        check(lambda x: 1.0 <= x < math.inf, "at least 1.0 and finite", growth_factor=self.growth_factor)
+        check(
+            lambda x: -math.inf < x < 1.0,
+            "below 1.0, so that an overflow lowers it",
+            backoff_factor=self.backoff_factor,
+        )
         check_whole(1, growth_interval=self.growth_interval, hysteresis=self.hysteresis)
         check_whole(0, growth_delay=self.growth_delay)
         check_bounds(self.min_scale, self.max_scale)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
@@ -53,13 +54,6 @@ class ScaleTensors(NamedTuple):
 
     scale: Tensor
     inverse: Tensor
-
-
-class NoScaleTensors(NamedTuple):
-    """In the place of :class:`ScaleTensors` where nothing is scaled."""
-
-    scale: None = None
-    inverse: None = None
 
 
 # what torch.amp.GradScaler.state_dict() holds
@@ -133,10 +127,10 @@ class LossScaler(ExplicitScaling, Generic[State]):
             self._tensors[device] = tensors
         return self._tensors[device]
 
-    def factors(self, device: torch.device) -> ScaleTensors | NoScaleTensors:
-        """As :meth:`scale_tensors`, to multiply by: none of them for a constant scale of 1."""
-        is_one = self.kind == STATIC.name and self.state.scale == 1.0
-        return self.scale_tensors(device) if self._enabled and not is_one else NoScaleTensors()
+    @property
+    def is_scaling(self) -> bool:
+        """Whether there is anything to multiply by: not for a constant scale of 1, or a disabled scaler."""
+        return self._enabled
 
     def copy(self) -> Self:
         """A scaler of the same settings and state that goes its own way."""
@@ -236,11 +230,14 @@ class LossScaler(ExplicitScaling, Generic[State]):
         self._warn_if_inexact(new_scale=self.state.scale)
 
     def _warn_if_inexact(self, **values: float | None) -> None:
-        """Warn about a scale or factor that makes scaling round gradients, at the line that calls a public method."""
+        """Warn, at the user's line, about a scale or factor that makes scaling round gradients."""
         for name, value in values.items():
-            if self._enabled and value and value < math.inf and not is_power_of_two(value):
-                message = f"{name}={value} is no power of two: scaling and unscaling then round gradients"
-                warnings.warn(message, stacklevel=4)
+            if not self._enabled or value is None or math.isinf(value):
+                continue
+            if name == "backoff_factor" and value <= 0.0:
+                _warn(f"{name}={value}: the first overflow takes the loss scale down to min_scale")
+            elif value and not is_power_of_two(value):
+                _warn(f"{name}={value} is no power of two: scaling and unscaling then round gradients")
 
     def __getstate__(self) -> dict[str, Any]:
         if self._stages:
@@ -253,6 +250,14 @@ def _listed(names: Sequence[str], limit: int = 5) -> str:
         return ""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return f" (not finite: {', '.join(names[:limit])}{more})"
+
+
+def _warn(message: str) -> None:
+    """A warning at the first line outside this package, so that Python's filters show it once for each such line."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "hf_mp":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 class StaticLossScaler(LossScaler[ScalerState]):
@@ -271,10 +276,13 @@ class StaticLossScaler(LossScaler[ScalerState]):
         settings = StaticSettings(scale)
         super().__init__(STATIC, settings, max_consecutive_skips=max_consecutive_skips, enabled=enabled)
 
+    @property
+    def is_scaling(self) -> bool:
+        return self._enabled and self.state.scale != 1.0
+
     def _take_over_torch(self, state_dict: Mapping[str, Any]) -> None:
-        saved = state_dict["scale"]
-        warnings.warn(
-            f"a constant loss scale of {self.state.scale:g} stays: the saved one of {saved:g} is dropped", stacklevel=3
+        _warn(
+            f"a constant loss scale of {self.state.scale:g} stays: the saved one of {state_dict['scale']:g} is dropped"
         )
 
 
@@ -290,7 +298,7 @@ class DynamicLossScaler(LossScaler[DynamicState]):
     Args:
         init_scale: scale of the first step; default 2**16.
         growth_factor: at least 1, with which the scale never grows; default 2.
-        backoff_factor: above 0 and below 1; default 0.5.
+        backoff_factor: below 1; default 0.5.
         growth_interval: clean steps before the scale grows; default 2000.
         hysteresis: overflows that it takes to lower the scale; default 1 lowers it at once. Every further one lowers
             it too, until the scale grows: that restores the count, as in Megatron-LM (``--hysteresis``) and DeepSpeed.
@@ -304,7 +312,8 @@ class DynamicLossScaler(LossScaler[DynamicState]):
             default 50.
         enabled: False makes every method pass through, as with torch's.
 
-    A factor or scale that is no power of two is allowed, as in torch, with a warning: scaling then rounds.
+    A factor or scale that is no power of two is allowed, as in torch, with a warning: scaling then rounds. A negative
+    ``backoff_factor`` ends at ``min_scale``, where torch's scale turns negative.
 
     Raises:
         ValueError: for settings outside these ranges.
@@ -380,7 +389,7 @@ class DynamicLossScaler(LossScaler[DynamicState]):
         return self.settings.backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the factor by which an overflow lowers the scale; above 0 and below 1."""
+        """Set the factor by which an overflow lowers the scale; below 1."""
         self._set_settings(replace(self.settings, backoff_factor=new_factor))
 
     def get_growth_interval(self) -> int:
