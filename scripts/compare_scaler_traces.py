@@ -1,6 +1,6 @@
 """The rules of the loss scalers on made-up gradients: how many steps each skips, and how much it loses in FP16's zero.
 
-    python scripts/compare_scaler_traces.py [--processes 10] [--steps 20000] [--first-seed 0]
+    python scripts/compare_scaler_traces.py [--processes 30] [--steps 20000] [--first-seed 0]
 
 No model is trained: a process is a series of the largest gradient magnitudes m of its steps, drawn from a seed, and
 each rule sees what it would see in a training. A step at scale S overflows where S * m * a > 65504 (a is 1, but for
@@ -13,7 +13,9 @@ small GPT-2 has mean 14 and deviation 4; the wider spread is that of a network w
 doubling of the scale count. **Lost** counts a skipped step as one whose values are all lost, and adds both.
 
 No rule sees the future. Where steps are independent of each other, none can do better than the best constant scale,
-chosen for each process with hindsight; that limit is stored for these families.
+chosen for each process with hindsight; that limit is stored for these families. It shows that no rule is ahead of each
+peer on both counts there: those with less underflow pay for it in skips that torch does not have. Of the trades that
+are left, ``HeadroomLossScaler`` makes torch's: the fewest skips, and then less underflow.
 
 The constants of ``HeadroomLossScaler`` were chosen on seeds from 1000 on; the stored results are of seeds from 0 on.
 
@@ -35,7 +37,7 @@ from rich.table import Table
 
 from _plots import draw_traces
 from _results import RESULTS, save_result
-from hf_mp.scaling.rules import DYNAMIC, FP16_MAX, HEADROOM, STATIC, ScaleRule, StepReport
+from hf_mp.scaling.rules import DYNAMIC, FP16_MAX, HEADROOM, ScaleRule, StepReport
 
 OURS = "HeadroomLossScaler"
 PEERS: dict[str, tuple[ScaleRule[Any], dict[str, Any]]] = {
@@ -47,7 +49,6 @@ PEERS: dict[str, tuple[ScaleRule[Any], dict[str, Any]]] = {
         {"growth_interval": 1000, "growth_delay": 1, "hysteresis": 2, "consecutive_hysteresis": True},
     ),
     "Megatron-LM": (DYNAMIC, {"init_scale": 2.0**32, "growth_interval": 1000, "hysteresis": 2}),
-    "constant 1024": (STATIC, {"scale": 1024.0}),
 }
 CONTENDERS = {OURS: (HEADROOM, dict[str, Any]()), **PEERS}
 SPREAD_MEAN, SPREAD_DEVIATION = 16.0, 8.0
@@ -176,7 +177,8 @@ def run(rule: ScaleRule[Any], settings: Any, trace: Trace) -> tuple[Outcome, np.
     for magnitude, highest in zip(largest, bound, strict=True):
         scales.append(state.scale)
         overflow = state.scale > highest
-        state = rule.adjust(state, settings, StepReport(overflow, None if overflow else magnitude))
+        measured = magnitude if state.scale * magnitude > 2.0**-ROUNDED_TO_ZERO else 0.0
+        state = rule.adjust(state, settings, StepReport(overflow, None if overflow else measured))
     log2_scales = np.log2(scales)
     return outcome(trace, log2_scales), log2_scales
 
@@ -280,7 +282,7 @@ def show(result: Mapping[str, Any]) -> None:
     Console(highlight=False, width=140).print(shown)
 
 
-def main(processes: int = 10, steps: int = 20_000, first_seed: int = 0, results_dir: Path = RESULTS) -> None:
+def main(processes: int = 30, steps: int = 20_000, first_seed: int = 0, results_dir: Path = RESULTS) -> None:
     """Run every rule over every trace, store the numbers, draw them."""
     result = compare(processes, steps, first_seed)
     show(result)

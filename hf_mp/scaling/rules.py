@@ -234,8 +234,11 @@ def adjust_dynamic(state: DynamicState, settings: DynamicSettings, report: StepR
 
 # The scale that follows the gradients
 
-_LEAST_HEADROOM = 2.0  # doublings above the level that are always kept: gradients of a calm run stay within them
-_FUTILE_CAUTION = 12.0  # doublings of headroom at which overflows that go on are not the scale's
+_LEAST_HEADROOM = 1.0  # doublings; learned headroom sinks no further
+_ABOVE_SEEN = 0.5  # doublings that are kept above a rise that was seen
+_ABOVE_UNSEEN = 1.25  # the headroom that an overflow adds whose gradient nothing shows
+_FUTILE_HEADROOM = 12.0  # doublings at which overflows that go on are not the scale's
+_CALM_HEADROOM = 3.0  # doublings to go on with after it
 _AT_ONCE = 16  # an overflow that returns within so many clean steps is the scale's, whatever its headroom
 _LARGEST_FALL = 8.0  # doublings that one step may count for: a batch of next to no gradient says little
 
@@ -246,23 +249,22 @@ class HeadroomState(ScalerState):
 
     Attributes:
         level: running geometric mean of the largest unscaled gradient magnitude; None until a finite one was seen.
-        surge: decaying maximum of how far a gradient lay above its level, in doublings.
-        caution: doublings of headroom beyond what gradients were seen to need: at the beginning, when nothing is known
-            of them, and after overflows that they do not explain; None where caution did not help.
-        quiet_steps: clean steps since the last overflow that was not explained, or since caution was last lowered.
+        headroom: doublings that are kept between the level and FP16's largest number.
+        is_futile: whether more headroom did not help against the overflows that go on.
+        quiet_steps: clean steps since the last overflow that no gradient explained.
     """
 
     level: float | None = None
-    surge: float = 0.0
-    caution: float | None = 5.0
+    headroom: float = 5.0
+    is_futile: bool = False
     quiet_steps: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole(0, quiet_steps=self.quiet_steps)
-        check(lambda x: 0.0 <= x < math.inf, "a finite number of doublings, at least 0", surge=self.surge)
-        if self.caution is not None:
-            check(lambda x: 0.0 <= x < math.inf, "a finite number of doublings or None", caution=self.caution)
+        check(lambda x: 0.0 <= x < math.inf, "a finite number of doublings, at least 0", headroom=self.headroom)
+        if not isinstance(self.is_futile, bool):
+            raise ValueError(f"is_futile={self.is_futile!r} must be True or False")
         if self.level is not None:
             check(lambda x: 0.0 < x < math.inf, "a positive, finite number or None", level=self.level)
 
@@ -274,7 +276,7 @@ class HeadroomState(ScalerState):
         if "peak" not in saved:
             return saved
         kept = {name: value for name, value in saved.items() if name not in ("peak", "ceiling", "clean_steps")}
-        new = {"surge": cls.surge, "caution": cls.caution, "quiet_steps": cls.quiet_steps}
+        new = {"headroom": cls.headroom, "is_futile": cls.is_futile, "quiet_steps": cls.quiet_steps}
         return {"level": saved["peak"], **new, **kept}
 
 
@@ -286,16 +288,16 @@ class HeadroomSettings:
     init_scale: float = 2.0**10
     headroom: float = 5.0
     half_life: float = 25
-    backoff_factor: float = 2.0**-10
-    caution_interval: int = 3500
-    min_scale: float = 2.0**-14
+    backoff_factor: float = 2.0**-20
+    patience: int = 250
+    min_scale: float = 1.0
     max_scale: float | None = 2.0**40
 
     def __post_init__(self) -> None:
         check(lambda x: 0.0 <= x <= 30.0, "0 to 30 doublings (FP16 has 40 in all)", headroom=self.headroom)
         check(lambda x: 1 <= x < math.inf, "at least 1 step and finite", half_life=self.half_life)
         check(lambda x: 0.0 < x < 1.0, "above 0 and below 1", backoff_factor=self.backoff_factor)
-        check_whole(1, caution_interval=self.caution_interval)
+        check_whole(1, patience=self.patience)
         check_bounds(self.min_scale, self.max_scale)
         if self.ceiling < self.floor:
             raise ValueError(f"no power of two lies between min_scale={self.min_scale} and max_scale={self.max_scale}")
@@ -311,52 +313,52 @@ class HeadroomSettings:
         return power_of_two_below(LARGEST_SCALE if self.max_scale is None else min(self.max_scale, LARGEST_SCALE))
 
     def start(self) -> HeadroomState:
-        return HeadroomState(self.init_scale, caution=self.headroom)
+        return HeadroomState(self.init_scale, headroom=self.headroom)
 
 
 def adjust_headroom(state: HeadroomState, settings: HeadroomSettings, report: StepReport) -> HeadroomState:
     """One update of the algorithm in :class:`HeadroomLossScaler`'s docstring."""
     if report.overflow:
-        factor = settings.backoff_factor**2 ** min(state.consecutive_skips, 4)
-        lowered = max(power_of_two_below(max(state.scale * factor, SMALLEST_SCALE)), min(settings.floor, state.scale))
-        return state.counted(report, scale=lowered)
-    largest, learned = report.largest_gradient, {}
+        fallen = power_of_two_below(max(state.scale * settings.backoff_factor, SMALLEST_SCALE))
+        return state.counted(report, scale=max(fallen, min(settings.floor, state.scale)))
+    largest = report.largest_gradient
     if largest is not None and 0.0 < largest < math.inf:
-        learned = _learned(state, settings, largest)
-    level = learned.get("level", state.level)
-    if level is not None:
-        headroom = _headroom(learned.get("surge", state.surge), learned.get("caution", state.caution), settings)
-        scale = scale_with_headroom(level, headroom)
+        state = _learned(state, settings, largest)
+    if state.level is not None:
+        scale = scale_with_headroom(state.level, state.headroom)
     elif largest == 0.0:  # nothing but zeros: FP16 may have lost the gradients at a scale that overflows led to
         scale = max(state.scale, min(state.scale / settings.backoff_factor, settings.init_scale))
     else:
         scale = state.scale
-    return state.counted(report, scale=max(min(scale, settings.ceiling), settings.floor), **learned)
+    return state.counted(report, scale=max(min(scale, settings.ceiling), settings.floor))
 
 
-def _headroom(surge: float, caution: float | None, settings: HeadroomSettings) -> float:
-    return max(min(_LEAST_HEADROOM, settings.headroom), surge, caution or 0.0)
-
-
-def _learned(state: HeadroomState, settings: HeadroomSettings, largest: float) -> dict[str, Any]:
-    """The fields that a measured gradient changes."""
-    rise = 0.0 if state.level is None else math.log2(largest / state.level)
-    headroom = _headroom(state.surge, state.caution, settings)
-    jumped = rise > headroom
-    caution, quiet_steps = state.caution, state.quiet_steps + 1
-    if state.consecutive_skips and state.level is not None and not jumped:
-        if caution is not None or state.quiet_steps < _AT_ONCE:
-            is_futile = headroom >= _FUTILE_CAUTION and state.quiet_steps >= _AT_ONCE
-            caution = None if is_futile else headroom + 1.0
-        quiet_steps = 0
-    elif quiet_steps >= settings.caution_interval:
-        caution, quiet_steps = max((caution or 0.0) - 1.0, 0.0), 0
-    surge = max(state.surge - 1.0 / settings.caution_interval, 0.0)
-    if state.level is None or jumped:
-        return {"level": float(largest), "surge": surge, "caution": caution, "quiet_steps": quiet_steps}
+def _learned(state: HeadroomState, settings: HeadroomSettings, largest: float) -> HeadroomState:
+    """The state with a measured gradient taken in; the scale is not set yet."""
+    if state.level is None:
+        return replace(state, level=float(largest))
+    rise = math.log2(largest / state.level)
+    if state.consecutive_skips and rise > state.headroom:
+        return replace(state, level=float(largest))
+    if state.consecutive_skips:
+        state = _after_unexplained_overflow(state)
+    else:
+        quiet_steps = state.quiet_steps + 1
+        is_futile = state.is_futile and quiet_steps < 16 * settings.patience
+        state = replace(state, quiet_steps=quiet_steps, is_futile=is_futile)
+    sunk = state.headroom - 1.0 / (settings.patience * (1 + 8 * state.skipped_steps))
+    headroom = max(sunk, rise + _ABOVE_SEEN, min(_LEAST_HEADROOM, settings.headroom))
     weight = 1.0 - 0.5 ** (1.0 / settings.half_life)
-    level = state.level * 2.0 ** (weight * max(rise, -_LARGEST_FALL))
-    return {"level": level, "surge": max(surge, rise), "caution": caution, "quiet_steps": quiet_steps}
+    return replace(state, level=state.level * 2.0 ** (weight * max(rise, -_LARGEST_FALL)), headroom=headroom)
+
+
+def _after_unexplained_overflow(state: HeadroomState) -> HeadroomState:
+    at_once = state.quiet_steps < _AT_ONCE
+    if state.headroom >= _FUTILE_HEADROOM and not at_once:
+        return replace(state, headroom=_CALM_HEADROOM, is_futile=True, quiet_steps=0)
+    if state.is_futile and not at_once:
+        return replace(state, quiet_steps=0)
+    return replace(state, headroom=state.headroom + _ABOVE_UNSEEN, quiet_steps=0)
 
 
 HEADROOM = register(

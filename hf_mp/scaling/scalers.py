@@ -414,35 +414,34 @@ class HeadroomLossScaler(LossScaler[HeadroomState]):
     same. Here that choice is made again at every step, and how much headroom gradients need is learned from them::
 
         clean step with largest unscaled gradient g:
-            rise = log2(g / level)                  # doublings above what is usual
+            rise = log2(g / level)                      # doublings above what is usual
             if an overflow came before it:
-                if rise > headroom:                 # a jump, and g is the new level
-                    level = g
-                elif it came within 16 clean steps of the last one, or headroom < 12:
-                    caution = headroom + 1
-                else:                               # 12 doublings have not helped: such overflows are not the scale's
-                    caution = None, until caution_interval steps were clean; then 0
-            every caution_interval clean steps:
-                caution -= 1
-            surge = max(rise, surge - 1 / caution_interval)
+                if rise > headroom:                     # a jump: g is the new level
+                    level = g; done
+                elif fewer than 16 clean steps lie between it and the last overflow: headroom += 1.25
+                elif headroom >= 12: headroom = 3; futile = True    # such overflows are not the scale's
+                elif not futile: headroom += 1.25
+            futile = False after 16 * patience steps without an overflow
+            headroom -= 1 / (patience * (1 + 8 * skipped steps so far))
+            headroom = max(headroom, rise + 0.5, 1)
             level moves towards g, half the way (of their logarithms) in half_life steps
-            headroom = max(2, surge, caution)
-            scale = largest power of two with scale * level * 2**headroom <= 65504
+        scale = largest power of two with scale * level * 2**headroom <= 65504
         overflow:
-            scale *= backoff_factor, its square, its fourth power ... for the 1st, 2nd, 3rd ... in a row
+            scale *= backoff_factor
 
     A clean step tells how large its gradient was, so the scale after an overflow may be far too low: it is low for one
     step. What an overflow says depends on the gradient that follows it. A larger one was the reason. A usual one tells
     of a spike, of a gradient of activations that is larger than any of weights, or of data that no scale can help.
+    The more steps were skipped, the longer headroom is kept: where spikes are rare, it is forgotten soon.
 
     Args:
         init_scale: scale of the first step, which is low, as nothing was measured yet; default 2**10.
-        headroom: doublings between the level and FP16's largest number, to begin with; default 5. It sinks to 2 while
-            gradients need no more; below 2 it is kept.
+        headroom: doublings between the level and FP16's largest number, to begin with; default 5. It sinks to 1 while
+            gradients need no more.
         half_life: steps in which the level goes half the way to another one; default 25.
-        backoff_factor: factor on an overflow; default 2**-10.
-        caution_interval: clean steps after which caution is lowered by a doubling; default 3500.
-        min_scale: the scale is not lowered below this; default 2**-14, which is for gradients above 65504. 0 is no
+        backoff_factor: factor on an overflow; default 2**-20.
+        patience: steps in which headroom sinks by a doubling as long as no step was skipped; default 250.
+        min_scale: the scale is not lowered below this; default 1. Gradients above 65504 need a smaller one; 0 is no
             bound but FP32's.
         max_scale: the scale does not grow above this; default 2**40, None for no bound but FP32's.
         max_consecutive_skips: skipped steps in a row at ``min_scale`` after which :class:`LossScaleError` is raised;
@@ -462,16 +461,14 @@ class HeadroomLossScaler(LossScaler[HeadroomState]):
         headroom: float = 5.0,
         half_life: float = 25,
         *,
-        backoff_factor: float = 2.0**-10,
-        caution_interval: int = 3500,
-        min_scale: float = 2.0**-14,
+        backoff_factor: float = 2.0**-20,
+        patience: int = 250,
+        min_scale: float = 1.0,
         max_scale: float | None = 2.0**40,
         max_consecutive_skips: int = 50,
         enabled: bool = True,
     ) -> None:
-        settings = HeadroomSettings(
-            init_scale, headroom, half_life, backoff_factor, caution_interval, min_scale, max_scale
-        )
+        settings = HeadroomSettings(init_scale, headroom, half_life, backoff_factor, patience, min_scale, max_scale)
         super().__init__(HEADROOM, settings, max_consecutive_skips=max_consecutive_skips, enabled=enabled)
 
 
