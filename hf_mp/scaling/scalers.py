@@ -38,6 +38,7 @@ from hf_mp.scaling.rules import (
     check_whole,
     headroom_left,
     is_power_of_two,
+    power_of_two_below,
 )
 
 
@@ -470,6 +471,9 @@ class HeadroomLossScaler(LossScaler[HeadroomState]):
     ) -> None:
         settings = HeadroomSettings(init_scale, headroom, half_life, backoff_factor, patience, min_scale, max_scale)
         super().__init__(HEADROOM, settings, max_consecutive_skips=max_consecutive_skips, enabled=enabled)
+
+    def _take_over_torch(self, state_dict: Mapping[str, Any]) -> None:
+        super()._take_over_torch({**state_dict, "scale": power_of_two_below(state_dict["scale"])})
 
 
 _SCALERS: dict[str, type[LossScaler[Any]]] = {HEADROOM.name: HeadroomLossScaler, DYNAMIC.name: DynamicLossScaler}
