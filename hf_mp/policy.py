@@ -108,9 +108,8 @@ class PrecisionPolicy:
         """Make a policy from a preset or from a policy that is spelled out.
 
         Args:
-            text: ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"fp16-lean"``, ``"bf16-lean"``, or fields as in
-                ``"params=fp32,compute=fp16,loss_scale=dynamic"``, where those that are not named have the values of
-                ``"fp16"``. A policy is returned as it is.
+            text: one of :data:`PRESETS`, or fields as in ``"params=fp32,compute=fp16,loss_scale=dynamic"``, where
+                those that are not named have the values of ``"fp16"``. A policy is returned as it is.
 
         Raises:
             TypeError: for anything but text and a policy.
@@ -162,3 +161,9 @@ PRESETS: dict[str, PrecisionPolicy] = {
     "fp16-lean": PrecisionPolicy(params=torch.float16, loss_scale="headroom"),
     "bf16-lean": PrecisionPolicy(params=torch.bfloat16, compute=torch.bfloat16),
 }
+"""The policies by name. A new one is one entry, before :mod:`hf_mp.trainer` and :mod:`hf_mp.memory` are imported."""
+
+
+def mixed_presets() -> tuple[str, ...]:
+    """The names of the presets in which anything runs in another dtype than FP32."""
+    return tuple(name for name, preset in PRESETS.items() if preset.is_mixed)

@@ -149,7 +149,7 @@ def adjust_static(state: ScalerState, settings: StaticSettings, report: StepRepo
 
 
 # Not registered: a policy names it by its number.
-STATIC = ScaleRule("static", "a number: constant", StaticSettings, StaticSettings.start, adjust_static)
+STATIC = ScaleRule("static", "constant", StaticSettings, StaticSettings.start, adjust_static)
 
 
 # torch's algorithm
