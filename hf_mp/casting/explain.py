@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from hf_mp.casting.cpu.upcast import map_tensors
@@ -50,6 +48,9 @@ class Explanation:
     ops: tuple[ExplainedOp, ...]
 
     def __str__(self) -> str:
+        from rich.console import Console  # printing alone needs it
+        from rich.table import Table
+
         table = Table(title=None)
         for column in ("module", "op", "rule", "came as", "ran as", "gave"):
             table.add_column(column, overflow="fold")

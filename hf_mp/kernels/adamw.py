@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from hf_mp.kernels.registry import chosen
-from hf_mp.weights.split import merge, split_into
+from hf_mp.kernels.split import merge, split_into
 
 # Small enough that what one operation leaves is in a core's cache for the next, large enough for some 20 calls a block.
 _BLOCK_ELEMENTS_PER_THREAD = 2**17
@@ -57,7 +57,7 @@ class AdamWTensors(NamedTuple):
         step: FP32, of shape (): the steps taken so far.
         master: FP32; None where it is split.
         working: the FP16/BF16 working copy; None where there is none beside a master.
-        remainder: int16, the other half of a split master (:mod:`hf_mp.weights.split`); else None.
+        remainder: int16, the other half of a split master (:mod:`hf_mp.kernels.split`); else None.
     """
 
     gradient: Tensor

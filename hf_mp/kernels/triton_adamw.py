@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_written_out
+from hf_mp.kernels.split import split
 from hf_mp.kernels.triton_tables import (
     BLOCK,
     DTYPE_CODES,
@@ -24,7 +25,6 @@ from hf_mp.kernels.triton_tables import (
     places,
     round_to_bf16,
 )
-from hf_mp.weights.split import split
 
 NONE, FP16, BF16 = 0, 1, 2  # the dtype of working copies
 _WORKING_CODES = {None: NONE, torch.float16: FP16, torch.bfloat16: BF16}
@@ -32,7 +32,7 @@ _WORKING_CODES = {None: NONE, torch.float16: FP16, torch.bfloat16: BF16}
 
 @triton.jit
 def unit_bits(rounded):
-    """FP32 bits of 2**-25 of the binade of an FP16 number (``hf_mp.weights.split``)."""
+    """FP32 bits of 2**-25 of the binade of an FP16 number (``hf_mp.kernels.split``)."""
     exponent = rounded.to(tl.int32, bitcast=True) & 0x7F800000
     return tl.minimum(tl.maximum(exponent, 0x38800000), 0x47000000) - (25 << 23)
 

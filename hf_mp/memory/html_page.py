@@ -6,10 +6,12 @@ import functools
 import os
 import tempfile
 from pathlib import Path
-
-import jinja2
+from typing import TYPE_CHECKING
 
 from hf_mp.memory.sizes import readable
+
+if TYPE_CHECKING:
+    import jinja2
 
 
 def page_template(name: str) -> jinja2.Template:
@@ -19,6 +21,8 @@ def page_template(name: str) -> jinja2.Template:
 
 @functools.cache
 def _environment() -> jinja2.Environment:
+    import jinja2  # pages alone need it
+
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hf_mp", ""),
         autoescape=True,

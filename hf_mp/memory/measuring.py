@@ -12,8 +12,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_mp.memory.ledger import total_bytes
+from hf_mp.memory.loading import load
 from hf_mp.memory.models import ModelLike, find_config, model_class
-from hf_mp.memory.precisions import load, parse_precision
+from hf_mp.memory.precisions import parse_precision
 from hf_mp.memory.presets import parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.training import (

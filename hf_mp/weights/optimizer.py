@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp.kernels.gradient_scan import norm_of_one, real_values, total_norm
+from hf_mp.kernels.identity import version_of
+from hf_mp.kernels.split import split
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.fused_adamw import step_split
-from hf_mp.weights.split import split
 from hf_mp.weights.split_parameter import (
     SplitParameter,
     gradient_and_factor,
@@ -28,7 +29,7 @@ from hf_mp.weights.split_parameter import (
     unscaled,
     write_master,
 )
-from hf_mp.weights.working_copies import version_of, watch
+from hf_mp.weights.working_copies import watch
 
 MasterLayout = Literal["whole", "split"]
 
@@ -64,7 +65,7 @@ class MasterWeightOptimizer(Optimizer):
         optimizer: over floating parameters; state that it has already is cast to FP32. Step this wrapper from now on,
             not it.
         layout: ``"whole"`` (default) keeps an FP32 tensor per parameter; ``"split"`` keeps the 16 bits that the
-            parameter lacks (:mod:`hf_mp.weights.split`), and puts masters together for the step only.
+            parameter lacks (:mod:`hf_mp.kernels.split`), and puts masters together for the step only.
 
     Raises:
         TypeError: for parameters that are not floating, and for anything but an optimizer.

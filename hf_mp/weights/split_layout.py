@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from transformers.utils import CONFIG_NAME
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.split_parameter import (
@@ -19,6 +18,8 @@ from hf_mp.weights.split_parameter import (
     put_masters_into_state_dict,
     unsplit,
 )
+
+_CONFIG_NAME = "config.json"  # transformers.utils.CONFIG_NAME
 
 
 def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
@@ -93,7 +94,7 @@ def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) 
     result = type(model).save_pretrained(model, save_directory, *args, **kwargs)
     config = getattr(model, "config", None)
     # An adapter is saved without one.
-    if config is not None and kwargs.get("is_main_process", True) and Path(save_directory, CONFIG_NAME).is_file():
+    if config is not None and kwargs.get("is_main_process", True) and Path(save_directory, _CONFIG_NAME).is_file():
         config.dtype = torch.float32
         config.save_pretrained(save_directory)
     return result

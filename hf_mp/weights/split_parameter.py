@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _foreach_supported_types
 
+from hf_mp.kernels.identity import is_shared, version_of
+from hf_mp.kernels.split import REMAINDER_DTYPE, Split, merge, split, split_into
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.distributed import is_dtensor
-from hf_mp.weights.split import REMAINDER_DTYPE, Split, merge, split, split_into
-from hf_mp.weights.working_copies import WatchedParameter, is_shared, unwatch, version_of
+from hf_mp.weights.working_copies import WatchedParameter, let_optimizers_be_fast, unwatch
 
 _DATA: Any = Tensor.data  # the properties themselves, which the class below overrides
 _GRAD: Any = Tensor.grad
@@ -198,9 +198,6 @@ class SplitParameter(nn.Parameter):
 # What a parameter becomes, by its class. The estimation of memory adds one for fake tensors.
 SPLIT_CLASSES: dict[type[Tensor], type[SplitParameter]] = {nn.Parameter: SplitParameter}
 
-# Optimizers choose their fast implementations by these types.
-_foreach_supported_types.append(SplitParameter)
-
 
 def _noticed(name: str) -> Callable[..., Any]:
     original = getattr(Tensor, name)
@@ -262,6 +259,7 @@ def check_splittable(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _become_split(parameter: nn.Parameter, remainder: Tensor) -> SplitParameter:
+    let_optimizers_be_fast(SplitParameter)
     parameter.__class__ = SPLIT_CLASSES[type(parameter)]
     assert isinstance(parameter, SplitParameter)
     parameter.remainder_bits = remainder

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _foreach_supported_types
+
+from hf_mp.kernels.identity import is_shared, version_of
 
 _DATA: Any = Tensor.data  # the property itself, which the class below overrides
 
@@ -56,19 +59,25 @@ class WatchedParameter(nn.Parameter):
         return changed
 
 
-# Optimizers choose their fast implementations by these types.
-_foreach_supported_types.append(WatchedParameter)
+def let_optimizers_be_fast(kind: type[nn.Parameter]) -> None:
+    """Have torch's optimizers use their multi-tensor implementations for parameters of ``kind`` as well."""
+    types = getattr(torch.optim.optimizer, "_foreach_supported_types", None)
+    if types is None:
+        _warn_of_slow_optimizers()
+    elif kind not in types:
+        types.append(kind)
 
 
-def is_shared(tensor: Tensor, owners: int = 1) -> bool:
-    """Whether more than ``owners`` tensors, ``tensor`` among them, refer to its memory."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > owners + 1  # and `storage` here
+@functools.cache
+def _warn_of_slow_optimizers() -> None:
+    warnings.warn("torch.optim names its _foreach_supported_types no more: optimizers update tensor by tensor, slower",
+                  stacklevel=4)  # fmt: skip
 
 
 def watch(parameter: nn.Parameter) -> None:
     """Notice writes through ``parameter.data`` from now on. Subclasses of ``nn.Parameter`` are left as they are."""
     if type(parameter) is nn.Parameter:
+        let_optimizers_be_fast(WatchedParameter)
         parameter.__class__ = WatchedParameter
         # A parameter inside of a larger buffer is written through that, as FSDP does.
         parameter._data_was_out = is_shared(parameter)  # type: ignore[attr-defined]
@@ -79,11 +88,6 @@ def unwatch(parameter: nn.Parameter) -> None:
     if type(parameter) is WatchedParameter:
         parameter.__dict__.pop("_data_was_out", None)
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-
-
-def version_of(tensor: Tensor) -> int:
-    """The tensor's version counter; -1 for tensors made in inference mode, which have none."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 @dataclass

@@ -27,7 +27,7 @@ from hf_mp.kernels.gradient_scan import (
     largest_magnitude_reference,
     total_norm,
 )
-from hf_mp.weights.split import split
+from hf_mp.kernels.split import split
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from hf_mp.kernels.triton_tables import blocks_of

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_mp.kernels import adamw as module
 from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_, adamw_reference
-from hf_mp.weights.split import FP16_LARGEST_MASTER, split
+from hf_mp.kernels.split import FP16_LARGEST_MASTER, split
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 SETTINGS = AdamWSettings(lr=1e-2, weight_decay=0.1)

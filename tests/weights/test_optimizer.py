@@ -20,8 +20,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_mp import DynamicLossScaler, MasterWeightOptimizer
+from hf_mp.kernels.split import split
 from hf_mp.weights.optimizer import _steps_by_parameter
-from hf_mp.weights.split import split
 from hf_mp.weights.split_parameter import SplitParameter
 
 DTYPES = [torch.float16, torch.bfloat16]

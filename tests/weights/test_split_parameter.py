@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hf_mp.kernels.split import split
 from hf_mp.scaling.scalers import StaticLossScaler
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.split import split
 from hf_mp.weights.split_parameter import (
     SplitParameter,
     check_splittable,

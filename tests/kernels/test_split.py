@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_mp.weights.split import (
+from hf_mp.kernels.split import (
     FP16_EXACT_FROM,
     FP16_LARGEST_ERROR,
     FP16_LARGEST_MASTER,
