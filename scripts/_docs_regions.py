@@ -21,7 +21,7 @@ def footprints(results: StoredResults) -> str:
         [
             [f"Transformers {version.rpartition('.')[0]}", *cells("mib")],
             ["with the 12 causal masks that older versions stored, 1 MiB each", *cells("with_masks_mib")],
-            ["quantization state beside it", *cells("quantization_state_bytes", MIB)],
+            ["additional quantization state", *cells("quantization_state_bytes", MIB)],
         ],
     )
 
@@ -57,9 +57,9 @@ def training_memory(results: StoredResults) -> str:
             ),
             table(("", *models), lines),
             paragraph(
-                "The measured peak counts tensors. torch's CPU allocator, which also sees what kernels take inside of "
-                f"an op, was asked for each row as well: in {len(rows) - len(off)} of {len(rows)} its peak is within "
-                f"0.1%{f'; it is above by {exceptions}' if off else ''}."
+                "The measured peak counts tensors. The peak of torch's CPU allocator, which includes the workspace of "
+                f"kernels, is within 0.1% in {len(rows) - len(off)} of {len(rows)} rows"
+                f"{f'; it is higher by {exceptions}' if off else ''}."
             ),
             paragraph(
                 f"A Llama of {large['parameters'].number / 1e9:.1f} billion parameters in `bf16`, one sequence of 4096 "
