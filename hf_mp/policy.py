@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
 
 import torch
 
-LossScaleKind = Literal["headroom", "dynamic"]
+from hf_mp.scaling.rules import RULES
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -20,27 +19,27 @@ def _parse_dtype(key: str, text: str) -> torch.dtype:
     return _DTYPES[text]
 
 
-def parse_loss_scale(value: str | float | None) -> LossScaleKind | float | None:
-    """Read a loss scale as a person writes it.
+def parse_loss_scale(value: str | float | None) -> str | float | None:
+    """Read a loss scale.
 
     Args:
-        value: ``"headroom"``, ``"dynamic"``, ``"none"``, a positive number or its text, or None.
+        value: the name of a rule (:data:`hf_mp.scaling.rules.RULES`: ``"headroom"``, ``"dynamic"``), ``"none"``, a
+            positive number or its text, or None.
 
     Raises:
         ValueError: for any other text, and for zero, negative, infinite and NaN numbers.
     """
     if value is None or value == "none":
         return None
-    if isinstance(value, str) and value in get_args(LossScaleKind):
-        return value  # type: ignore[return-value]
+    if isinstance(value, str) and value in RULES:
+        return value
     try:
         if isinstance(value, bool):
             raise TypeError
         scale = float(value)
     except (ValueError, TypeError, OverflowError):
-        raise ValueError(
-            f"loss_scale={value!r} is not known: use 'headroom', 'dynamic', 'none' or a positive number"
-        ) from None
+        names = ", ".join(map(repr, (*RULES, "none")))
+        raise ValueError(f"loss_scale={value!r} is not known: use {names} or a positive number") from None
     if not 0.0 < scale < float("inf"):
         raise ValueError(f"loss_scale={value!r} must be a positive, finite number (a power of two keeps scaling exact)")
     return scale
@@ -73,7 +72,7 @@ class PrecisionPolicy:
     compute: torch.dtype = torch.float16
     masters: torch.dtype = torch.float32
     output: torch.dtype = torch.float32
-    loss_scale: LossScaleKind | float | None = None
+    loss_scale: str | float | None = None
 
     def __post_init__(self) -> None:
         for name in ("params", "compute", "masters", "output"):
@@ -109,9 +108,8 @@ class PrecisionPolicy:
         """Make a policy from a preset or from a policy that is spelled out.
 
         Args:
-            text: ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"fp16-lean"``, ``"bf16-lean"``, or fields as in
-                ``"params=fp32,compute=fp16,loss_scale=dynamic"``, where those that are not named have the values of
-                ``"fp16"``. A policy is returned as it is.
+            text: one of :data:`PRESETS`, or fields as in ``"params=fp32,compute=fp16,loss_scale=dynamic"``, where
+                those that are not named have the values of ``"fp16"``. A policy is returned as it is.
 
         Raises:
             TypeError: for anything but text and a policy.
@@ -141,7 +139,7 @@ class PrecisionPolicy:
                 raise ValueError(f"{key} is given twice in precision={text!r}")
             values[key] = parse_loss_scale(value) if key == "loss_scale" else _parse_dtype(key, value)
         if "loss_scale" not in values and values.get("compute", torch.float16) is torch.float16:
-            values["loss_scale"] = "headroom"
+            values["loss_scale"] = PRESETS["fp16"].loss_scale
         return cls(**values)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -163,3 +161,9 @@ PRESETS: dict[str, PrecisionPolicy] = {
     "fp16-lean": PrecisionPolicy(params=torch.float16, loss_scale="headroom"),
     "bf16-lean": PrecisionPolicy(params=torch.bfloat16, compute=torch.bfloat16),
 }
+"""The policies by name. A new one is one entry, before :mod:`hf_mp.trainer` and :mod:`hf_mp.memory` are imported."""
+
+
+def mixed_presets() -> tuple[str, ...]:
+    """The names of the presets in which anything runs in another dtype than FP32."""
+    return tuple(name for name, preset in PRESETS.items() if preset.is_mixed)

@@ -18,6 +18,7 @@ import hf_mp
 from _benchmarks import DTYPES, UpdateBytes, Workload, peak_tensor_bytes
 from _step_by_step import StepByStep
 from hf_mp.casting.cpu.upcast import runs_natively
+from hf_mp.policy import PrecisionPolicy, mixed_presets
 
 Step = Callable[[], None]
 COMPILED = " compiled"
@@ -47,20 +48,20 @@ class Contender:
 
 
 def _ours(precision: str, is_trainer: bool) -> Contender:
-    dtype, _, layout = precision.partition("-")
-    return Contender(dtype, _LEAN_UPDATE if layout else _MIXED_UPDATE, precision, is_trainer=is_trainer)
+    policy = PrecisionPolicy.parse(precision)
+    dtype = "bf16" if policy.compute is torch.bfloat16 else "fp16"
+    return Contender(dtype, _LEAN_UPDATE if policy.is_lean else _MIXED_UPDATE, precision, is_trainer=is_trainer)
 
 
-PRESETS = ("fp16", "fp16-lean", "bf16", "bf16-lean")
 CONTENDERS: dict[str, Contender] = {
     "fp32": Contender("fp32", _FP32_UPDATE),
     **{f"torch.autocast {dtype}": Contender(dtype, autocast="torch") for dtype in ("fp16", "bf16")},
     # the mode alone: everything else is torch's
     **{f"hf_mp.autocast {dtype}": Contender(dtype, autocast="hf_mp") for dtype in ("fp16", "bf16")},
-    **{f"hf_mp {preset}": _ours(preset, False) for preset in PRESETS},
+    **{f"hf_mp {preset}": _ours(preset, False) for preset in mixed_presets()},
     "Trainer fp32": Contender("fp32", _FP32_UPDATE, is_trainer=True),
     **{f"Trainer {dtype}=True": Contender(dtype, is_trainer=True) for dtype in ("fp16", "bf16")},
-    **{f"MixedPrecisionTrainer {preset}": _ours(preset, True) for preset in PRESETS},
+    **{f"MixedPrecisionTrainer {preset}": _ours(preset, True) for preset in mixed_presets()},
 }
 
 

@@ -13,6 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 _COLOURS = ("#d08770", "#5e81ac", "#4c566a", "#a3be8c", "#b48ead", "#ebcb8b")
+_COLOURS_OF_RULES = ("#bf616a", *_COLOURS[1:], "#88c0d0")
 _COLOUR_OF_RUN = {
     "fp32": "#4c566a",
     "hf_mp fp16": "#d08770",
@@ -61,6 +62,39 @@ def draw_scales(result: Mapping[str, Any], path: Path) -> None:
     axes.set_xlabel("step")
     figure.legend(loc="outside upper center", ncols=2, frameon=False)
     _save(figure, (axes,), path, result)
+
+
+def draw_traces(result: Mapping[str, Any], path: Path) -> None:
+    """Skipped steps and underflow of every rule in each family, and what the best constants reach with hindsight.
+
+    Of compare_scaler_traces.json. A rule is first on both counts in a family if nothing lies left of it or below it.
+    """
+    from matplotlib import pyplot
+
+    families = result["families"]
+    columns = 3
+    figure, grid = pyplot.subplots(
+        -(-len(families) // columns), columns, figsize=(11, 7), squeeze=False, layout="constrained"
+    )
+    for axes, (family, found) in zip(grid.flat, families.items(), strict=False):
+        for number, (name, row) in enumerate(found["contenders"].items()):
+            style = {"s": 130, "marker": "*", "zorder": 3} if number == 0 else {"s": 30}
+            avoidable = row["skipped_steps"] - found["unavoidable_skips"]
+            axes.scatter(avoidable, 100 * row["underflow"], color=_COLOURS_OF_RULES[number], label=name, **style)
+        if found["best_constants"]:
+            skips, underflow = zip(*found["best_constants"], strict=True)
+            left = [skip - found["unavoidable_skips"] for skip in skips]
+            label = "best constant scales, with hindsight"
+            axes.plot(left, [100 * share for share in underflow], ":", color=_COLOURS[2], label=label)
+        axes.set_xscale("symlog", linthresh=10)
+        axes.set_yscale("log")
+        axes.set_xlim(-0.5, 150)
+        axes.set_title(family)
+        axes.set_xlabel("avoidable skipped steps a run")
+        axes.set_ylabel("underflow, %")
+    handles, labels = grid.flat[1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    _save(figure, tuple(grid.flat), path, result)
 
 
 def draw_steps(result: Mapping[str, Any], path: Path) -> None:

@@ -8,6 +8,7 @@ from _ablation_region import lost_updates, techniques
 from _docs_regions import checkpoint_cost, faults, footprints, llama_7b, training_memory
 from _markdown import MIB, hardware, otherwise, paragraph, ratio, script, table, timing, workload
 from _stored import Stored, StoredResults
+from hf_mp.policy import mixed_presets
 
 Region = Callable[[StoredResults], str]
 
@@ -50,7 +51,7 @@ def step(results: StoredResults) -> str:
     contenders = stored["contenders"]
     pairs = [
         f"{ratio(contenders[f'hf_mp {preset}'], contenders[peer])} for {preset}"
-        for preset in ("fp16", "fp16-lean", "bf16", "bf16-lean")
+        for preset in mixed_presets()
         if (peer := f"torch.autocast {preset.partition('-')[0]}") in contenders
     ]
     return "\n\n".join(

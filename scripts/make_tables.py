@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from _plots import digest, draw_losses, draw_scales, draw_steps, drawn_from
+from _plots import digest, draw_losses, draw_scales, draw_steps, draw_traces, drawn_from
 from _regions import REGIONS
 from _results import RESULTS, ROOT
 from _stored import StoredResultError, StoredResults
@@ -31,6 +31,7 @@ PICTURES: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
     "compare_precisions": draw_losses,
     "compare_precisions_768": draw_losses,
     "compare_scalers": draw_scales,
+    "compare_scaler_traces": draw_traces,
 }
 
 

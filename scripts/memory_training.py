@@ -25,7 +25,7 @@ from _results import save_result
 from hf_mp.memory.command import quiet_libraries
 from hf_mp.memory.measuring import process_peak_bytes
 from hf_mp.memory.presets import TRAINING_PRESETS
-from hf_mp.policy import PRESETS
+from hf_mp.policy import PRESETS, mixed_presets
 
 IDS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
 CONFIGS: dict[str, PreTrainedConfig] = {
@@ -52,7 +52,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 STEP: dict[str, Any] = {"batch_size": 4, "seq_len": 128, "device": "cpu"}
 # GPT-2 124M, as a multiple of the peak under torch.autocast in BF16.
 PEER = "trainer-bf16"
-OURS = [(p, free) for p in ("fp16", "bf16", "fp16-lean", "bf16-lean") for free in ("step", "backward")]
+OURS = [(p, free) for p in mixed_presets() for free in ("step", "backward")]
 LARGE: dict[str, Any] = {
     "num_hidden_layers": 80,
     "hidden_size": 8192,

@@ -12,10 +12,22 @@ from torch.utils._pytree import tree_map_only
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
+DEFERRED_ELEMENTS = 2**20  # smaller outputs are cast at once
+
+
+def may_stay_unread(outputs: Any) -> bool:
+    """Whether nobody may read the large tensors among a model's outputs: a loss is the first of them."""
+    if isinstance(outputs, Mapping):
+        first = outputs.get("loss")
+    else:
+        first = outputs[0] if isinstance(outputs, tuple) and outputs else None
+    return isinstance(first, Tensor) and first.dim() == 0 and first.requires_grad
+
 
 def can_be_deferred(output: Tensor) -> bool:
-    """Whether ``output`` may become a :class:`DeferredOutput`: ordinary tensors, and the fake ones of an estimate."""
-    return output.dtype in LOWER_PRECISION_DTYPES and (type(output) is Tensor or is_fake(output))
+    """Whether ``output`` is worth a :class:`DeferredOutput`: ordinary tensors, and the fake ones of an estimate."""
+    is_large = output.numel() >= DEFERRED_ELEMENTS
+    return is_large and output.dtype in LOWER_PRECISION_DTYPES and (type(output) is Tensor or is_fake(output))
 
 
 class DeferredOutput(Tensor):

@@ -11,11 +11,8 @@ from transformers import PreTrainedModel
 
 from hf_mp.memory.ledger import Category, Moment, Phase
 from hf_mp.memory.training import TrainingMemory, estimate_training_memory
-from hf_mp.policy import PrecisionPolicy
+from hf_mp.policy import PrecisionPolicy, mixed_presets
 from hf_mp.weights.distributed import is_sharded
-
-# The policies that hf_mp.estimate_training_memory knows by the same name.
-PREDICTABLE = ("fp16", "bf16", "fp16-lean", "bf16-lean")
 
 
 class CannotPredictError(ValueError):
@@ -59,8 +56,8 @@ def predict_memory(
         raise CannotPredictError("it is predicted for whole models of Transformers alone")
     if is_sharded(model):
         raise CannotPredictError("it is predicted for one process, not for parameters that FSDP shards")
-    if str(policy) not in PREDICTABLE:
-        raise CannotPredictError(f"it is predicted for precision {', '.join(PREDICTABLE)}, not {policy}")
+    if str(policy) not in mixed_presets():
+        raise CannotPredictError(f"it is predicted for precision {', '.join(mixed_presets())}, not {policy}")
     if batch_shape is None or len(batch_shape) != 2:
         raise CannotPredictError("it is predicted for batches of input_ids")
     try:

@@ -21,9 +21,8 @@ from hf_mp.diagnostics.origins import LargestSeen, Origin, OriginTracker
 from hf_mp.diagnostics.untouched import gradients_set_aside, masters_in_place, untouched
 from hf_mp.diagnostics.values import Finiteness, finiteness, ranges_of
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
+from hf_mp.scaling.borders import output_border
 from hf_mp.scaling.rules import FP16_MAX, power_of_two_below
-from hf_mp.step.borders import output_border
-from hf_mp.step.forward import WorkingWeights
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.distributed import is_dtensor, is_running, is_sharded
 from hf_mp.weights.split_parameter import raw_gradient
@@ -133,12 +132,12 @@ class Replay:
 
         args, kwargs = apply_to_tensors(enter, call.args), apply_to_tensors(enter, call.kwargs)
         region = self._runtime.region
-        weights = WorkingWeights(self._runtime, self._model, self)
+        weights = self._runtime.weights_for(self._model, self)
         with region.running(weights), nullcontext() if autocast else region.island():
             outputs = call.forward.original(*args, **kwargs)
         return [(name, output_border(found, self)) for name, found in named_tensors(outputs)]
 
-    # What the borders ask (hf_mp.scaling.multiply.Crossings)
+    # What the borders ask (hf_mp.scaling.borders.Crossings)
 
     def scale(self, device: torch.device) -> Tensor | None:
         """The scale of the replay, which may differ from the run's."""

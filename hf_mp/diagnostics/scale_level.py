@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_mp.scaling.rules import DynamicState, HeadroomState, ScalerState, StepReport
+from hf_mp.scaling.rules import ScalerState, StepReport
 from hf_mp.scaling.scalers import LossScaleError, LossScaler
 
 MOST_SKIPS = 10_000  # beyond that, training does not stop in any practical sense
@@ -13,22 +13,14 @@ MOST_SKIPS = 10_000  # beyond that, training does not stop in any practical sens
 def is_finding_its_level(state: ScalerState, smallest_scale: float, clean_scale: float | None) -> bool:
     """Whether an overflow in this state is expected, since nothing is known yet about the scale in force.
 
-    A headroom scaler searches until its first clean step; a dynamic one whenever its scale is higher than any that was
-    clean; a static one never, and none at its smallest scale.
+    None at the smallest scale; above it the state of each rule says so.
 
     Args:
         state: the scaler's, before the step counts.
         smallest_scale: the smallest scale that the scaler goes down to.
         clean_scale: the largest scale of an applied step of this process; None if there was none.
     """
-    if state.scale <= smallest_scale:
-        return False
-    if isinstance(state, HeadroomState):
-        return state.peak is None
-    if isinstance(state, DynamicState):
-        was_clean = clean_scale is not None and state.scale <= clean_scale
-        return not was_clean and state.growth_tracker == 0
-    return False
+    return state.scale > smallest_scale and state.is_finding_its_level(clean_scale)
 
 
 def skips_until_error(scaler: LossScaler[Any]) -> int | None:

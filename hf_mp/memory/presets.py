@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 
+from hf_mp.policy import mixed_presets
+
 Owner = Literal["none", "hf_mp", "torch.autocast"]
 
 
@@ -33,10 +35,7 @@ class TrainingPreset:
 
 TRAINING_PRESETS: dict[str, TrainingPreset] = {
     "fp32": TrainingPreset("FP32"),
-    "fp16": TrainingPreset("hf_mp fp16", policy="fp16"),
-    "bf16": TrainingPreset("hf_mp bf16", policy="bf16"),
-    "fp16-lean": TrainingPreset("hf_mp fp16-lean", policy="fp16-lean"),
-    "bf16-lean": TrainingPreset("hf_mp bf16-lean", policy="bf16-lean"),
+    **{name: TrainingPreset(f"hf_mp {name}", policy=name) for name in mixed_presets()},
     "trainer-fp16": TrainingPreset("Trainer, fp16=True", autocast=torch.float16),
     "trainer-bf16": TrainingPreset("Trainer, bf16=True", autocast=torch.bfloat16),
     "pure-bf16": TrainingPreset("pure BF16", loaded="bf16"),

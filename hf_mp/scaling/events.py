@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_mp.scaling.rules import StepReport, headroom_left
+from hf_mp.scaling.rules import ScalerState, StepReport, headroom_left
 
 
 class StepObserver:
@@ -80,6 +80,12 @@ class PrecisionStats:
     def before_first_step(cls, scale: float) -> PrecisionStats:
         """The stats of a run that starts at ``scale``."""
         return cls(loss_scale=scale, loss_scale_first=scale, loss_scale_min=scale, loss_scale_max=scale)
+
+    @classmethod
+    def resumed(cls, state: ScalerState) -> PrecisionStats:
+        """The stats of a run that goes on from a saved state of its scaler."""
+        first = cls.before_first_step(state.scale)
+        return replace(first, steps=state.steps, skipped_steps=state.skipped_steps)
 
     def after_step(self, used_scale: float, next_scale: float, report: StepReport) -> PrecisionStats:
         """The stats with one more step, which ran at ``used_scale``."""

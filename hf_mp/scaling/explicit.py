@@ -98,7 +98,7 @@ class ExplicitScaling:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update()")
         if stage is _Stage.STEPPED:
             raise RuntimeError("unscale_() is being called after step(): call it between backward() and step()")
-        if getattr(getattr(optimizer.step, "hf_mp_guard", None), "is_active", False):
+        if getattr(getattr(optimizer.step, "hf_mp_guard", None), "runtimes", None):
             raise RuntimeError(
                 "this optimizer belongs to an attached model, whose gradients are unscaled already: call "
                 "loss.backward() and optimizer.step() without a scaler"

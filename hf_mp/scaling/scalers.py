@@ -1,4 +1,4 @@
-"""The loss scalers: what keeps the state of a loss scale, and the shells around the rules that adjust it.
+"""The loss scalers: what keeps the state of a loss scale, around the rules that adjust it.
 
 A scaler is told once per optimizer step whether a gradient overflowed and how large the largest gradient was
 (:meth:`LossScaler.record_step`); the rules themselves are in :mod:`hf_mp.scaling.rules`. Scalers also have the
@@ -8,38 +8,37 @@ explicit methods of ``torch.amp.GradScaler`` (:mod:`hf_mp.scaling.explicit`).
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
-from typing import Any, ClassVar, Generic, NamedTuple, Self
+from typing import Any, Generic, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from hf_mp.policy import LossScaleKind, parse_loss_scale
+from hf_mp.policy import parse_loss_scale
 from hf_mp.scaling.explicit import ExplicitScaling
 from hf_mp.scaling.rules import (
-    FP16_MAX,
+    DYNAMIC,
+    HEADROOM,
+    RULES,
+    STATIC,
     DynamicSettings,
     DynamicState,
     HeadroomSettings,
     HeadroomState,
     ScalerState,
+    ScaleRule,
     State,
+    StaticSettings,
     StepReport,
-    adjust_dynamic,
-    adjust_headroom,
     check_scale,
     check_whole,
-    count_step,
     headroom_left,
     is_power_of_two,
     power_of_two_below,
-    scale_with_headroom,
-    to_fp32,
 )
 
 
@@ -67,21 +66,33 @@ class LossScaler(ExplicitScaling, Generic[State]):
     """What all scalers share: the methods of ``torch.amp.GradScaler``, and a saved state of plain numbers.
 
     A disabled scaler (``enabled=False``) passes losses through, never skips, and saves an empty state.
+
+    Args:
+        rule: how the scale is set; an entry of :data:`hf_mp.scaling.rules.RULES`, or any other.
+        settings: of the rule.
+        max_consecutive_skips: skipped steps in a row at the smallest scale after which :class:`LossScaleError` is
+            raised; default 50.
+        enabled: False makes every method pass through; default True.
     """
 
-    kind: ClassVar[str]
-
-    def __init__(self, state: State, *, max_consecutive_skips: int, min_scale: float, enabled: bool = True) -> None:
+    def __init__(
+        self, rule: ScaleRule[State], settings: Any, *, max_consecutive_skips: int = 50, enabled: bool = True
+    ) -> None:
         check_whole(1, max_consecutive_skips=max_consecutive_skips)
-        if not isinstance(enabled, (bool, int)):
-            raise TypeError(f"enabled={enabled!r} must be True or False")
-        self._state = state
+        self.rule = rule
+        self.settings = settings
+        self._state = rule.start(settings)
         self._max_consecutive_skips = max_consecutive_skips
-        self._min_scale = to_fp32(min_scale)
-        self._enabled = enabled
+        self._enabled = bool(enabled)
         self._was_asked_to_scale = False
         self._tensors: dict[torch.device, ScaleTensors] = {}
         self._begin_iteration()
+        self._warn_if_inexact(**{name: getattr(settings, name) for name in settings.EXACT})
+
+    @property
+    def kind(self) -> str:
+        """The name of the rule."""
+        return self.rule.name
 
     @property
     def state(self) -> State:
@@ -97,10 +108,6 @@ class LossScaler(ExplicitScaling, Generic[State]):
             tensors.scale.fill_(state.scale)
             tensors.inverse.fill_(1.0 / state.scale)
 
-    def adjust(self, report: StepReport) -> State:
-        """The state after a step; the scaler itself is unchanged."""
-        raise NotImplementedError
-
     def get_scale(self) -> float:
         """The loss scale in force; 1.0 for a disabled scaler."""
         return self.state.scale if self._enabled else 1.0
@@ -108,7 +115,7 @@ class LossScaler(ExplicitScaling, Generic[State]):
     @property
     def smallest_scale(self) -> float:
         """The smallest scale that overflows can lower this one to."""
-        return self._min_scale
+        return self.settings.floor
 
     def scale_tensors(self, device: torch.device) -> ScaleTensors:
         """The scale and its inverse on ``device``, which follow the scale from now on without being asked for again."""
@@ -143,13 +150,13 @@ class LossScaler(ExplicitScaling, Generic[State]):
         if not self._enabled:
             return
         gives_up = report.overflow and self._skips_once_too_often()
-        self.state = self.adjust(report)
+        self.state = self.rule.adjust(self.state, self.settings, report)
         if gives_up:
             skips = self.state.consecutive_skips
             scale = self.state.scale
             where = (
                 " without loss scaling"
-                if scale == 1.0 and self.kind == "static"
+                if scale == 1.0 and self.kind == STATIC.name
                 else (f" even at loss scale {scale:g}, the smallest allowed")
             )
             raise LossScaleError(
@@ -160,7 +167,7 @@ class LossScaler(ExplicitScaling, Generic[State]):
 
     def _skips_once_too_often(self) -> bool:
         skips = self.state.consecutive_skips + 1
-        return skips >= self._max_consecutive_skips and self.state.scale <= self._min_scale
+        return skips >= self._max_consecutive_skips and self.state.scale <= self.smallest_scale
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain numbers, for JSON; empty for a disabled scaler."""
@@ -188,12 +195,14 @@ class LossScaler(ExplicitScaling, Generic[State]):
             check_scale(state_dict["scale"])
             self._take_over_torch(state_dict)
         else:
-            self._check_keys(state_dict)
-            self._take_over(state_dict)
+            saved = type(self.state).upgraded(state_dict)
+            self._check_keys(saved)
+            self._take_over(saved)
         self._warn_if_inexact(scale=self.state.scale)
 
     def _take_over_torch(self, state_dict: Mapping[str, Any]) -> None:
-        raise NotImplementedError
+        counts = {"steps": self.state.steps, "skipped_steps": self.state.skipped_steps}
+        self.state = replace(self.rule.start(self.settings), scale=state_dict["scale"], **counts)
 
     def _take_over(self, state_dict: Mapping[str, Any]) -> None:
         self.state = type(self.state)(**{name: state_dict[name] for name in self._state_keys()})
@@ -224,11 +233,11 @@ class LossScaler(ExplicitScaling, Generic[State]):
     def _warn_if_inexact(self, **values: float | None) -> None:
         """Warn, at the user's line, about a scale or factor that makes scaling round gradients."""
         for name, value in values.items():
-            if not self._enabled or value is None or math.isinf(value) or is_power_of_two(value):
+            if not self._enabled or value is None or math.isinf(value):
                 continue
             if name == "backoff_factor" and value <= 0.0:
                 _warn(f"{name}={value}: the first overflow takes the loss scale down to min_scale")
-            else:
+            elif value and not is_power_of_two(value):
                 _warn(f"{name}={value} is no power of two: scaling and unscaling then round gradients")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -264,19 +273,13 @@ class StaticLossScaler(LossScaler[ScalerState]):
         ValueError: for a scale that is not positive and finite.
     """
 
-    kind = "static"
-
     def __init__(self, scale: float, *, max_consecutive_skips: int = 50, enabled: bool = True) -> None:
-        state = ScalerState(scale)
-        super().__init__(state, max_consecutive_skips=max_consecutive_skips, min_scale=state.scale, enabled=enabled)
-        self._warn_if_inexact(scale=state.scale)
+        settings = StaticSettings(scale)
+        super().__init__(STATIC, settings, max_consecutive_skips=max_consecutive_skips, enabled=enabled)
 
     @property
     def is_scaling(self) -> bool:
         return self._enabled and self.state.scale != 1.0
-
-    def adjust(self, report: StepReport) -> ScalerState:
-        return count_step(self.state, report)
 
     def _take_over_torch(self, state_dict: Mapping[str, Any]) -> None:
         _warn(
@@ -295,14 +298,16 @@ class DynamicLossScaler(LossScaler[DynamicState]):
 
     Args:
         init_scale: scale of the first step; default 2**16.
-        growth_factor: above 1; default 2.
+        growth_factor: at least 1, with which the scale never grows; default 2.
         backoff_factor: below 1; default 0.5.
         growth_interval: clean steps before the scale grows; default 2000.
         hysteresis: overflows that it takes to lower the scale; default 1 lowers it at once. Every further one lowers
             it too, until the scale grows: that restores the count, as in Megatron-LM (``--hysteresis``) and DeepSpeed.
         consecutive_hysteresis: a clean step restores the count as well, so that only overflows in a row lower the
             scale, as DeepSpeed's setting of that name and NeMo's scaler do; default False.
-        min_scale: the scale is not lowered below this; default 1.
+        growth_delay: clean steps that do not count towards growth, at the beginning and after each overflow; default
+            0. DeepSpeed leaves 1 out.
+        min_scale: the scale is not lowered below this; default 1. With 0 only FP32 ends the fall, at 2**-126.
         max_scale: the scale does not grow above this; default None, no bound but FP32's.
         max_consecutive_skips: skipped steps in a row at ``min_scale`` after which :class:`LossScaleError` is raised;
             default 50.
@@ -315,8 +320,6 @@ class DynamicLossScaler(LossScaler[DynamicState]):
         ValueError: for settings outside these ranges.
     """
 
-    kind = "dynamic"
-
     def __init__(
         self,
         init_scale: float = 2.0**16,
@@ -326,26 +329,24 @@ class DynamicLossScaler(LossScaler[DynamicState]):
         *,
         hysteresis: int = 1,
         consecutive_hysteresis: bool = False,
+        growth_delay: int = 0,
         min_scale: float = 1.0,
         max_scale: float | None = None,
         max_consecutive_skips: int = 50,
         enabled: bool = True,
     ) -> None:
-        self.settings = DynamicSettings(
-            growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale, consecutive_hysteresis
+        settings = DynamicSettings(
+            init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            hysteresis,
+            consecutive_hysteresis,
+            growth_delay,
+            min_scale,
+            max_scale,
         )
-        state = DynamicState(init_scale, hysteresis_left=hysteresis)
-        super().__init__(state, max_consecutive_skips=max_consecutive_skips, min_scale=min_scale, enabled=enabled)
-        self._warn_if_inexact(
-            init_scale=state.scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            min_scale=min_scale,
-            max_scale=max_scale,
-        )
-
-    def adjust(self, report: StepReport) -> DynamicState:
-        return adjust_dynamic(self.state, self.settings, report)
+        super().__init__(DYNAMIC, settings, max_consecutive_skips=max_consecutive_skips, enabled=enabled)
 
     def state_dict(self) -> dict[str, Any]:
         """The five entries of ``torch.amp.GradScaler.state_dict()``, which torch's scaler loads, and ours besides."""
@@ -367,20 +368,22 @@ class DynamicLossScaler(LossScaler[DynamicState]):
         settings = replace(self.settings, **{name: state_dict[name] for name in _TORCH_SETTINGS})
         values = {name: state_dict[name] for name in super()._state_keys() - {"growth_tracker"}}
         self.state = DynamicState(**values, growth_tracker=state_dict["_growth_tracker"])
-        self.settings = settings
-        self._warn_if_inexact(growth_factor=settings.growth_factor, backoff_factor=settings.backoff_factor)
+        self._set_settings(settings)
 
     def _state_keys(self) -> set[str]:
         return super()._state_keys() - {"growth_tracker"} | set(_TORCH_KEYS)
+
+    def _set_settings(self, settings: DynamicSettings) -> None:
+        self.settings = settings
+        self._warn_if_inexact(growth_factor=settings.growth_factor, backoff_factor=settings.backoff_factor)
 
     def get_growth_factor(self) -> float:
         """The factor by which the scale grows."""
         return self.settings.growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the factor by which the scale grows; above 1."""
-        self.settings = replace(self.settings, growth_factor=new_factor)
-        self._warn_if_inexact(growth_factor=new_factor)
+        """Set the factor by which the scale grows; at least 1."""
+        self._set_settings(replace(self.settings, growth_factor=new_factor))
 
     def get_backoff_factor(self) -> float:
         """The factor by which an overflow lowers the scale."""
@@ -388,8 +391,7 @@ class DynamicLossScaler(LossScaler[DynamicState]):
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the factor by which an overflow lowers the scale; below 1."""
-        self.settings = replace(self.settings, backoff_factor=new_factor)
-        self._warn_if_inexact(backoff_factor=new_factor)
+        self._set_settings(replace(self.settings, backoff_factor=new_factor))
 
     def get_growth_interval(self) -> int:
         """Clean steps before the scale grows."""
@@ -410,27 +412,39 @@ class HeadroomLossScaler(LossScaler[HeadroomState]):
     The largest gradient magnitude of each step is known from the pass that looks for inf and NaN, so the scale can be
     computed: Micikevicius et al. 2017 (section 3.2) choose it such that its product with the maximum absolute
     gradient stays below 65504, and NVIDIA's "Train With Mixed Precision" guide ("Choosing A Scaling Factor") says the
-    same. Here that choice is made again at every step::
+    same. Here that choice is made again at every step, and how much headroom gradients need is learned from them::
 
         clean step with largest unscaled gradient g:
-            peak  = max(g, peak * 2**(-1/half_life))
-            scale = largest power of two with scale * peak * 2**headroom <= 65504
-            scale = min(scale, ceiling); ceiling doubles after ceiling_interval clean steps
+            rise = log2(g / level)                      # doublings above what is usual
+            if an overflow came before it:
+                if rise > headroom:                     # a jump: g is the new level
+                    level = g; done
+                elif fewer than 16 clean steps lie between it and the last overflow: headroom += 1.25
+                elif headroom >= 12: headroom = 3; futile = True    # such overflows are not the scale's
+                elif not futile: headroom += 1.25
+            futile = False after 16 * patience steps without an overflow
+            headroom -= 1 / (patience * (1 + 8 * skipped steps so far))
+            headroom = max(headroom, rise + 0.5, 1)
+            level moves towards g, half the way (of their logarithms) in half_life steps
+        scale = largest power of two with scale * level * 2**headroom <= 65504
         overflow:
-            scale *= backoff_factor; ceiling = scale
+            scale *= backoff_factor
 
-    The first backward runs at ``init_scale``, which is low: it can hardly overflow, and what it measures sets the scale
-    of the second step. Until then an overflow lowers the scale by ``calibration_backoff_factor``. The ceiling is for
-    overflows that weight gradients do not announce (an activation's gradient overflowed, the sums over it did not).
+    A clean step tells how large its gradient was, so the scale after an overflow may be far too low: it is low for one
+    step. What an overflow says depends on the gradient that follows it. A larger one was the reason. A usual one tells
+    of a spike, of a gradient of activations that is larger than any of weights, or of data that no scale can help.
+    The more steps were skipped, the longer headroom is kept: where spikes are rare, it is forgotten soon.
 
     Args:
-        init_scale: scale of the first step; default 2**10.
-        headroom: doublings kept between the largest recent gradient and FP16's largest number; default 6.
-        half_life: steps after which an old peak counts half; default 100.
-        backoff_factor: factor on an overflow; default 0.5.
-        min_scale: the scale is not lowered below this; default 2**-14.
+        init_scale: scale of the first step, which is low, as nothing was measured yet; default 2**10.
+        headroom: doublings between the level and FP16's largest number, to begin with; default 5. It sinks to 1 while
+            gradients need no more.
+        half_life: steps in which the level goes half the way to another one; default 25.
+        backoff_factor: factor on an overflow; default 2**-20.
+        patience: steps in which headroom sinks by a doubling as long as no step was skipped; default 250.
+        min_scale: the scale is not lowered below this; default 1. Gradients above 65504 need a smaller one; 0 is no
+            bound but FP32's.
         max_scale: the scale does not grow above this; default 2**40, None for no bound but FP32's.
-        ceiling_interval: clean steps before the ceiling doubles; default 2000.
         max_consecutive_skips: skipped steps in a row at ``min_scale`` after which :class:`LossScaleError` is raised;
             default 50.
         enabled: False makes every method pass through; default True.
@@ -442,88 +456,64 @@ class HeadroomLossScaler(LossScaler[HeadroomState]):
         ValueError: for settings outside their ranges.
     """
 
-    kind = "headroom"
-
     def __init__(
         self,
         init_scale: float = 2.0**10,
-        headroom: float = 6.0,
-        half_life: int = 100,
+        headroom: float = 5.0,
+        half_life: float = 25,
         *,
-        backoff_factor: float = 0.5,
-        min_scale: float = 2.0**-14,
+        backoff_factor: float = 2.0**-20,
+        patience: int = 250,
+        min_scale: float = 1.0,
         max_scale: float | None = 2.0**40,
-        ceiling_interval: int = 2000,
         max_consecutive_skips: int = 50,
         enabled: bool = True,
     ) -> None:
-        self.settings = HeadroomSettings(
-            headroom=headroom,
-            half_life=half_life,
-            backoff_factor=backoff_factor,
-            ceiling_interval=ceiling_interval,
-            min_scale=min_scale,
-            max_scale=max_scale,
-        )
-        state = HeadroomState(init_scale)
-        super().__init__(
-            state, max_consecutive_skips=max_consecutive_skips, min_scale=self.settings.floor, enabled=enabled
-        )
-        self._warn_if_inexact(init_scale=state.scale)
-
-    def adjust(self, report: StepReport) -> HeadroomState:
-        return adjust_headroom(self.state, self.settings, report)
+        settings = HeadroomSettings(init_scale, headroom, half_life, backoff_factor, patience, min_scale, max_scale)
+        super().__init__(HEADROOM, settings, max_consecutive_skips=max_consecutive_skips, enabled=enabled)
 
     def _take_over_torch(self, state_dict: Mapping[str, Any]) -> None:
-        self.state = HeadroomState(power_of_two_below(state_dict["scale"]), self.state.steps, self.state.skipped_steps)
+        super()._take_over_torch({**state_dict, "scale": power_of_two_below(state_dict["scale"])})
 
 
-def make_loss_scaler(loss_scale: LossScaleKind | float | None, **settings: Any) -> LossScaler[Any]:
+_SCALERS: dict[str, type[LossScaler[Any]]] = {HEADROOM.name: HeadroomLossScaler, DYNAMIC.name: DynamicLossScaler}
+
+
+def make_loss_scaler(loss_scale: str | float | None, **settings: Any) -> LossScaler[Any]:
     """The scaler that a policy's ``loss_scale`` names.
 
     Args:
-        loss_scale: ``"headroom"``, ``"dynamic"``, a number (static) or None (static 1: only the guard remains).
-        settings: keyword arguments of that scaler's class.
+        loss_scale: the name of a rule (:data:`hf_mp.scaling.rules.RULES`: ``"headroom"``, ``"dynamic"``), a number
+            (static) or None (static 1: only the guard remains).
+        settings: of the rule, ``max_consecutive_skips`` and ``enabled``.
 
     Raises:
         ValueError: for a setting that this scaler does not have; the message lists those it has.
     """
     kind = parse_loss_scale(loss_scale)
-    if isinstance(kind, str):
-        return _make(SCALERS[kind], {}, settings)
-    return _make(StaticLossScaler, {"scale": 1.0 if kind is None else kind}, settings)
-
-
-SCALERS: dict[str, type[LossScaler[Any]]] = {"headroom": HeadroomLossScaler, "dynamic": DynamicLossScaler}
-
-
-def _make(scaler: type[LossScaler[Any]], fixed: dict[str, Any], settings: dict[str, Any]) -> LossScaler[Any]:
-    allowed = sorted(set(inspect.signature(scaler).parameters) - set(fixed))
-    unknown = sorted(set(settings) - set(allowed))
+    rule = RULES[kind] if isinstance(kind, str) else STATIC
+    own = {field.name for field in fields(rule.settings)} if rule is not STATIC else set()
+    unknown = sorted(settings.keys() - own - {"max_consecutive_skips", "enabled"})
     if unknown:
-        raise ValueError(
-            f"the {scaler.kind!r} loss scaler has no setting {', '.join(unknown)}: it has {', '.join(allowed)}"
-        )
-    return scaler(**fixed, **settings)
+        allowed = ", ".join(sorted(own | {"max_consecutive_skips", "enabled"}))
+        raise ValueError(f"the {rule.name!r} loss scaler has no setting {', '.join(unknown)}: it has {allowed}")
+    if rule is STATIC:
+        return StaticLossScaler(1.0 if kind is None else float(kind), **settings)
+    if rule.name in _SCALERS:
+        return _SCALERS[rule.name](**settings)
+    ours = {name: settings.pop(name) for name in own & settings.keys()}
+    return LossScaler(rule, rule.settings(**ours), **settings)
 
 
 __all__ = [
-    "FP16_MAX",
     "DynamicLossScaler",
-    "DynamicSettings",
-    "DynamicState",
     "HeadroomLossScaler",
-    "HeadroomSettings",
-    "HeadroomState",
     "LossScaleError",
     "LossScaler",
     "ScaleTensors",
     "ScalerState",
     "StaticLossScaler",
     "StepReport",
-    "adjust_dynamic",
-    "adjust_headroom",
     "headroom_left",
     "make_loss_scaler",
-    "scale_with_headroom",
 ]

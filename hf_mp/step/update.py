@@ -5,28 +5,17 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from hf_mp.scaling.rules import StepReport
+from hf_mp.weights.attachable import check_no_torch_scaler
 
+if TYPE_CHECKING:
+    from hf_mp.step.mixed_precision import MixedPrecision
 
-class Guarding(Protocol):
-    """What a guard asks of a :class:`hf_mp.MixedPrecision`."""
-
-    def report(self, optimizer: Optimizer) -> StepReport:
-        """What the gradients of ``optimizer`` are like."""
-
-    def update(self, optimizer: Optimizer, own_step: Callable[..., Any] | None) -> bool:
-        """Take the step and refresh working copies in one kernel; False where there is none."""
-
-    def updated(self, optimizer: Optimizer) -> None:
-        """The optimizer has written its parameters: refresh working copies."""
-
-    def finish_step(self, report: StepReport, *, was_skipped: bool) -> None:
-        """Set the next loss scale."""
+_SUPPORTS_SCALING = "_step_supports_amp_scaling"
 
 
 class StepGuard:
@@ -37,7 +26,7 @@ class StepGuard:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
-        self._runtimes: list[Guarding] = []
+        self.runtimes: list[MixedPrecision] = []
         self._before = {name: vars(optimizer)[name] for name in ("step", _SUPPORTS_SCALING) if name in vars(optimizer)}
         self._unguarded = optimizer.step
 
@@ -53,43 +42,36 @@ class StepGuard:
         # torch.amp.GradScaler leaves unscaling to such an optimizer, and tells it by attributes: so it is noticed.
         setattr(optimizer, _SUPPORTS_SCALING, True)
 
-    def watch(self, runtime: Guarding) -> None:
+    def watch(self, runtime: MixedPrecision) -> None:
         """Guard the optimizer for one more model."""
-        if runtime not in self._runtimes:
-            self._runtimes.append(runtime)
-
-    @property
-    def is_active(self) -> bool:
-        """Whether the optimizer is still guarded."""
-        return bool(self._runtimes)
+        if runtime not in self.runtimes:
+            self.runtimes.append(runtime)
 
     def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
-        optimizer, runtimes = self.optimizer, list(self._runtimes)
+        optimizer, runtimes = self.optimizer, list(self.runtimes)
         if not runtimes:
             return self._unguarded(closure, **kwargs) if closure is not None else self._unguarded(**kwargs)
-        _refuse_torchs_scaler(optimizer)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        check_no_torch_scaler(optimizer)
+        loss = None if closure is None else torch.enable_grad()(closure)()
         reports = [runtime.report(optimizer) for runtime in runtimes]
         was_skipped = any(report.overflow for report in reports)
         if not was_skipped:
-            is_done = len(runtimes) == 1 and not kwargs and runtimes[0].update(optimizer, self._before.get("step"))
+            own_step = self._before.get("step")
+            is_done = len(runtimes) == 1 and not kwargs and runtimes[0].layout.step(optimizer, own_step)
             if not is_done:
                 result = self._unguarded(**kwargs)
                 loss = result if closure is None else loss
                 for runtime in runtimes:
-                    runtime.updated(optimizer)
+                    runtime.layout.updated(optimizer)
         optimizer.step_was_skipped = was_skipped
         for runtime, report in zip(runtimes, reports, strict=True):
             runtime.finish_step(report, was_skipped=was_skipped)
         return loss
 
-    def remove(self, runtime: Guarding) -> None:
+    def remove(self, runtime: MixedPrecision) -> None:
         """Guard for one model less; with the last, give the optimizer its own ``step`` back."""
-        self._runtimes.remove(runtime)
-        if self._runtimes:
+        self.runtimes.remove(runtime)
+        if self.runtimes:
             return
         state = vars(self.optimizer)
         state.pop("step_was_skipped", None)
@@ -101,19 +83,7 @@ class StepGuard:
             state[_SUPPORTS_SCALING] = self._before[_SUPPORTS_SCALING]
 
 
-_SUPPORTS_SCALING = "_step_supports_amp_scaling"
-
-
 def guard_of(optimizer: Optimizer) -> StepGuard | None:
     """The guard in front of ``optimizer.step``, if it is guarded."""
     guard: StepGuard | None = getattr(optimizer.step, "hf_mp_guard", None)
-    return guard if guard is not None and guard.is_active and guard.optimizer is optimizer else None
-
-
-def _refuse_torchs_scaler(optimizer: Any) -> None:
-    if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
-        optimizer.found_inf = optimizer.grad_scale = None
-        raise RuntimeError(
-            "a torch.amp.GradScaler steps the optimizer of an attached model, whose gradients are unscaled already: "
-            "call loss.backward() and optimizer.step() without a scaler"
-        )
+    return guard if guard is not None and guard.runtimes and guard.optimizer is optimizer else None

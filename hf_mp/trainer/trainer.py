@@ -20,7 +20,8 @@ from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.diagnostics.overflow import explain_overflows
 from hf_mp.diagnostics.overflow_report import OverflowReport
-from hf_mp.policy import PrecisionPolicy, parse_loss_scale
+from hf_mp.policy import PRESETS, PrecisionPolicy, parse_loss_scale
+from hf_mp.scaling.rules import RULES, STATIC
 from hf_mp.scaling.scalers import LossScaleError, make_loss_scaler
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.callback import MixedPrecisionCallback
@@ -61,15 +62,15 @@ class MixedPrecisionArguments(TrainingArguments):
     precision: str = field(
         default="fp16",
         metadata={
-            "help": "fp16, bf16, fp16-lean, bf16-lean (which store the model in 16 bits), fp32 (the stock Trainer), or "
+            "help": f"{', '.join(PRESETS)} (lean: the model is stored in 16 bits; fp32: the stock Trainer), or "
             "'params=fp32,compute=fp16,loss_scale=dynamic'."
         },
     )
     loss_scale: str | None = field(
         default=None,
         metadata={
-            "help": "headroom (fp16's default: follows the gradients), dynamic (torch's algorithm), none, or a number "
-            "(constant). Not given: what the precision says."
+            "help": f"{', '.join(f'{rule.name} ({rule.summary})' for rule in RULES.values())}, none, or a number "
+            f"({STATIC.summary}). Not given: what the precision says."
         },
     )
     loss_scale_kwargs: dict[str, Any] | str | None = field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,16 @@ from torch.optim import Optimizer
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.weights.distributed import check_parallelism, is_dtensor
 from hf_mp.weights.split_parameter import SplitParameter
+
+UNKNOWN_OPTIMIZER = (
+    "this model is attached to a MixedPrecision, and an optimizer that it does not know updates its weights: updates "
+    "that overflow are not skipped, and the loss scale stands still. Call attach_optimizer(optimizer), or detach()"
+)
+NO_BORDER = (
+    "gradients reached the parameters of an attached model, but none came in through its outputs, so the loss scale "
+    "was not applied and small ones may be lost. The loss was computed from a tensor that forward() did not return (a "
+    "hook, an attribute, a closure): return it, in a tuple, a mapping, a dataclass or an object"
+)
 
 
 def check_attachable(model: nn.Module) -> None:
@@ -85,4 +96,14 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module | None) -> None:
         raise ValueError(
             f"no parameter of this {type(optimizer).__name__} belongs to the attached {type(model).__name__}: make "
             "the optimizer from model.parameters()"
+        )
+
+
+def check_no_torch_scaler(optimizer: Any) -> None:
+    """Raise a RuntimeError if a ``torch.amp.GradScaler`` is about to step ``optimizer``, as its attributes tell."""
+    if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
+        optimizer.found_inf = optimizer.grad_scale = None
+        raise RuntimeError(
+            "a torch.amp.GradScaler steps the optimizer of an attached model, whose gradients are unscaled already: "
+            "call loss.backward() and optimizer.step() without a scaler"
         )

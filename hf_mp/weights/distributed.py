@@ -76,8 +76,11 @@ class Ranks:
         self._stepped = False
 
     def note_forward(self, model: nn.Module) -> None:
-        """Look in which DDP a forward of ``model`` runs; called at its begin."""
-        if not is_running() or not torch.is_grad_enabled():
+        """Look in which DDP a forward of ``model`` runs, and whether FSDP shards it; called when one begins."""
+        if not is_running():
+            return
+        check_parallelism(model)
+        if not torch.is_grad_enabled():
             return
         if self._stepped:
             self._groups, self._stepped = [], False
@@ -87,10 +90,12 @@ class Ranks:
         if ddp is not None and ddp.process_group not in self._groups and not ddp._join_config.enable:
             self._groups.append(ddp.process_group)
 
-    @property
-    def train_together(self) -> bool:
-        """Whether a forward since the last step ran in a DDP of several processes."""
-        return any(torch.distributed.get_world_size(group) > 1 for group in self._groups)
+    def layout_for(self, parameters: Iterable[Tensor], layout: Any) -> Any:
+        """The :class:`WeightLayout` to go on with, after ``layout``, for parameters of a model or its optimizer."""
+        if not is_running():
+            return layout
+        is_ddp = any(torch.distributed.get_world_size(group) > 1 for group in self._groups)
+        return layout.for_parameters(parameters, is_ddp)
 
     def gradients_are_final(self, parameters: Iterable[Tensor]) -> bool:
         """Whether nobody reduces gradients after a backward: DDP and FSDP have done so, or there is one process.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude, largest_magnitude_and_norm
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
-from hf_mp.weights.distributed import is_dtensor
+from hf_mp.weights.distributed import is_dtensor, local_part
 from hf_mp.weights.fused_adamw import step_whole
 from hf_mp.weights.optimizer import MasterWeightOptimizer
 from hf_mp.weights.split_layout import restore_parameters, split_trainable_parameters
@@ -66,7 +68,7 @@ class WeightLayout:
         """Take in that a forward reads the working copy of ``weight``."""
         self.copies.note_rounded(weight)
 
-    def for_parameters(self, parameters: Iterable[Tensor], *, train_together: bool) -> WeightLayout:
+    def for_parameters(self, parameters: Iterable[Tensor], train_together: bool) -> WeightLayout:
         """The layout to use on several processes.
 
         Args:
@@ -74,6 +76,10 @@ class WeightLayout:
             train_together: whether DDP reduces their gradients.
         """
         return TransientLayout(self.policy) if any(map(is_dtensor, parameters)) else self
+
+    def trained_parameters(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+        """The parameters whose gradients a backward of ``model`` may leave, each once."""
+        return [] if model is None else list(model.parameters())
 
     def saving(self) -> AbstractContextManager[None]:
         """To run a forward in: decides what autograd saves of the working copies."""
@@ -133,8 +139,14 @@ class TransientLayout(WeightLayout):
     def note_rounded(self, weight: Tensor) -> None:
         pass
 
-    def for_parameters(self, parameters: Iterable[Tensor], *, train_together: bool) -> WeightLayout:
+    def for_parameters(self, parameters: Iterable[Tensor], train_together: bool) -> WeightLayout:
         return self
+
+    def trained_parameters(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+        # FSDP may leave whole parameters in the places of the shards, which have the gradients.
+        given = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        found = [*super().trained_parameters(model, optimizers), *given]
+        return list({id(parameter): parameter for parameter in found}.values())
 
     def saving(self) -> AbstractContextManager[None]:
         return self._transient.not_saved()
@@ -155,7 +167,7 @@ class SplitLayout(WeightLayout):
         if split_trainable_parameters(model, self.policy.params):
             self.copies.clear()  # of what was frozen before
 
-    def for_parameters(self, parameters: Iterable[Tensor], *, train_together: bool) -> WeightLayout:
+    def for_parameters(self, parameters: Iterable[Tensor], train_together: bool) -> WeightLayout:
         if not train_together:
             return self
         raise ValueError(
@@ -194,3 +206,44 @@ class SplitLayout(WeightLayout):
 def make_layout(policy: PrecisionPolicy) -> WeightLayout:
     """The layout that a policy's ``params`` asks for."""
     return WeightLayout(policy) if policy.params is torch.float32 else SplitLayout(policy)
+
+
+def measure(found: Sequence[tuple[Tensor, Tensor | None]], *, with_norm: bool) -> tuple[Tensor, Tensor | None]:
+    """The largest magnitude of true gradients and, where wanted and possible in one pass, their global 2-norm.
+
+    Args:
+        found: as :meth:`WeightLayout.gradients` gives; at least one.
+        with_norm: whether the norm is wanted; it is measured for dense FP32 gradients alone.
+    """
+    if with_norm and all(
+        type(gradient) is Tensor and not gradient.is_sparse and gradient.dtype is torch.float32 and factor is None
+        for gradient, factor in found
+    ):
+        return largest_magnitude_and_norm([gradient for gradient, _ in found])
+    return largest_true_magnitude(found), None
+
+
+def largest_true_magnitude(found: Iterable[tuple[Tensor, Tensor | None]]) -> Tensor:
+    """The largest magnitude of gradients times their factors, FP32 of shape (); the gradients are not written to.
+
+    Args:
+        found: gradients, each with the factor that makes it true: FP32 of shape (1,), or None for 1.
+    """
+    by_factor: dict[Tensor | None, list[Tensor]] = {}
+    for gradient, factor in found:
+        by_factor.setdefault(factor, []).append(local_part(gradient))
+    largest = [
+        largest_magnitude(gradients) if factor is None else largest_magnitude(gradients) * factor.squeeze()
+        for factor, gradients in by_factor.items()
+    ]
+    if not largest:
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+    return torch.stack([magnitude.to(largest[0].device) for magnitude in largest]).max()
+
+
+def too_large(layout: WeightLayout, model: nn.Module | None) -> list[str]:
+    """The parameters whose gradients make a step be skipped, by name."""
+    named = () if model is None else model.named_parameters()
+    largest = {name: largest_true_magnitude(layout.gradients([one])).item() for name, one in named}
+    found = {name: value for name, value in largest.items() if not value < SQUARES_BELOW}
+    return [f"{name} ({value:g} squared)" if math.isfinite(value) else name for name, value in found.items()]

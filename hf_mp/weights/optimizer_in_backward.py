@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, largest_magnitude
 from hf_mp.policy import PrecisionPolicy
+from hf_mp.scaling.borders import accumulates
 from hf_mp.scaling.events import StepObserver
-from hf_mp.scaling.multiply import accumulates
 from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.optimizer import MasterWeightOptimizer, clip_factor, norm_of
 from hf_mp.weights.split_parameter import (

@@ -126,7 +126,7 @@ class TestInstalling:
         model = nn.ModuleList([NewGELUActivation()])
         OneKernelActivations().install(model)
         copied = copy.deepcopy(model)
-        assert copied[0].forward._module() is copied[0]
+        assert copied[0].forward.module() is copied[0]
         pickled = pickle.loads(pickle.dumps(model))
         assert pickled[0].forward.__func__ is NewGELUActivation.forward
         assert torch.equal(pickled[0](torch.ones(2)), NewGELUActivation()(torch.ones(2)))

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from hf_mp.casting import deferred_output as module
 from hf_mp.casting.deferred_output import DeferredOutput
-from hf_mp.step import forward as runtime_module
-from hf_mp.step.borders import output_border
+from hf_mp.scaling.borders import output_border
 from hf_mp.step.mixed_precision import MixedPrecision
 
 
@@ -59,7 +59,7 @@ def test_values_and_gradients_are_those_of_an_output_cast_at_once(use: Any, dtyp
     results = []
     for deferred in (False, True):
         leaf = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
-        output = output_border(leaf * 1, Crossings(4.0), deferred=deferred)
+        output = output_border(leaf * 1, Crossings(4.0), DeferredOutput if deferred else None)
         assert isinstance(output, DeferredOutput) is deferred
         value = use(output)
         assert type(value) is Tensor
@@ -71,7 +71,7 @@ def test_values_and_gradients_are_those_of_an_output_cast_at_once(use: Any, dtyp
 
 
 def deferred_output() -> DeferredOutput:
-    output = output_border(torch.randn(4, 6).half().requires_grad_() * 1, Crossings(4.0), deferred=True)
+    output = output_border(torch.randn(4, 6).half().requires_grad_() * 1, Crossings(4.0), DeferredOutput)
     assert isinstance(output, DeferredOutput)
     return output
 
@@ -114,7 +114,7 @@ def test_the_source_goes_when_the_values_are_there() -> None:
 class TestInAModel:
     @pytest.fixture
     def model(self, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-        monkeypatch.setattr(runtime_module, "DEFERRED_ELEMENTS", 1)
+        monkeypatch.setattr(module, "DEFERRED_ELEMENTS", 1)
         torch.manual_seed(0)
         config = GPT2Config(
             n_layer=1, n_embd=32, n_head=2, vocab_size=64, n_positions=32, bos_token_id=0, eos_token_id=0
@@ -142,7 +142,7 @@ class TestInAModel:
     ) -> None:
         gradients = []
         for smallest in (1, 2**20):
-            monkeypatch.setattr(runtime_module, "DEFERRED_ELEMENTS", smallest)
+            monkeypatch.setattr(module, "DEFERRED_ELEMENTS", smallest)
             outputs = model(input_ids=self.IDS, labels=self.IDS)
             F.cross_entropy(outputs.logits.flatten(0, 1), self.IDS.flatten()).backward()
             gradients.append([p.grad for p in model.parameters()])

@@ -17,7 +17,7 @@ from hf_mp.casting.cpu import products
 from hf_mp.casting.cpu.products import Operand, Product, multiply, read_product
 from hf_mp.casting.cpu.upcast import run_through_fp32
 from hf_mp.casting.mode import autocast
-from hf_mp.step.borders import inward_borders, output_border
+from hf_mp.scaling.borders import inward_borders, output_border
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 

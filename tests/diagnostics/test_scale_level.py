@@ -15,7 +15,7 @@ OVERFLOW = StepReport(overflow=True)
     ("state", "smallest", "clean", "expected"),
     [
         (HeadroomState(2.0**10), 2.0**-14, None, True),
-        (HeadroomState(2.0**10, peak=1.0), 2.0**-14, None, False),
+        (HeadroomState(2.0**10, level=1.0), 2.0**-14, None, False),
         (HeadroomState(2.0**-14), 2.0**-14, None, False),
         (DynamicState(2.0**16), 1.0, None, True),
         (DynamicState(2.0**16), 1.0, 2.0**15, True),

@@ -24,6 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_mp
 import hf_mp.step.mixed_precision
+from hf_mp.casting import deferred_output
 
 STEPS = 50
 LEARNING_RATE = 0.1
@@ -382,16 +383,16 @@ def deferred_outputs() -> dict[str, Any]:
         "static_graph": lambda model: DistributedDataParallel(model, static_graph=True),
         "fsdp": shard,
     }
-    part, size = my_rows(batches(1)[0]), hf_mp.step.mixed_precision.DEFERRED_ELEMENTS
+    part, size = my_rows(batches(1)[0]), deferred_output.DEFERRED_ELEMENTS
     for name, wrap in kinds.items():
         for elements in (1, size):
-            hf_mp.step.mixed_precision.DEFERRED_ELEMENTS = elements
+            deferred_output.DEFERRED_ELEMENTS = elements
             model, _ = prepared(wrap)
             outputs = model(input_ids=part, labels=part)
             (outputs.loss + outputs.logits.pow(2).mean()).backward()
             gradients = {key: whole(p.grad).clone() for key, p in model.named_parameters()}
             results.setdefault(name, []).append((type(outputs.logits).__name__, gradients))
-    hf_mp.step.mixed_precision.DEFERRED_ELEMENTS = size
+    deferred_output.DEFERRED_ELEMENTS = size
     return results
 
 

@@ -31,7 +31,7 @@ from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.scaling.scalers import make_loss_scaler
 
 SCALERS: dict[str, dict[str, Any]] = {
-    "headroom": {"half_life": 5, "ceiling_interval": 7, "min_scale": 2.0**-4, "max_scale": 2.0**20},
+    "headroom": {"half_life": 5, "patience": 7, "min_scale": 2.0**-4, "max_scale": 2.0**20},
     "dynamic": {"growth_interval": 3, "min_scale": 2.0**-2, "max_scale": 2.0**18},
     "1024": {},
     "none": {},

@@ -556,7 +556,7 @@ class TestRefusals:
     @pytest.mark.parametrize("new_scale", [0.0, -1.0, NAN, INF, torch.tensor(0.0), True], ids=str)
     def test_a_new_scale_that_is_none(self, new_scale: Any) -> None:
         scaler = DynamicLossScaler(4.0)
-        with pytest.raises(ValueError, match="a loss scale must be a positive, finite number, not"):
+        with pytest.raises(ValueError, match=r"a loss scale must be a number from .*, not"):
             scaler.update(new_scale)
         assert scaler.get_scale() == 4.0
 
@@ -666,8 +666,8 @@ class TestOtherScalers:
         nn.utils.clip_grad_norm_([weight], 1e-3)
         scaler.step(optimizer)
         scaler.update()
-        # 65504 / 4 / 2**6 lies between 2**7 and 2**8
-        assert scaler.state.peak == 4.0 and scaler.get_scale() == 2.0**7
+        # 65504 / 4 / 2**5 lies between 2**8 and 2**9
+        assert scaler.state.level == 4.0 and scaler.get_scale() == 2.0**8
         assert weight.item() == pytest.approx(1.0 - 1e-3)
 
     def test_headroom_takes_the_largest_of_several_optimizers(self) -> None:
@@ -677,12 +677,12 @@ class TestOtherScalers:
             backward(scaler, weight, gradient)
             scaler.step(optimizer)
         scaler.update()
-        assert scaler.state.peak == 8.0 and scaler.state.steps == 1
+        assert scaler.state.level == 8.0 and scaler.state.steps == 1
 
     def test_headroom_keeps_its_scale_when_no_gradient_has_an_element(self) -> None:
         scaler, weight = HeadroomLossScaler(), nn.Parameter(torch.ones(0))
         train_step(scaler, SGD([weight]), weight)
-        assert scaler.state.peak is None and scaler.get_scale() == 2.0**10 and scaler.state.steps == 1
+        assert scaler.state.level is None and scaler.get_scale() == 2.0**10 and scaler.state.steps == 1
 
     def test_a_static_scale_stays_and_skips(self) -> None:
         scaler, weight = StaticLossScaler(128.0), one_weight()

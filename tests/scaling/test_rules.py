@@ -1,5 +1,6 @@
 """The rules of loss scaling, step by step, through scalers that keep their states."""
 
+import itertools
 import json
 import math
 import re
@@ -13,13 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_reports import CLEAN, FP32_MAX, OVERFLOW, SMALLEST_FP32, is_power_of_two, magnitudes, record, saw
 
-from hf_mp.scaling.rules import power_of_two_below, to_fp32
-from hf_mp.scaling.scalers import (
+from hf_mp.scaling.rules import (
     FP16_MAX,
-    DynamicLossScaler,
     DynamicSettings,
     DynamicState,
-    HeadroomLossScaler,
     HeadroomSettings,
     HeadroomState,
     ScalerState,
@@ -27,8 +25,11 @@ from hf_mp.scaling.scalers import (
     adjust_dynamic,
     adjust_headroom,
     headroom_left,
+    power_of_two_below,
     scale_with_headroom,
+    to_fp32,
 )
+from hf_mp.scaling.scalers import DynamicLossScaler, HeadroomLossScaler
 
 
 class TestDynamic:
@@ -156,7 +157,7 @@ class TestDynamic:
     def test_it_is_torchs_update(
         self, runs: list[tuple[bool, int]], factors: tuple[float, float], interval: int, init_scale: float
     ) -> None:
-        rules = DynamicSettings(factors[0], factors[1], interval, min_scale=2.0**-126)
+        rules = DynamicSettings(init_scale, factors[0], factors[1], interval, min_scale=2.0**-126)
         for state, scale, tracker in in_step_with_torch(runs, rules, init_scale):
             assert (state.scale, state.growth_tracker) == (scale, tracker)
 
@@ -170,7 +171,7 @@ class TestDynamic:
     def test_with_any_factors_it_is_torchs_to_the_last_bit(
         self, runs: list[tuple[bool, int]], init_scale: float, growth: float, backoff: float
     ) -> None:
-        rules = DynamicSettings(growth, backoff, 3, min_scale=2.0**-60, max_scale=2.0**100)
+        rules = DynamicSettings(init_scale, growth, backoff, 3, min_scale=2.0**-60, max_scale=2.0**100)
         for state, scale, tracker in in_step_with_torch(runs, rules, init_scale):
             assert (state.scale, state.growth_tracker) == (scale, tracker)
 
@@ -195,31 +196,34 @@ def in_step_with_torch(
 
 
 class TestHeadroom:
-    def test_scale_and_every_counter_at_every_step(self) -> None:
-        scaler = HeadroomLossScaler(half_life=1, ceiling_interval=2)
-        # calibration fails once, succeeds; an overflow that the weights' gradients do not announce; the ceiling rises
-        reports = [OVERFLOW, saw(1024.0), saw(128.0), OVERFLOW, saw(None), saw(0.0), saw(256.0), saw(256.0), saw(1.0)]
+    def test_scale_and_every_field_at_every_step(self) -> None:
+        """Powers of two and patience of 1 make every number exact: skips slow the sinking to 1/9, then to 1/17."""
+        scaler = HeadroomLossScaler(headroom=4.0, half_life=1, patience=1)
+        reports = [OVERFLOW, saw(2.0), saw(2.0), saw(16.0), saw(None), OVERFLOW, saw(16.0), OVERFLOW, saw(2.0**12)]
+        first = 4.0 - 1 / 9  # kept after the first measured step that has a level to compare with
+        seen = 3.0 + 0.5
+        usual = 2.0**2.5 * 2.0**0.75  # the level after 16.0 was seen twice: half the way from 2**2.5
         assert record(scaler, reports) == [
-            HeadroomState(64.0, steps=1, skipped_steps=1, consecutive_skips=1),
-            HeadroomState(0.5, 2, 1, 0, peak=1024.0, clean_steps=1),
-            HeadroomState(1.0, 3, 1, 0, peak=512.0, clean_steps=2),
-            HeadroomState(0.5, 4, 2, 1, peak=512.0, ceiling=0.5, clean_steps=0),
-            HeadroomState(0.5, 5, 2, 0, peak=512.0, ceiling=0.5, clean_steps=1),
-            HeadroomState(1.0, 6, 2, 0, peak=512.0, ceiling=1.0, clean_steps=0),
-            HeadroomState(1.0, 7, 2, 0, peak=256.0, ceiling=1.0, clean_steps=1),
-            HeadroomState(2.0, 8, 2, 0, peak=256.0, ceiling=2.0, clean_steps=0),
-            HeadroomState(2.0, 9, 2, 0, peak=128.0, ceiling=2.0, clean_steps=1),
+            HeadroomState(1.0, 1, 1, 1, headroom=4.0),
+            HeadroomState(2.0**10, 2, 1, 0, level=2.0, headroom=4.0),
+            HeadroomState(2.0**11, 3, 1, 0, level=2.0, headroom=first, quiet_steps=1),
+            HeadroomState(2.0**9, 4, 1, 0, level=2.0**2.5, headroom=max(first - 1 / 9, seen), quiet_steps=2),
+            HeadroomState(2.0**9, 5, 1, 0, level=2.0**2.5, headroom=max(first - 1 / 9, seen), quiet_steps=2),
+            HeadroomState(1.0, 6, 2, 1, level=2.0**2.5, headroom=max(first - 1 / 9, seen), quiet_steps=2),
+            HeadroomState(2.0**7, 7, 2, 0, level=usual, headroom=first - 1 / 9 + 1.25 - 1 / 17),
+            HeadroomState(1.0, 8, 3, 1, level=usual, headroom=first - 1 / 9 + 1.25 - 1 / 17),
+            HeadroomState(1.0, 9, 3, 0, level=2.0**12, headroom=first - 1 / 9 + 1.25 - 1 / 17),
         ]
 
     @settings(deadline=None, derandomize=True, max_examples=300)
     @given(st.floats(2.0**-100, 2.0**90, width=32), st.integers(0, 30))
     def test_the_first_clean_step_sets_the_scale(self, largest: float, headroom: int) -> None:
-        rules = HeadroomSettings(headroom=headroom, min_scale=2.0**-126, max_scale=None)
-        state = adjust_headroom(HeadroomState(2.0**10), rules, saw(largest))
+        rules = HeadroomSettings(headroom=headroom, min_scale=0.0, max_scale=None)
+        state = adjust_headroom(rules.start(), rules, saw(largest))
         # exact in FP64: the factors are powers of two
         assert state.scale * largest * 2.0**headroom <= 65504 < 2.0 * state.scale * largest * 2.0**headroom
         assert is_power_of_two(state.scale)
-        assert state.peak == largest
+        assert state.level == largest
 
     @settings(deadline=None, derandomize=True, max_examples=200)
     @given(magnitudes, st.integers(0, 30))
@@ -248,81 +252,91 @@ class TestHeadroom:
     def test_every_scale_is_a_power_of_two_within_its_bounds(
         self, reports: list[StepReport], headroom: int, interval: int
     ) -> None:
-        scaler = HeadroomLossScaler(headroom=headroom, half_life=3, ceiling_interval=interval)
+        scaler = HeadroomLossScaler(headroom=headroom, half_life=3, patience=interval, min_scale=2.0**-14)
         for report, state in zip(reports, record(scaler, reports), strict=True):
             assert is_power_of_two(state.scale)
-            assert 2.0**-14 <= state.scale <= min(2.0**40, math.inf if state.ceiling is None else state.ceiling)
-            if state.peak is not None and not report.overflow:
-                in_reach = state.scale * state.peak * 2.0**headroom <= FP16_MAX
+            assert 2.0**-14 <= state.scale <= 2.0**40
+            if state.level is not None and not report.overflow:
+                in_reach = (
+                    math.log2(state.scale) + math.log2(state.level) + state.headroom <= math.log2(FP16_MAX) + 1e-9
+                )
                 assert in_reach or state.scale == 2.0**-14
 
-    def test_a_lone_spike_lowers_the_scale_at_once_and_fades_with_the_half_life(self) -> None:
-        states = record(HeadroomLossScaler(half_life=2), [saw(1.0), saw(16.0), *[saw(1.0)] * 10])
-        peaks = [1.0, 16.0, *(max(1.0, 16.0 * 0.5 ** (step / 2)) for step in range(1, 11))]
-        assert [s.peak for s in states] == pytest.approx(peaks)
-        # 65504 is a little less than 2**16: a peak must fall below the power of two, by half a half-life here
-        assert states[0].scale == 512.0 and states[1].scale == 32.0
-        assert [s.scale for s in states] == [scale_with_headroom(s.peak, 6.0) for s in states]
-        assert states[-1].scale == 512.0
+    def test_a_lone_spike_lowers_the_scale_at_once_and_is_forgotten_with_patience(self) -> None:
+        states = record(HeadroomLossScaler(headroom=1, patience=4), [saw(1.0), saw(16.0), *[saw(1.0)] * 20])
+        assert [s.headroom for s in states] == pytest.approx(
+            [1.0, *(max(1.0, 4.5 - step / 4) for step in range(21))], abs=1e-2
+        )
+        assert [states[0].scale, states[1].scale, states[-1].scale] == [2.0**14, 2.0**11, 2.0**14]
+
+    def test_the_level_moves_with_the_half_life(self) -> None:
+        states = record(HeadroomLossScaler(half_life=2), [saw(2.0**8), *[saw(1.0)] * 6])
+        assert [s.level for s in states] == pytest.approx([2.0 ** (8 * 0.5 ** (step / 2)) for step in range(7)])
+
+    def test_a_step_of_next_to_no_gradient_counts_for_eight_doublings(self) -> None:
+        states = record(HeadroomLossScaler(half_life=1), [saw(1.0), saw(2.0**-80)])
+        assert states[-1].level == 2.0**-4
 
     @pytest.mark.parametrize("largest", [0.0, None, math.inf, math.nan])
-    def test_a_step_that_measured_nothing_keeps_peak_and_scale(self, largest: float | None) -> None:
-        before = HeadroomState(32.0, peak=16.0)
+    def test_a_step_that_measured_nothing_keeps_what_was_learned(self, largest: float | None) -> None:
+        before = HeadroomState(16.0, level=16.0, headroom=7.0, quiet_steps=5)
         after = adjust_headroom(before, HeadroomSettings(half_life=1), saw(largest))
-        assert after == replace(before, steps=1, clean_steps=1)
+        assert after == replace(before, steps=1)
 
     @pytest.mark.parametrize("largest", [0.0, None, math.inf, math.nan])
     def test_until_something_was_measured_the_scale_stays(self, largest: float | None) -> None:
         states = record(HeadroomLossScaler(2.0**12), [saw(largest)] * 3)
-        assert [(s.scale, s.peak) for s in states] == [(2.0**12, None)] * 3
+        assert [(s.scale, s.level) for s in states] == [(2.0**12, None)] * 3
 
     @pytest.mark.parametrize("largest", [None, math.inf, -math.inf, math.nan, 3.0])
-    def test_an_overflow_halves_whatever_was_measured(self, largest: float | None) -> None:
-        after = adjust_headroom(HeadroomState(32.0, peak=16.0), HeadroomSettings(), StepReport(True, largest))
-        assert after == HeadroomState(16.0, 1, 1, 1, peak=16.0, ceiling=16.0)
+    def test_an_overflow_lowers_whatever_was_measured(self, largest: float | None) -> None:
+        after = adjust_headroom(HeadroomState(2.0**24, level=16.0), HeadroomSettings(), StepReport(True, largest))
+        assert after == HeadroomState(2.0**4, 1, 1, 1, level=16.0)
 
-    def test_calibration_falls_fast(self) -> None:
-        states = record(HeadroomLossScaler(2.0**10), [OVERFLOW] * 3)
-        assert [s.scale for s in states] == [2.0**6, 2.0**2, 2.0**-2]
+    def test_a_scale_that_fell_so_far_that_gradients_become_zero_comes_back(self) -> None:
+        states = record(HeadroomLossScaler(), [OVERFLOW, saw(0.0), saw(1e-7)])
+        assert [s.scale for s in states] == [1.0, 2.0**10, scale_with_headroom(1e-7, 5.0)]
 
-    def test_an_overflow_unannounced_does_not_come_back_at_once(self) -> None:
-        """Activations overflow from scale 512 on, while weight gradients of 1.0 ask for 512 at every step."""
-        scaler = HeadroomLossScaler(ceiling_interval=5)
-        used = []
-        for _ in range(24):
-            used.append(scaler.get_scale())
-            scaler.record_step(OVERFLOW if scaler.get_scale() >= 512.0 and scaler.state.peak else saw(1.0))
-        # once in six steps is tried again what overflowed; without a ceiling it would be every other step
-        assert used == [1024.0, *([512.0, *[256.0] * 5] * 4)][:24]
-        assert scaler.state.skipped_steps == 4
-
-    def test_the_ceiling_rises_as_long_as_steps_are_clean(self) -> None:
-        states = record(HeadroomLossScaler(ceiling_interval=2), [saw(1.0), OVERFLOW, OVERFLOW, *[saw(1.0)] * 8])
-        assert [s.ceiling for s in states] == [None, 256, 128, 128, 256, 256, 512, 512, 1024, 1024, 2048]
-        assert [s.scale for s in states] == [512, 256, 128, 128, 256, 256, 512, 512, 512, 512, 512]
-        assert [s.clean_steps for s in states] == [1, 0, 0, 1, 0, 1, 0, 1, 0, 1, 0]
+    def test_an_overflow_unannounced_comes_back_less_and_less_often(self) -> None:
+        """Activations overflow from scale 1024 on, while weight gradients of 1.0 ask for more."""
+        scaler = HeadroomLossScaler()
+        skipped_at = []
+        for step in range(10_000):
+            overflow = scaler.get_scale() >= 1024.0 and scaler.state.level is not None
+            skipped_at += [step] * overflow
+            scaler.record_step(OVERFLOW if overflow else saw(1.0))
+        waits = [later - earlier for earlier, later in itertools.pairwise(skipped_at)]
+        assert waits == sorted(waits) and waits[0] > 250
+        assert 2 <= len(skipped_at) <= 4
 
     def test_bounds(self) -> None:
         scaler = HeadroomLossScaler(min_scale=0.25, max_scale=2.0**20)
         states = record(scaler, [saw(1e30), OVERFLOW, saw(1e30)])
         assert [s.scale for s in states] == [0.25] * 3
         states = record(HeadroomLossScaler(max_scale=2.0**20), [saw(1e-30), OVERFLOW, saw(1e-30)])
-        assert [s.scale for s in states] == [2.0**20, 2.0**19, 2.0**19]
+        assert [s.scale for s in states] == [2.0**20, 1.0, 2.0**20]
+
+    def test_the_floor_is_torchs_of_1(self) -> None:
+        assert [s.scale for s in record(HeadroomLossScaler(), [saw(1e9), OVERFLOW, OVERFLOW])] == [1.0] * 3
+
+    def test_min_scale_0_is_no_bound_but_fp32s(self) -> None:
+        states = record(HeadroomLossScaler(min_scale=0.0), [OVERFLOW] * 9)
+        assert states[-1].scale == 2.0**-126 == HeadroomSettings(min_scale=0.0).floor
 
     def test_a_scale_below_the_floor_is_not_raised_by_an_overflow(self) -> None:
         states = record(HeadroomLossScaler(0.125, min_scale=1.0), [OVERFLOW, saw(1e30)])
         assert [s.scale for s in states] == [0.125, 1.0]
 
     def test_without_max_scale_fp32_bounds_it(self) -> None:
-        assert record(HeadroomLossScaler(max_scale=None), [saw(2.0**-90)])[0].scale == 2.0**99
+        assert record(HeadroomLossScaler(max_scale=None), [saw(2.0**-90)])[0].scale == 2.0**100
         assert record(HeadroomLossScaler(max_scale=None), [saw(SMALLEST_FP32)])[0].scale == 2.0**127
 
     def test_an_infinite_max_scale_is_none(self) -> None:
-        assert record(HeadroomLossScaler(max_scale=math.inf), [saw(1.0)])[0].scale == 512.0
+        assert record(HeadroomLossScaler(max_scale=math.inf), [saw(1.0)])[0].scale == 1024.0
 
-    def test_a_ceiling_that_rose_for_long_holds_nothing_down(self) -> None:
-        states = record(HeadroomLossScaler(ceiling_interval=1), [saw(1.0), OVERFLOW, *[saw(1.0)] * 1200])
-        assert [s.scale for s in states[2:]] == [512.0] * 1200
+    def test_headroom_that_sank_for_long_stays_a_number_of_json(self) -> None:
+        states = record(HeadroomLossScaler(patience=1), [saw(1.0), OVERFLOW, *[saw(1.0)] * 1200])
+        assert states[-1].headroom == 1.0
         json.loads(json.dumps(asdict(states[-1]), allow_nan=False))
 
     @pytest.mark.parametrize(("bound", "scale"), [(1000.0, 512.0), (1024.0, 1024.0), (1025.0, 1024.0)])
@@ -336,12 +350,58 @@ class TestHeadroom:
     def test_an_overflow_leads_to_a_power_of_two_whatever_the_settings(self) -> None:
         scaler = HeadroomLossScaler(backoff_factor=0.4, min_scale=3.0)
         states = record(scaler, [saw(16.0), OVERFLOW, OVERFLOW, OVERFLOW, OVERFLOW])
-        assert [s.scale for s in states] == [32.0, 8.0, 4.0, 4.0, 4.0]
+        assert [s.scale for s in states] == [64.0, 16.0, 4.0, 4.0, 4.0]
 
     def test_an_overflow_before_anything_was_measured_does_not_cap_the_scale(self) -> None:
         """The first batch holds a NaN; the gradients of the others are small and ask for a large scale."""
         states = record(HeadroomLossScaler(), [OVERFLOW, saw(1e-5)])
-        assert states[-1].scale == scale_with_headroom(1e-5, 6.0)
+        assert states[-1].scale == scale_with_headroom(1e-5, 5.0)
+
+    def test_one_inf_in_500_steps_does_not_lower_the_scale_for_good(self) -> None:
+        """What collapsed to 2**-14 with a rule that took every overflow for the scale's."""
+        scaler = HeadroomLossScaler()
+        scales = []
+        for step in range(1, 10_001):
+            scales.append(scaler.get_scale())
+            scaler.record_step(OVERFLOW if step % 500 == 0 else saw(0.01))
+        assert scaler.state.skipped_steps == 20 and scaler.state.is_futile
+        assert sorted(scales[-5000:])[100] >= 2.0**18
+
+    def test_a_jump_after_a_quiet_phase_costs_at_most_torchs_three_skips(self) -> None:
+        scaler, torchs = HeadroomLossScaler(), DynamicLossScaler()
+        for magnitude, steps in ((1e-2, 100), (1e-8, 4_900), (1.0, 100)):
+            before = [each.state.skipped_steps for each in (scaler, torchs)]
+            for _, each in itertools.product(range(steps), (scaler, torchs)):
+                each.record_step(OVERFLOW if each.get_scale() * magnitude > FP16_MAX else saw(magnitude))
+        ours, theirs = (each.state.skipped_steps - was for each, was in zip((scaler, torchs), before, strict=True))
+        assert (ours, theirs) == (2, 3)
+        assert scaler.get_scale() == scale_with_headroom(1.0, scaler.state.headroom) > 2.0**12
+
+    def test_an_overflow_that_returns_at_once_is_the_scales_however_much_headroom_there_is(self) -> None:
+        """Activations overflow from scale 1 on, 15 doublings below what weight gradients of 1.0 ask for."""
+        scaler = HeadroomLossScaler(min_scale=0.0)
+        for _ in range(200):
+            overflow = scaler.get_scale() >= 1.0 and scaler.state.level is not None
+            scaler.record_step(OVERFLOW if overflow else saw(1.0))
+        assert scaler.get_scale() < 1.0 and scaler.state.skipped_steps < 15
+
+    def test_the_more_steps_were_skipped_the_longer_headroom_is_kept(self) -> None:
+        few, many = (HeadroomState(1024.0, skipped_steps=skips, level=1.0, headroom=6.0) for skips in (0, 2))
+        sunk = [6.0 - adjust_headroom(each, HeadroomSettings(), saw(1.0)).headroom for each in (few, many)]
+        assert sunk == pytest.approx([1 / 250, 1 / 250 / 17])
+
+    def test_futile_overflows_are_forgiven_until_there_were_none_for_long(self) -> None:
+        state = HeadroomState(64.0, 1, 1, 1, level=1.0, headroom=12.0, quiet_steps=400)
+        futile = adjust_headroom(state, HeadroomSettings(patience=10), saw(1.0))
+        assert (futile.is_futile, futile.quiet_steps) == (True, 0) and futile.headroom < 3.0
+        again = adjust_headroom(replace(futile, consecutive_skips=1, quiet_steps=99), HeadroomSettings(), saw(1.0))
+        assert again.is_futile and again.headroom < 3.0
+        states = record_from(again, HeadroomSettings(patience=10), [saw(1.0)] * 160)
+        assert [s.is_futile for s in states] == [True] * 159 + [False]
+
+
+def record_from(state: HeadroomState, rules: HeadroomSettings, reports: list[StepReport]) -> list[HeadroomState]:
+    return list(itertools.accumulate(reports, lambda s, r: adjust_headroom(s, rules, r), initial=state))[1:]
 
 
 @pytest.mark.parametrize(
@@ -366,7 +426,7 @@ class TestStates:
     @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, 1e39, 2.0**-127, "8", True, None])
     @pytest.mark.parametrize("make", [ScalerState, DynamicState, HeadroomState])
     def test_a_scale_is_positive_and_one_that_fp32_holds(self, make: Callable[[Any], ScalerState], scale: Any) -> None:
-        with pytest.raises(ValueError, match=rf"a loss scale must .*, not {re.escape(repr(scale))}"):
+        with pytest.raises(ValueError, match=rf"a loss scale .*, not {re.escape(repr(scale))}"):
             make(scale)
 
     @pytest.mark.parametrize(
@@ -375,9 +435,9 @@ class TestStates:
             (ScalerState, "steps", 0),
             (ScalerState, "skipped_steps", 0),
             (ScalerState, "consecutive_skips", 0),
-            (DynamicState, "growth_tracker", 0),
+            (DynamicState, "growth_tracker", -(2**31)),
             (DynamicState, "hysteresis_left", 1),
-            (HeadroomState, "clean_steps", 0),
+            (HeadroomState, "quiet_steps", 0),
         ],
     )
     def test_counters_are_whole_numbers(self, make: Callable[..., ScalerState], name: str, smallest: int) -> None:
@@ -389,10 +449,18 @@ class TestStates:
                 make(1.0, **{name: value})
 
     @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan, "1", True])
-    @pytest.mark.parametrize("name", ["peak", "ceiling"])
-    def test_peak_and_ceiling_are_positive_or_none(self, name: str, value: Any) -> None:
-        with pytest.raises(ValueError, match=rf"{name}={value!r} must be a positive, finite number or None"):
-            HeadroomState(1.0, **{name: value})
+    def test_a_level_is_positive_or_none(self, value: Any) -> None:
+        with pytest.raises(ValueError, match=rf"level={value!r} must be a positive, finite number or None"):
+            HeadroomState(1.0, level=value)
+
+    @pytest.mark.parametrize("value", [-1.0, math.inf, math.nan, "1", True, None])
+    def test_headroom_is_a_number_of_doublings(self, value: Any) -> None:
+        with pytest.raises(ValueError, match=rf"headroom={value!r} must be a finite number of doublings, at least 0"):
+            HeadroomState(1.0, headroom=value)
+
+    def test_futile_is_a_truth_value(self) -> None:
+        with pytest.raises(ValueError, match="is_futile=1 must be True or False"):
+            HeadroomState(1.0, is_futile=1)  # type: ignore[arg-type]
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)

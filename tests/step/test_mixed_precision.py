@@ -22,9 +22,9 @@ import hf_mp
 from hf_mp.casting.mode import active_autocast
 from hf_mp.scaling.scalers import DynamicLossScaler, LossScaleError, StaticLossScaler
 from hf_mp.step import gradients as gradients_module
-from hf_mp.step import gradients as measured_gradients
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.weights import layout as layout_module
 
 Batch = dict[str, Tensor]
 # FP16 has 11 significant bits: a chain of a few dozen roundings leaves gradients within about 10 half-ulps (2**-11).
@@ -722,14 +722,14 @@ class TestMeasuring:
     def scans(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         """Filled with the number of gradients of every scan."""
         counts: list[int] = []
-        original = measured_gradients.largest_magnitude
+        original = layout_module.largest_magnitude
 
         def counted(tensors: Any) -> Tensor:
             tensors = list(tensors)
             counts.append(len(tensors))
             return original(tensors)
 
-        monkeypatch.setattr(measured_gradients, "largest_magnitude", counted)
+        monkeypatch.setattr(layout_module, "largest_magnitude", counted)
         return counts
 
     def trained(

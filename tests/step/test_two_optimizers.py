@@ -65,7 +65,7 @@ def test_a_graph_made_before_the_others_step_is_differentiated(precision: str, o
     reference = expected.state_dict()
     for name, value in found.state_dict().items():
         torch.testing.assert_close(value, reference[name], rtol=0.05, atol=0.03)
-    copies = runtime.working_copies
+    copies = runtime.layout.copies
     for parameter in found.parameters():
         if parameter in copies:
             assert torch.equal(copies.get(parameter), parameter.detach().to(copies.dtype))
@@ -78,4 +78,4 @@ def test_weights_written_from_outside_are_read_while_the_other_part_is_updated()
     model(torch.ones(2, 6), "discriminator").sum().backward()
     weight.data.fill_(0.5)
     optimizer.step()
-    assert torch.equal(runtime.working_copies.get(weight), torch.full_like(weight, 0.5).half())
+    assert torch.equal(runtime.layout.copies.get(weight), torch.full_like(weight, 0.5).half())

@@ -180,7 +180,7 @@ def test_resume_is_bit_exact_scaler_included(
             save_strategy="steps",
             save_steps=4,
             gradient_accumulation_steps=accumulation,
-            loss_scale_kwargs={"init_scale": 2.0**12, "headroom": 4, "ceiling_interval": 2},
+            loss_scale_kwargs={"init_scale": 2.0**12, "headroom": 4, "patience": 2},
         )
         made = PoisonedTrainer(model_of(config), args, train_dataset=rows)
         made.poisoned = (2,)

@@ -551,7 +551,7 @@ def test_resume_is_bit_exact(
     tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, precision: str, accumulation: int
 ) -> None:
     config = GPT2Config(**{**gpt2_config.to_dict(), "resid_pdrop": 0.1, "n_layer": 1})  # so that the RNG matters
-    settings = {"init_scale": 2.0**12, "headroom": 4, "ceiling_interval": 2} if "fp16" in precision else None
+    settings = {"init_scale": 2.0**12, "headroom": 4, "patience": 2} if "fp16" in precision else None
 
     def trainer(name: str) -> PoisonedTrainer:
         args = arguments(

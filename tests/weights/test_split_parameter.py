@@ -379,8 +379,8 @@ def test_a_gradient_is_lower_precision_and_scaled_until_it_is_written(pair: Pair
         assert factor is None if parameter.dtype is torch.bfloat16 else factor.item() == 1 / SCALE  # type: ignore
     assert_gradients_match(model, reference, tolerance)
     for parameter in model.parameters():
-        true, scaled = parameter.grad, raw_gradient(parameter)
-        assert true is not None and true.dtype is torch.float32
+        assert parameter.grad is not None and parameter.grad.dtype is torch.float32
+        true, scaled = parameter.grad.clone(), raw_gradient(parameter)
         assert scaled is not None and scaled.dtype is parameter.dtype  # to read changes nothing
         assert parameter.grad is not None
         parameter.grad.data.mul_(2)  # unseen by a version counter

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hf_mp
-from hf_mp.step.borders import inward_borders
+from hf_mp.scaling.borders import inward_borders
 from hf_mp.weights.transient_copies import TransientCopies
 from hf_mp.weights.working_copies import WorkingCopies
 

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_mp.casting.cpu.fp32_products import fp32_product
 from hf_mp.casting.cpu.upcast import must_be_plain, run_through_fp32
-from hf_mp.scaling.multiply import Crossings
-from hf_mp.scaling.multiply import multiply as scaled_by
+from hf_mp.scaling.borders import Crossings
+from hf_mp.scaling.borders import multiply as scaled_by
 
 BLOCK_ELEMENTS = 2**20  # 4 MiB in FP32: large enough for full matmul speed, small enough for caches and malloc
 

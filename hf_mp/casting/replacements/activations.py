@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_mp.casting.replacements.base import ModelReplacement, class_forward
+from hf_mp.casting.replacements.base import ModelReplacement, ReplacedForward
 
 _gelu_tanh = functools.partial(F.gelu, approximate="tanh")
 
@@ -29,22 +27,15 @@ ONE_KERNEL: dict[str, Callable[[Tensor], Tensor]] = {
 _MODULE = "transformers.activations"
 
 
-class OneKernel:
+class OneKernel(ReplacedForward):
     """Takes the place of an activation module's ``forward``."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
+        super().__init__(module)
         self._compute = ONE_KERNEL[type(module).__name__]
 
     def __call__(self, input: Tensor) -> Tensor:
         return self._compute(input)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OneKernel:
-        return OneKernel(memo[id(self._module())])  # a module is copied before its attributes
-
-    def __reduce__(self) -> Any:
-        # A pickled model is an ordinary one.
-        return class_forward, (self._module(),)
 
 
 class OneKernelActivations(ModelReplacement):
@@ -62,5 +53,5 @@ class OneKernelActivations(ModelReplacement):
 
     def remove(self, model: nn.Module) -> None:
         for module in model.modules():
-            if isinstance(module.__dict__.get("forward"), OneKernel):
-                del module.forward
+            if isinstance(forward := module.__dict__.get("forward"), OneKernel):
+                forward.remove()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import types
+import weakref
 from typing import Any, ClassVar
 
 from torch import nn
@@ -28,6 +30,52 @@ class ModelReplacement:
         raise NotImplementedError
 
 
-def class_forward(module: nn.Module) -> Any:
-    """The ``forward`` of the module's class, bound to it."""
+class ReplacedForward:
+    """Takes the place of a module's ``forward``; a pickled module has its own again, a deep copy one that is new.
+
+    Attributes:
+        module: a weak reference to the module.
+        original: the forward that this replaces.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+        before = module.__dict__.get("forward")
+        self.original = _class_forward(module) if before is None or isinstance(before, ReplacedForward) else before
+
+    def remove(self) -> None:
+        """Give the module its own forward back, unless a library has put one over this."""
+        module = self.module()
+        if module is None or module.__dict__.get("forward") is not self:
+            return
+        del module.forward
+        if getattr(self.original, "__func__", None) is not type(module).forward:
+            module.forward = self.original
+
+    def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> ReplacedForward:
+        """The replacement for a deep copy of the module."""
+        return type(self)(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplacedForward:
+        if (copied := memo.get(id(self.module()))) is None:  # a module is copied before its attributes
+            raise TypeError("a replaced forward is copied only together with its model: copy.deepcopy(model)")
+        return self.for_copy(copied, memo)
+
+    def __reduce__(self) -> Any:
+        return _class_forward, (self.module(),)
+
+
+def _class_forward(module: Any) -> Any:
     return types.MethodType(type(module).forward, module)
+
+
+def entry_points(model: nn.Module) -> list[nn.Module]:
+    """The modules whose call is a forward of ``model``: itself, and Transformers models inside it.
+
+    PEFT calls the model that it wraps directly in ``generate``, and users call ``model.base_model``.
+    """
+    transformers_models = sys.modules.get("transformers.modeling_utils")
+    if transformers_models is None:
+        return [model]
+    inner = [m for m in model.modules() if m is not model and isinstance(m, transformers_models.PreTrainedModel)]
+    return [model, *inner]

@@ -9,9 +9,9 @@ import torch
 from crossings import Crossings
 from torch import Tensor, nn
 
+from hf_mp.scaling.borders import inward_borders
+from hf_mp.scaling.borders import output_border as border_of_output
 from hf_mp.scaling.scalers import StaticLossScaler
-from hf_mp.step.borders import inward_borders
-from hf_mp.step.borders import output_border as border_of_output
 from hf_mp.step.mixed_precision import MixedPrecision
 
 SCALE = 2.0**20
@@ -185,3 +185,17 @@ def test_a_scripted_module_is_taken_where_nothing_is_scaled() -> None:
     MixedPrecision("bf16").attach(model)
     model(x).backward()
     torch.testing.assert_close(model.part.weight.grad, expected, rtol=0.1, atol=0.05)
+
+
+def test_gradients_leave_as_soon_as_they_are_complete() -> None:
+    weights = [torch.randn(4, 4, requires_grad=True) for _ in range(3)]
+    insides = [inward_borders([weight], [None], inverse())[0][0] for weight in weights]
+    x = torch.randn(2, 4)
+    arrived: list[str] = []
+    for number, weight in enumerate(weights):
+        weight.register_post_accumulate_grad_hook(lambda _, number=number: arrived.append(f"gradient {number}"))
+    for number, inside in enumerate(insides):
+        x = x @ inside
+        x.register_hook(lambda _, number=number: arrived.append(f"backward {number}"))
+    x.sum().backward()
+    assert arrived == ["backward 2", "gradient 2", "backward 1", "gradient 1", "backward 0", "gradient 0"]

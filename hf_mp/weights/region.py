@@ -1,0 +1,196 @@
+"""``Region``: autocast in an attached forward, which reads working copies and lets gradients out by borders alone."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from hf_mp.casting.active import active_autocast
+from hf_mp.casting.cpu.products import Operand
+from hf_mp.casting.mode import PlannedCall, autocast
+from hf_mp.casting.nested import apply_to_tensors
+from hf_mp.casting.rules import Rules
+from hf_mp.casting.tables import CastRule
+from hf_mp.weights.layout import WeightLayout
+from hf_mp.weights.working_weights import WorkingWeights
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Thread(threading.local):
+    """What a region knows of one thread."""
+
+    def __init__(self) -> None:
+        self.weights: WorkingWeights | None = None  # of the forward that runs, if it builds a graph
+        self.made: list[tuple[int, float]] = []  # first and last of the autograd nodes of recent forwards
+
+
+class Region(autocast):
+    """Autocast in an attached forward: reads working copies, and lets no gradient out but through a border.
+
+    Args:
+        layout: how the weights are stored; set again when the processes that train together change it.
+        no_backward: a context in which a backward that starts is not scaled.
+        settings: as for :class:`hf_mp.autocast`.
+    """
+
+    takes_products = True
+
+    def __init__(
+        self, layout: WeightLayout, no_backward: Callable[[], AbstractContextManager[None]], **settings: Any
+    ) -> None:
+        super().__init__(layout.policy.compute, **settings)
+        self.layout = layout
+        self._no_backward = no_backward
+        self._thread = _Thread()
+        self._plan = {**self._plan, **_OF_WEIGHTS}
+
+    @contextmanager
+    def running(self, weights: WorkingWeights | None) -> Iterator[None]:
+        """To run a forward in, with the weights that it uses; None without grad."""
+        before, self._thread.weights = self._thread.weights, weights
+        if weights is not None:
+            weights.fill()
+        try:
+            with self.layout.saving(), self:
+                yield
+        finally:
+            self._thread.weights = before
+            if weights is not None:
+                weights.clear()
+
+    def recomputation(self, function: Callable[P, R]) -> Callable[P, R]:
+        weights = self._thread.weights
+
+        def recompute(*args: P.args, **kwargs: P.kwargs) -> R:
+            if active_autocast() is self:
+                return function(*args, **kwargs)
+            with self._no_backward(), self.running(weights):
+                if weights is None:
+                    return function(*args, **kwargs)
+                with weights.recomputing(args):
+                    return function(*args, **kwargs)
+
+        return recompute
+
+    def note_made(self, weights: WorkingWeights) -> None:
+        """Take in that a forward has ended, of which tensors may be kept for another one."""
+        self._thread.made.append((weights.first_node, torch.autograd._get_sequence_nr()))
+        del self._thread.made[:-1000]
+
+    def has_made(self, node: Any) -> bool:
+        """Whether an earlier forward of this model made an autograd node, whose result was kept."""
+        made, number = self._thread.made, node._sequence_nr()
+        position = bisect.bisect_right(made, (number, math.inf)) - 1
+        return position >= 0 and number < made[position][1]
+
+    def apply(
+        self, entry: PlannedCall | None, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        # In compiled code, what comes in from outside is the graph's input: see bring_in().
+        weights = None if torch.compiler.is_dynamo_compiling() else self._thread.weights
+        if weights is not None and weights.has_borders and torch.is_grad_enabled():
+            comes_in = _has_outside(weights, args) or (kwargs and _has_outside(weights, kwargs.values()))
+            if comes_in and func not in _OF_THE_TENSOR_ITSELF and not _is_below_autograd(func):
+                args, kwargs = apply_to_tensors(weights.bring_in, (args, dict(kwargs)))
+        return super().apply(entry, func, args, kwargs)
+
+    def bring_in(self, tensor: Tensor) -> Tensor:
+        weights = self._thread.weights
+        return tensor if weights is None or not torch.is_grad_enabled() else weights.bring_in(tensor)
+
+    def convert(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if dtype is not self.dtype or torch.compiler.is_dynamo_compiling():
+            return tensor.to(dtype)
+        weights = self._thread.weights
+        copy = self.layout.working_copy(tensor) if weights is None else weights.rounded(tensor)
+        return tensor.to(dtype) if copy is None else copy
+
+    def operand(self, tensor: Tensor) -> Operand:
+        weights = None if torch.compiler.is_dynamo_compiling() else self._thread.weights
+        found = None if weights is None else weights.operand(tensor)
+        return super().operand(tensor) if found is None else found
+
+
+class RegionOfUses(Region):
+    """A region for weights that take their 16-bit gradients themselves: each use of one has a border of its own."""
+
+    def cast(self, value: Any, dtype: torch.dtype) -> Any:
+        weights = None if torch.compiler.is_dynamo_compiling() else self._thread.weights
+        if weights is not None and isinstance(value, Tensor):
+            value = weights.use(value)
+        return super().cast(value, dtype)
+
+
+def make_region(
+    layout: WeightLayout, no_backward: Callable[[], AbstractContextManager[None]], model: nn.Module | None,
+    rules: Rules | None, **settings: Any,
+) -> Region:  # fmt: skip
+    """The region that ``layout`` needs; arguments as for :class:`Region`, without ``model`` no rules by module."""
+    if model is None and any(isinstance(key, str) for key in rules or {}):
+        rules = None
+    kind = RegionOfUses if layout.takes_gradients else Region
+    return kind(layout, no_backward, model=model, rules=rules, **settings)
+
+
+def _has_outside(weights: WorkingWeights, values: Iterable[Any]) -> bool:
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.requires_grad and weights.is_outside(value):
+                return True
+        elif isinstance(value, (list, tuple)) and _has_outside(weights, value):
+            return True
+    return False
+
+
+def _is_below_autograd(func: Callable[..., Any]) -> bool:
+    """Whether a dispatch mode, which records memory or counts FLOPs, makes the call that autograd has recorded."""
+    return isinstance(func, OpOverload) and is_in_torch_dispatch_mode()
+
+
+def _write_or_read_data(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """``weight.data``, of which the parameter outside must know."""
+    weights = region._thread.weights
+    if weights is not None and (outside := weights.outside(args[0])) is not args[0]:
+        if len(args) == 1:
+            return func(outside)
+        func(outside, args[1])
+    return func(*args, **kwargs)
+
+
+_OF_WEIGHTS = {
+    func: PlannedCall(CastRule.UNLISTED, "data", _write_or_read_data)
+    for func in (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
+}
+
+
+def _of_the_tensor_itself() -> frozenset[Callable[..., Any]]:
+    """Calls that carry no gradient, or mean the tensor that they are given: properties, writers, hooks."""
+    names = """
+        register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad backward set_ share_memory_
+        size dim ndimension stride numel nelement element_size data_ptr storage untyped_storage storage_offset
+        is_contiguous is_floating_point is_complex is_shared is_pinned get_device type __len__ __hash__ __repr__
+        __format__ __deepcopy__ __reduce_ex__ __setstate__ __dir__ detach
+    """
+    calls = {getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name)}
+    carries_gradient = {"T", "mT", "H", "mH", "real", "imag"}
+    for name in dir(Tensor):
+        descriptor = getattr(Tensor, name)
+        if hasattr(descriptor, "__set__") and not callable(descriptor):
+            calls.add(descriptor.__set__)
+            if name not in carries_gradient:
+                calls.add(descriptor.__get__)
+    return frozenset(calls | {torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel})
+
+
+_OF_THE_TENSOR_ITSELF = _of_the_tensor_itself()

@@ -1,0 +1,78 @@
+"""``SeenGradients``: the gradients that a backward left, measured once, and whether they are unchanged since."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
+
+from hf_mp.weights.distributed import Ranks
+from hf_mp.weights.layout import WeightLayout, measure
+
+
+class SeenGradients:
+    """Measures gradients when a backward ends, and tells later whether they are still what was measured.
+
+    Args:
+        layout: of the model; set again when the processes that train together change it.
+        ranks: which processes train together.
+        parameters: gives the parameters whose gradients a backward of the model may leave, each once.
+    """
+
+    def __init__(self, layout: WeightLayout, ranks: Ranks, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
+        self.layout, self._ranks, self.parameters = layout, ranks, parameters
+        self.measures_norm = False  # whether the global norm is measured along, for norm()
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: the gradients were used, or thrown away."""
+        self._largest: Tensor | None = None  # of the unscaled gradients since the last step
+        self._see(())
+
+    def _see(self, gradients: Iterable[Tensor], norm: Tensor | None = None) -> None:
+        # Weakly: gradients may be freed early. A DTensor's version counter knows nothing of writes into its shard.
+        plain = [gradient for gradient in gradients if type(gradient) is Tensor]
+        self._seen = {id(gradient): (weakref.ref(gradient), gradient._version) for gradient in plain}
+        self._norm = norm
+
+    def gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """The gradients that ``parameters`` have, as backward left them."""
+        return [gradient for gradient, _ in self.layout.gradients(parameters)]
+
+    def measure(self) -> Tensor | None:
+        """The largest magnitude of what a backward left; None for nothing (FSDP accumulates without reducing)."""
+        parameters = self.parameters()
+        if not (found := self.layout.gradients(parameters)):
+            return None
+        largest, norm = measure(found, with_norm=self.measures_norm)
+        is_final = self._ranks.gradients_are_final(parameters)
+        self._see([gradient for gradient, _ in found] if is_final else (), norm)
+        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
+        return largest
+
+    def hold(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether all ``gradients``, at least one, were measured and are unchanged."""
+        for gradient in gradients:
+            reference, version = self._seen.get(id(gradient), (None, None))
+            if reference is None or reference() is not gradient or version != gradient._version:
+                return False
+        return bool(gradients)
+
+    def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
+        """The global 2-norm of the gradients as the backward left them; None where it is not known (any more).
+
+        Bit for bit that of ``torch.nn.utils.get_total_norm``, measured along while ``measures_norm`` is set.
+        """
+        gradients = self.gradients(parameters)
+        is_all = self._seen.keys() <= set(map(id, gradients))
+        return self._norm if is_all and self.hold(gradients) else None
+
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+        """Scale all gradients down to ``max_norm``, as ``torch.nn.utils.clip_grads_with_norm_``, from :meth:`norm`."""
+        if norm <= max_norm - 1e-5:  # the factor is 1: one pass over the gradients less
+            return
+        clip_grads_with_norm_(parameters, max_norm, norm)
+        self._see(self.gradients(parameters) if norm.isfinite() else ())  # else others have become 0 or NaN

@@ -1,0 +1,179 @@
+"""``WorkingWeights``: the trained weights of one forward, brought inside, and the rule for all else from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_mp.casting.cpu.products import Operand
+from hf_mp.scaling.borders import Crossings, inward_borders
+from hf_mp.weights.layout import WeightLayout
+
+GROUP_SIZE = 16  # small weights that share a border: one autograd node instead of as many
+ALONE_ELEMENTS = 2**18  # weights from this size on have a border of their own: their gradients leave at once
+
+
+class _Weight:
+    """A trained weight, as one forward uses it."""
+
+    __slots__ = ("inside", "is_placed", "is_used", "outside", "rounded")
+
+    def __init__(self, outside: Tensor, inside: Tensor, rounded: Tensor | None) -> None:
+        self.outside = outside
+        self.inside = inside  # in its own dtype
+        self.rounded = rounded  # a use of its working copy that nobody has had yet
+        self.is_placed = self.is_used = False  # in the place of a parameter; by an op that casts
+
+
+class WorkingWeights:
+    """The trained weights of one forward, brought inside, and the rule for everything else that comes from outside.
+
+    While the forward runs, what is inside lies in the places of the parameters (in the modules' ``__dict__``, where
+    attributes are looked up first), so calls that no torch function mode sees, such as custom autograd functions,
+    cross the border as well. What comes in by another way (a closure, an attribute, an object) was made outside if its
+    autograd node is older than the forward, and gets its border at its first use.
+
+    Args:
+        layout: how the weights are stored.
+        model: whose parameters are brought in.
+        crossings: what the borders ask.
+        is_scaled: whether the loss is scaled.
+        has_made: whether an earlier forward of the model made an autograd node.
+        group_size: the most small weights that share a border.
+    """
+
+    def __init__(
+        self,
+        layout: WeightLayout,
+        model: nn.Module,
+        crossings: Crossings,
+        is_scaled: bool,
+        has_made: Callable[[Any], bool],
+        group_size: int = GROUP_SIZE,
+    ) -> None:
+        self.layout, self._crossings, self._has_made = layout, crossings, has_made
+        self.has_borders = is_scaled or layout.takes_gradients
+        self._weights: dict[int, _Weight] = {}  # by what is outside, and by what is inside
+        self._carriers: set[int] = set()  # leaves that carry gradients from one piece of the model to another
+        self._slots: list[tuple[dict[str, Any], str, Tensor]] = []
+        self.first_node = torch.autograd._get_sequence_nr()
+        if not layout.keeps_copies:
+            return
+        places = list(_places(model))
+        weights = list({id(weight): weight for _, _, weight in places}.values())
+        if not self.has_borders:
+            weights = [weight for weight in weights if layout.is_rounded(weight)]
+        for group in _groups(weights, group_size):
+            self._bring_in(group)
+        if self.has_borders:
+            self._slots = [(names, name, self._in_place(weight)) for names, name, weight in places]
+
+    def _in_place(self, outside: Tensor) -> Tensor:
+        weight = self._weights[id(outside)]
+        if self.layout.takes_gradients and weight.is_placed:
+            self._bring_in([outside])  # a tied weight has a border for each place
+            weight = self._weights[id(outside)]
+        weight.is_placed = True
+        return weight.inside
+
+    def _bring_in(self, group: list[Tensor]) -> None:
+        copies = [self.layout.working_copy(weight) if self.layout.is_rounded(weight) else None for weight in group]
+        insides, rounded = inward_borders(group, copies, self._crossings)
+        for weight in map(_Weight, group, insides, rounded):
+            self._weights[id(weight.outside)] = self._weights[id(weight.inside)] = weight
+
+    def fill(self) -> None:
+        """Put what is inside into the places of the parameters."""
+        for names, name, inside in self._slots:
+            names[name] = inside
+
+    def clear(self) -> None:
+        """Give the places back."""
+        for names, name, _ in self._slots:
+            names.pop(name, None)
+
+    def outside(self, tensor: Tensor) -> Tensor:
+        """The weight of which ``tensor`` is the inside; any other tensor as it is."""
+        weight = self._weights.get(id(tensor))
+        return tensor if weight is None else weight.outside
+
+    def use(self, tensor: Tensor) -> Tensor:
+        """``tensor``; of a weight a border for each use, so that their 16-bit gradients are summed in FP32."""
+        weight = self._weights.get(id(tensor))
+        if weight is None:
+            return tensor
+        if not weight.is_used:
+            weight.is_used = True
+            return tensor
+        return inward_borders([weight.outside], [None], self._crossings)[0][0]
+
+    def rounded(self, tensor: Tensor) -> Tensor | None:
+        """A use of the working copy of a weight; None where there is none."""
+        weight = self._weights.get(id(tensor))
+        if weight is not None and weight.rounded is not None:
+            found, weight.rounded = weight.rounded, None
+            return found
+        outside = self.outside(tensor)
+        if (copy := self.layout.working_copy(outside)) is None or not outside.requires_grad:
+            return copy
+        # A border for each use: their gradients are summed in FP32.
+        self.layout.note_rounded(outside)
+        return inward_borders([outside], [copy], self._crossings)[1][0]
+
+    def operand(self, tensor: Tensor) -> Operand | None:
+        """A weight for a product that writes the weight's gradient itself; None where a border must."""
+        outside = self.outside(tensor)
+        if self.layout.takes_gradients or (outside is tensor and self.has_borders) or not outside.requires_grad:
+            return None
+        copy = self.layout.working_copy(outside)
+        return None if copy is None else Operand(tensor, copy, outside, self._crossings)
+
+    def bring_in(self, tensor: Tensor) -> Tensor:
+        """``tensor``, through a border if it comes from outside and wants a gradient."""
+        if not self.has_borders or not tensor.requires_grad or not self.is_outside(tensor):
+            return tensor
+        if id(tensor) not in self._weights:
+            self._bring_in([tensor])
+        return self._weights[id(tensor)].inside
+
+    def is_outside(self, tensor: Tensor) -> bool:
+        """Whether ``tensor``, which has grad, was made before this forward began, and by none of this model."""
+        if (node := tensor.grad_fn) is None:
+            return id(tensor) not in self._carriers
+        return node._sequence_nr() < self.first_node and not self._has_made(node)
+
+    @contextmanager
+    def recomputing(self, args: tuple[Any, ...]) -> Iterator[None]:
+        """To run a piece of the forward again in, in a thread that may number nodes anew: all but leaves is inside."""
+        first, self.first_node = self.first_node, -1
+        self._carriers = {id(arg) for arg in args if isinstance(arg, Tensor)}
+        try:
+            yield
+        finally:
+            self.first_node, self._carriers = first, set()
+
+
+def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Where trained weights are looked up: a module's attributes, a name, the weight."""
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None and weight.requires_grad and name not in module.__dict__:
+                yield module.__dict__, name, weight
+
+
+def _groups(weights: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
+    group: list[Tensor] = []
+    for weight in weights:
+        if weight.numel() >= ALONE_ELEMENTS:
+            yield [weight]
+            continue
+        if len(group) == size or (group and group[0].device != weight.device):
+            yield group
+            group = []
+        group.append(weight)
+    if group:
+        yield group
