@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from _ablation_region import techniques
-from _docs_regions import checkpoint_cost, faults, footprints, training_memory
+from _docs_regions import checkpoint_cost, faults, footprints, scaler_traces, training_memory
 from _markdown import MIB, hardware, otherwise, paragraph, ratio, script, table, timing, workload
 from _stored import Stored, StoredResults
 from hf_mp.policy import mixed_presets
@@ -373,6 +373,7 @@ REGIONS: dict[str, Region] = {
     "gpu": gpu,
     "footprints": footprints,
     "training memory": training_memory,
+    "scaler traces": scaler_traces,
     "faults": faults,
     "checkpoint cost": checkpoint_cost,
 }
