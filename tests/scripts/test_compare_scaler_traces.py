@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import compare_scaler_traces
 from _results import RESULTS
 from compare_scaler_traces import CONTENDERS, FAMILIES, OURS, PEERS, Outcome, inf_in_500, main, outcome, run, verdict
 
@@ -18,7 +19,8 @@ def stored() -> dict[str, Any]:
     return json.loads((RESULTS / "compare_scaler_traces.json").read_text())["result"]
 
 
-def test_a_small_run_is_stored_and_drawn(tmp_path: Path) -> None:
+def test_a_small_run_is_stored_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare_scaler_traces, "CASES", {"short": lambda: inf_in_500(600)})
     main(processes=1, steps=300, results_dir=tmp_path)
     found = json.loads((tmp_path / "compare_scaler_traces.json").read_text())["result"]
     assert set(found["families"]) == set(FAMILIES)
