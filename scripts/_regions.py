@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from _ablation_region import lost_updates, techniques
-from _docs_regions import checkpoint_cost, faults, footprints, llama_7b, training_memory
+from _docs_regions import checkpoint_cost, faults, footprints, llama_7b, scaler_traces, training_memory
 from _markdown import MIB, hardware, otherwise, paragraph, ratio, script, table, timing, workload
 from _stored import Stored, StoredResults
 from hf_mp.policy import mixed_presets
@@ -399,6 +399,7 @@ REGIONS: dict[str, Region] = {
     "footprints": footprints,
     "training memory": training_memory,
     "llama 7b": llama_7b,
+    "scaler traces": scaler_traces,
     "faults": faults,
     "checkpoint cost": checkpoint_cost,
 }
