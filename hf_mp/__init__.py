@@ -1,4 +1,4 @@
-"""Mixed precision training that a person can read: own autocast, own loss scaling, own FP32 master weights.
+"""Mixed precision training in readable code: own autocast, own loss scaling, own FP32 master weights.
 
 The public names below are all that a program needs. They are imported when first used, so that ``import hf_mp`` and
 ``hf-mp --help`` do not wait for torch.

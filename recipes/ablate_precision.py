@@ -1,4 +1,4 @@
-"""What is each technique of mixed precision worth? One fine-tuning, run again with one technique at a time left out.
+"""What is each technique of mixed precision worth? One fine-tuning, repeated with one technique left out at a time.
 
     python recipes/ablate_precision.py                                 # everything; minutes on a CPU
     python recipes/ablate_precision.py --scale small --seeds 2         # seconds: to see that it runs

@@ -1,4 +1,4 @@
-"""Fine-tune GPT-2 in mixed precision, from a text to a table that says how it went.
+"""Fine-tune GPT-2 in mixed precision, from a text file to a table of results.
 
     python recipes/finetune_gpt2.py                             # no download: a small GPT-2 on this Python's own docs
     python recipes/finetune_gpt2.py --precision fp32            # the same run in the stock Trainer

@@ -1,4 +1,4 @@
-"""What goes wrong in FP16 arithmetic, computed live beside FP32, with what mixed precision does about it.
+"""What goes wrong in FP16 arithmetic, next to the FP32 result, and what mixed precision does about it.
 
     python recipes/fp16_pitfalls.py
 

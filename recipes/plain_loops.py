@@ -1,4 +1,4 @@
-"""The loops of the mixed precision tutorials, first as they stand there and then with hf_mp: do the results agree?
+"""The loops of the mixed precision tutorials, with torch.amp and with hf_mp: do the results agree?
 
     python recipes/plain_loops.py                                   # all of them; minutes on a CPU
     python recipes/plain_loops.py --scale small                     # the last one small: seconds

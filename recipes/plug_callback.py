@@ -1,4 +1,4 @@
-"""A Trainer script as people have it, with mixed precision plugged into it; run before and after, and compared.
+"""An ordinary Trainer script, run without and with the mixed precision callback, and compared.
 
     python recipes/plug_callback.py                        # both runs, and a table of what changed
     python recipes/plug_callback.py --precision fp16       # the script alone, with the callback

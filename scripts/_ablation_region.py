@@ -47,8 +47,7 @@ def techniques(results: StoredResults) -> str:
                 [[LABELS.get(name, name), *_cells(row)] for name, row in rows.items()],
             ),
             paragraph(
-                "What is without master weights runs in plain loops, without the loss of an attached model, which "
-                "spares time."
+                "The variants without master weights run in plain loops, without the attached model's faster loss."
             ),
             "![training losses of the variants against FP32](../scripts/results/ablate_precision.png)",
         ]

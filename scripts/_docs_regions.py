@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from _markdown import MIB, paragraph, table, timing
 from _stored import StoredResults
+
+TORCH = "torch.amp.GradScaler"
 
 
 def footprints(results: StoredResults) -> str:
@@ -21,8 +25,34 @@ def footprints(results: StoredResults) -> str:
         [
             [f"Transformers {version.rpartition('.')[0]}", *cells("mib")],
             ["with the 12 causal masks that older versions stored, 1 MiB each", *cells("with_masks_mib")],
-            ["quantization state beside it", *cells("quantization_state_bytes", MIB)],
+            ["additional quantization state", *cells("quantization_state_bytes", MIB)],
         ],
+    )
+
+
+def scaler_traces(results: StoredResults) -> str:
+    """Skipped steps and underflow of each rule, and what hindsight could reach at torch's skips."""
+    stored = results("compare_scaler_traces")
+    families = stored["families"].value
+    names = list(next(iter(families.values()))["contenders"])
+    rows = []
+    for family, found in families.items():
+        cells = [(row["skipped_steps"], 100 * row["underflow"]) for row in found["contenders"].values()]
+        limit = ""
+        if found["best_constants"]:
+            skips, shares = zip(*found["best_constants"], strict=True)
+            limit = f"{100 * np.interp(found['contenders'][TORCH]['skipped_steps'], skips, shares):.2f}%"
+        rows.append([family, *(f"{skipped:.1f}, {share:.2f}%" for skipped, share in cells), limit])
+    return "\n\n".join(
+        [
+            paragraph(
+                f"Skipped steps of {stored['steps'].number:,.0f}, and the share of gradient values that become 0 in "
+                f"FP16, means of {stored['processes'].number:.0f} runs (`{stored.root['command'].text}`). The last "
+                "column is the least underflow that any constant scale reaches with torch's skips, chosen for each run "
+                "with hindsight, where steps know no past:"
+            ),
+            table(("", *names, "hindsight"), rows),
+        ]
     )
 
 
@@ -57,9 +87,9 @@ def training_memory(results: StoredResults) -> str:
             ),
             table(("", *models), lines),
             paragraph(
-                "The measured peak counts tensors. torch's CPU allocator, which also sees what kernels take inside of "
-                f"an op, was asked for each row as well: in {len(rows) - len(off)} of {len(rows)} its peak is within "
-                f"0.1%{f'; it is above by {exceptions}' if off else ''}."
+                "The measured peak counts tensors. The peak of torch's CPU allocator, which includes the workspace of "
+                f"kernels, is within 0.1% in {len(rows) - len(off)} of {len(rows)} rows"
+                f"{f'; it is higher by {exceptions}' if off else ''}."
             ),
             paragraph(
                 f"A Llama of {large['parameters'].number / 1e9:.1f} billion parameters in `bf16`, one sequence of 4096 "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from _ablation_region import lost_updates, techniques
-from _docs_regions import checkpoint_cost, faults, footprints, llama_7b, training_memory
+from _docs_regions import checkpoint_cost, faults, footprints, llama_7b, scaler_traces, training_memory
 from _markdown import MIB, hardware, otherwise, paragraph, ratio, script, table, timing, workload
 from _stored import Stored, StoredResults
 from hf_mp.policy import mixed_presets
@@ -112,10 +112,10 @@ def update(results: StoredResults) -> str:
     return "\n\n".join(
         [
             paragraph(
-                f"The update of {stored['parameters'].number / 1e6:.0f}M parameters, from the gradients that backward "
-                "left to refreshed working copies, beside GradScaler, `clip_grad_norm_`, fused AdamW and the casts of "
-                f"the weights; and each with bitsandbytes' AdamW8bit ({script('bench_update')}). The floor reads "
-                "gradients twice, reads and writes masters and moments, and writes working copies:"
+                f"The update of {stored['parameters'].number / 1e6:.0f}M parameters, from the gradients after backward "
+                "to refreshed working copies, compared with GradScaler, `clip_grad_norm_`, fused AdamW and casting the "
+                f"weights; and each with bitsandbytes' AdamW8bit ({script('bench_update')}). The floor reads gradients "
+                "twice, reads and writes masters and moments, and writes working copies:"
             ),
             table(("", "seconds", "times torch.amp's", "floor, seconds", "times its floor"), rows),
         ]
@@ -196,8 +196,8 @@ def autocast(results: StoredResults) -> str:
                 rows,
             ),
             paragraph(
-                f"Autocast adds {unlisted['hf_mp']['median_microseconds'].number:z.1f} microseconds to a call that it "
-                f"leaves alone and {listed['hf_mp']['median_microseconds'].number:z.1f} to one that it looks up "
+                f"Autocast adds {unlisted['hf_mp']['median_microseconds'].number:z.1f} microseconds to an unlisted "
+                f"call and {listed['hf_mp']['median_microseconds'].number:z.1f} to one that it looks up "
                 f"(`torch.autocast`: {unlisted['torch.autocast']['median_microseconds'].number:z.1f} and "
                 f"{listed['torch.autocast']['median_microseconds'].number:z.1f}). Casting all weights of the trained "
                 f"model takes {1e3 * stored['cast_all_weights']['median_seconds'].number:.1f} ms, at the bandwidth of "
@@ -208,7 +208,7 @@ def autocast(results: StoredResults) -> str:
 
 
 def callback(results: StoredResults) -> str:
-    """The callback beside the Trainer subclass."""
+    """The callback compared with the Trainer subclass."""
     stored = results("bench_callback")
     found = stored["contenders"]["callback"]["ratio_to_subclass"].number
     rounds = stored["callback_over_subclass_per_round"]
@@ -306,7 +306,7 @@ def overview(results: StoredResults) -> str:
     return "\n\n".join(
         [
             paragraph(
-                f"A training step of {workload(steps)}; the peak memory of all tensors with {workload(memory)}; and "
+                f"A training step of {workload(steps)}; the peak memory of all tensors for {workload(memory)}; and "
                 f"the evaluation loss after {trained['fp32']['steps'].value[-1]:.0f} steps of fine-tuning "
                 f"({hardware(steps)}, torch {steps.root['versions']['torch'].text.partition('+')[0]}, "
                 f"{steps.root['date'].text[:10]}):"
@@ -399,6 +399,7 @@ REGIONS: dict[str, Region] = {
     "footprints": footprints,
     "training memory": training_memory,
     "llama 7b": llama_7b,
+    "scaler traces": scaler_traces,
     "faults": faults,
     "checkpoint cost": checkpoint_cost,
 }

@@ -1,4 +1,4 @@
-"""An extension of griffe: what mkdocstrings is to know of this project's docstrings.
+"""A griffe extension that renders this project's docstrings for mkdocstrings.
 
 Our docstrings name things as Sphinx does (``:class:`Name```), end a line before an example with ``::`` and explain what
 belongs together in one line (``inputs, outputs: ...``); in editors and in ``help()`` that reads well. The site is
@@ -11,6 +11,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
 from griffe import (
@@ -110,4 +111,13 @@ def _read_field(attribute: Attribute) -> None:
     if attribute.docstring is None and isinstance(metadata, ExprDict):
         entries = {str(key): text for key, text in zip(metadata.keys, metadata.values, strict=True)}
         if "'help'" in entries:
-            attribute.docstring = Docstring(ast.literal_eval(str(entries["'help'"])), parent=attribute)
+            attribute.docstring = Docstring(_help(attribute, str(entries["'help'"])), parent=attribute)
+
+
+def _help(attribute: Attribute, expression: str) -> str:
+    try:
+        return str(ast.literal_eval(expression))
+    except ValueError:  # an f-string, whose value only the class itself knows
+        assert attribute.parent is not None
+        owner = getattr(import_module(attribute.module.path), attribute.parent.name)
+        return str(owner.__dataclass_fields__[attribute.name].metadata["help"])

@@ -46,7 +46,7 @@ class Section:
         file: its name, without ``.md``.
         title: its heading.
         modules: where its public names come from: modules, or packages with all that is in them.
-        besides: full paths of what the public names take or return, without being public names of ``hf_mp``.
+        besides: full paths of further types that the public names take or return.
     """
 
     file: str
@@ -107,7 +107,7 @@ SECTIONS = (
     Section("checkpoints", "Checkpoints", ("hf_mp.trainer.checkpoints",)),
 )
 
-# Of these, only the methods that a person calls; the others are for the rest of the package.
+# The methods to document; the others are internal.
 MEMBERS = {
     "MixedPrecision": ("attach", "attach_optimizer", "detach", "model", "state_dict", "load_state_dict"),
     "MixedPrecisionCallback": ("detach",),
@@ -231,8 +231,8 @@ def _results() -> str:
     return "\n".join(
         [
             "---\nhide: [navigation, toc]\n---\n# Results\n",
-            "Each figure that was measured comes from one of these files, which hold the device, the versions, the",
-            "date and the command as well.\n",
+            "Every measured figure comes from one of these files, which also hold device, versions, date and",
+            "command.\n",
             "| result | command | date | device | torch | Transformers |",
             "|---|---|---|---|---|---|",
             *rows,
@@ -249,8 +249,7 @@ def _recipes() -> str:
     return "\n".join(
         [
             "---\nhide: [navigation, toc]\n---\n# Recipes\n",
-            "Programs to run and to copy, each to be read from top to bottom. `--help` lists the options of those",
-            "that have any.\n",
+            "Programs to run and to copy; each reads from top to bottom. `--help` lists the options.\n",
             "| recipe | what it does |",
             "|---|---|",
             *rows,
@@ -276,17 +275,17 @@ def _autocast_ops() -> str:
         CastRule.LOWER_PRECISION: "Lower-precision ops: in FP16 or BF16",
         CastRule.FP32: "FP32 ops: their inputs are cast",
         CastRule.FP32_OUTPUT: "FP32 ops: their result is FP32",
-        CastRule.FP32_NORM: "FP32 ops: their result is FP32, but for forms of `norm` without a dtype",
+        CastRule.FP32_NORM: "FP32 ops: their result is FP32, except for `norm` without a dtype",
         CastRule.WIDEST: "Widest-type ops: in the widest dtype among the inputs",
-        CastRule.WRITTEN_OUT: "Written out: each op inside by its own list",
+        CastRule.WRITTEN_OUT: "Decomposed ops: each op inside by its own list",
         CastRule.BANNED: "Banned ops: an error says what to use instead",
     }
     by_name = {name: {op: rule for rule, op in tables.entries()} for name, tables in TABLES.items()}
     lines = [
         "# Autocast's op lists\n",
         "Which op runs in which dtype under `hf_mp.autocast`, as in torch's AMP documentation.",
-        "Ops that no list names run in the dtypes that they are given. `hf_mp.autocast.explain(model, **batch)` tells",
-        "what ran in a model of yours.\n",
+        "Unlisted ops run in the dtypes of their inputs. `hf_mp.autocast.explain(model, **batch)` shows what ran in",
+        "your model.\n",
     ]
     for name in ("cuda", "cpu"):
         lines.append(f'## tables="{name}"\n')

@@ -111,7 +111,7 @@ class OverflowExplainer(StepObserver):
         # When training stops is no news any more, and the last steps may not have been replayed.
         return f"The last one that was replayed:\n{replace(self.reports[-1], skips_until_stop=None).to_text()}"
 
-    # For the person
+    # On request
 
     def explain_now(self) -> OverflowReport | None:
         """Replay the current step's micro-batches, between ``backward()`` and ``step()``.

@@ -379,7 +379,7 @@ def test_gradients_spoiled_after_the_backward_are_not_blamed_on_anybody() -> Non
     loop.model.last.weight.grad.fill_(NAN)
     loop.optimizer.step()
     assert loop.reports[0].phase == "not found"
-    assert "did not show" in loop.reports[0].to_text()
+    assert "did not find the origin" in loop.reports[0].to_text()
 
 
 def test_large_gradients_are_kept_after_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
