@@ -148,7 +148,7 @@ def put(name: str, function: Callable[[Tensor], Tensor]) -> Plant:
 
 
 class LargeFactor(torch.autograd.Function):
-    """The identity, whose gradient is a hundred thousand times too large."""
+    """The identity, whose gradient is a billion times too large."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class LargeFactor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 1e5
+        return gradient * 1e9
 
 
 def guarded(x: Tensor) -> Tensor:
