@@ -67,10 +67,12 @@ class GradientCheck:
         if (task := torch._C._current_graph_task_id()) == self._task:
             return
         self._task = task
-        if self._largest is not None and not self._gradients(parameters := self.parameters()):
-            if _version(parameters) != self._weights_version:  # another optimizer has used them
+        if self._largest is not None:
+            is_used = _version(parameters := self.parameters()) != self._weights_version
+            if is_used:
                 self._warn(UNKNOWN_OPTIMIZER)
-            self.forget()  # what was measured before was thrown away without a step
+            if is_used or not self._gradients(parameters):
+                self.forget()  # what was measured before was used by another optimizer, or thrown away
         self.runs = True
         # Two callbacks deep: the first of DDP's follow this one, and its all-reduce may write .grad till then.
         queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -188,7 +190,7 @@ class GradientCheck:
 
 
 def _version(parameters: Sequence[nn.Parameter]) -> int:
-    return sum(parameter._version for parameter in parameters[:1])
+    return sum(parameter._version for parameter in parameters if parameter.requires_grad)
 
 
 def _is_plain_fp32(gradient: Tensor, factor: Tensor | None) -> bool:

@@ -26,10 +26,11 @@ from hf_mp.scaling.scalers import LossScaleError, LossScaler, make_loss_scaler
 from hf_mp.step.forward import AttachedForward, Region, RegionOfUses, WorkingWeights
 from hf_mp.step.gradients import GradientCheck
 from hf_mp.step.update import StepGuard, guard_of
+from hf_mp.weights.accelerated import as_accelerated
 from hf_mp.weights.attachable import check_attachable, check_layout, check_optimizer
 from hf_mp.weights.distributed import Ranks, check_parallelism, is_running
 from hf_mp.weights.early_state import state_to_fp32
-from hf_mp.weights.layout import make_layout
+from hf_mp.weights.layout import WeightLayout, make_layout
 from hf_mp.weights.optimizer_in_backward import FreeGradients, OptimizerInBackward, check_free_gradients
 
 
@@ -52,6 +53,7 @@ class MixedPrecision:
             (:mod:`hf_mp.weights.optimizer_in_backward`). ``optimizer.step()`` then only closes the step.
         max_grad_norm: for ``free_gradients="backward"``: clip to this global 2-norm; ``inf`` only measures it. Default
             None: neither. With it, and where the loss is scaled, the backward runs twice.
+        layout: how the weights are stored; default: what the policy says.
 
     Attributes:
         policy: the :class:`PrecisionPolicy`.
@@ -74,11 +76,12 @@ class MixedPrecision:
         rules: Rules | None = None,
         free_gradients: FreeGradients = "step",
         max_grad_norm: float | None = None,
+        layout: WeightLayout | None = None,
     ) -> None:
         self.policy = PrecisionPolicy.parse(policy)
         check_free_gradients(self.policy, free_gradients, max_grad_norm)
         self.scaler = loss_scaler if loss_scaler is not None else make_loss_scaler(self.policy.loss_scale)
-        self.layout = make_layout(self.policy)
+        self.layout = make_layout(self.policy) if layout is None else layout
         self._ranks = Ranks()
         self.check = GradientCheck(self._ranks, self._backward_ended)
         self._tables: TableName = tables
@@ -182,6 +185,9 @@ class MixedPrecision:
             return optimizer
         if self._model is None:
             raise ValueError("attach a model before its optimizer: MixedPrecision(...).attach(model)")
+        if (accelerated := as_accelerated(optimizer)) is not None:
+            accelerated.optimizer = self.attach_optimizer(accelerated.optimizer)
+            return optimizer
         check_optimizer(optimizer, self.model)
         optimizer = self.layout.wrap(optimizer)
         state_to_fp32(optimizer)
@@ -405,7 +411,11 @@ def prepare(
             "several optimizers: MixedPrecision(...).attach(model), then attach_optimizer(optimizer) for each"
         )
     runtime = MixedPrecision(precision, **settings)
-    return runtime.attach(model), runtime.attach_optimizer(optimizer)
+    try:
+        return runtime.attach(model), runtime.attach_optimizer(optimizer)
+    except BaseException:
+        runtime.detach()
+        raise
 
 
 def _entry_points(model: nn.Module) -> list[nn.Module]:

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from hf_mp.scaling.rules import StepReport
+from hf_mp.weights.accelerated import tell_accelerate
 
 
 class Guarding(Protocol):
@@ -50,6 +51,7 @@ class StepGuard:
         self._guarded = types.MethodType(step, optimizer)
         optimizer.step = self._guarded
         optimizer.step_was_skipped = False
+        self._told = tell_accelerate(optimizer)
         # torch.amp.GradScaler leaves unscaling to such an optimizer, and tells it by attributes: so it is noticed.
         setattr(optimizer, _SUPPORTS_SCALING, True)
 
@@ -68,6 +70,7 @@ class StepGuard:
         if not runtimes:
             return self._unguarded(closure, **kwargs) if closure is not None else self._unguarded(**kwargs)
         _refuse_torchs_scaler(optimizer)
+        self._told = self._told or tell_accelerate(optimizer)  # it may have been imported since
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -91,6 +94,8 @@ class StepGuard:
         self._runtimes.remove(runtime)
         if self._runtimes:
             return
+        if self._told is not None:
+            self._told()
         state = vars(self.optimizer)
         state.pop("step_was_skipped", None)
         state.pop(_SUPPORTS_SCALING, None)
