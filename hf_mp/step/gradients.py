@@ -53,7 +53,7 @@ class GradientCheck:
         self._task: int | None = None  # autograd's number of the backward that runs, or ran last
         self.runs = False
         self._warned: set[str] = set()
-        self._weights_version = 0
+        self._weights_versions: dict[int, int] = {}
         self.forget()
 
     def forget(self) -> None:
@@ -68,7 +68,8 @@ class GradientCheck:
             return
         self._task = task
         if self._largest is not None:
-            is_used = _version(parameters := self.parameters()) != self._weights_version
+            versions = _versions(parameters := self.parameters())
+            is_used = any(versions.get(weight, seen) != seen for weight, seen in self._weights_versions.items())
             if is_used:
                 self._warn(UNKNOWN_OPTIMIZER)
             if is_used or not self._gradients(parameters):
@@ -117,7 +118,7 @@ class GradientCheck:
         else:
             largest = largest_true_magnitude(found)
         self._see(gradients, norm)
-        self._weights_version = _version(parameters)
+        self._weights_versions = _versions(parameters)
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
         return largest
 
@@ -189,8 +190,8 @@ class GradientCheck:
         ]
 
 
-def _version(parameters: Sequence[nn.Parameter]) -> int:
-    return sum(parameter._version for parameter in parameters if parameter.requires_grad)
+def _versions(parameters: Sequence[nn.Parameter]) -> dict[int, int]:
+    return {id(parameter): parameter._version for parameter in parameters if parameter.requires_grad}
 
 
 def _is_plain_fp32(gradient: Tensor, factor: Tensor | None) -> bool:
