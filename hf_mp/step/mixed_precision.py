@@ -156,7 +156,7 @@ class MixedPrecision:
         model = self.model
         for module in [] if model is None else _entry_points(model):
             if not isinstance(module.__dict__.get("forward"), AttachedForward):
-                module.forward = self.attached_forward(module)
+                vars(module)["forward"] = self.attached_forward(module)  # Fabric's wrapper would set it inside
 
     def attached_forward(self, module: nn.Module) -> AttachedForward:
         """The forward that ``module`` has while attached."""
@@ -431,6 +431,6 @@ def _entry_points(model: nn.Module) -> list[nn.Module]:
 
 
 def _restore_forward(module: nn.Module, original: Callable[..., Any]) -> None:
-    del module.forward
+    del vars(module)["forward"]
     if getattr(original, "__func__", None) is not type(module).forward:
-        module.forward = original
+        vars(module)["forward"] = original
