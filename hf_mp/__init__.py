@@ -29,10 +29,11 @@ if TYPE_CHECKING:
         StaticLossScaler,
     )
     from hf_mp.step.mixed_precision import MixedPrecision, PrecisionStats, prepare
+    from hf_mp.trainer.arguments import MixedPrecisionArguments
     from hf_mp.trainer.callback import MixedPrecisionCallback
     from hf_mp.trainer.checkpoints.manifest import CheckpointError, NoCheckpointError
     from hf_mp.trainer.checkpoints.preemption import Preempted
-    from hf_mp.trainer.trainer import MixedPrecisionArguments, MixedPrecisionTrainer
+    from hf_mp.trainer.trainer import MixedPrecisionTrainer
     from hf_mp.weights.optimizer import MasterWeightOptimizer
 
 _HOME = {
@@ -65,7 +66,7 @@ _HOME = {
     "NoCheckpointError": "hf_mp.trainer.checkpoints.manifest",
     "Preempted": "hf_mp.trainer.checkpoints.preemption",
     "MixedPrecisionCallback": "hf_mp.trainer.callback",
-    "MixedPrecisionArguments": "hf_mp.trainer.trainer",
+    "MixedPrecisionArguments": "hf_mp.trainer.arguments",
     "MixedPrecisionTrainer": "hf_mp.trainer.trainer",
 }
 

@@ -291,8 +291,9 @@ class _Replaced:
 
 @dataclass
 class Patches:
-    """Puts the table on with the first :meth:`acquire` and takes it off with the last :meth:`release`."""
+    """Puts a table on with the first :meth:`acquire` and takes it off with the last :meth:`release`."""
 
+    table: tuple[Patch, ...] = TABLE
     _users: int = 0
     _traced: int = 0  # autocasts that code which is being compiled has entered
     _trace: Any = None
@@ -329,7 +330,7 @@ class Patches:
 
     def _put_on(self) -> None:
         _load_compiler()
-        for patch in TABLE:
+        for patch in self.table:
             found = [place for place in patch.places if self._replace(place, patch.replace)]
             if not found:
                 _warn_of_lack(patch)

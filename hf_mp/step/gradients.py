@@ -31,7 +31,7 @@ class GradientCheck(SeenGradients):
         self.is_scaled = False  # whether the loss is scaled
         self.runs = False  # a backward that came in through an output of the model, so that its gradients are scaled
         self._task: int | None = None  # autograd's number of the backward that runs, or ran last
-        self._weights_version = 0  # at its end
+        self._versions: dict[int, int] = {}  # of the weights, at its end
         self._warned: set[str] = set()
 
     def backward_began(self) -> None:
@@ -39,10 +39,13 @@ class GradientCheck(SeenGradients):
         if (task := torch._C._current_graph_task_id()) == self._task:
             return
         self._task = task
-        if self._largest is not None and not self.gradients(parameters := self.parameters()):
-            if _version(parameters) != self._weights_version:  # another optimizer has used them
+        if self._largest is not None:
+            versions = _versions(parameters := self.parameters())
+            is_used = any(versions.get(weight, seen) != seen for weight, seen in self._versions.items())
+            if is_used:
                 self.warn_once(UNKNOWN_OPTIMIZER)
-            self.forget()  # what was measured before was thrown away without a step
+            if is_used or not self.gradients(parameters):
+                self.forget()  # what was measured before was used by another optimizer, or thrown away
         self.runs = True
         # Two callbacks deep: the first of DDP's follow this one, and its all-reduce may write .grad till then.
         queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -51,7 +54,7 @@ class GradientCheck(SeenGradients):
     def _backward_ended(self) -> None:
         self.runs = False
         largest = self.measure() if self.is_scaled or self.measures_norm else None
-        self._weights_version = _version(self.parameters())
+        self._versions = _versions(self.parameters())
         self._on_ended(largest)
 
     @contextmanager
@@ -89,5 +92,5 @@ class GradientCheck(SeenGradients):
         return self._ranks.agree(StepReport(overflow, largest), parameters)
 
 
-def _version(parameters: Sequence[nn.Parameter]) -> int:
-    return sum(parameter._version for parameter in parameters[:1])
+def _versions(parameters: Sequence[nn.Parameter]) -> dict[int, int]:
+    return {id(parameter): parameter._version for parameter in parameters if parameter.requires_grad}

@@ -24,10 +24,11 @@ from hf_mp.scaling.scalers import LossScaleError, LossScaler, make_loss_scaler
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.gradients import GradientCheck
 from hf_mp.step.update import StepGuard, guard_of
+from hf_mp.weights.accelerated import as_accelerated
 from hf_mp.weights.attachable import NO_BORDER, check_attachable, check_layout, check_optimizer
 from hf_mp.weights.distributed import Ranks
 from hf_mp.weights.early_state import state_to_fp32
-from hf_mp.weights.layout import make_layout, too_large
+from hf_mp.weights.layout import WeightLayout, make_layout, too_large
 from hf_mp.weights.optimizer_in_backward import FreeGradients, OptimizerInBackward, check_free_gradients
 from hf_mp.weights.region import Region, make_region
 from hf_mp.weights.working_weights import GROUP_SIZE, WorkingWeights
@@ -47,6 +48,7 @@ class MixedPrecision:
             updated inside ``backward()`` (:mod:`hf_mp.weights.optimizer_in_backward`).
         max_grad_norm: for ``free_gradients="backward"``: clip to this global 2-norm; ``inf`` only measures it; default
             None: neither. With it, and where the loss is scaled, the backward runs twice.
+        layout: how the weights are stored; default: what the policy says.
 
     Attributes:
         policy, scaler, stats: the :class:`PrecisionPolicy`, the loss scaler, the :class:`PrecisionStats` so far.
@@ -65,11 +67,12 @@ class MixedPrecision:
         rules: Rules | None = None,
         free_gradients: FreeGradients = "step",
         max_grad_norm: float | None = None,
+        layout: WeightLayout | None = None,
     ) -> None:
         self.policy = PrecisionPolicy.parse(policy)
         check_free_gradients(self.policy, free_gradients, max_grad_norm)
         self.scaler = loss_scaler if loss_scaler is not None else make_loss_scaler(self.policy.loss_scale)
-        self.layout, self._ranks = make_layout(self.policy), Ranks()
+        self.layout, self._ranks = layout or make_layout(self.policy), Ranks()
         self.check = GradientCheck(self._backward_ended, self.layout, self._ranks, self._trained_parameters)
         self._tables, self._rules = tables, rules
         self.region = self._make_region(None)
@@ -126,7 +129,7 @@ class MixedPrecision:
         """Put the attached forward (again) wherever it is missing: a library may have set one of its own."""
         for module in [] if self.model is None else entry_points(self.model):
             if not isinstance(module.__dict__.get("forward"), AttachedForward):
-                module.forward = self.make_forward(module)
+                vars(module)["forward"] = self.make_forward(module)  # Fabric's wrapper would set it inside
 
     def make_forward(self, module: nn.Module) -> AttachedForward:
         """The forward that ``module`` has while attached."""
@@ -148,6 +151,9 @@ class MixedPrecision:
             return optimizer
         if self._model is None:
             raise ValueError("attach a model before its optimizer: MixedPrecision(...).attach(model)")
+        if (accelerated := as_accelerated(optimizer)) is not None:
+            accelerated.optimizer = self.attach_optimizer(accelerated.optimizer)
+            return optimizer
         check_optimizer(optimizer, self.model)
         optimizer = self.layout.wrap(optimizer)
         state_to_fp32(optimizer)
@@ -311,4 +317,8 @@ def prepare(
             "several optimizers: MixedPrecision(...).attach(model), then attach_optimizer(optimizer) for each"
         )
     runtime = MixedPrecision(precision, **settings)
-    return runtime.attach(model), runtime.attach_optimizer(optimizer)
+    try:
+        return runtime.attach(model), runtime.attach_optimizer(optimizer)
+    except BaseException:
+        runtime.detach()
+        raise

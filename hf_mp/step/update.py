@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from hf_mp.weights.accelerated import tell_accelerate
 from hf_mp.weights.attachable import check_no_torch_scaler
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class StepGuard:
         self._guarded = types.MethodType(step, optimizer)
         optimizer.step = self._guarded
         optimizer.step_was_skipped = False
+        self._told = tell_accelerate(optimizer)
         # torch.amp.GradScaler leaves unscaling to such an optimizer, and tells it by attributes: so it is noticed.
         setattr(optimizer, _SUPPORTS_SCALING, True)
 
@@ -52,6 +54,7 @@ class StepGuard:
         if not runtimes:
             return self._unguarded(closure, **kwargs) if closure is not None else self._unguarded(**kwargs)
         check_no_torch_scaler(optimizer)
+        self._told = self._told or tell_accelerate(optimizer)  # it may have been imported since
         loss = None if closure is None else torch.enable_grad()(closure)()
         reports = [runtime.report(optimizer) for runtime in runtimes]
         was_skipped = any(report.overflow for report in reports)
@@ -73,6 +76,8 @@ class StepGuard:
         self.runtimes.remove(runtime)
         if self.runtimes:
             return
+        if self._told is not None:
+            self._told()
         state = vars(self.optimizer)
         state.pop("step_was_skipped", None)
         state.pop(_SUPPORTS_SCALING, None)

@@ -49,26 +49,20 @@ class ReportSettings:
         """Whether anything is to be recorded."""
         return bool(self.histogram_steps or self.precision_report)
 
-    @classmethod
-    def of(cls, args: TrainingArguments) -> ReportSettings:
-        """What ``args`` say, if they are :class:`hf_mp.MixedPrecisionArguments`."""
-        names = cls.__dataclass_fields__
-        return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
-
 
 class TrainerReporting:
     """Shows one Trainer's precision; with nothing asked for, only in its progress bar."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: ReportSettings) -> None:
         self.recorder: PrecisionRecorder | None = None
-        self._settings = ReportSettings()
+        self._settings = settings
         self._shown: StepMagnitudes | None = None
         self._line = ""
         self._has_warned = False
 
-    def begin(self, runtime: MixedPrecision, args: TrainingArguments, settings: ReportSettings) -> None:
+    def begin(self, runtime: MixedPrecision, args: TrainingArguments) -> None:
         """Have ``runtime`` recorded if that is asked for, on the first process alone; once for each runtime."""
-        self._settings = settings
+        settings = self._settings
         if settings.histogram_layers and not settings.histogram_steps and not self._has_warned:
             self._has_warned = True  # it is told again of the same runtime
             logger.warning("histogram_layers has no effect with histogram_steps=0: no histograms are taken")

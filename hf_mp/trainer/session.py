@@ -1,171 +1,313 @@
-"""What the Trainer subclass and the callback share: refusals, policy and runtime, the word to accelerate."""
+"""``TrainerSession``: one Trainer's mixed precision, behind the Trainer subclass and the callback."""
 
 from __future__ import annotations
 
 import json
-import os
 import pickle
-from dataclasses import replace
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import TrainingArguments
-from transformers.trainer import SCALER_NAME
-from transformers.training_args import ParallelMode
+from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer import SCALER_NAME, TRAINER_STATE_NAME
 from transformers.utils import logging
 
+from hf_mp.casting.rules import Rules
+from hf_mp.casting.tables import TableName
+from hf_mp.diagnostics.layers import select_layers
+from hf_mp.diagnostics.overflow import explain_overflows
+from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.policy import PrecisionPolicy, parse_loss_scale
 from hf_mp.scaling.scalers import make_loss_scaler
 from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.trainer.first_backward import check_first_backward
+from hf_mp.trainer.reporting import ReportSettings, TrainerReporting
+from hf_mp.weights.attachable import check_attachable
+from hf_mp.weights.reading_layout import ReadingLayout, make_reference_layout
 
 logger = logging.get_logger(__name__)
 
 STATE_NAME = "mixed_precision.json"  # in each checkpoint directory
 OVERFLOWS_NAME = "overflows"  # in the output directory
 
+# The runtimes that sessions made: the session of a newer Trainer takes their models over.
+_runtimes: weakref.WeakSet[MixedPrecision] = weakref.WeakSet()
 
-def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> None:
-    """Raise where ``args`` ask for another mixed precision than ours, or for what ours cannot live with.
 
-    Raises:
-        ValueError: naming the setting and the way out.
+@dataclass(frozen=True)
+class SessionSettings:
+    """What a session does; :class:`hf_mp.MixedPrecisionArguments` and the adapters say what each entry means."""
+
+    policy: PrecisionPolicy
+    tables: TableName = "compact"
+    rules: Rules | None = None
+    loss_scaler_settings: Mapping[str, Any] = field(default_factory=dict)
+    free_gradients: str = "step"
+    explain_overflows: bool = True
+    keep_overflow_batches: bool = False
+    check_gradients: bool = True
+    histogram_steps: int = 0
+    histogram_layers: Sequence[str] | None = None
+    precision_report: bool = False
+    save_failure: str = "continue"
+    handle_preemption: bool = True
+
+    @classmethod
+    def of(
+        cls, args: TrainingArguments, precision: str | PrecisionPolicy | None, given: Mapping[str, Any]
+    ) -> SessionSettings:
+        """What is ``given`` and not None, else what ``args`` say (``MixedPrecisionArguments``), else the default."""
+        said = {entry.name: getattr(args, entry.name) for entry in fields(cls) if hasattr(args, entry.name)}
+        own: PrecisionPolicy | None = getattr(args, "precision_policy", None)
+        policy = own if precision is None and own is not None else PrecisionPolicy.parse(precision or "fp16")
+        if precision is not None and (loss_scale := getattr(args, "loss_scale", None)) is not None:
+            policy = replace(policy, loss_scale=parse_loss_scale(loss_scale))
+        return cls(**{**said, "policy": policy, **{name: value for name, value in given.items() if value is not None}})
+
+    @property
+    def report(self) -> ReportSettings:
+        """What is to be recorded."""
+        return ReportSettings(self.histogram_steps, self.histogram_layers, self.precision_report)
+
+    def make_runtime(self, args: TrainingArguments | None = None) -> MixedPrecision:
+        """A runtime for this policy; ``args`` say to what norm gradients are clipped inside backward."""
+        in_backward: dict[str, Any] = {}
+        if self.free_gradients == "backward":
+            norm = None if args is None else args.max_grad_norm or None
+            in_backward = {"free_gradients": "backward", "max_grad_norm": norm}
+        scaler = make_loss_scaler(self.policy.loss_scale, **self.loss_scaler_settings)
+        return MixedPrecision(self.policy, loss_scaler=scaler, tables=self.tables, rules=self.rules, **in_backward)
+
+
+class TrainerSession:
+    """Mixed precision for the runs of one Trainer, from :meth:`begin` to :meth:`end`; with FP32 nothing happens.
+
+    Args:
+        settings: what to do.
+        args: of the Trainer.
+
+    Attributes:
+        runtime: the :class:`MixedPrecision` of the current model, also between runs; None for FP32.
+        overflow_reports: an :class:`OverflowReport` for each skipped step of the current model that was explained.
+        reporting: what shows in the progress bar and TensorBoard, and the recorder.
     """
-    for name in ("fp16", "bf16"):
-        if getattr(args, name):
-            raise ValueError(
-                f"{name}=True switches accelerate's mixed precision on beside precision={str(policy)!r}: remove {name} "
-                f"and say precision={name!r}, or leave hf_mp out (TRL sets bf16 unasked: there, say bf16=False)"
-            )
-    if getattr(args, "mixed_precision", "no") not in ("no", None):
-        raise ValueError(
-            f"ACCELERATE_MIXED_PRECISION={os.environ.get('ACCELERATE_MIXED_PRECISION')!r} in the environment switches "
-            f"accelerate's mixed precision on beside precision={str(policy)!r}: unset it, or start with "
-            "`accelerate launch --mixed_precision no`"
+
+    def __init__(self, settings: SessionSettings, args: TrainingArguments) -> None:
+        self.settings, self.args = settings, args
+        self.runtime = settings.make_runtime(args) if settings.policy.is_mixed else None
+        self.overflow_reports: list[OverflowReport] = []
+        self.reporting = TrainerReporting(settings.report)
+        self._model: weakref.ref[nn.Module] | None = None  # that the runtime was made for
+        self._references: list[MixedPrecision] = []
+        self._end_check: Callable[[], None] = _nothing
+
+    # Begin
+
+    def check(self, model: nn.Module) -> None:
+        """Raise now for what :meth:`begin` would raise for; a model of an earlier session will be taken over.
+
+        Raises:
+            ValueError: naming the reason and the way out.
+        """
+        if self.runtime is not None and not _runtimes_of(model):
+            check_attachable(model)
+            select_layers(model, self.settings.histogram_layers)
+
+    def begin(self, model: nn.Module, *, measures_norm: bool = False) -> None:
+        """Attach ``model``; before its optimizer is made, and again whenever a library may have set a forward.
+
+        Args:
+            model: of the Trainer.
+            measures_norm: have the norm of the gradients measured along with their check, for :meth:`clip_grad_norm`.
+        """
+        if self.runtime is None:
+            return
+        if self._model is not None and self._model() is not model:
+            self.runtime.detach()
+            self.runtime = self.settings.make_runtime(self.args)
+        if self.runtime.model is None:
+            release(model)
+            self.runtime.attach(model)
+            self._model = weakref.ref(model)
+            _runtimes.add(self.runtime)
+        self.runtime.check.measures_norm = measures_norm
+        if self.settings.explain_overflows:
+            folder = Path(str(self.args.output_dir), OVERFLOWS_NAME) if self.settings.keep_overflow_batches else None
+            self.overflow_reports = explain_overflows(self.runtime, keep_batches=folder).reports
+        self.reporting.begin(self.runtime, self.args)
+        self.runtime.wrap_forwards()
+
+    def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer to step from now on."""
+        return optimizer if self.runtime is None else self.runtime.attach_optimizer(optimizer)
+
+    def take_reference(self, model: nn.Module | None) -> None:
+        """Run a reference model (of DPO, KTO, ...) in the autocast of the policy model until :meth:`end`.
+
+        At equal weights it then gives the same log-probabilities, bit for bit. It is not trained.
+        """
+        model = getattr(model, "_orig_mod", model)  # of torch.compile
+        known = [runtime.model for runtime in (self.runtime, *self._references) if runtime is not None]
+        if self.runtime is None or model is None or any(model is one for one in known):
+            return
+        release(model)
+        reference = MixedPrecision(
+            replace(self.settings.policy, loss_scale=None),
+            tables=self.settings.tables,
+            rules=self.settings.rules,
+            layout=make_reference_layout(self.settings.policy),
         )
-    _refuse_lonely_process(args)
-    if not policy.is_mixed:
-        return
-    for name in ("fp16_full_eval", "bf16_full_eval"):
-        if getattr(args, name):
-            raise ValueError(f"{name}=True casts the FP32 masters away: remove it, evaluation uses {policy} already")
-    if (fsdp_version := _fsdp_version(args)) not in (None, 2):
-        raise ValueError(
-            f"FSDP version {fsdp_version} flattens parameters, and there is nothing left to give a working copy: use "
-            "FSDP2 (fsdp_config={'version': 2}, or `accelerate launch --fsdp_version 2`)"
+        reference.attach(model)
+        self._references.append(reference)
+        _runtimes.add(reference)
+
+    def check_first_backward(self, accelerator: Any) -> None:
+        """Have the first backward of the run that goes through ``accelerator`` checked for what leaks past a border."""
+        self._end_check()
+        if self.runtime is not None and self.settings.check_gradients and self.runtime.check.is_scaled:
+            self._end_check = check_first_backward(self.runtime, self.args, accelerator)
+
+    # In the run
+
+    @property
+    def uses_gradients_up(self) -> bool:
+        """Whether the parameters are updated inside backward, so that no gradient is left to look at."""
+        return self.runtime is not None and self.runtime.in_backward is not None
+
+    def clip_grad_norm(self, model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor | None:
+        """Clip the gradients to this 2-norm, ``inf`` only measures it; None where torch's own function is to do that.
+
+        Returns:
+            The norm before, FP32 of shape (): measured when the backward ended, or by the layout that keeps them.
+        """
+        runtime = self.runtime
+        if runtime is None:
+            return None
+        if runtime.in_backward is not None:  # they are clipped and used already
+            return runtime.in_backward.norm
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norm = runtime.layout.clip_grad_norm(given, max_norm)
+        parameters = list(model.parameters())
+        if norm is None and (norm := runtime.check.norm(parameters)) is not None and max_norm < torch.inf:
+            runtime.check.clip(parameters, max_norm, norm)
+        return norm
+
+    def after_step(self, callbacks: Iterable[TrainerCallback], step: int) -> None:
+        """Show optimizer step ``step``, which has just ended."""
+        if self.runtime is not None:
+            self.reporting.after_step(self.runtime.stats, callbacks, step)
+
+    def log_entries(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        """What ``logs`` are to carry besides: the stats, where they tell of training."""
+        if self.runtime is None or "loss" not in logs:
+            return {}
+        return {**self.runtime.stats.log_entries(), **self.reporting.log_entries()}
+
+    @contextmanager
+    def evaluating(self, model: nn.Module) -> Iterator[None]:
+        """Run ``model`` in autocast, also between runs: then without masters, and as it was afterwards."""
+        if self.runtime is None or _runtimes_of(model):
+            yield
+            return
+        runtime = MixedPrecision(
+            replace(self.settings.policy, params=torch.float32, loss_scale=None),
+            tables=self.settings.tables,
+            rules=self.settings.rules,
+            layout=ReadingLayout(self.settings.policy),
         )
-    if fsdp_version == 2 and args.torch_compile and not _is_set("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"):
-        raise ValueError(
-            "torch_compile=True compiles the whole model at once, which torch.compile cannot while autocast is active "
-            "and FSDP gathers parameters inside: compile its blocks (ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true, "
-            "or block.compile()), or use DDP"
-        )
-    if (optim := str(getattr(args.optim, "value", args.optim))).endswith("layerwise") or "lomo" in optim:
-        raise ValueError(
-            f"optim={optim!r} updates inside of backward, where an overflow cannot be skipped: use another"
-        )
-    if policy.is_lean and (args.world_size > 1 or fsdp_version == 2):
-        how = "FSDP would reduce" if fsdp_version == 2 else "DistributedDataParallel would sum"
-        raise ValueError(
-            f"precision={str(policy)!r} leaves 16-bit gradients, which {how} in 16 bits: use "
-            f"{str(policy).removesuffix('-lean')!r} on several processes"
-        )
-    if args.deepspeed is not None or _is_set("ACCELERATE_USE_DEEPSPEED"):
-        raise ValueError(
-            "DeepSpeed brings its own FP16 optimizer: use the stock Trainer with DeepSpeed, or drop it here"
-        )
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"{args.n_gpu} GPUs in one process make the Trainer use DataParallel, which replicates the model behind "
-            "our back: start with `torchrun --nproc_per_node N`, or show one GPU with CUDA_VISIBLE_DEVICES"
-        )
+        runtime.attach(model)
+        try:
+            yield
+        finally:
+            runtime.detach()
 
+    # Checkpoints
 
-def _refuse_lonely_process(args: TrainingArguments) -> None:
-    """Raise where a launcher started several processes and each would train by itself."""
-    started = os.environ.get("WORLD_SIZE", "1")
-    if started.isdecimal() and int(started) > 1 and args.parallel_mode is ParallelMode.NOT_PARALLEL:
-        raise ValueError(
-            f"WORLD_SIZE={started} in the environment says that this is one of {started} processes, and accelerate has "
-            "not joined them: each would train alone, over the checkpoints of the others. It joins processes on GPUs, "
-            "or on a CPU with TrainingArguments(use_cpu=True); for a run of one process, unset WORLD_SIZE"
-        )
+    def save(self, checkpoint: Path) -> None:
+        """Write the state of the loss scale.
 
+        Raises:
+            OSError: where the disk does not take it.
+        """
+        if self.runtime is not None:
+            text = json.dumps(self.runtime.state_dict(), indent=2)
+            (checkpoint / STATE_NAME).write_text(text + "\n", encoding="utf-8")
 
-def _fsdp_version(args: TrainingArguments) -> int | None:
-    """The version of FSDP that ``args`` or the launcher ask for; 0 for XLA's, None without FSDP."""
-    if args.fsdp:
-        settings: Any = args.fsdp_config or {}
-        default = settings.get("version", 1)
-        return 0 if settings.get("xla") else int((args.fsdp_plugin_args or {}).get("fsdp_version", default))
-    return int(os.environ.get("FSDP_VERSION", "1")) if _is_set("ACCELERATE_USE_FSDP") else None
+    def load(self, checkpoint: Path) -> None:
+        """Take over the loss scale from a checkpoint of ours, or from one of a Trainer with ``fp16=True``.
 
+        Raises:
+            ValueError: for a file that does not hold such a state; the message names it.
+        """
+        if self.runtime is None:
+            return
+        path, torch_path = checkpoint / STATE_NAME, checkpoint / SCALER_NAME
+        try:
+            if path.is_file():
+                self.runtime.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+            elif torch_path.is_file():
+                path = torch_path
+                self.runtime.scaler.load_state_dict(torch.load(torch_path, weights_only=True))
+                self.runtime.reset_stats()
+            else:
+                logger.warning(f"{checkpoint} has no {STATE_NAME}: the loss scale starts anew")
+        except (ValueError, TypeError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"cannot resume the loss scale from {path}: {error}") from error
 
-def _is_set(name: str) -> bool:
-    return os.environ.get(name, "false").lower() in ("1", "true")
+    def resume(self, saved: Mapping[str, Any] | None, checkpoint: Path | None, step: int) -> None:
+        """Take over the loss scale from what a callback saved in the Trainer's state, else as :meth:`load`.
 
-
-def policy_of(args: TrainingArguments, precision: str | PrecisionPolicy | None) -> PrecisionPolicy:
-    """The policy that ``precision`` names; without it, what ``args`` say (``MixedPrecisionArguments``), else FP16."""
-    own: PrecisionPolicy | None = getattr(args, "precision_policy", None)
-    if own is None:
-        return PrecisionPolicy.parse("fp16" if precision is None else precision)
-    if precision is None:
-        return own
-    policy = PrecisionPolicy.parse(precision)
-    loss_scale: str | None = getattr(args, "loss_scale", None)
-    return policy if loss_scale is None else replace(policy, loss_scale=parse_loss_scale(loss_scale))
-
-
-def make_runtime(policy: PrecisionPolicy, args: TrainingArguments, **autocast: Any) -> MixedPrecision:
-    """A runtime for ``policy`` with ``tables`` and ``rules``, and the loss scaler settings that ``args`` may have."""
-    settings: dict[str, Any] = getattr(args, "loss_scaler_settings", {})
-    in_backward: dict[str, Any] = {}
-    if getattr(args, "free_gradients", "step") == "backward":
-        in_backward = {"free_gradients": "backward", "max_grad_norm": args.max_grad_norm or None}
-    scaler = make_loss_scaler(policy.loss_scale, **settings)
-    return MixedPrecision(policy, loss_scaler=scaler, **in_backward, **autocast)
-
-
-def asks_for_explanation(args: TrainingArguments) -> bool:
-    """Whether skipped steps are to be explained: yes, unless ``MixedPrecisionArguments`` say otherwise."""
-    return bool(getattr(args, "explain_overflows", True))
-
-
-def overflow_directory(args: TrainingArguments, asked: bool | None = None) -> Path | None:
-    """Where failing batches are kept, if that is ``asked`` for; None asks ``MixedPrecisionArguments``."""
-    asked = getattr(args, "keep_overflow_batches", False) if asked is None else asked
-    return Path(str(args.output_dir), OVERFLOWS_NAME) if asked else None
-
-
-def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer itself, without accelerate's wrapper."""
-    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-
-
-def tell_accelerate(optimizer: Optimizer | None, runtime: MixedPrecision | None) -> None:
-    """Let accelerate know of a skipped step, so that the LR scheduler stands still as it does under ``fp16=True``."""
-    if runtime is not None and isinstance(optimizer, AcceleratedOptimizer):
-        optimizer._is_overflow = runtime.step_was_skipped
-
-
-def load_runtime_state(runtime: MixedPrecision, checkpoint: Path) -> None:
-    """Take over the loss scale from a checkpoint of ours, or from one of a Trainer with ``fp16=True``.
-
-    Raises:
-        ValueError: for a file that does not hold such a state; the message names it.
-    """
-    path, torch_path = checkpoint / STATE_NAME, checkpoint / SCALER_NAME
-    try:
-        if path.is_file():
-            runtime.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
-        elif torch_path.is_file():
-            path = torch_path
-            runtime.scaler.load_state_dict(torch.load(torch_path, weights_only=True))
-            runtime.reset_stats()
+        Raises:
+            ValueError: for what is no such state; the message says where it was.
+        """
+        if self.runtime is not None and saved is not None:
+            try:
+                self.runtime.load_state_dict(saved)
+            except ValueError as error:
+                raise ValueError(f"cannot resume the loss scale from {TRAINER_STATE_NAME}: {error}") from error
+        elif checkpoint is not None:  # one of MixedPrecisionTrainer has a file of its own
+            self.load(checkpoint)
         else:
-            logger.warning(f"{checkpoint} has no {STATE_NAME}: the loss scale starts anew")
-    except (ValueError, TypeError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"cannot resume the loss scale from {path}: {error}") from error
+            logger.warning(
+                f"the checkpoint of step {step} has no state of a MixedPrecisionCallback, and it is not in "
+                f"{self.args.output_dir}, where one of MixedPrecisionTrainer would be found: the loss scale starts "
+                "anew. Name the checkpoint in TrainingArguments(resume_from_checkpoint=...) too, to have it found"
+            )
+
+    # End
+
+    def end(self, *, keep_attached: bool = False) -> None:
+        """The run has ended, or failed: write its report, and let go of model, references and optimizer."""
+        self.reporting.end(self.args)
+        if not keep_attached:
+            self.detach()
+
+    def detach(self) -> None:
+        """Leave ordinary FP32 models; the runtime keeps its loss scale and its stats."""
+        self._end_check()
+        for reference in self._references:
+            reference.detach()
+        self._references.clear()
+        if self.runtime is not None:
+            self.runtime.detach()
+
+
+def _nothing() -> None:
+    pass
+
+
+def release(model: nn.Module) -> None:
+    """Detach what earlier sessions left attached to ``model`` or to a model inside it."""
+    for runtime in _runtimes_of(model):
+        runtime.detach()
+
+
+def _runtimes_of(model: nn.Module) -> list[MixedPrecision]:
+    modules = {id(module) for module in model.modules()}
+    return [runtime for runtime in _runtimes if id(runtime.model) in modules]

@@ -15,7 +15,7 @@ from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude, larges
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 from hf_mp.weights.distributed import is_dtensor, local_part
 from hf_mp.weights.fused_adamw import step_whole
-from hf_mp.weights.optimizer import MasterWeightOptimizer
+from hf_mp.weights.optimizer import MasterWeightOptimizer, clip_grad_norm_
 from hf_mp.weights.split_layout import restore_parameters, split_trainable_parameters
 from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, keep_scale_of_gradients
 from hf_mp.weights.transient_copies import TransientCopies
@@ -98,6 +98,10 @@ class WeightLayout:
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
         """The gradients that there are, as backward left them, each with the FP32 factor that makes it true."""
         return [(parameter.grad, None) for parameter in parameters if parameter.grad is not None]
+
+    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor | None:
+        """Clip gradients that only this layout can read; gives their 2-norm before, FP32 of shape (), else None."""
+        return None
 
     def wrap(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer to step from now on."""
@@ -183,6 +187,9 @@ class SplitLayout(WeightLayout):
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
         found = [gradient_and_factor(parameter) for parameter in parameters]
         return [(gradient, factor) for gradient, factor in found if gradient is not None]
+
+    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor | None:
+        return clip_grad_norm_(parameters, max_norm)
 
     def wrap(self, optimizer: Optimizer) -> Optimizer:
         is_wrapped = isinstance(optimizer, MasterWeightOptimizer)

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -196,19 +196,7 @@ class MasterWeightOptimizer(Optimizer):
         Returns:
             The norm before, of the unscaled gradients: FP32, of shape ().
         """
-        by_factor: dict[tuple[torch.device, Tensor | None], list[Tensor]] = {}
-        for parameter in self._parameters():
-            gradient, factor = gradient_and_factor(parameter)
-            if gradient is not None:
-                by_factor.setdefault((gradient.device, factor), []).append(real_values(gradient))
-        norms = [
-            total_norm(values) if factor is None else total_norm(values) * factor.squeeze()
-            for (_, factor), values in by_factor.items()
-        ]
-        total = norm_of(norms)
-        if (clip_by := clip_factor(total, max_norm)) is not None:
-            multiply_gradients(self._parameters(), clip_by)
-        return total
+        return clip_grad_norm_(self._parameters(), max_norm)
 
     @staticmethod
     def gradient_norm(parameter: nn.Parameter) -> Tensor:
@@ -437,6 +425,23 @@ class MasterWeightOptimizer(Optimizer):
             write_master(parameter, value)
         else:
             self._whole(parameter).set(value)
+
+
+def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+    """:meth:`MasterWeightOptimizer.clip_grad_norm_`, of any parameters."""
+    by_factor: dict[tuple[torch.device, Tensor | None], list[Tensor]] = {}
+    for parameter in parameters:
+        gradient, factor = gradient_and_factor(parameter)
+        if gradient is not None:
+            by_factor.setdefault((gradient.device, factor), []).append(real_values(gradient))
+    norms = [
+        total_norm(values) if factor is None else total_norm(values) * factor.squeeze()
+        for (_, factor), values in by_factor.items()
+    ]
+    total = norm_of(norms)
+    if (clip_by := clip_factor(total, max_norm)) is not None:
+        multiply_gradients(parameters, clip_by)
+    return total
 
 
 def norm_of(norms: list[Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 from transformers.utils import logging
 
 from hf_mp import MixedPrecisionArguments, MixedPrecisionTrainer
-from hf_mp.trainer.trainer import STATE_NAME
+from hf_mp.trainer.session import STATE_NAME
 
 logging.set_verbosity_error()
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))

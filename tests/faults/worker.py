@@ -30,7 +30,6 @@ from transformers.utils import logging
 
 from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer, NoCheckpointError
 from hf_mp.trainer.checkpoints.inspection import find_problems, list_checkpoints
-from hf_mp.trainer.session import unwrap_optimizer
 
 gc.collect()
 gc.freeze()  # accelerate collects garbage at each start, which would look at all of torch and Transformers
@@ -99,7 +98,7 @@ def fingerprint(trainer: Trainer) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(trainer.model.named_parameters()):
         digest.update(name.encode() + parameter.detach().cpu().numpy().tobytes())
-    for _, state in sorted(unwrap_optimizer(trainer.optimizer).state_dict()["state"].items()):
+    for _, state in sorted(trainer.optimizer.state_dict()["state"].items()):
         for _, value in sorted(state.items()):
             digest.update(torch.as_tensor(value).cpu().numpy().tobytes())
     runtime = getattr(trainer, "mixed_precision", None)

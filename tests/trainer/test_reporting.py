@@ -253,7 +253,7 @@ def test_the_callback_keeps_them_in_its_checkpoint() -> None:
     given = {"histogram_steps": 3, "histogram_layers": ["lm_head"], "precision_report": True}
     state = json.loads(json.dumps(MixedPrecisionCallback("fp16", **given).state()))  # type: ignore[arg-type]
     again = MixedPrecisionCallback(**state["args"])
-    assert again.report_settings == given
+    assert again.state() == state and given.items() <= state["args"].items()
 
 
 def test_a_resumed_run_goes_on_in_the_same_log(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_wrong_settings_are_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_histograms_without_effect_are_told(tmp_path: Path) -> None:
-    with CaptureLogger(logging.get_logger("hf_mp.trainer.trainer")) as captured:
+    with CaptureLogger(logging.get_logger("hf_mp.trainer.arguments")) as captured:
         MixedPrecisionArguments(output_dir=str(tmp_path), precision="fp32", histogram_steps=5)
     assert captured.out.count("have no effect with precision='fp32'") == 1
 

@@ -24,7 +24,8 @@ from transformers import (
 import hf_mp.trainer.session
 from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer, PrecisionPolicy
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME
-from hf_mp.trainer.session import STATE_NAME, refuse_other_precision
+from hf_mp.trainer.refusals import refuse_other_precision
+from hf_mp.trainer.session import STATE_NAME
 
 Rows = list[dict[str, Tensor]]
 
@@ -272,14 +273,22 @@ def test_load_best_model_at_end_is_honoured_by_the_working_copies(
 
 
 def test_model_init_and_a_second_train(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows) -> None:
+    attached: list[bool] = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            attached.append(trainer.mixed_precision is not None and trainer.mixed_precision.model is model)
+
     trainer = MixedPrecisionTrainer(
-        args=arguments(tmp_path, max_steps=3), model_init=lambda: model_of(gpt2_config), train_dataset=rows
+        args=arguments(tmp_path, max_steps=3),
+        model_init=lambda: model_of(gpt2_config),
+        train_dataset=rows,
+        callbacks=[Watch()],
     )
     trainer.train()
     first = weights(trainer.model)
     trainer.train()
-    assert same(first, weights(trainer.model))
-    assert trainer.mixed_precision is not None and trainer.mixed_precision.model is trainer.model
+    assert same(first, weights(trainer.model)) and attached == [True] * 6
 
 
 def test_train_twice_on_one_model_goes_on(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows) -> None:

@@ -48,9 +48,9 @@ class ReplacedForward:
         module = self.module()
         if module is None or module.__dict__.get("forward") is not self:
             return
-        del module.forward
+        del vars(module)["forward"]
         if getattr(self.original, "__func__", None) is not type(module).forward:
-            module.forward = self.original
+            vars(module)["forward"] = self.original
 
     def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> ReplacedForward:
         """The replacement for a deep copy of the module."""

@@ -1,4 +1,4 @@
-"""``CrashSafeTrainer``: the stock Trainer whose checkpoints are whole or not there, and whose runs survive signals."""
+"""``CrashSafe``: beside a Trainer, makes its checkpoints whole or not there, and its runs survive signals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -18,13 +18,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from hf_mp.trainer.checkpoints.atomic import clear, make_staging_folder, publish, recover, staging_folder
-from hf_mp.trainer.checkpoints.finishing import finish
 from hf_mp.trainer.checkpoints.inspection import (
     Lookup,
     find_newest_whole,
     find_problems,
+    is_damaged,
     is_finished,
     list_checkpoints,
+    rotate,
     step_of,
     warn_of_missing_state,
 )
@@ -36,9 +37,14 @@ from hf_mp.trainer.checkpoints.loaded_state import (
     naming,
 )
 from hf_mp.trainer.checkpoints.lock import DirectoryLock
-from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, CheckpointError, NoCheckpointError, read_manifest
+from hf_mp.trainer.checkpoints.manifest import (
+    MANIFEST_NAME,
+    CheckpointError,
+    NoCheckpointError,
+    finish,
+    read_manifest,
+)
 from hf_mp.trainer.checkpoints.preemption import Preempted, PreemptionCallback, SignalWatch
-from hf_mp.trainer.checkpoints.rotation import is_damaged, rotate
 from hf_mp.weights.distributed import is_running, is_sharded
 
 logger = logging.get_logger(__name__)
@@ -55,11 +61,17 @@ class _Saving(NamedTuple):
     errors: list[BaseException]
 
 
-class CrashSafeTrainer(Trainer):
-    """A ``Trainer`` that trains as the stock one, and keeps its checkpoints as ``docs/faults.md`` promises.
+# Beside a Trainer and not under it: `class Ours(CrashSafe, SomeTrainer)`.
+_Base: Any = Trainer if TYPE_CHECKING else object
 
-    Reads from its arguments, where they have them (:class:`hf_mp.MixedPrecisionArguments`): ``save_failure``
-    (``"continue"``, the default, or ``"stop"``) and ``handle_preemption`` (default True).
+
+class CrashSafe(_Base):
+    """Keeps the checkpoints of the Trainer that follows it among the bases, as ``docs/faults.md`` promises.
+
+    Attributes:
+        save_failure: what to do when a checkpoint cannot be saved: ``"continue"`` (default) or ``"stop"``.
+        handle_preemption: whether SIGTERM and SIGUSR1 end the run in a checkpoint; default True.
+        precision_policy: for the manifest.
 
     Raises:
         CheckpointError: from ``train``, where another run holds the output directory, no checkpoint can be resumed
@@ -67,6 +79,10 @@ class CrashSafeTrainer(Trainer):
         NoCheckpointError: from ``train(resume_from_checkpoint=True)``, where none has been saved yet.
         Preempted: from ``train``, after a signal and a checkpoint; a ``SystemExit``.
     """
+
+    save_failure = "continue"
+    handle_preemption = True
+    precision_policy: Any = "fp32"
 
     # What ends a training that cannot go on and leaves weights and optimizer as after the last good step.
     stuck_errors: ClassVar[tuple[type[Exception], ...]] = ()
@@ -91,7 +107,7 @@ class CrashSafeTrainer(Trainer):
         watch, lock = self._preemption.watch, DirectoryLock(Path(str(self.args.output_dir)))
         try:
             checkpoint = self._begin(lock, resume_from_checkpoint)
-            if getattr(self.args, "handle_preemption", True):
+            if self.handle_preemption:
                 watch.start()
             output = super().train(checkpoint, *args, **kwargs)
             if not self._preemption.requested and self._largest(int(watch.received is not None)):
@@ -299,14 +315,14 @@ class CrashSafeTrainer(Trainer):
             saving.staged,
             step=self.state.global_step,
             world_size=self.args.world_size,
-            precision=str(getattr(self, "precision_policy", "fp32")),
+            precision=str(self.precision_policy),
         )
         publish(saving.staged, saving.target)
 
     def _report_failure(self, saving: _Saving) -> None:
         reason = str(saving.errors[0]) if saving.errors else _OTHER_PROCESS
         message = f"{saving.target} could not be saved: {reason}"
-        stops = getattr(self.args, "save_failure", SAVE_FAILURES[0]) == "stop"
+        stops = self.save_failure == "stop"
         if self.args.should_save:
             clear(saving.target.parent)
             message += f". The last whole checkpoint is {_last_whole(saving.target.parent)}"
@@ -365,7 +381,7 @@ class CrashSafeTrainer(Trainer):
 class _BestBeside(TrainerCallback):
     """Has a resumed run take the best model from beside its checkpoints, wherever the checkpoint says it lies."""
 
-    def __init__(self, trainer: CrashSafeTrainer) -> None:
+    def __init__(self, trainer: CrashSafe) -> None:
         self._trainer = trainer
 
     def on_train_begin(

@@ -1,6 +1,6 @@
 """Checkpoints that a stock Trainer writes in place: marked while they are half-written, cleared up at the next start.
 
-``MixedPrecisionCallback`` cannot have the Trainer write elsewhere and rename, as :class:`CrashSafeTrainer` does. It can
+``MixedPrecisionCallback`` cannot have the Trainer write elsewhere and rename, as :class:`CrashSafe` does. It can
 say beforehand that a checkpoint is about to be written::
 
     run/checkpoint-20/hf_mp_unfinished.json    from before the first file of a save to after its manifest
@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import logging
 
 from hf_mp.trainer.checkpoints.atomic import make_staging_folder, recover, remove, staging_folder
-from hf_mp.trainer.checkpoints.inspection import find_newest_whole, find_problems, list_checkpoints
+from hf_mp.trainer.checkpoints.inspection import (
+    find_newest_whole,
+    find_problems,
+    list_checkpoints,
+    warn_of_missing_state,
+)
 from hf_mp.trainer.checkpoints.lock import DirectoryLock
 from hf_mp.trainer.checkpoints.manifest import (
     MANIFEST_NAME,
@@ -225,18 +231,41 @@ def _newest_whole(directory: Path) -> str:
     return f"the newest whole checkpoint in {directory} is {newest.name}"
 
 
-def refuse_damaged(checkpoint: Path) -> None:
-    """Raise where a checkpoint that a stock Trainer has read is not what its manifest says it was.
+# What a stock Trainer has read when training begins: it hands on its state, not the directory that it came from.
+
+
+def checkpoint_of(args: TrainingArguments, state: TrainerState) -> Path | None:
+    """The checkpoint that holds ``state``: the one that ``args`` name, or the one of its step in their directory."""
+    own = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+    for checkpoint in (Path(str(args.resume_from_checkpoint or own)), own):
+        path = checkpoint / TRAINER_STATE_NAME
+        if path.is_file() and _run_so_far(json.loads(path.read_text(encoding="utf-8"))) == _run_so_far(vars(state)):
+            return checkpoint
+    return None
+
+
+def _run_so_far(state: Mapping[str, Any]) -> str:
+    history = state.get("log_history") or []
+    # As text, where NaN equals itself.
+    return json.dumps([state.get("global_step"), len(history), history[-1:]], sort_keys=True)
+
+
+def refuse_damaged(args: TrainingArguments, state: TrainerState) -> None:
+    """Raise where the checkpoint that a stock Trainer has read is not what its manifest says it was.
 
     Raises:
         CheckpointError: naming the files, and the newest checkpoint that is whole.
     """
+    if (checkpoint := checkpoint_of(args, state)) is None:
+        return
     manifest = read_manifest(checkpoint)
     if manifest is not None and (damage := find_damage(checkpoint, manifest)):
         raise CheckpointError(
             f"{checkpoint} is damaged, and is not trained on: {'; '.join(damage)}. Resume from another checkpoint "
             f"({_newest_whole(checkpoint.parent)}); if you changed a file yourself, remove {MANIFEST_NAME}"
         )
+    if args.should_save:
+        warn_of_missing_state(checkpoint, args.world_size)
 
 
 def _missing_random_numbers(checkpoint: Path) -> list[str]:

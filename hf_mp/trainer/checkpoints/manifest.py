@@ -14,6 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
+from hf_mp.environment.machine import package_versions
+from hf_mp.trainer.checkpoints.atomic import sync_folder, sync_tree, write_synced
+
 MANIFEST_NAME = "hf_mp_manifest.json"
 UNFINISHED_NAME = "hf_mp_unfinished.json"  # there while a Trainer writes a checkpoint in place
 FORMAT = 1
@@ -166,6 +169,20 @@ def build_manifest(
         name: FileEntry((directory / name).stat().st_size, _sha256(directory / name)) for name in file_names(directory)
     }
     return Manifest(step=step, world_size=world_size, precision=precision, versions=dict(versions), files=files)
+
+
+def finish(checkpoint: Path, *, step: int, world_size: int, precision: str) -> None:
+    """The last thing that is done to a checkpoint: all of it on disk, then its manifest.
+
+    Raises:
+        OSError: where the disk does not take it.
+    """
+    sync_tree(checkpoint)
+    manifest = build_manifest(
+        checkpoint, step=step, world_size=world_size, precision=precision, versions=package_versions()
+    )
+    write_synced(checkpoint / MANIFEST_NAME, manifest.to_json())
+    sync_folder(checkpoint)
 
 
 def file_names(directory: Path) -> list[str]:

@@ -18,10 +18,9 @@ from transformers import TrainerCallback
 
 import hf_mp.trainer.checkpoints.crash_safe_trainer as crash_safe_trainer
 from hf_mp import CheckpointError, LossScaleError, MixedPrecisionArguments, NoCheckpointError, Preempted
-from hf_mp.trainer.checkpoints.inspection import find_problems, list_checkpoints
+from hf_mp.trainer.checkpoints.inspection import find_problems, list_checkpoints, rotate
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from hf_mp.trainer.checkpoints.preemption import PREEMPTED_EXIT_CODE, SIGNALS, SignalWatch
-from hf_mp.trainer.checkpoints.rotation import rotate
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "optim": "adamw_torch", "learning_rate": 1e-2}
 

@@ -20,11 +20,10 @@ from transformers import Trainer, TrainerControl, TrainerState
 import hf_mp.trainer.checkpoints.in_place as in_place
 import hf_mp.trainer.checkpoints.inspection as inspection
 from hf_mp import CheckpointError
-from hf_mp.trainer.checkpoints.finishing import finish
 from hf_mp.trainer.checkpoints.in_place import InPlaceSaves, clear_up
 from hf_mp.trainer.checkpoints.inspection import find_problems
 from hf_mp.trainer.checkpoints.lock import DirectoryLock
-from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, UNFINISHED_NAME, read_manifest
+from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, UNFINISHED_NAME, finish, read_manifest
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "optim": "adamw_torch", "learning_rate": 1e-2}
 

@@ -1,0 +1,138 @@
+"""``MixedPrecisionArguments``: ``TrainingArguments`` plus precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, get_args
+
+from transformers import TrainingArguments
+from transformers.utils import logging
+
+from hf_mp.policy import PRESETS, PrecisionPolicy, parse_loss_scale
+from hf_mp.scaling.rules import RULES, STATIC
+from hf_mp.scaling.scalers import make_loss_scaler
+from hf_mp.trainer.checkpoints.crash_safe_trainer import SAVE_FAILURES
+from hf_mp.trainer.refusals import refuse_other_precision
+from hf_mp.trainer.reporting import ReportSettings
+from hf_mp.weights.optimizer_in_backward import FreeGradients
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class MixedPrecisionArguments(TrainingArguments):
+    """``TrainingArguments`` plus precision; for ``HfArgumentParser``, from a command line or a YAML/JSON file.
+
+    Raises:
+        ValueError: for an unknown precision or loss scale, settings that the loss scaler does not have, and settings
+            that switch another mixed precision on (``fp16``, ``bf16``, ``ACCELERATE_MIXED_PRECISION``).
+    """
+
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [  # type: ignore[misc]
+        *TrainingArguments._VALID_DICT_FIELDS,
+        "loss_scale_kwargs",
+    ]
+
+    precision: str = field(
+        default="fp16",
+        metadata={
+            "help": f"{', '.join(PRESETS)} (lean: the model is stored in 16 bits; fp32: the stock Trainer), or "
+            "'params=fp32,compute=fp16,loss_scale=dynamic'."
+        },
+    )
+    loss_scale: str | None = field(
+        default=None,
+        metadata={
+            "help": f"{', '.join(f'{rule.name} ({rule.summary})' for rule in RULES.values())}, none, or a number "
+            f"({STATIC.summary}). Not given: what the precision says."
+        },
+    )
+    loss_scale_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": 'Settings of the loss scaler as JSON, e.g. \'{"init_scale": 4096, "headroom": 4}\'.'},
+    )
+    free_gradients: str = field(
+        default="step",
+        metadata={
+            "help": "When a lean layout frees a gradient: step (the update has used it) or backward (each parameter is "
+            "updated inside of backward; with max_grad_norm or a loss scale, backward runs twice).",
+            "choices": get_args(FreeGradients),
+        },
+    )
+    save_failure: str = field(
+        default="continue",
+        metadata={
+            "help": "What to do when a checkpoint cannot be saved (disk full, read-only): continue (training goes on, "
+            "the next save tries again) or stop.",
+            "choices": SAVE_FAILURES,
+        },
+    )
+    handle_preemption: bool = field(
+        default=True,
+        metadata={"help": "Have SIGTERM and SIGUSR1 end the run in a checkpoint, with exit code 75."},
+    )
+
+    # On: good steps pay nothing for it, and whoever needs the answer did not know so beforehand.
+    explain_overflows: bool = field(
+        default=True,
+        metadata={"help": "Replay the micro-batch of a skipped step and log which module made the first inf or NaN."},
+    )
+    keep_overflow_batches: bool = field(
+        default=False,
+        metadata={"help": "Keep failing batches and their reports in OUTPUT_DIR/overflows (safetensors and JSON)."},
+    )
+
+    histogram_steps: int = field(
+        default=0,
+        metadata={
+            "help": "Every how many steps the magnitudes of activations, gradients, weights and updates are taken, by "
+            "layer, for OUTPUT_DIR/precision_log.jsonl and TensorBoard; 50 is a good number, 0 is never."
+        },
+    )
+    histogram_layers: list[str] | None = field(
+        default=None,
+        metadata={"help": "Name patterns of their layers ('transformer.h.*.mlp.*'). Not given: all with parameters."},
+    )
+    check_gradients: bool = field(
+        default=True,
+        metadata={
+            "help": "Compare the gradients of the run's first backward at several loss scales, which must not change "
+            "them: some four backwards more, once a run."
+        },
+    )
+    precision_report: bool = field(
+        default=False,
+        metadata={"help": "Record each step's loss scale, and write OUTPUT_DIR/precision_report.html at the end."},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        report = ReportSettings(self.histogram_steps, self.histogram_layers, self.precision_report)
+        if self.save_failure not in SAVE_FAILURES:
+            raise ValueError(f"save_failure={self.save_failure!r}: choose one of {', '.join(SAVE_FAILURES)}")
+        policy = self.precision_policy
+        if policy.is_mixed:
+            make_loss_scaler(policy.loss_scale, **self.loss_scaler_settings)  # refuse wrong settings now
+        else:
+            if self.loss_scale is not None or self.loss_scale_kwargs:
+                logger.warning("loss_scale has no effect with precision='fp32': nothing is scaled")
+            if report.is_asked:
+                logger.warning("histogram_steps and precision_report have no effect with precision='fp32'")
+        if self.free_gradients == "backward" and self.gradient_accumulation_steps > 1:
+            raise ValueError(
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps} adds gradients up, and "
+                "free_gradients='backward' leaves none: use free_gradients='step', or larger batches with "
+                "gradient_checkpointing=True"
+            )
+        refuse_other_precision(self, policy)
+
+    @property
+    def precision_policy(self) -> PrecisionPolicy:
+        """The policy that ``precision`` and ``loss_scale`` name."""
+        policy = PrecisionPolicy.parse(self.precision)
+        return policy if self.loss_scale is None else replace(policy, loss_scale=parse_loss_scale(self.loss_scale))
+
+    @property
+    def loss_scaler_settings(self) -> dict[str, Any]:
+        """Keyword arguments for the loss scaler."""
+        return dict(self.loss_scale_kwargs or {})  # type: ignore[arg-type]

@@ -1,0 +1,73 @@
+"""The first backward of a run, at several loss scales: a gradient past a border is seen before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import TrainingArguments
+from transformers.utils import logging
+
+from hf_mp.diagnostics.kept_calls import RandomStates
+from hf_mp.diagnostics.scale_leaks import refuse_leaks
+from hf_mp.diagnostics.untouched import untouched
+from hf_mp.step.mixed_precision import MixedPrecision
+
+logger = logging.get_logger(__name__)
+
+
+def check_first_backward(runtime: MixedPrecision, args: TrainingArguments, accelerator: Any) -> Callable[[], None]:
+    """Have the next ``accelerator.backward`` run at several loss scales first, and compare what it leaves.
+
+    The graph of the first micro-batch is kept for four backwards, each as long as a usual one; weights, buffers, random
+    numbers and gradients are then as if there had been none, so that training is the same bit for bit. In memory, the
+    gradients come on top of the activations, at a time when the optimizer's moments are not there yet.
+
+    Args:
+        runtime: attached, with a loss that is scaled.
+        args: of the Trainer.
+        accelerator: of accelerate; its ``backward`` is replaced until it is called.
+
+    Returns:
+        What gives ``accelerator.backward`` back, where it was not called or has been.
+    """
+    if (reason := _reason_against(runtime.model, args)) is not None:
+        logger.info(f"the first backward is not compared at several loss scales: {reason}")
+        return lambda: None
+    backward = accelerator.backward
+
+    def restore() -> None:
+        if vars(accelerator).get("backward") is checked:
+            del accelerator.backward
+
+    def checked(loss: Tensor, **kwargs: Any) -> None:
+        restore()
+        _check(runtime, lambda: backward(loss, **{**kwargs, "retain_graph": True}))
+        backward(loss, **kwargs)
+
+    accelerator.backward = checked
+    return restore
+
+
+def _check(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
+    model = runtime.model
+    if model is None or any(parameter.grad is not None for parameter in model.parameters()):
+        return
+    with untouched(model):
+        states = RandomStates.now()
+
+        def again() -> None:
+            states.restore()  # recomputation and autograd functions may draw
+            backward()
+
+        refuse_leaks(runtime, again)
+
+
+def _reason_against(model: nn.Module | None, args: TrainingArguments) -> str | None:
+    if args.world_size > 1:
+        return "each backward would be reduced over the processes"
+    modules = () if model is None else model.modules()
+    if args.torch_compile or any(module._compiled_call_impl is not None for module in modules):
+        return "a compiled backward frees what it has used"
+    return None

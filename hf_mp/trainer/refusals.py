@@ -1,0 +1,142 @@
+"""What no Trainer of ours trains with, or on; each refusal names the setting and the way out."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainingArguments
+from transformers.training_args import ParallelMode
+
+from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
+
+
+def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> None:
+    """Raise where ``args`` ask for another mixed precision than ours, or for what ours cannot live with.
+
+    Raises:
+        ValueError: naming the setting and the way out.
+    """
+    for name in ("fp16", "bf16"):
+        if getattr(args, name):
+            raise ValueError(
+                f"{name}=True switches accelerate's mixed precision on beside precision={str(policy)!r}: remove {name} "
+                f"and say precision={name!r}, or leave hf_mp out (TRL sets bf16 unasked: there, say bf16=False)"
+            )
+    if getattr(args, "mixed_precision", "no") not in ("no", None):
+        raise ValueError(
+            f"ACCELERATE_MIXED_PRECISION={os.environ.get('ACCELERATE_MIXED_PRECISION')!r} in the environment switches "
+            f"accelerate's mixed precision on beside precision={str(policy)!r}: unset it, or start with "
+            "`accelerate launch --mixed_precision no`"
+        )
+    _refuse_lonely_process(args)
+    if not policy.is_mixed:
+        return
+    for name in ("fp16_full_eval", "bf16_full_eval"):
+        if getattr(args, name):
+            raise ValueError(f"{name}=True casts the FP32 masters away: remove it, evaluation uses {policy} already")
+    if (fsdp_version := _fsdp_version(args)) not in (None, 2):
+        raise ValueError(
+            f"FSDP version {fsdp_version} flattens parameters, and there is nothing left to give a working copy: use "
+            "FSDP2 (fsdp_config={'version': 2}, or `accelerate launch --fsdp_version 2`)"
+        )
+    if fsdp_version == 2 and args.torch_compile and not _is_set("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"):
+        raise ValueError(
+            "torch_compile=True compiles the whole model at once, which torch.compile cannot while autocast is active "
+            "and FSDP gathers parameters inside: compile its blocks (ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true, "
+            "or block.compile()), or use DDP"
+        )
+    if (optim := str(getattr(args.optim, "value", args.optim))).endswith("layerwise") or "lomo" in optim:
+        raise ValueError(
+            f"optim={optim!r} updates inside of backward, where an overflow cannot be skipped: use another"
+        )
+    if policy.is_lean and (args.world_size > 1 or fsdp_version == 2):
+        how = "FSDP would reduce" if fsdp_version == 2 else "DistributedDataParallel would sum"
+        raise ValueError(
+            f"precision={str(policy)!r} leaves 16-bit gradients, which {how} in 16 bits: use "
+            f"{str(policy).removesuffix('-lean')!r} on several processes"
+        )
+    if args.deepspeed is not None or _is_set("ACCELERATE_USE_DEEPSPEED"):
+        raise ValueError(
+            "DeepSpeed brings its own FP16 optimizer: use the stock Trainer with DeepSpeed, or drop it here"
+        )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} GPUs in one process make the Trainer use DataParallel, which replicates the model behind "
+            "our back: start with `torchrun --nproc_per_node N`, or show one GPU with CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _refuse_lonely_process(args: TrainingArguments) -> None:
+    """Raise where a launcher started several processes and each would train by itself."""
+    started = os.environ.get("WORLD_SIZE", "1")
+    if started.isdecimal() and int(started) > 1 and args.parallel_mode is ParallelMode.NOT_PARALLEL:
+        raise ValueError(
+            f"WORLD_SIZE={started} in the environment says that this is one of {started} processes, and accelerate has "
+            "not joined them: each would train alone, over the checkpoints of the others. It joins processes on GPUs, "
+            "or on a CPU with TrainingArguments(use_cpu=True); for a run of one process, unset WORLD_SIZE"
+        )
+
+
+def _fsdp_version(args: TrainingArguments) -> int | None:
+    """The version of FSDP that ``args`` or the launcher ask for; 0 for XLA's, None without FSDP."""
+    if args.fsdp:
+        settings: Any = args.fsdp_config or {}
+        default = settings.get("version", 1)
+        return 0 if settings.get("xla") else int((args.fsdp_plugin_args or {}).get("fsdp_version", default))
+    return int(os.environ.get("FSDP_VERSION", "1")) if _is_set("ACCELERATE_USE_FSDP") else None
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("1", "true")
+
+
+def refuse_lean(policy: PrecisionPolicy) -> None:
+    """Raise for a policy that a callback cannot carry out."""
+    if policy.is_lean:
+        usual = str(policy).removesuffix("-lean")
+        raise ValueError(
+            f"precision={str(policy)!r} keeps the FP32 masters in the optimizer, which a callback cannot replace: "
+            f"the Trainer owns it. Use MixedPrecisionCallback({usual!r}), or MixedPrecisionTrainer with "
+            f"precision={str(policy)!r}"
+        )
+
+
+def refuse_model(model: nn.Module) -> None:
+    """Raise for a model whose forward cannot be reached, and for a quantized one with nothing to train."""
+    name = type(model).__name__
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(
+            f"this model is compiled already ({name}), which hides its forward from mixed precision: give the Trainer "
+            "the model itself, and TrainingArguments(torch_compile=True)"
+        )
+    if isinstance(model, (DistributedDataParallel, torch.jit.ScriptModule)):
+        raise ValueError(
+            f"{name} hides the forward of the model inside it from mixed precision: give the Trainer the model itself"
+        )
+    if hasattr(model, "_original_forward"):
+        raise ValueError(
+            f"accelerate has put its own mixed precision around the forward of this {name}, as a Trainer with "
+            "fp16=True does: take it off by accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
+        )
+    quantized = getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None
+    if quantized and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"this {name} is quantized and has nothing to train: add an adapter (peft.get_peft_model), or load one "
+            "with PeftModel.from_pretrained(..., is_trainable=True)"
+        )
+
+
+def refuse_late_masters(model: nn.Module, args: TrainingArguments, *, resumed: bool) -> None:
+    """Raise where FP32 masters come too late for a model that was made after the Trainer, in FP16 or BF16."""
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in LOWER_PRECISION_DTYPES}
+    if dtypes and (resumed or args.world_size > 1):
+        reason = "loading the checkpoint rounded its FP32 weights" if resumed else "DDP has laid out its buckets"
+        raise ValueError(
+            f"the model came to be in {', '.join(map(str, dtypes))} after the Trainer was made, and {reason} before it "
+            "could be given FP32 masters: have model_init return it in FP32 (dtype=torch.float32), and give the "
+            "callback to the Trainer when it is made"
+        )

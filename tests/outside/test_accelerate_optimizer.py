@@ -1,0 +1,221 @@
+"""What accelerate's ``tests/test_optimizer.py`` and ``test_scheduler.py`` expect of a prepared optimizer, with ours.
+
+Ported by behaviour, in both orders: ``hf_mp.prepare`` before ``accelerator.prepare``, and after it.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+
+import hf_mp
+
+ORDERS = ("ours first", "accelerate first")
+PRECISIONS = ("fp16", "bf16", "fp16-lean", "bf16-lean")
+
+both_orders = pytest.mark.parametrize("order", ORDERS)
+each_precision = pytest.mark.parametrize("precision", PRECISIONS)
+
+
+@pytest.fixture(autouse=True)
+def accelerate_state() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class Loop:
+    """A loop with accelerate: model, optimizer and LR scheduler, prepared by both."""
+
+    def __init__(self, order: str, precision: str, *, optim: type = torch.optim.SGD, **settings: Any) -> None:
+        torch.manual_seed(0)
+        self.accelerator = Accelerator(cpu=True, **settings)
+        self.plain: Any = nn.Linear(5, 5)
+        self.model: Any = self.plain
+        self.optimizer: Any = optim(self.model.parameters(), 0.1)
+        if order == "ours first":
+            self.model, self.optimizer = hf_mp.prepare(self.model, self.optimizer, precision)
+            self.scheduler: Any = LambdaLR(self.optimizer, lambda step: 0.5**step)
+            self.model, self.optimizer, self.scheduler = self.accelerator.prepare(
+                self.model, self.optimizer, self.scheduler
+            )
+        else:
+            self.scheduler = LambdaLR(self.optimizer, lambda step: 0.5**step)
+            self.model, self.optimizer, self.scheduler = self.accelerator.prepare(
+                self.model, self.optimizer, self.scheduler
+            )
+            self.model, self.optimizer = hf_mp.prepare(self.model, self.optimizer, precision)
+
+    def step(self, gradient: float = 0.01) -> None:
+        with self.accelerator.accumulate(self.model):
+            self.accelerator.backward(self.model(torch.randn(2, 5)).sum())
+            for parameter in self.plain.parameters():
+                parameter.grad = torch.full_like(parameter, gradient)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+
+    def weights(self) -> list[torch.Tensor]:
+        return [value.clone() for value in self.plain.state_dict().values()]
+
+
+@each_precision
+@both_orders
+def test_pickling(order: str, precision: str) -> None:
+    loop = Loop(order, precision, optim=torch.optim.AdamW)
+    loop.step()
+    again = pickle.loads(pickle.dumps(loop.optimizer))
+    assert isinstance(again, AcceleratedOptimizer)
+    states = [optimizer.state_dict()["state"][0]["exp_avg"] for optimizer in (loop.optimizer, again)]
+    assert torch.equal(*states)
+
+
+@each_precision
+@both_orders
+def test_step_was_skipped(order: str, precision: str) -> None:
+    loop = Loop(order, precision)
+    told = []
+    for gradient in (0.01, float("nan"), float("nan"), 0.01, float("inf"), 0.01):
+        before = loop.weights()
+        loop.step(gradient)
+        told.append(loop.optimizer.step_was_skipped)
+        moved = not all(map(torch.equal, before, loop.weights()))
+        assert moved is not told[-1]
+        assert loop.accelerator.optimizer_step_was_skipped is told[-1]
+    assert told == [False, True, True, False, True, False]
+
+
+@each_precision
+@both_orders
+def test_the_scheduler_stands_still_on_skipped_steps(order: str, precision: str) -> None:
+    loop = Loop(order, precision)
+    assert isinstance(loop.scheduler, AcceleratedScheduler)
+    rates = []
+    for gradient in (0.01, float("nan"), 0.01, float("nan"), float("nan"), 0.01):
+        loop.step(gradient)
+        rates.append(loop.scheduler.get_last_lr()[0])
+    assert rates == [0.05, 0.05, 0.025, 0.025, 0.025, 0.0125]
+
+
+@both_orders
+def test_a_loss_that_overflows_is_skipped(order: str) -> None:
+    loop = Loop(order, "fp16")
+    for scale, skipped in ((1.0, False), (1e30, True), (1.0, False)):
+        loop.accelerator.backward(loop.model(torch.randn(2, 5)).sum() * scale)
+        loop.accelerator.clip_grad_norm_(loop.model.parameters(), 1.0)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        assert loop.optimizer.step_was_skipped is skipped
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+@both_orders
+def test_accumulation_counts_optimizer_steps(order: str, precision: str) -> None:
+    loop = Loop(order, precision, gradient_accumulation_steps=3)
+    start = loop.weights()
+    for micro_step in range(1, 7):
+        loop.step()
+        assert all(map(torch.equal, start, loop.weights())) is (micro_step < 3)
+    assert loop.scheduler.get_last_lr() == [0.025]
+
+
+@each_precision
+@both_orders
+def test_both_orders_train_as_the_plain_loop(order: str, precision: str) -> None:
+    """Bit for bit as ``hf_mp.prepare`` alone."""
+    loop = Loop(order, precision, optim=torch.optim.AdamW)
+    torch.manual_seed(0)
+    model, optimizer = nn.Linear(5, 5), None
+    model, optimizer = hf_mp.prepare(model, torch.optim.AdamW(model.parameters(), 0.1), precision)
+    scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
+    batches = torch.randn(4, 2, 5)
+    for batch in batches:
+        loop.accelerator.backward(loop.model(batch).square().sum())
+        loop.optimizer.step()
+        loop.scheduler.step()
+        loop.optimizer.zero_grad()
+        model(batch).square().sum().backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    assert all(map(torch.equal, loop.weights(), model.state_dict().values()))
+
+
+@each_precision
+@both_orders
+def test_the_state_is_saved_and_loaded(order: str, precision: str, tmp_path: Any) -> None:
+    loop = Loop(order, precision, optim=torch.optim.AdamW)
+    loop.step()
+    loop.accelerator.save_state(str(tmp_path))
+    saved = loop.weights()
+    rng = torch.get_rng_state()
+    loop.step(0.5)
+    straight = loop.weights()
+    loop.accelerator.load_state(str(tmp_path))
+    assert all(map(torch.equal, loop.weights(), saved))
+    torch.set_rng_state(rng)
+    loop.step(0.5)
+    assert all(map(torch.equal, loop.weights(), straight))
+
+
+def test_one_cycle_goes_to_its_end() -> None:
+    """The case of its own in AcceleratedScheduler."""
+    loop = Loop("ours first", "fp16")
+    scheduler = loop.accelerator.prepare(OneCycleLR(loop.optimizer.optimizer, 0.1, total_steps=2))
+    for _ in range(2):
+        loop.step()
+        scheduler.step()
+    assert scheduler.scheduler.last_epoch == 2
+
+
+@both_orders
+def test_detached_it_is_an_ordinary_optimizer(order: str) -> None:
+    own = AcceleratedOptimizer.__dict__["step_was_skipped"]
+    loop = Loop(order, "fp16")
+    loop.step(float("nan"))
+    assert loop.optimizer.step_was_skipped is True
+    loop.plain.forward.runtime.detach()
+    assert loop.optimizer.step_was_skipped is False
+    assert AcceleratedOptimizer.__dict__["step_was_skipped"] is own
+    loop.step()
+    assert loop.scheduler.get_last_lr() == [0.05]
+    assert "step_was_skipped" not in vars(loop.optimizer.optimizer)
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_nothing_stays_attached_after_an_error(wraps: bool) -> None:
+    model, other = nn.Linear(5, 5), nn.Linear(5, 5)
+    optimizer: Any = torch.optim.SGD(other.parameters(), 0.1)
+    if wraps:
+        optimizer = Accelerator(cpu=True).prepare(optimizer)
+    attributes = copy.copy(vars(model))
+    with pytest.raises(ValueError, match="no parameter of this SGD belongs to the attached Linear"):
+        hf_mp.prepare(model, optimizer, "fp16")
+    assert vars(model).keys() == attributes.keys()
+    assert "step_was_skipped" not in vars(optimizer)
+    hf_mp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), "fp16")
+
+
+def test_accelerate_that_is_imported_later_is_told() -> None:
+    """The wrapper is patched at a step where it was not there when the optimizer was guarded."""
+    import hf_mp.weights.accelerated as accelerated
+
+    model = nn.Linear(5, 5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(accelerated.sys.modules, "accelerate.optimizer")
+        model, optimizer = hf_mp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), "fp16")
+    wrapped = Accelerator(cpu=True).prepare(optimizer)
+    model(torch.full((1, 5), torch.inf)).sum().backward()
+    wrapped.step()
+    assert wrapped.step_was_skipped is True
