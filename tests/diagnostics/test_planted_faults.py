@@ -27,8 +27,8 @@ def run(fault: Fault, explained: bool) -> tuple[dict[str, Any], list[OverflowRep
         model.gradient_checkpointing_enable({"use_reentrant": fault.checkpointing})
         model.enable_input_require_grads()
     scaler = None if fault.scale is None else StaticLossScaler(2.0**10)
-    needs_less_than_1 = fault.name.startswith("large-factor")
-    below_1 = hf_mp.HeadroomLossScaler(min_scale=2.0**-14) if needs_less_than_1 else None
+    needs_less_than_1 = fault.name.startswith("large-factor")  # and the third step is to overflow, too
+    below_1 = hf_mp.HeadroomLossScaler(backoff_factor=0.5, min_scale=2.0**-14) if needs_less_than_1 else None
     runtime = hf_mp.MixedPrecision(fault.precision, loss_scaler=scaler or below_1)
     runtime.attach(model)
     optimizer = runtime.attach_optimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
