@@ -41,8 +41,7 @@ class GradientCheck(SeenGradients):
         self._task = task
         if self._largest is not None:
             versions = _versions(parameters := self.parameters())
-            is_used = any(versions.get(weight, seen) != seen for weight, seen in self._versions.items())
-            if is_used:
+            if is_used := any(versions.get(weight, seen) != seen for weight, seen in self._versions.items()):
                 self.warn_once(UNKNOWN_OPTIMIZER)
             if is_used or not self.gradients(parameters):
                 self.forget()  # what was measured before was used by another optimizer, or thrown away

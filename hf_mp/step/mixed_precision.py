@@ -51,8 +51,7 @@ class MixedPrecision:
         layout: how the weights are stored; default: what the policy says.
 
     Attributes:
-        policy, scaler, stats: the :class:`PrecisionPolicy`, the loss scaler, the :class:`PrecisionStats` so far.
-        step_was_skipped: whether the last optimizer step was skipped for an overflow.
+        policy, scaler, stats, step_was_skipped: of the last step, its :class:`PrecisionStats` and whether it was skipped.
 
     Raises:
         TypeError, ValueError: for an unknown policy, or ``free_gradients`` or ``max_grad_norm`` without effect.
@@ -82,14 +81,10 @@ class MixedPrecision:
         self._patches: weakref.finalize[..., nn.Module] | None = None
         self._forwards: list[weakref.ref[AttachedForward]] = []
         self._guards: list[StepGuard] = []
-        is_wanted = free_gradients == "backward"
-        self.in_backward = OptimizerInBackward(max_grad_norm, self._backward_ended) if is_wanted else None
+        self.in_backward = (
+            None if free_gradients == "step" else OptimizerInBackward(max_grad_norm, self._backward_ended)
+        )
         self.observers: list[StepObserver] = [] if self.in_backward is None else [self.in_backward]
-
-    @property
-    def was_attached(self) -> bool:
-        """Whether a model is attached, or was and is gone."""
-        return self._model is not None
 
     @property
     def model(self) -> nn.Module | None:
@@ -160,8 +155,8 @@ class MixedPrecision:
         if self.in_backward is not None:
             self.in_backward.take_optimizer(optimizer)
         guard = guard_of(optimizer) or StepGuard(optimizer)
-        guard.watch(self)
         if guard not in self._guards:
+            guard.runtimes.append(self)
             self._guards.append(guard)
         return optimizer
 
@@ -227,7 +222,7 @@ class MixedPrecision:
 
     def report(self, optimizer: Optimizer) -> StepReport:
         """What the gradients of ``optimizer`` are like."""
-        if (known := next(filter(None, (observer.report() for observer in self.observers)), None)) is not None:
+        if known := next(filter(None, (observer.report() for observer in self.observers)), None):
             return known
         # FSDP may shard a module around the model, unseen from inside.
         self._use_layout_for(parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -284,10 +279,6 @@ class MixedPrecision:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave; a state of another loss scaling is left, and what is none raises."""
         load_state(state_dict, self.policy, self.scaler)
-        self.reset_stats()
-
-    def reset_stats(self) -> None:
-        """Begin the stats anew at what the scaler says, after it took a saved state over."""
         self.stats = PrecisionStats.resumed(self.scaler.state)
 
 
@@ -296,8 +287,7 @@ def prepare(
 ) -> tuple[nn.Module, Optimizer]:
     """Mixed precision for a plain loop: attach a policy to a model and its optimizer.
 
-    The loop stays as it is for FP32. To hold an LR scheduler back at a skipped update, ask
-    ``optimizer.step_was_skipped``.
+    The loop stays as it is for FP32; ``optimizer.step_was_skipped`` tells when to hold an LR scheduler back.
 
     Args:
         model: any ``nn.Module``; one loaded in FP16/BF16 is given FP32 masters.

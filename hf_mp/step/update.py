@@ -27,7 +27,7 @@ class StepGuard:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
-        self.runtimes: list[MixedPrecision] = []
+        self.runtimes: list[MixedPrecision] = []  # of the models whose parameters it has
         self._before = {name: vars(optimizer)[name] for name in ("step", _SUPPORTS_SCALING) if name in vars(optimizer)}
         self._unguarded = optimizer.step
 
@@ -43,11 +43,6 @@ class StepGuard:
         self._told = tell_accelerate(optimizer)
         # torch.amp.GradScaler leaves unscaling to such an optimizer, and tells it by attributes: so it is noticed.
         setattr(optimizer, _SUPPORTS_SCALING, True)
-
-    def watch(self, runtime: MixedPrecision) -> None:
-        """Guard the optimizer for one more model."""
-        if runtime not in self.runtimes:
-            self.runtimes.append(runtime)
 
     def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         optimizer, runtimes = self.optimizer, list(self.runtimes)

@@ -24,6 +24,7 @@ from hf_mp.diagnostics.layers import select_layers
 from hf_mp.diagnostics.overflow import explain_overflows
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.policy import PrecisionPolicy, parse_loss_scale
+from hf_mp.scaling.events import PrecisionStats
 from hf_mp.scaling.scalers import make_loss_scaler
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.first_backward import check_first_backward
@@ -254,7 +255,7 @@ class TrainerSession:
             elif torch_path.is_file():
                 path = torch_path
                 self.runtime.scaler.load_state_dict(torch.load(torch_path, weights_only=True))
-                self.runtime.reset_stats()
+                self.runtime.stats = PrecisionStats.resumed(self.runtime.scaler.state)
             else:
                 logger.warning(f"{checkpoint} has no {STATE_NAME}: the loss scale starts anew")
         except (ValueError, TypeError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
