@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class MixedPrecision:
         layout: how the weights are stored; default: what the policy says.
 
     Attributes:
-        policy, scaler, stats, step_was_skipped: of the last step, its :class:`PrecisionStats` and whether it was skipped.
+        policy, scaler, stats: the :class:`PrecisionStats`; step_was_skipped: whether the last step was.
 
     Raises:
         TypeError, ValueError: for an unknown policy, or ``free_gradients`` or ``max_grad_norm`` without effect.
@@ -78,12 +78,11 @@ class MixedPrecision:
         self.step_was_skipped = self.is_detached = False
         self.stats = PrecisionStats.before_first_step(self.scaler.get_scale())
         self._model: weakref.ref[nn.Module] | None = None
-        self._patches: weakref.finalize[..., nn.Module] | None = None
+        self._patches: Callable[[], Any] = lambda: None
         self._forwards: list[weakref.ref[AttachedForward]] = []
         self._guards: list[StepGuard] = []
-        self.in_backward = (
-            None if free_gradients == "step" else OptimizerInBackward(max_grad_norm, self._backward_ended)
-        )
+        in_step = free_gradients == "step"
+        self.in_backward = None if in_step else OptimizerInBackward(max_grad_norm, self._backward_ended)
         self.observers: list[StepObserver] = [] if self.in_backward is None else [self.in_backward]
 
     @property
@@ -259,8 +258,7 @@ class MixedPrecision:
             remove_replacements(model)
         for observer in self.observers:
             observer.detached()
-        if self._patches is not None:
-            self._patches()
+        self._patches()
         self.is_detached = True
 
     def copy_for(self, memo: dict[int, Any]) -> MixedPrecision:
