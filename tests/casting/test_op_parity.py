@@ -3,6 +3,7 @@
 torch's CUDA autocast is asked without a GPU: fake tensors on "cuda" go through its dispatch, and have dtypes.
 """
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +14,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_mp.casting.mode import autocast
-from hf_mp.casting.tables import TABLES, CastRule, TableName, spellings
+from hf_mp.casting.tables import OPS, TABLES, CastRule, TableName, spellings
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 PROPERTY = settings(derandomize=True, max_examples=60, deadline=None)
@@ -128,6 +130,9 @@ SAMPLES: dict[str, Callable[[Operand], Call]] = {
     "linalg.multi_dot": lambda r: Call([r(3, 4), r(4, 5), r(5, 2)]),
     "linalg.matmul": lambda r: Call(r(2, 3, 4), r(4, 5)),
     "linalg.matrix_power": lambda r: Call(r(3, 3), 3),
+    "matrix_power": lambda r: Call(r(3, 3), 3),
+    "sparse.mm": lambda r: Call(r(3, 4).to_sparse(), r(4, 5)),
+    "sparse.addmm": lambda r: Call(r(3, 5), r(3, 4).to_sparse(), r(4, 5)),
     "inner": lambda r: Call(r(3, 4), r(2, 4)),
     "square": lambda r: Call(r(3)),
     "trapezoid": lambda r: Call(r(4)),
@@ -159,6 +164,8 @@ SAMPLES: dict[str, Callable[[Operand], Call]] = {
     "native_layer_norm": lambda r: Call(r(3, 4), [4], r(4), r(4), 1e-5),
     "rms_norm": lambda r: Call(r(3, 4), [4], r(4)),
     "group_norm": lambda r: Call(r(2, 4, 3), 2, r(4), r(4)),
+    "norm_except_dim": lambda r: Call(r(3, 4), 2, 1),
+    "_weight_norm": lambda r: Call(r(3, 4, 2), r(1, 4, 1), 1),
     "frobenius_norm": lambda r: Call(r(3, 4), [0, 1]),
     "renorm": lambda r: Call(r(3, 4), 2, 0, 1.0),
     "pdist": lambda r: Call(r(3, 4)),
@@ -262,10 +269,10 @@ WRITTEN_OUT_FOR_CUDA, WRITTEN_OUT_FOR_CPU = (" ".join(TABLES[tables].written_out
 # Names of ours for which torch has no autocast kernel: what the op calls inside has one.
 MADE_OF_OTHERS: dict[TableName, str] = {
     "cuda": "arccos arcsin arctan2 cross_entropy_loss nll_loss_nd pairwise_distance linalg.cross linalg.norm "
-    "lstm gru rnn_tanh rnn_relu linalg.matmul square trapezoid trapz cumulative_trapezoid "
+    "lstm gru rnn_tanh rnn_relu linalg.matmul square trapezoid trapz cumulative_trapezoid norm_except_dim sparse.addmm "
     f"{WRITTEN_OUT_FOR_CUDA}",
     "cpu": "chain_matmul concat concatenate linalg.multi_dot nll_loss_nd "
-    f"rnn_tanh rnn_relu linalg.matmul lu {WRITTEN_OUT_FOR_CPU}",
+    f"rnn_tanh rnn_relu linalg.matmul lu sparse.addmm {WRITTEN_OUT_FOR_CPU}",
 }
 ONLY_CUDNN = {"cudnn_convolution": "cuDNN's own", "cudnn_convolution_transpose": "cuDNN's own"}
 MIXED = ((FP32, BF16), (BF16, FP32))
@@ -314,10 +321,12 @@ class TestNames:
         assert set(SAMPLES) <= set(names_in("cuda")) | set(names_in("cpu"))
 
 
-def callable_spellings(name: str) -> list[Callable[..., Any]]:
-    """The spellings of an op that take its sample as it is."""
+def callable_spellings(name: str, tables: TableName) -> list[Callable[..., Any]]:
+    """The spellings of an op that the tables know and that take its sample as it is, one of its overloads for all."""
     found = []
     for function in spellings(name):
+        if isinstance(function, OpOverload) or function not in OPS[tables]:
+            continue
         try:
             result = SAMPLES[name](operands(FP32)).of(function)
         except Exception:
@@ -337,7 +346,7 @@ def _cpu_cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "dtypes"), list(_cpu_cases()))
 def test_cpu_tables_give_torchs_dtypes_and_values(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
-    functions = callable_spellings(name)
+    functions = callable_spellings(name, "cpu")
     assert functions
     for function in functions:
         try:
@@ -352,6 +361,35 @@ def test_cpu_tables_give_torchs_dtypes_and_values(name: str, dtypes: tuple[torch
         assert_same(found, expected, tolerance=DEPEND_ON_MEMORY.get(name, 0.0))
 
 
+def _like(value: Any) -> Any:
+    """What ``out=`` takes for such a result."""
+    return torch.zeros_like(value) if isinstance(value, Tensor) else tuple(map(_like, value))
+
+
+@pytest.mark.parametrize("tables", ["cpu", "cuda"])
+def test_calls_with_out_are_left_alone(tables: TableName) -> None:
+    taken = set()
+    for name in names_in(tables):
+        for function in callable_spellings(name, tables):
+            # torch.chain_matmul drops out= before it asks a mode
+            if function is torch.functional.chain_matmul or name == "binary_cross_entropy":
+                continue
+            for dtype in (FP32, BF16, FP64):
+                call = SAMPLES[name](operands(dtype))
+                try:
+                    out, expected = (_like(call.of(function)) for _ in range(2))
+                    Call(*call.args, **call.kwargs, out=expected).of(function)
+                except Exception:
+                    continue
+                with autocast(BF16, tables=tables):
+                    found = Call(*call.args, **call.kwargs, out=out).of(function)
+                assert all(map(operator.is_, tensors(found), tensors(out))), name
+                assert_same(out, expected, tolerance=1e-5)
+                taken.add(name)
+    assert {"mm", "inner", "linalg.matrix_power", "sum" if tables == "cuda" else "linalg.pinv"} <= taken
+    assert len(taken) > 60
+
+
 def _documented(rule: CastRule, compute: torch.dtype, inputs: tuple[torch.dtype, ...]) -> torch.dtype:
     if rule is CastRule.LOWER_PRECISION:
         return compute
@@ -364,7 +402,7 @@ def _documented(rule: CastRule, compute: torch.dtype, inputs: tuple[torch.dtype,
     [(r, n) for r, n in TABLES["cuda"].entries() if r is not CastRule.WRITTEN_OUT and n not in ONLY_CUDNN],
 )
 def test_cuda_tables_give_the_documented_dtype_on_a_cpu(rule: CastRule, name: str, compute: torch.dtype) -> None:
-    functions = callable_spellings(name)
+    functions = callable_spellings(name, "cuda")
     assert functions
     for inputs in ((FP32,), (compute,), (FP32, compute)):
         for function in functions:
@@ -413,6 +451,8 @@ NOT_FAKED = {
     "grid_sampler",
     "cov",
     "corrcoef",
+    "sparse.mm",
+    "sparse.addmm",
 }
 # torch registers `cross` alone, and its linalg.cross refuses two dtypes; ours takes the widest for both
 FAKED_IN_ONE_DTYPE = {"linalg.cross"}
@@ -426,7 +466,7 @@ def test_cuda_tables_give_the_dtype_of_torchs_cuda_autocast(name: str, compute: 
     mixed = () if name in FAKED_IN_ONE_DTYPE else ((FP32, compute), (compute, FP32))
     for inputs in ((FP32,), (compute,), *mixed):
         call = SAMPLES[name](operands(*inputs))
-        for function in callable_spellings(name):
+        for function in callable_spellings(name, "cuda"):
             with FakeTensorMode():
                 faked = on_fake_cuda(call)
                 with torchs_cuda_autocast(compute):
@@ -511,7 +551,7 @@ def test_ops_made_of_listed_ones_have_the_dtype_of_torchs_cuda_autocast(name: st
 
 # Operands large enough that the error of a whole result is told, not that of single roundings.
 ACCURACY: dict[str, Callable[[Operand], Call]] = {
-    **{n: SAMPLES[n] for n in names_in("cuda", CastRule.LOWER_PRECISION) if n not in ONLY_CUDNN},
+    **{n: SAMPLES[n] for n in names_in("cuda", CastRule.LOWER_PRECISION) if n not in ONLY_CUDNN | {"sparse.addmm": ""}},
     "conv1d": lambda r: Call(r(4, 16, 40), r(24, 16, 3), r(24)),
     "conv2d": lambda r: Call(r(2, 8, 12, 12), r(16, 8, 3, 3), r(16)),
     "conv_transpose2d": lambda r: Call(r(2, 8, 10, 10), r(8, 16, 3, 3), r(16)),
