@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,7 +19,7 @@ from hf_mp.casting.cpu.attention import ATTENTION, Attention, attend, read_atten
 from hf_mp.casting.cpu.products import Factor, Product, multiply, read_product
 from hf_mp.casting.cpu.upcast import must_be_plain, run_through_fp32, runs_natively
 from hf_mp.casting.decompositions.composites import COMPOSITES, call
-from hf_mp.casting.decompositions.ops import NOT_TRACED, WRITTEN_OUT
+from hf_mp.casting.decompositions.ops import decompose
 from hf_mp.casting.explain import Explanation, Recorder
 from hf_mp.casting.rules import ParsedRules, Rules, match_modules, parse_rules
 from hf_mp.casting.tables import OPS, TABLES, CastRule, TableName
@@ -26,6 +27,7 @@ from hf_mp.casting.torch_patches import autocast_state as torch_state
 from hf_mp.casting.torch_patches import compiler as compiling
 from hf_mp.casting.torch_patches.autocast_state import is_torch_autocast_enabled
 from hf_mp.casting.torch_patches.checkpoints import reenter_in_recomputation
+from hf_mp.casting.torch_patches.lost_arguments import keep_weights_of_l1_loss
 from hf_mp.step import borders
 from hf_mp.weights.working_copies import WatchedParameter, version_of
 
@@ -142,10 +144,8 @@ class autocast(TorchFunctionMode):
         kwargs = kwargs or {}
         entry = self._ops.get(func)
         if entry is None:
-            if func in COMPOSITES and not (torch.compiler.is_dynamo_compiling() and func in NOT_TRACED):
+            if func in COMPOSITES:
                 return self._open(COMPOSITES[func], args, kwargs)
-            if torch.compiler.is_dynamo_compiling() and self._writes_out(func):
-                return self._write_out(NOT_TRACED[func], func, args, kwargs)
             if self.observer is None:
                 return self.call_unlisted(func, args, kwargs)
         # An autocast inside this one has decided already; what reaches here is the call that it makes.
@@ -166,13 +166,11 @@ class autocast(TorchFunctionMode):
         finally:
             _pop_mode()
 
-    def _writes_out(self, func: Callable[..., Any]) -> bool:
-        innermost = self.enabled and state.active[-1] is self
-        return innermost and func in NOT_TRACED and NOT_TRACED[func] in TABLES[self.tables].written_out
-
     def _write_out(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Make the calls that an op makes inside; where there are none, lower the op as a whole."""
-        result = self._open(WRITTEN_OUT[name], args, kwargs)
+        """Make the calls that an op makes inside; where there are none, lower the op as a whole or leave it alone."""
+        result = self._open(decompose, (name, args, kwargs), {})
+        if result is None:
+            return (self.observer or self.apply)(None, func, args, kwargs)
         if result is not NotImplemented:
             return result
         return (self.observer or self.apply)((CastRule.LOWER_PRECISION, name), func, args, kwargs)
@@ -436,9 +434,13 @@ _APPLY: dict[CastRule, Callable[..., Any]] = {
 
 reenter_in_recomputation(active_autocast)
 torch_state.install(active_autocast)
+keep_weights_of_l1_loss()
 borders.watch_autograd_functions(border_argument)
 borders.watch_script_functions(border_argument)
 compiling.check_compiler()
+compiling.show_modes(itertools.chain(COMPOSITES, *OPS.values()))
+compiling.hash_functions_by_identity()
+compiling.compile_only_inside_others(autocast.__torch_function__)
 compiling.trace_borders(borders.needs_borders, border_argument)
 compiling.trace_islands(enter_island, leave_island)
 compiling.trace_operators_inside(active_autocast, border_argument)

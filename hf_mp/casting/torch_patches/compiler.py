@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch._dynamo  # first: what follows cannot be imported without it
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables import higher_order_ops
+from torch._dynamo.variables import torch as compiled_torch
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.ctx_manager import AutocastModeVariable
+from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.higher_order_ops import TorchHigherOrderOperatorVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 
@@ -46,6 +49,42 @@ def check_compiler() -> None:
 def _trace(tx: Any, function: Callable[..., Any], args: list[Any]) -> Any:
     """Have the compiler trace ``function(*args)`` as if the code that it compiles had called it."""
     return VariableTracker.build(tx, function).call_function(tx, args, {})
+
+
+def show_modes(functions: Iterable[Callable[..., Any]]) -> None:
+    """Hand the calls of ``functions`` to modes in compiled code, as Python does.
+
+    The compiler asks modes about the functions of torch's documented namespaces alone. ``torch.nn.functional`` calls
+    others inside: the losses, paddings and interpolations of ``torch._C._nn``, and private functions of ``torch``.
+    """
+    compiled_torch.get_overridable_functions().update(functions)
+
+
+def hash_functions_by_identity() -> None:
+    """Find a method of an intermediate result in a dictionary of functions, as Python does.
+
+    The compiler represents ``Tensor.norm`` of a value that it computed itself by a variable without a source, whose
+    hash is not the function's: no lookup finds it, and the guard on that fails at once. torch 2.11 has no such hash.
+    """
+    original = getattr(UserFunctionVariable, "hash_impl", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def hash_impl(self: Any, tx: Any) -> tuple[int, bool]:
+        return original(self, tx) if self.source else (hash(self.fn), False)
+
+    UserFunctionVariable.hash_impl = hash_impl  # type: ignore[method-assign]
+
+
+def compile_only_inside_others(function: Callable[..., Any]) -> None:
+    """Never compile a call of ``function`` by itself, nor what it calls.
+
+    Where compiled code breaks off, ops run one by one, and the compiler would take each call of a mode for a function
+    to compile. The code that a composite of torch is opened with then mixes up its own variables after a break.
+    """
+    never = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, never)
 
 
 def trace_borders(needs_borders: Callable[[Any], bool], border_argument: Callable[[Any], Any]) -> None:
