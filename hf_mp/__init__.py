@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hf_mp.diagnostics.overflow import explain_overflows
     from hf_mp.diagnostics.overflow_report import OverflowReport
     from hf_mp.diagnostics.precision_recorder import record_precision
+    from hf_mp.diagnostics.scale_leaks import ScaleLeakError, check_gradients
     from hf_mp.memory.fitting import LargestBatch, largest_batch_size
     from hf_mp.memory.footprint import MemoryFootprint, memory_footprint
     from hf_mp.memory.measuring import measure_training_memory
@@ -41,6 +42,8 @@ _HOME = {
     "explain_overflows": "hf_mp.diagnostics.overflow",
     "OverflowReport": "hf_mp.diagnostics.overflow_report",
     "record_precision": "hf_mp.diagnostics.precision_recorder",
+    "check_gradients": "hf_mp.diagnostics.scale_leaks",
+    "ScaleLeakError": "hf_mp.diagnostics.scale_leaks",
     "DynamicLossScaler": "hf_mp.scaling.scalers",
     "HeadroomLossScaler": "hf_mp.scaling.scalers",
     "LossScaleError": "hf_mp.scaling.scalers",
@@ -83,10 +86,12 @@ __all__ = [
     "PrecisionPolicy",
     "PrecisionStats",
     "Preempted",
+    "ScaleLeakError",
     "StaticLossScaler",
     "TrainingMemory",
     "__version__",
     "autocast",
+    "check_gradients",
     "custom_bwd",
     "custom_fwd",
     "estimate_training_memory",

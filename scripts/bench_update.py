@@ -89,29 +89,31 @@ def our_step(workload: Workload, precision: str, make: MakeOptimizer) -> Step:
     model = workload.model()
     runtime = hf_mp.MixedPrecision(precision)
     runtime.attach(model)
-    runtime.measures_norm = True
+    runtime.check.measures_norm = True
     optimizer = runtime.attach_optimizer(make(model.parameters()))
     given = gradients(model)
     if runtime.policy.is_lean:  # as backward leaves them: in FP16, still scaled
         given = [(gradient * runtime.scaler.get_scale()).half() for gradient in given]
     else:
         for parameter in model.parameters():
-            runtime.working_copies.get(parameter)
+            runtime.layout.copies.get(parameter)
+
+    inverse = runtime.scaler.scale_tensors(given[0].device).inverse if runtime.check.is_scaled else None
 
     def step() -> None:
         parameters = list(model.parameters())
         for parameter, gradient in zip(parameters, given, strict=True):
             if isinstance(parameter, SplitParameter):
-                parameter.take_scaled_gradient(gradient)
+                parameter.take_scaled_gradient(gradient, inverse)
             else:
                 parameter.grad = gradient
-        runtime._measure_gradients()
+        runtime.check._measure()
         if isinstance(optimizer, hf_mp.MasterWeightOptimizer):
             optimizer.clip_grad_norm_(1.0)
         else:
-            norm = runtime.gradient_norm(parameters)
+            norm = runtime.check.norm(parameters)
             assert norm is not None
-            runtime.clip_gradients(parameters, 1.0, norm)
+            runtime.check.clip(parameters, 1.0, norm)
         optimizer.step()
 
     return step

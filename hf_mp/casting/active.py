@@ -6,7 +6,7 @@ torch.compile traces these functions: their state is read as it is, and changed 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hf_mp.casting.mode import autocast
@@ -30,13 +30,6 @@ state = _ThreadState()
 def active_autocast() -> autocast | None:
     """The innermost autocast of this thread, also a disabled one; None outside of any."""
     return state.active[-1] if state.active else None
-
-
-def border_argument(value: Any) -> Any:
-    """An argument of an autograd function, with the borders of all active autocasts around it."""
-    for mode in state.active:
-        value = mode.border_argument(value)
-    return value
 
 
 def enter_island(enabled: bool) -> bool:

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
-from hf_mp.casting.active import active_autocast, border_argument, enter_island, leave_island, state
+from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.cpu.attention import ATTENTION, Attention, attend, read_attention
-from hf_mp.casting.cpu.products import Factor, Product, multiply, read_product
+from hf_mp.casting.cpu.products import Operand, Product, multiply, read_product
 from hf_mp.casting.cpu.upcast import must_be_plain, run_through_fp32, runs_natively
+from hf_mp.casting.decompositions import AS_GIVEN
 from hf_mp.casting.decompositions.composites import COMPOSITES, call
 from hf_mp.casting.decompositions.ops import decompose
 from hf_mp.casting.explain import Explanation, Recorder
 from hf_mp.casting.rules import ParsedRules, Rules, match_modules, parse_rules
 from hf_mp.casting.tables import OPS, TABLES, CastRule, TableName
-from hf_mp.casting.torch_patches import autocast_state as torch_state
-from hf_mp.casting.torch_patches import compiler as compiling
-from hf_mp.casting.torch_patches.autocast_state import is_torch_autocast_enabled
-from hf_mp.casting.torch_patches.checkpoints import reenter_in_recomputation
-from hf_mp.casting.torch_patches.lost_arguments import keep_weights_of_l1_loss
-from hf_mp.step import borders
-from hf_mp.weights.working_copies import WatchedParameter, version_of
+from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,6 +34,17 @@ _CASTABLE = frozenset(
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype is not torch.float64
 )  # fmt: skip
 ALLOWED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+_COMPOSITE, _UNLISTED = CastRule.COMPOSITE, CastRule.UNLISTED  # to look an enum member up costs as much as a small op
+
+
+class PlannedCall(NamedTuple):
+    """What an autocast does with the calls of one torch function."""
+
+    rule: CastRule
+    name: str
+    handler: Callable[..., Any]  # (mode, name, func, args, kwargs) -> result
 
 
 class autocast(TorchFunctionMode):
@@ -81,12 +87,10 @@ class autocast(TorchFunctionMode):
             raise ValueError(f"autocast cannot use {dtype}: use torch.float16, torch.bfloat16 or torch.float32")
         if tables not in TABLES:
             raise ValueError(f"tables={tables!r} is not known: use one of {', '.join(map(repr, TABLES))}")
-        if not torch.compiler.is_compiling():
-            torch_state.install_in_transformers(active_autocast)
         self.dtype = dtype
         self.enabled = enabled
         self.tables: TableName = tables
-        self._ops = OPS[tables] if enabled else {}
+        self._plan = PLANS[tables] if enabled else {}
         self._fp32_modules: list[nn.Module] = []
         if rules and enabled:
             self._take_rules(parse_rules(rules, TABLES[tables]), model)
@@ -95,8 +99,9 @@ class autocast(TorchFunctionMode):
         self.observer: Callable[..., Any] | None = None  # makes every call in place of apply(); see explain
 
     def _take_rules(self, rules: ParsedRules, model: nn.Module | None) -> None:
-        ops = {**self._ops, **rules.ops}
-        self._ops = {function: entry for function, entry in ops.items() if entry is not None}
+        unlisted = {function for function, entry in rules.ops.items() if entry is None}
+        listed = {function: entry for function, entry in self._plan.items() if function not in unlisted}
+        self._plan = {**_COMPOSITE_PLAN, **listed, **_plan(rules.ops)}
         if rules.modules:
             if model is None:
                 names = ", ".join(map(repr, rules.modules))
@@ -110,6 +115,7 @@ class autocast(TorchFunctionMode):
             )
         if self._fp32_modules and not self._island_hooks:
             self._island_hooks = [handle for m in self._fp32_modules for handle in _make_island(m, self)]
+        PATCHES.acquire()
         state.active.append(self)
         super().__enter__()
         return self
@@ -117,11 +123,27 @@ class autocast(TorchFunctionMode):
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)
         state.active.pop()
+        PATCHES.release()
         if self not in state.active:
             self._casts.clear()
             for handle in self._island_hooks:
                 handle.remove()
             self._island_hooks = []
+
+    def bring_in(self, tensor: Tensor) -> Tensor:
+        """A tensor that goes into compiled code, in this autocast."""
+        return tensor
+
+    def recomputation(self, function: Callable[P, R]) -> Callable[P, R]:
+        """``function``, which runs in this autocast now, to run in it again where gradient checkpointing recomputes."""
+
+        def recompute(*args: P.args, **kwargs: P.kwargs) -> R:
+            if active_autocast() is self:
+                return function(*args, **kwargs)
+            with self:
+                return function(*args, **kwargs)
+
+        return recompute
 
     def island(self) -> autocast:
         """An autocast to enter inside this one, switched off."""
@@ -140,55 +162,36 @@ class autocast(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # The order below is for speed: most calls of a model are unlisted, and every one of them comes here.
+        # Every torch call of a model comes here, most of them in no table: one look-up decides.
         kwargs = kwargs or {}
-        entry = self._ops.get(func)
-        if entry is None:
-            if func in COMPOSITES:
-                return self._open(COMPOSITES[func], args, kwargs)
-            if self.observer is None:
-                return self.call_unlisted(func, args, kwargs)
-        # An autocast inside this one has decided already; what reaches here is the call that it makes.
-        elif state.active[-1] is not self:
-            entry = None
-        elif entry[0] is CastRule.WRITTEN_OUT:
-            return self._write_out(entry[1], func, args, kwargs)
-        return (self.apply if self.observer is None else self.observer)(entry, func, args, kwargs)
-
-    def _open(self, opened: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a composite function with this mode active, which torch has taken off its stack for the call."""
-        if torch.compiler.is_dynamo_compiling():
-            with self:
-                return opened(*args, **kwargs)
-        _push_mode(self)
-        try:
-            return opened(*args, **kwargs)
-        finally:
-            _pop_mode()
-
-    def _write_out(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Make the calls that an op makes inside; where there are none, lower the op as a whole or leave it alone."""
-        result = self._open(decompose, (name, args, kwargs), {})
-        if result is None:
-            return (self.observer or self.apply)(None, func, args, kwargs)
-        if result is not NotImplemented:
-            return result
-        return (self.observer or self.apply)((CastRule.LOWER_PRECISION, name), func, args, kwargs)
+        entry = self._plan.get(func)
+        if entry is not None:
+            if entry.rule is _COMPOSITE:
+                return self.run_inside(COMPOSITES[func], args, kwargs)
+            if entry.rule is not _UNLISTED and state.active[-1] is not self:
+                entry = None  # an autocast inside this one has decided already, and makes this call
+        if self.observer is None or (entry is not None and entry.rule is CastRule.WRITTEN_OUT):
+            return self.apply(entry, func, args, kwargs)
+        return self.observer(entry, func, args, kwargs)
 
     def apply(
-        self,
-        entry: tuple[CastRule, str] | None,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        self, entry: PlannedCall | None, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Make a call by the table entry that was found for it."""
         if entry is None:
             return self.call_unlisted(func, args, kwargs)
-        rule, name = entry
-        if rule is CastRule.LOWER_PRECISION:  # most calls; to look an enum member up costs as much as a small op
-            return _lower_precision(self, name, func, args, kwargs)
-        return _APPLY[rule](self, name, func, args, kwargs)
+        return entry.handler(self, entry.name, func, args, kwargs)
+
+    def run_inside(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call ``function`` with this mode active, which torch has taken off its stack for the current call."""
+        if torch.compiler.is_dynamo_compiling():
+            with self:
+                return function(*args, **kwargs)
+        _push_mode(self)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _pop_mode()
 
     @staticmethod
     def explain(
@@ -228,46 +231,33 @@ class autocast(TorchFunctionMode):
             mode.observer = None
         return recorder.explanation()
 
-    def border_argument(self, value: Any) -> Any:
-        """An argument for an autograd function, which torch function modes do not see."""
-        return value
-
     def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Make a call that no table speaks of."""
         return call(func, args, kwargs) if torch.compiler.is_dynamo_compiling() else func(*args, **kwargs)
 
-    def cast_parameter(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """The parameter in ``dtype``; cast once while this autocast lasts, as torch does."""
-        if parameter.dtype is dtype:
-            return parameter
-        return self._casts.get(parameter, dtype) if parameter.requires_grad else parameter.to(dtype)
-
     # Whether products go through multiply() also where the CPU has them: see its `native`.
     takes_products = False
 
-    def factor(self, tensor: Tensor) -> Factor:
+    def operand(self, tensor: Tensor) -> Operand:
         """A weight or bias for a product that runs block by block."""
         inside = self.cast(tensor, self.dtype)
-        return Factor(inside, inside)
+        return Operand(inside, inside, inside)
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         """Cast the eligible tensors (floating, not FP64) in one argument of an op."""
-        if type(value) is Tensor:
-            found = value.dtype
-            return value.to(dtype) if found is not dtype and found in _CASTABLE else value
-        if type(value) is WatchedParameter and value.dtype is torch.float32:  # a parameter with a working copy
-            return self.cast_parameter(value, dtype)
         if isinstance(value, Tensor):
-            eligible = value.is_floating_point() and value.dtype is not torch.float64
-            if isinstance(value, nn.Parameter):
-                return self.cast_parameter(value, dtype if eligible else value.dtype)
-            if not eligible:
-                return value
-            return value if value.dtype is dtype else value.to(dtype)
+            found = value.dtype
+            return value if found is dtype or found not in _CASTABLE else self.convert(value, dtype)
         if isinstance(value, (list, tuple)):
             items = [self.cast(item, dtype) for item in value]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         return value
+
+    def convert(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """``tensor`` in another floating dtype; trained weights are cast once while this autocast lasts, as torch's."""
+        if tensor.requires_grad and tensor.is_leaf:
+            return self._casts.get(tensor, dtype)
+        return tensor.to(dtype)
 
 
 class _Island(autocast):
@@ -311,7 +301,7 @@ class CastCache:
         # A cast made without grad must not serve a forward with grad, nor one of an older value serve a newer.
         key = (id(parameter), dtype, torch.is_grad_enabled())
         kept = self._casts.get(key)
-        version = version_of(parameter)
+        version = _version_of(parameter)
         if kept is not None and kept[1] == version != -1:
             return kept[2]
         made = parameter.to(dtype)
@@ -322,6 +312,10 @@ class CastCache:
         self._casts.clear()
 
 
+def _version_of(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def _device_type(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
@@ -329,6 +323,15 @@ def _device_type(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         if isinstance(value, (list, tuple)) and value and (found := _device_type(tuple(value), {})):
             return found
     return ""
+
+
+def _write_out(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Make the calls that an op makes inside; where there are none, lower the op as a whole or leave it alone."""
+    result = mode.run_inside(decompose, (name, args, kwargs), {})
+    if result is not AS_GIVEN and result is not NotImplemented:
+        return result
+    entry = None if result is AS_GIVEN else PlannedCall(CastRule.LOWER_PRECISION, name, _lower_precision)
+    return (mode.observer or mode.apply)(entry, func, args, kwargs)
 
 
 def _lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -375,8 +378,8 @@ def _is_for_us(attention: Attention, native: bool) -> bool:
 
 def _multiply(mode: autocast, product: Product, native: bool) -> Tensor:
     x = mode.cast(product.x, mode.dtype)
-    bias = None if product.bias is None else mode.factor(product.bias)
-    return multiply(x, mode.factor(product.weight), bias, transposed=product.transposed, native=native)
+    bias = None if product.bias is None else mode.operand(product.bias)
+    return multiply(x, mode.operand(product.weight), bias, transposed=product.transposed, native=native)
 
 
 def _fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -422,26 +425,26 @@ def _banned(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwar
     raise RuntimeError(TABLES[mode.tables].banned[name])
 
 
-_APPLY: dict[CastRule, Callable[..., Any]] = {
+_HANDLERS: dict[CastRule, Callable[..., Any]] = {
     CastRule.LOWER_PRECISION: _lower_precision,
     CastRule.FP32: _fp32,
     CastRule.FP32_OUTPUT: _fp32_output,
     CastRule.FP32_NORM: _fp32,
     CastRule.WIDEST: _widest,
     CastRule.BANNED: _banned,
+    CastRule.WRITTEN_OUT: _write_out,
 }
 
 
-reenter_in_recomputation(active_autocast)
-torch_state.install(active_autocast)
-keep_weights_of_l1_loss()
-borders.watch_autograd_functions(border_argument)
-borders.watch_script_functions(border_argument)
-compiling.check_compiler()
-compiling.show_modes(itertools.chain(COMPOSITES, *OPS.values()))
-compiling.hash_functions_by_identity()
-compiling.compile_only_inside_others(autocast.__torch_function__)
-compiling.trace_borders(borders.needs_borders, border_argument)
-compiling.trace_islands(enter_island, leave_island)
-compiling.trace_operators_inside(active_autocast, border_argument)
-compiling.run_graphs_without_modes(active_autocast)
+def _plan(ops: Mapping[Callable[..., Any], tuple[CastRule, str] | None]) -> dict[Callable[..., Any], PlannedCall]:
+    """What to do with each call; an entry of None in ``ops`` takes a call out of the tables."""
+    return {func: PlannedCall(*entry, _HANDLERS[entry[0]]) for func, entry in ops.items() if entry is not None}
+
+
+# Made once, at import: torch.compile reads a constant dictionary, but not a cached function.
+_COMPOSITE_PLAN = {func: PlannedCall(_COMPOSITE, func.__name__, _banned) for func in COMPOSITES}
+PLANS = {name: {**_COMPOSITE_PLAN, **_plan(ops)} for name, ops in OPS.items()}
+
+# A call of the mode is compiled inside of others only: where compiled code breaks off, ops run one by one, and the
+# compiler would take each call of the mode for a function to compile. A composite then mixes up its own variables.
+set_code_exec_strategy(autocast.__torch_function__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))

@@ -1,51 +1,130 @@
-"""Tensors in whatever containers a model takes and returns."""
+"""Tensors in whatever a model takes and returns: the one helper for nested values."""
 
 from __future__ import annotations
 
+import collections
 import copy
 import operator
+import sys
 import types
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from accelerate.utils.operations import honor_type
-from torch import Tensor
+from torch import Tensor, nn
+
+_ATOMS = (str, bytes, int, float, complex, type(None), type, types.FunctionType, types.MethodType, types.ModuleType)
+_SEQUENCES = (list, tuple, set, frozenset, collections.deque)
 
 
-def apply_to_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """``value`` with ``function`` applied to its tensors, in lists, tuples, mappings, dataclasses and namespaces.
+def apply_to_tensors(function: Callable[[Tensor], Any], value: Any, *, objects: bool = False) -> Any:
+    """``value`` with ``function`` applied to its tensors, in containers, dataclasses and namespaces.
 
-    What holds no tensor that changes is returned itself: a model may write into the containers that it is given.
+    What holds no tensor that changes is returned itself; other containers are made anew, because a model may write into
+    those that it is given.
+
+    Args:
+        function: of one tensor.
+        value: of any type.
+        objects: also change the attributes of objects of any other class (``torch.distributions``), in place: they are
+            what others hold. Modules, functions and Transformers' caches are left alone, and what a generator or a
+            closure holds is out of reach.
     """
+    return _Application(function, objects).to(value)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in the containers that :func:`apply_to_tensors` knows, and in those inside them."""
     if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, (list, tuple)):
-        items = [apply_to_tensors(function, item) for item in value]
-        return value if all(map(operator.is_, items, value)) else honor_type(value, items)
-    found = _entries(value)
-    changed = {key: new for key, old in found.items() if (new := apply_to_tensors(function, old)) is not old}
-    return _with_entries(value, changed) if changed else value
+        yield value
+        return
+    for _, item in _entries(value):
+        yield from tensors_in(item)
 
 
-def _entries(value: Any) -> dict[Any, Any]:
+def named_tensors(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
+    """As :func:`tensors_in`, with paths such as ``"states.0"``."""
+    if isinstance(value, Tensor):
+        return [(name, value)]
+    named = [(f"{name}.{key}" if name else str(key), item) for key, item in _entries(value)]
+    return [found for key, item in named for found in named_tensors(item, key)]
+
+
+def _entries(value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, _SEQUENCES):
+        return list(enumerate(value))
     if isinstance(value, Mapping):
-        return dict(value.items())
-    if isinstance(value, types.SimpleNamespace):
-        return vars(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        names = dict.fromkeys([*getattr(value, "__dict__", ()), *(field.name for field in fields(value))])
-        return {name: getattr(value, name) for name in names if hasattr(value, name)}
-    return {}
+        return list(value.items())
+    return _attributes(value) if _is_record(value) else []
 
 
-def _with_entries(value: Any, entries: Mapping[Any, Any]) -> Any:
-    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
-        return type(value)({**value, **entries})  # type: ignore[call-arg]
-    copied = copy.copy(value)
-    for key, entry in entries.items():
+def _is_record(value: Any) -> bool:
+    return isinstance(value, types.SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type))
+
+
+class _Application:
+    def __init__(self, function: Callable[[Tensor], Any], objects: bool) -> None:
+        self._function, self._objects = function, objects
+        self._done: dict[int, Any] = {}  # objects may refer to each other
+
+    def to(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._function(value)
+        if isinstance(value, _ATOMS):
+            return value
+        if id(value) not in self._done:
+            self._done[id(value)] = value
+            self._done[id(value)] = self._to_container(value)
+        return self._done[id(value)]
+
+    def _to_container(self, value: Any) -> Any:
+        if isinstance(value, _SEQUENCES):
+            items = [self.to(item) for item in value]
+            return value if all(map(operator.is_, items, value)) else _like(value, items)
         if isinstance(value, Mapping):
-            copied[key] = entry
-        else:
-            object.__setattr__(copied, key, entry)
+            changed = self._changed(list(value.items()))
+            return _with_items(value, changed) if changed else value
+        is_record = _is_record(value)
+        if not is_record and (not self._objects or isinstance(value, (nn.Module, *_caches()))):
+            return value
+        changed = self._changed(_attributes(value))
+        target = copy.copy(value) if changed and is_record else value
+        for name, entry in changed.items():
+            object.__setattr__(target, name, entry)
+        return target
+
+    def _changed(self, entries: list[tuple[Any, Any]]) -> dict[Any, Any]:
+        return {key: new for key, old in entries if (new := self.to(old)) is not old}
+
+
+def _caches() -> Iterator[type]:
+    # They come back in, and hold what no loss is computed from.
+    cache_utils = sys.modules.get("transformers.cache_utils")
+    return iter(() if cache_utils is None else (cache_utils.Cache,))
+
+
+def _like(value: Any, items: list[Any]) -> Any:
+    if hasattr(value, "_fields"):  # a named tuple
+        return type(value)(*items)
+    if isinstance(value, collections.deque):
+        return type(value)(items, value.maxlen)
+    return type(value)(items)
+
+
+def _with_items(value: Mapping[Any, Any], changed: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    if not isinstance(value, MutableMapping):
+        return type(value)({**value, **changed})  # type: ignore[call-arg]
+    copied = copy.copy(value)
+    for key, entry in changed.items():  # Transformers' outputs have no update()
+        copied[key] = entry
     return copied
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    names = dict.fromkeys(getattr(value, "__dict__", ()))
+    if is_dataclass(value):
+        names.update(dict.fromkeys(field.name for field in fields(value)))
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        names.update(dict.fromkeys([slots] if isinstance(slots, str) else slots))
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]

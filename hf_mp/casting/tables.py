@@ -31,6 +31,8 @@ class CastRule(Enum):
     FP32_NORM = "fp32 norm"  # as FP32_OUTPUT for norm(), whose p=None forms take no dtype
     WIDEST = "widest type"  # cast to the widest floating dtype among the inputs
     BANNED = "banned"  # refuse, with advice
+    UNLISTED = "unlisted"  # as if no table spoke of it
+    COMPOSITE = "composite"  # a Python function of torch, opened so that the ops inside are seen: see composites.py
     WRITTEN_OUT = "written out"  # the ops inside are cast, each by its own rule: see written_out.py
 
 

@@ -45,7 +45,7 @@ class CallSites:
 
     def __init__(self, model: nn.Module, entry: nn.Module) -> None:
         self._model = model
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._names = {_place(parameter): name for name, parameter in model.named_parameters()}
         modules = {id(module): name for name, module in model.named_modules()}
         self.base = Site(modules.get(id(entry), ""))
         self._sites = [self.base]
@@ -89,7 +89,7 @@ class CallSites:
         self, mode: Any, entry: tuple[CastRule, str] | None, func: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Make a call in place of ``mode.apply`` and know meanwhile that it runs: an autocast's ``observer``."""
-        name = _name(func) if entry is None else entry[1]
+        name = _name(func) if entry is None or entry[0] is CastRule.UNLISTED else entry[1]
         if name is None:
             return mode.apply(entry, func, args, kwargs)
         call = Call(self._named(args, kwargs), [])
@@ -112,7 +112,7 @@ class CallSites:
             for index, item in enumerate(value if isinstance(value, (list, tuple)) else [value]):
                 if isinstance(item, Tensor):
                     place = f"input {key}" if item is value else f"input {key}.{index}"
-                    found.append((self._names.get(id(item), place), item))
+                    found.append((self._names.get(_place(item), place), item))
         return found
 
     @contextlib.contextmanager
@@ -129,6 +129,11 @@ class CallSites:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _place(tensor: Tensor) -> Any:
+    # What a forward uses of a parameter is an alias of it.
+    return (tensor.untyped_storage()._cdata, tensor.shape) if tensor.layout is torch.strided else id(tensor)
 
 
 def _name(func: Callable[..., Any]) -> str | None:

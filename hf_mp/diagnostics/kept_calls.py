@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_mp.diagnostics.values import named_tensors
+from hf_mp.casting.nested import named_tensors
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_mp.casting.nested import named_tensors
 from hf_mp.diagnostics.layers import select_layers
 from hf_mp.diagnostics.magnitudes import histogram, sample, sampling_stride, swamped
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
-from hf_mp.diagnostics.values import named_tensors
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
@@ -136,26 +136,13 @@ class MagnitudeCollector:
         def hook(gradient: Tensor | None) -> None:
             if gradient is not None and self.is_active and name not in self._activation_gradients:
                 with torch._C.DisableTorchFunction(), torch.no_grad():
-                    inverse = self._runtime.scaler.factors(gradient.device).inverse
+                    inverse = self._runtime.inverse(gradient.device, None, 0)
                     self._activation_gradients[name] = _Sampled.of(gradient, inverse)
 
         return hook
 
-    def forward_ended(self, outputs: Any) -> None:
-        """Have the gradients looked at when a backward through ``outputs`` is done."""
-        for _, output in named_tensors(outputs):
-            if output.requires_grad:
-                output.register_hook(self._backward_begins)
-
-    def _backward_begins(self, gradient: Tensor | None) -> None:
-        task = torch._C._current_graph_task_id()
-        if self.is_active and gradient is not None and task != self._task:
-            self._task = task
-            # Two callbacks deep, after DDP's all-reduce: as the runtime measures gradients.
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(lambda: queue(self._backward_ended))
-
-    def _backward_ended(self) -> None:
+    def backward_ended(self) -> None:
+        """Look at the gradients that the first backward has left."""
         if not self.is_active:
             return
         self._remove_hooks()

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from hf_mp.kernels.gradient_scan import real_values
-from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 FP16_LARGEST_LOST = -25  # log2 of the largest magnitude that FP16 rounds to zero: half of its smallest number
 FP16_SMALLEST = -24  # log2 of FP16's smallest number, a subnormal one
@@ -46,9 +45,6 @@ class Histogram:
     def empty(cls) -> Histogram:
         """Of no values."""
         return cls(np.zeros(_BINS, dtype=np.int64))
-
-    def __add__(self, other: Histogram) -> Histogram:
-        return Histogram(self.counts + other.counts)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Histogram) and np.array_equal(self.counts, other.counts)
@@ -100,10 +96,6 @@ class Histogram:
         below = self._below(FP16_SMALLEST_NORMAL - log2_scale)
         return self._share(below - self._at_most(FP16_LARGEST_LOST - log2_scale))
 
-    def share_overflowed(self, log2_scale: int = 0) -> float:
-        """The share that is 65536 or more, after multiplication by 2**log2_scale; FP16 ends at 65504."""
-        return self._share(self.finite_nonzero - self._below(FP16_OVERFLOW - log2_scale))
-
     def _share(self, count: int) -> float:
         return count / self.finite_nonzero if self.finite_nonzero else 0.0
 
@@ -133,27 +125,6 @@ def histogram(values: Tensor) -> Histogram:
     return Histogram(torch.bincount(bins, minlength=_BINS).cpu().numpy())
 
 
-def histogram_reference(values: Tensor) -> Histogram:
-    """Plain form of :func:`histogram`, element by element."""
-    counts = np.zeros(_BINS, dtype=np.int64)
-    for value in real_values(values.detach()).to(torch.float32).reshape(-1).tolist():
-        counts[_bin_reference(abs(value))] += 1
-    return Histogram(counts)
-
-
-def _bin_reference(magnitude: float) -> int:
-    if math.isnan(magnitude):
-        return _NAN
-    if math.isinf(magnitude):
-        return _INF
-    if magnitude == 0.0:
-        return _ZERO
-    if magnitude < 2.0 ** (1 - _BIAS):
-        return _SUBNORMAL
-    mantissa, exponent = math.frexp(magnitude)
-    return 2 * (exponent - 1 + _BIAS) + (mantissa != 0.5)
-
-
 # Shares
 
 
@@ -171,11 +142,7 @@ def share_underflowed(values: Tensor, *, dtype: torch.dtype = torch.float16, sca
 
     Returns:
         0 to 1; 0 where there are no such values.
-
-    Raises:
-        ValueError: for another dtype.
     """
-    _check_dtype(dtype)
     magnitudes = real_values(values.detach()).abs().to(torch.float64)
     counted = (magnitudes > 0.0) & magnitudes.isfinite()
     lost = counted & (magnitudes * scale <= torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2)
@@ -206,16 +173,7 @@ def swamped(weights: Tensor, updates: Tensor, dtype: torch.dtype = torch.float16
         weights: before the update, FP32 (or ``dtype``); rounded to ``dtype`` here.
         updates: what is added to them, FP32, of the same shape.
         dtype: ``float16`` (default) or ``bfloat16``.
-
-    Raises:
-        ValueError: for another dtype, or different shapes.
     """
-    _check_dtype(dtype)
-    if weights.shape != updates.shape:
-        raise ValueError(
-            f"each update belongs to a weight, but there are {tuple(updates.shape)} updates and "
-            f"{tuple(weights.shape)} weights"
-        )
     limits = torch.finfo(dtype)
     working = weights.detach().to(dtype).to(torch.float32)
     power = (working.contiguous().view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
@@ -225,19 +183,8 @@ def swamped(weights: Tensor, updates: Tensor, dtype: torch.dtype = torch.float16
     return Swamped(int((counted & (sizes < half_ulp)).sum()), int(counted.sum()))
 
 
-def share_swamped(weights: Tensor, updates: Tensor, dtype: torch.dtype = torch.float16) -> float:
-    """The share of the finite updates but zero that :func:`swamped` counts: 0 to 1, 0 where there are none."""
-    return swamped(weights, updates, dtype).share
-
-
 def _ratio(count: int, total: int) -> float:
     return count / total if total else 0.0
-
-
-def _check_dtype(dtype: torch.dtype) -> None:
-    if dtype not in LOWER_PRECISION_DTYPES:
-        allowed = ", ".join(sorted(map(str, LOWER_PRECISION_DTYPES)))
-        raise ValueError(f"dtype={dtype} is no 16-bit format: use one of {allowed}")
 
 
 # Samples

@@ -8,6 +8,7 @@ inputs were not finite inherits where that came from. So an inf that nobody uses
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_mp.casting.nested import tensors_in
 from hf_mp.diagnostics.call_sites import CallSites, Site
 from hf_mp.diagnostics.overflow_report import Phase
 from hf_mp.diagnostics.values import Finiteness, TensorRange, finiteness, ranges_of
@@ -26,9 +28,6 @@ from hf_mp.scaling.rules import FP16_MAX
 _MASKING = frozenset(
     {"full", "full_like", "new_full", "masked_fill", "masked_fill_", "where", "fill_", "scalar_tensor"}
 )
-# A mask's lowest number may become -inf where it is cast or added up.
-_CARRIES_MASK = frozenset({"_to_copy", "copy_", "add", "add_", "sub", "mul"})
-_LOWEST_OF_A_MASK = -1e8
 _UNINITIALISED = frozenset(
     {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted", "resize_"}
 )
@@ -64,18 +63,22 @@ class OriginTracker(TorchDispatchMode):
 
     Args:
         sites: knows where the forward is.
+        limit: a magnitude that counts as inf in what an op makes; default inf.
+        carried_limit: the same in what an op makes of values that count as inf; default ``limit``.
     """
 
-    def __init__(self, sites: CallSites) -> None:
+    def __init__(self, sites: CallSites, limit: float = math.inf, carried_limit: float | None = None) -> None:
         super().__init__()
         self._sites = sites
+        self._limit = limit
+        self._finiteness = functools.partial(finiteness, limit=limit if carried_limit is None else carried_limit)
         self._origins: dict[int, Origin | None] = {}  # by storage; None: memory that nobody has written yet
         self._count = 0
         self.backward_task = -1
 
     def of(self, tensor: Tensor) -> Origin | None:
         """Where the inf or NaN in ``tensor`` came from; None if there is none, or it was there before."""
-        return self._origins.get(_memory(tensor)) if finiteness(tensor) else None
+        return self._origins.get(_memory(tensor)) if self._finiteness(tensor) else None
 
     def blame(self, tensor: Tensor, origin: Origin) -> None:
         """Say where what is not finite in ``tensor`` came from."""
@@ -88,31 +91,31 @@ class OriginTracker(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             written = _written(func, args, kwargs)
             forgets = _op_name(func) in _OVERWRITES or _has_out(func)
-            before = {id(tensor): Finiteness.FINITE if forgets else finiteness(tensor) for tensor in written}
+            before = {id(tensor): Finiteness.FINITE if forgets else self._finiteness(tensor) for tensor in written}
             result = func(*args, **kwargs)
             self._look(func, args, kwargs, result if result is not None else written, before)
         return result
 
     def _look(self, func: Any, args: Any, kwargs: Any, result: Any, before: dict[int, Finiteness]) -> None:
-        outputs = list(_tensors(result))
-        inputs = list(_tensors(_read(func, args, kwargs)))
+        outputs = list(tensors_in(result))
+        inputs = list(tensors_in(_read(func, args, kwargs)))
         if _op_name(func) in _UNINITIALISED:
             self._origins.update({_memory(output): None for output in outputs})
             return
         known = set() if func._schema.is_mutable else {_memory(tensor) for tensor in inputs}
         made = [output for output in outputs if _memory(output) not in known]  # views say nothing new
-        states = [finiteness(output) for output in made]
+        states = [self._finiteness(output) for output in made]
         origin = self._origin(func, inputs, outputs, max(states), before) if any(states) else None
         for output, state in zip(made, states, strict=True):
-            if state:
+            if state and origin is not None:
                 self._origins[_memory(output)] = origin
             elif id(output) not in before:
                 self._origins.pop(_memory(output), None)
 
     def _origin(
         self, func: Any, inputs: list[Tensor], outputs: list[Tensor], state: Finiteness, before: dict[int, Finiteness]
-    ) -> Origin:
-        came = [before[id(tensor)] if id(tensor) in before else finiteness(tensor) for tensor in inputs]
+    ) -> Origin | None:
+        came = [before[id(tensor)] if id(tensor) in before else self._finiteness(tensor) for tensor in inputs]
         # What lies in memory that nobody has written is not read either: `baddbmm(empty, q, k, beta=0)`.
         shown = [tensor for tensor in inputs if id(tensor) not in before]  # what it wrote to is no longer what it read
         tainted = [
@@ -125,7 +128,9 @@ class OriginTracker(TorchDispatchMode):
             return min(guilty, key=lambda entry: entry[:2])[2]
         if state is Finiteness.MINUS_INF and tainted:
             return tainted[0][1] or self._make(func, shown, outputs, is_mask=True)
-        is_mask = state is Finiteness.MINUS_INF and _makes_mask(func, inputs)
+        if not any(finiteness(output, self._limit) for output in outputs):
+            return None
+        is_mask = state is Finiteness.MINUS_INF and _op_name(func) in _MASKING
         return self._make(func, shown, outputs, is_mask=is_mask)
 
     def _make(self, func: Any, inputs: list[Tensor], outputs: list[Tensor], *, is_mask: bool) -> Origin:
@@ -167,9 +172,9 @@ class LargestSeen(TorchDispatchMode):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
             result = func(*args, **kwargs)
-            memory = {_memory(tensor) for tensor in _tensors((args, kwargs))}
+            memory = {_memory(tensor) for tensor in tensors_in((args, kwargs))}
             if _op_name(func) not in _UNINITIALISED:
-                for output in _tensors(result if result is not None else _written(func, args, kwargs)):
+                for output in tensors_in(result if result is not None else _written(func, args, kwargs)):
                     is_view = _memory(output) in memory and not func._schema.is_mutable
                     if output.dtype is self._dtype and output.numel() and not is_view:
                         self.value = max(self.value, output.detach().abs().max().item())
@@ -178,7 +183,7 @@ class LargestSeen(TorchDispatchMode):
 
 def _take_function_ranges(origin: Origin, arguments: list[tuple[str, Tensor]], result: Any) -> None:
     with torch._C.DisableTorchFunction():
-        outputs = ranges_of([(f"output {i}", tensor) for i, tensor in enumerate(_tensors(result))])
+        outputs = ranges_of([(f"output {i}", tensor) for i, tensor in enumerate(tensors_in(result))])
         if arguments and any(found.inf_count or found.nan_count for found in outputs):
             origin.inputs, origin.outputs = ranges_of(arguments), outputs
 
@@ -191,36 +196,12 @@ def _rounded_to_inf(inputs: Iterable[Tensor], outputs: list[Tensor]) -> tuple[st
     return (f"computed in FP32 it came to {largest:g}; FP16 ends at {FP16_MAX:g}",)
 
 
-def _makes_mask(func: Any, inputs: Iterable[Tensor]) -> bool:
-    name = _op_name(func)
-    if name in _MASKING:
-        return True
-    return name in _CARRIES_MASK and any(_has_mask_value(tensor) for tensor in inputs)
-
-
-def _has_mask_value(tensor: Tensor) -> bool:
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return False
-    lowest = tensor.detach().min().item()
-    return lowest <= _LOWEST_OF_A_MASK or lowest == torch.finfo(tensor.dtype).min
-
-
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def _op_name(func: Any) -> str:
     return func._schema.name.rpartition("::")[2]
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
 
 
 @functools.cache
@@ -257,4 +238,4 @@ def _has_out(func: Any) -> bool:
 def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that an op writes to."""
     values = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written_places(func)]
-    return list(_tensors(values))
+    return list(tensors_in(values))

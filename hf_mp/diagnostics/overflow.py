@@ -12,11 +12,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from hf_mp.casting.nested import named_tensors
 from hf_mp.diagnostics.kept_calls import IncomingGradient, KeptBackward, KeptCall
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.replay import Replay
 from hf_mp.diagnostics.scale_level import is_finding_its_level, skips_until_error
-from hf_mp.diagnostics.values import finiteness, named_tensors
+from hf_mp.diagnostics.values import finiteness
+from hf_mp.kernels.gradient_scan import SQUARES_BELOW
+from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
@@ -27,7 +30,7 @@ logger = logging.get_logger(__name__)
 KEPT_ELEMENTS = 2**16  # incoming gradients up to this size are kept: 256 KiB in FP32
 
 
-class OverflowExplainer:
+class OverflowExplainer(StepObserver):
     """Replays the micro-batch of a skipped step and reports who made the first inf or NaN; made by
     :func:`explain_overflows`.
 
@@ -46,7 +49,7 @@ class OverflowExplainer:
 
     # What the runtime tells
 
-    def forward_begins(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep the call; returns what to call with its outputs."""
         call = KeptCall.of(forward, args, kwargs, torch_only=not self._keeps_all)
 
@@ -64,6 +67,8 @@ class OverflowExplainer:
 
         # Until a backward comes through it, the graph alone holds the call: it goes where no backward comes.
         def gradient_arrives(gradient: Tensor | None) -> None:
+            if self not in self._runtime.observers:  # a backward that is none of the training's
+                return
             if gradient is None:  # DDP looking for unused parameters hands one on for each output that has none
                 return
             task = torch._C._current_graph_task_id()
@@ -74,12 +79,12 @@ class OverflowExplainer:
 
         output.register_hook(gradient_arrives)
 
-    def backward_ended(self, largest: Tensor) -> None:
+    def backward_ended(self, largest: Tensor | None) -> None:
         """Keep what the gradients' scan gave, unread."""
-        if self._backwards:
+        if self._backwards and largest is not None:
             self._backwards[-1].largest = largest
 
-    def step_ended(self, report: StepReport) -> None:
+    def stepped(self, report: StepReport) -> None:
         """Drop what was kept; explain the step before if it was skipped and that was not to be expected."""
         backwards, self._backwards = self._backwards, []
         scaler = self._runtime.scaler
@@ -95,7 +100,7 @@ class OverflowExplainer:
         if suspects and self._unclean_steps & (self._unclean_steps - 1) == 0:  # the 1st, 2nd, 4th, 8th, ... in a row
             self._publish(self._explain(suspects, backwards))
 
-    def forget(self) -> None:
+    def detached(self) -> None:
         """Drop what was kept of the current step."""
         self._backwards.clear()
 
@@ -259,10 +264,10 @@ def runtime_of(model: Any, caller: str) -> MixedPrecision:
 
 
 def _suspects(backwards: list[KeptBackward]) -> list[KeptBackward]:
-    """The micro-batches that may have failed: gradients accumulate, so it was the first after which they were not
-    finite; all where that was not measured, those with a loss that is not finite first."""
+    """The micro-batches that may have failed: gradients accumulate, so it was the first after which they called for a
+    skip; all where that was not measured, those with a loss that is not finite first."""
     if all(backward.largest is not None for backward in backwards):
-        bad = [b for b in backwards if b.largest is not None and not torch.isfinite(b.largest).item()]
+        bad = [b for b in backwards if b.largest is not None and not b.largest.item() < SQUARES_BELOW]
         return bad[:1] or backwards
     return sorted(backwards, key=lambda backward: not _has_bad_loss(backward))
 

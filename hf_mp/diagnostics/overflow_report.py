@@ -14,7 +14,9 @@ Phase = Literal["input", "weight", "forward", "backward", "loss outside of the m
 
 @dataclass(frozen=True)
 class OverflowReport:
-    """The culprit of a skipped step.
+    """The culprit of a skipped step: who made the first inf or NaN, or else a gradient of 2**64 or more.
+
+    FP32 cannot hold the square of such a gradient, and Adam's second moment would stay inf.
 
     Attributes:
         step: number of the optimizer step, from 1.
@@ -30,7 +32,7 @@ class OverflowReport:
         tensor: name of the input, weight or output that is at fault; ``""`` for an op.
         inputs: the range of each tensor that went into the op.
         outputs: the range of each tensor that came out.
-        nonfinite_gradients: names of the parameters whose gradient was inf or NaN in this micro-batch.
+        nonfinite_gradients: names of the parameters whose gradient was inf, NaN or too large in this micro-batch.
         loss_scale: the loss scale that was in force.
         smaller_scale_helps: whether the same backward is finite at a smaller loss scale; None where it was not tried.
         largest_finite_scale: the largest power of two at which it is, as estimated from that second backward.
@@ -70,13 +72,22 @@ class OverflowReport:
         return {
             "input": f"The batch has inf or NaN already: {self.tensor!r}, as it goes into the model",
             "weight": f"The weight or buffer {self.tensor!r} is not finite{self._in_16_bits}",
-            "forward": f"The first inf or NaN was made by {self.op!r} in {module}, in the forward pass",
-            "backward": f"The first inf or NaN was made by the gradient of {self.op!r} in {module}, in the backward "
+            "forward": f"The first {self._what} was made by {self.op!r} in {module}, in the forward pass",
+            "backward": f"The first {self._what} was made by the gradient of {self.op!r} in {module}, in the backward "
             "pass",
             "loss outside of the model": f"The loss is computed outside of the model, and the gradient that it sends "
-            f"into the output {self.tensor!r} has inf or NaN, while that output is finite",
+            f"into the output {self.tensor!r} has {self._what}, while that output is finite",
             "not found": "A replay did not show who made the inf or NaN",
         }[self.phase]
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether the gradient is finite, and too large to be squared."""
+        return bool(self.outputs) and not any(found.inf_count or found.nan_count for found in self.outputs)
+
+    @property
+    def _what(self) -> str:
+        return "magnitude of 2**64 or more" if self.is_too_large else "inf or NaN"
 
     @property
     def _in_16_bits(self) -> str:
@@ -92,15 +103,17 @@ class OverflowReport:
         if self.smaller_scale_helps:
             until = "" if self.largest_finite_scale is None else f", up to about {self.largest_finite_scale:g}"
             return f"A smaller loss scale helps: the same backward is finite{until}, and the scaler goes there."
-        is_bf16 = any(found.dtype == "bfloat16" for found in (*self.inputs, *self.outputs))
+        is_fp16 = any(found.dtype == "float16" for found in (*self.inputs, *self.outputs))
         rule = f"rules={{{self.module!r}: 'fp32'}}" if self.module else "a rule for that op"
-        in_fp32 = f"Compute it in FP32 ({rule}){'' if is_bf16 else ' or train in bf16'}."
+        in_fp32 = f"Compute it in FP32 ({rule}){' or train in bf16' if is_fp16 else ''}."
         what = {
             "input": "Clean the data.",
             "weight": in_fp32 if self._in_16_bits else "Go back to a checkpoint from before it, or load other weights.",
-            "loss outside of the model": "Look for a division by zero, or a logarithm or root of zero, in the loss.",
-            "forward": "The model makes it by itself.",
-            "backward": "The model makes it by itself.",
+            "loss outside of the model": "Scale the loss down."
+            if self.is_too_large
+            else "Look for a division by zero, or a logarithm or root of zero, in the loss.",
+            "forward": f"It was not tried in FP32, which may hold it. {in_fp32}",
+            "backward": f"It was not tried in FP32, which may hold it. {in_fp32}",
         }[self.phase]
         if self.finite_in_fp32 is not None and self.finite_in_fp32:
             what = f"In FP32 the same micro-batch is finite. {in_fp32}"
@@ -120,7 +133,8 @@ class OverflowReport:
         lines += [f"  out: {found}" for found in self.outputs]
         if self.nonfinite_gradients:
             names, more = self.nonfinite_gradients[:5], len(self.nonfinite_gradients) - 5
-            lines.append(f"  gradients not finite: {', '.join(names)}{f' and {more} more' if more > 0 else ''}")
+            what = "gradients whose square leaves FP32" if self.is_too_large else "gradients not finite"
+            lines.append(f"  {what}: {', '.join(names)}{f' and {more} more' if more > 0 else ''}")
         lines += [f"  {note}" for note in self.notes]
         return "\n".join([*lines, *([f"  {self.advice}"] if self.advice else [])])
 

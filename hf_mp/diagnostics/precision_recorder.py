@@ -22,6 +22,7 @@ from hf_mp.diagnostics.run_log import VERSION, RunLog
 from hf_mp.diagnostics.scale_level import is_finding_its_level
 from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, as_record
 from hf_mp.environment.machine import describe_hardware, package_versions
+from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import StepReport, headroom_left
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
@@ -33,7 +34,7 @@ ELSEWHERE = "a gradient was inf or NaN; this process found no cause, another one
 NOT_REPLAYED = "a gradient was inf or NaN; of skipped steps in a row, only the 1st, 2nd, 4th, 8th, ... are replayed"
 
 
-class PrecisionRecorder:
+class PrecisionRecorder(StepObserver):
     """Keeps the log of a run; made by :func:`record_precision`.
 
     Attributes:
@@ -65,31 +66,29 @@ class PrecisionRecorder:
 
     # What the runtime tells
 
-    def forward_begins(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Look at this step if it is one of those."""
         if self._batch_shape is None and isinstance(ids := kwargs.get("input_ids"), Tensor):
             self._batch_shape = tuple(ids.shape)
         collector = self._collector
         if collector is None:
-            return _ignore
+            return None
         if not collector.is_active:
             if self._runtime.stats.steps < self._due:
-                return _ignore
+                return None
             self._due = self._runtime.stats.steps + self.histogram_steps
             collector.begin(forward)
             self._memory = []
             self._note_memory("before forward")
 
-        def forward_ended(outputs: Any) -> None:
-            self._note_memory("after forward")
-            collector.forward_ended(outputs)
+        return lambda outputs: self._note_memory("after forward")
 
-        return forward_ended
+    def backward_ended(self, largest: Tensor | None) -> None:
+        """Have the gradients looked at."""
+        if self._collector is not None:
+            self._collector.backward_ended()
 
-    def backward_ended(self, largest: Tensor) -> None:
-        """Nothing: the collector hears of the end by itself, also where nothing is scaled."""
-
-    def step_ended(self, report: StepReport) -> None:
+    def stepped(self, report: StepReport) -> None:
         """Write down what became of the step."""
         self._begin()
         scaler, step = self._runtime.scaler, self._runtime.stats.steps + 1
@@ -115,11 +114,7 @@ class PrecisionRecorder:
             self._log.write("magnitudes", **as_record(self.latest))
             self._log.write("memory", step=step, source=memory_source(self._device), points=self._memory)
 
-    def last_words(self) -> str:
-        """Nothing."""
-        return ""
-
-    def forget(self) -> None:
+    def detached(self) -> None:
         """The model is detached."""
         if self._collector is not None:
             self._collector.abandon()
@@ -216,10 +211,6 @@ class PrecisionRecorder:
         if any(explainer.reports for explainer in self._explainers()):
             return NOT_REPLAYED
         return ELSEWHERE if is_running() else UNEXPLAINED
-
-
-def _ignore(outputs: Any) -> None:
-    pass
 
 
 def _now() -> str:

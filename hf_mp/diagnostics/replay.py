@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
-from hf_mp.casting.nested import apply_to_tensors
+from hf_mp.casting.nested import apply_to_tensors, named_tensors
 from hf_mp.diagnostics.call_sites import CallSites
 from hf_mp.diagnostics.kept_calls import KeptBackward, KeptCall
 from hf_mp.diagnostics.origins import LargestSeen, Origin, OriginTracker
-from hf_mp.diagnostics.untouched import gradients_set_aside, untouched
-from hf_mp.diagnostics.values import Finiteness, finiteness, named_tensors, ranges_of
+from hf_mp.diagnostics.untouched import gradients_set_aside, masters_in_place, untouched
+from hf_mp.diagnostics.values import Finiteness, finiteness, ranges_of
+from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.scaling.rules import FP16_MAX, power_of_two_below
 from hf_mp.step.borders import output_border
+from hf_mp.step.forward import WorkingWeights
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.distributed import is_dtensor, is_running, is_sharded
 from hf_mp.weights.split_parameter import raw_gradient
@@ -57,6 +60,7 @@ class Replay:
         self._parameters = [p for p in self._model.parameters() if p.requires_grad]
         self._names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         self._scales: dict[torch.device, Tensor] = {}
+        self._limit = math.inf  # a gradient of a parameter that is as large counts as inf
         self.origin: Origin | None = None
         self.nonfinite_gradients: tuple[str, ...] = ()
         self.smaller_scale_helps: bool | None = None
@@ -89,7 +93,7 @@ class Replay:
             if incoming.gradient is not None:
                 if incoming.gradient._version != incoming.version:
                     self.notes.append(f"the gradient of the output {incoming.output!r} was modified in place since")
-                if same:
+                if same and self.origin is None:
                     self._check_incoming(incoming.output, output, incoming.gradient)
                 leaving.append(output)
                 gradients.append(incoming.gradient)
@@ -103,6 +107,8 @@ class Replay:
         if self.origin is None and leaving:
             with self._observed(sites), tracker:
                 self._backward_through(leaving, gradients, tracker)
+            if self.origin is None and not self.nonfinite_gradients:
+                self._find_too_large(sites, leaving, gradients)
             self._try_smaller_scales(leaving, gradients)
         elif len(leaving) == len(self._backward.incoming):
             self._backward_through(leaving, gradients, None)
@@ -127,16 +133,28 @@ class Replay:
 
         args, kwargs = apply_to_tensors(enter, call.args), apply_to_tensors(enter, call.kwargs)
         region = self._runtime.region
-        with self._runtime.working_copies.saving(), region, nullcontext() if autocast else region.island():
+        weights = WorkingWeights(self._runtime, self._model, self)
+        with region.running(weights), nullcontext() if autocast else region.island():
             outputs = call.forward.original(*args, **kwargs)
-        return [(name, self._border(found)) for name, found in named_tensors(outputs)]
+        return [(name, output_border(found, self)) for name, found in named_tensors(outputs)]
 
-    def _border(self, output: Tensor) -> Tensor:
-        scale = self._runtime.scaler.factors(output.device).scale
-        if scale is None:
-            return output_border(output, None)
-        mine = self._scales.setdefault(output.device, scale.clone())
-        return output_border(output, mine)
+    # What the borders ask (hf_mp.scaling.multiply.Crossings)
+
+    def scale(self, device: torch.device) -> Tensor | None:
+        """The scale of the replay, which may be another one than the run's."""
+        scale = self._runtime.scale(device)
+        return None if scale is None else self._scales.setdefault(device, scale.clone())
+
+    def inverse(self, device: torch.device, node: Any, index: int) -> Tensor | None:
+        """None: whether a gradient is finite does not depend on it."""
+        return None
+
+    def entered(self, node: Any, gradient: Tensor) -> None:
+        """Nothing."""
+
+    def take(self, weight: Tensor, gradients: Sequence[Tensor], node: Any, index: int) -> bool:
+        """Nothing is taken: no gradient stays."""
+        return False
 
     @contextmanager
     def _observed(self, sites: CallSites) -> Iterator[None]:
@@ -166,7 +184,7 @@ class Replay:
 
     def _rounded(self, tensor: Tensor) -> Tensor:
         """What the forward reads in the place of a parameter: its working copy, where there is one."""
-        copies = self._runtime.working_copies
+        copies = self._runtime.layout.copies
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad and tensor.dtype is torch.float32:
             return copies.get(tensor) if tensor in copies else tensor
         return tensor
@@ -192,7 +210,7 @@ class Replay:
         return False
 
     def _check_incoming(self, name: str, output: Tensor, gradient: Tensor) -> None:
-        if self.origin is None and finiteness(gradient) and not finiteness(output):
+        if finiteness(gradient, self._limit) and not finiteness(output):
             ranges = ranges_of([(f"{name}, the output", output)]), ranges_of([("its gradient", gradient)])
             self.origin = Origin("loss outside of the model", 0, "", "", name, *ranges)
 
@@ -203,7 +221,7 @@ class Replay:
         def look(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
             if gradient is None:  # a split parameter has taken it already
                 return None
-            if finiteness(gradient):
+            if finiteness(gradient, self._limit):
                 names.append(self._names[id(parameter)])
                 self._take(None if tracker is None else tracker.of(gradient))
             return gradient.new_zeros(()).expand(gradient.shape)  # nobody needs it: its memory can go
@@ -236,8 +254,22 @@ class Replay:
                     if (gradient := raw_gradient(parameter)) is not None:
                         look(parameter, gradient)
 
+    def _find_too_large(self, sites: CallSites, outputs: list[Tensor], gradients: list[Tensor]) -> None:
+        """Look who made a gradient that is finite and too large to be squared."""
+        self._limit = SQUARES_BELOW
+        inside = SQUARES_BELOW * self._runtime.scaler.get_scale()  # where gradients are scaled
+        tracker = OriginTracker(sites, inside, carried_limit=min(inside, SQUARES_BELOW))
+        with self._observed(sites), tracker:
+            self._backward_through(outputs, gradients, tracker)
+        kept = [incoming for incoming in self._backward.incoming if incoming.gradient is not None]
+        for incoming, output in zip(kept if self.nonfinite_gradients else (), outputs, strict=False):
+            self._check_incoming(incoming.output, output, cast(Tensor, incoming.gradient))
+
     def _try_smaller_scales(self, outputs: list[Tensor], gradients: list[Tensor]) -> None:
         if self.origin is None or self.origin.phase != "backward":
+            return
+        if self._limit < math.inf:  # the true gradient is too large, at any scale
+            self.smaller_scale_helps = False
             return
         used, smallest = self._runtime.scaler.get_scale(), self._runtime.scaler.smallest_scale
         culprit, names = self.origin, self.nonfinite_gradients
@@ -259,24 +291,31 @@ class Replay:
 
     def _try_fp32(self, calls: list[KeptCall]) -> None:
         """The same micro-batch without autocast: does the model itself overflow, or only its 16 bits?"""
-        if self._runtime.policy.is_lean or any(entry.gradient is None for entry in self._backward.incoming):
+        if any(entry.gradient is None for entry in self._backward.incoming):
             return
-        names = self.nonfinite_gradients
+        names, parameters = self.nonfinite_gradients, self._parameters
         for tensor in self._scales.values():
             tensor.fill_(1.0)
+        self._limit /= self._runtime.scaler.get_scale()  # by which parameters still unscale
         try:
-            outputs = {(id(call), name): found for call in calls for name, found in self._forward(call, autocast=False)}
-            leaving = [outputs[id(incoming.call), incoming.output] for incoming in self._backward.incoming]
-            self.finite_in_fp32 = not any(map(finiteness, leaving))
-            gradients = [g for incoming in self._backward.incoming if (g := incoming.gradient) is not None]
-            # A loss outside of the model has seen the outputs of before: what it made of inf says nothing of these.
-            if self.finite_in_fp32 and not any(map(finiteness, gradients)):
-                self._backward_through(leaving, gradients, None)
-                self.finite_in_fp32 = not self.nonfinite_gradients
+            with masters_in_place(self._model) as masters:
+                self._parameters = [masters.get(id(parameter), parameter) for parameter in parameters]
+                self._names.update({id(master): self._names[key] for key, master in masters.items()})
+                self._run_in_fp32(calls)
         except Exception as error:  # a model with frozen 16-bit parts cannot run like that; the rest of the report can
             self.notes.append(f"not tried in FP32: {type(error).__name__}: {error}")
         finally:
-            self.nonfinite_gradients = names
+            self.nonfinite_gradients, self._parameters = names, parameters
+
+    def _run_in_fp32(self, calls: list[KeptCall]) -> None:
+        outputs = {(id(call), name): found for call in calls for name, found in self._forward(call, autocast=False)}
+        leaving = [outputs[id(incoming.call), incoming.output] for incoming in self._backward.incoming]
+        self.finite_in_fp32 = not any(map(finiteness, leaving))
+        gradients = [g for incoming in self._backward.incoming if (g := incoming.gradient) is not None]
+        # A loss outside of the model has seen the outputs of before: what it made of inf says nothing of these.
+        if self.finite_in_fp32 and not any(map(finiteness, gradients)):
+            self._backward_through(leaving, gradients, None)
+            self.finite_in_fp32 = not self.nonfinite_gradients
 
 
 def _weight_origin(name: str, tensor: Tensor, rounded: Tensor) -> Origin:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.diagnostics.kept_calls import RandomStates
+from hf_mp.weights.split_parameter import SplitParameter, open_master
 
 _GRAD: Any = Tensor.grad  # the property itself, which split parameters override
 
@@ -75,6 +76,21 @@ def gradients_set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 def _beside_grad(parameter: nn.Parameter) -> dict[str, Any]:
     """What a split parameter knows of its gradient besides ``.grad``."""
-    return {
-        name: parameter.__dict__[name] for name in ("_scaled_gradient", "_own_factor") if name in parameter.__dict__
-    }
+    return {name: parameter.__dict__[name] for name in ("_scaled", "_read") if name in parameter.__dict__}
+
+
+@contextlib.contextmanager
+def masters_in_place(model: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
+    """Have modules hold FP32 masters in the places of split parameters; gives them by the identity of the latter."""
+    masters: dict[int, nn.Parameter] = {}
+    places = [(module, name, p) for module in model.modules() for name, p in module._parameters.items()]
+    try:
+        for module, name, parameter in places:
+            if isinstance(parameter, SplitParameter):
+                if id(parameter) not in masters:
+                    masters[id(parameter)] = nn.Parameter(open_master(parameter), parameter.requires_grad)
+                module._parameters[name] = masters[id(parameter)]
+        yield masters
+    finally:
+        for module, name, parameter in places:
+            module._parameters[name] = parameter

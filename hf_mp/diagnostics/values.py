@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass
+import math
+from dataclasses import dataclass
 from enum import IntEnum
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,14 +23,18 @@ class Finiteness(IntEnum):
 
 
 @torch.no_grad()
-def finiteness(tensor: Tensor) -> Finiteness:
-    """Whether ``tensor`` has no inf and NaN, -inf alone, or another; FINITE for integers and empty tensors."""
+def finiteness(tensor: Tensor, limit: float = math.inf) -> Finiteness:
+    """Whether ``tensor`` has no inf and NaN, -inf alone, or another; FINITE for integers and empty tensors.
+
+    A magnitude of ``limit`` or more counts as inf.
+    """
     if tensor.dtype not in _LOOKED_AT or tensor.numel() == 0 or tensor.device.type == "meta":
         return Finiteness.FINITE
-    if torch.isfinite(largest_magnitude([tensor])).item():
+    if largest_magnitude([tensor]).item() < limit:
         return Finiteness.FINITE
     values = real_values(tensor.detach())
-    return Finiteness.NOT_FINITE if bool((values.isnan() | values.isposinf()).any()) else Finiteness.MINUS_INF
+    is_harmless = values.isneginf() | (values.abs() < limit)
+    return Finiteness.MINUS_INF if bool(is_harmless.all()) else Finiteness.NOT_FINITE
 
 
 @dataclass(frozen=True)
@@ -84,17 +86,3 @@ class TensorRange:
 def ranges_of(tensors: list[tuple[str, Tensor]]) -> tuple[TensorRange, ...]:
     """The ranges of the floating tensors among ``tensors``."""
     return tuple(TensorRange.of(name, tensor) for name, tensor in tensors if tensor.dtype in _LOOKED_AT)
-
-
-def named_tensors(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
-    """The tensors in lists, tuples, mappings, dataclasses and namespaces, with paths such as ``"states.0"``."""
-    if isinstance(value, Tensor):
-        return [(name, value)]
-    items: Any = ()
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, (list, tuple)):
-        items = enumerate(value)
-    elif (is_dataclass(value) and not isinstance(value, type)) or isinstance(value, SimpleNamespace):
-        items = vars(value).items()
-    return [found for key, item in items for found in named_tensors(item, f"{name}.{key}" if name else str(key))]

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from hf_mp.kernels.registry import chosen
-from hf_mp.policy import LOWER_PRECISION_DTYPES
-from hf_mp.weights.split import REMAINDER_DTYPE, merge, split_into
+from hf_mp.weights.split import merge, split_into
 
 # Small enough that what one operation leaves is in a core's cache for the next, large enough for some 20 calls a block.
 _BLOCK_ELEMENTS_PER_THREAD = 2**17
@@ -84,15 +83,8 @@ class AdamWTensors(NamedTuple):
 
 
 @torch.no_grad()
-def adamw_reference(
-    parameters: Sequence[AdamWTensors],
-    settings: AdamWSettings,
-    factor: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
-    """Plain form of :func:`adamw_`: whole FP32 masters and gradients, and torch's fused AdamW."""
-    if found_inf is not None and found_inf.item():
-        return
+def adamw_reference(parameters: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None = None) -> None:
+    """Reference of :func:`adamw_`: whole FP32 masters and gradients, and torch's fused AdamW."""
     for tensors in parameters:
         tensors.step.add_(1)
         master = _whole_master(tensors)
@@ -103,17 +95,12 @@ def adamw_reference(
 
 @torch.no_grad()
 def adamw_written_out(
-    parameters: Sequence[AdamWTensors],
-    settings: AdamWSettings,
-    factor: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    parameters: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None = None
 ) -> None:
     """:func:`adamw_reference` operation by operation, each rounded to FP32: what the Triton kernel gives bit for bit.
 
     torch's fused AdamW fuses one product and sum, in the first moment, and so differs from it by rounding.
     """
-    if found_inf is not None and found_inf.item():
-        return
     for tensors in parameters:
         tensors.step.add_(1)
         steps = tensors.step.item()
@@ -152,32 +139,19 @@ def _write_working(tensors: AdamWTensors, master: Tensor) -> None:
 
 
 @torch.no_grad()
-def adamw_(
-    parameters: Sequence[AdamWTensors],
-    settings: AdamWSettings,
-    factor: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
+def adamw_(parameters: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None = None) -> None:
     """Take a step of AdamW in place, for tensors of one device.
 
     On a CPU, what this writes is bit for bit what :func:`adamw_reference` writes.
 
     Args:
-        parameters: what belongs to each.
+        parameters: what belongs to each; FP32 tensors are contiguous.
         settings: of all of them.
         factor: FP32, of one element: the inverse loss scale times the clip coefficient; None for 1.
-        found_inf: FP32, of one element; 1 leaves everything as it is. It is read on its device.
-
-    Raises:
-        ValueError: for tensors that do not fit together; the message names which.
     """
-    for tensors in parameters:
-        check_tensors(tensors)
     read = [tensor for tensors in parameters for tensor in (tensors.gradient, *tensors.floating_state())]
     if (kernel := chosen("adamw", read)) is not None:
-        kernel(parameters, settings, factor, found_inf)
-        return
-    if found_inf is not None and found_inf.item():
+        kernel(parameters, settings, factor)
         return
     for tensors in parameters:
         if not _has_blocks(tensors):
@@ -186,31 +160,6 @@ def adamw_(
         tensors.step.add_(1)
         update = _update_split_fp16 if tensors.working.dtype is torch.float16 else _update_split_bf16  # type: ignore[union-attr]
         update(tensors, settings, None if factor is None else factor.squeeze())
-
-
-def check_tensors(tensors: AdamWTensors) -> None:
-    """Raise ``ValueError`` for tensors of one parameter that do not fit together."""
-    shape, device = tensors.gradient.shape, tensors.gradient.device
-    for name, tensor in zip(tensors._fields, tensors, strict=True):
-        if tensor is None:
-            continue
-        if tensor.device != device and name != "step":
-            raise ValueError(f"{name} is on {tensor.device}, but the gradient on {device}: move them to one device")
-        if name != "step" and tensor.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but the gradient {tuple(shape)}")
-        if name in ("exp_avg", "exp_avg_sq", "master") and not tensor.is_contiguous():
-            raise ValueError(f"{name} is not contiguous: give its .contiguous()")
-    if (tensors.master is None) != (tensors.remainder is not None):
-        raise ValueError("give either a FP32 master, or a working copy and its remainder")
-    wanted = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "master": torch.float32}
-    for name, dtype in {**wanted, "remainder": REMAINDER_DTYPE}.items():
-        tensor = getattr(tensors, name)
-        if tensor is not None and tensor.dtype is not dtype:
-            raise ValueError(f"{name} is {tensor.dtype}, but must be {dtype}")
-    if tensors.working is None and tensors.remainder is not None:
-        raise ValueError("a remainder needs its working copy")
-    if tensors.working is not None and tensors.working.dtype not in LOWER_PRECISION_DTYPES:
-        raise ValueError(f"working is {tensors.working.dtype}, but must be torch.float16 or torch.bfloat16")
 
 
 def _whole_master(tensors: AdamWTensors) -> Tensor:

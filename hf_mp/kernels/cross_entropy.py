@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hf_mp.kernels.registry import chosen
-from hf_mp.step.borders import BorderFunction
 from hf_mp.weights.working_copies import is_shared, version_of
 
 # FP32 elements of one block of rows: on a CPU what stays in its cache, on a GPU what keeps it busy.
@@ -20,35 +20,13 @@ _DEFAULT_BLOCK_ELEMENTS = 2**25
 
 
 def cross_entropy_reference(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
+    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, reduction: str = "mean"
 ) -> Tensor:
-    """Plain form of :func:`cross_entropy`, with all of the logits in FP32."""
-    logits = logits.float()
-    loss = F.cross_entropy(
-        logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
-    )
-    if z_loss:
-        counted = labels != ignore_index
-        squares = torch.where(counted, logits.logsumexp(-1).square(), 0.0).sum()
-        loss = loss + z_loss * (squares if reduction == "sum" else squares / counted.sum())
-    return loss
+    """Reference of :func:`cross_entropy`, with all of the logits in FP32."""
+    return F.cross_entropy(logits.float(), labels, ignore_index=ignore_index, reduction=reduction)
 
 
-def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100, reduction: str = "mean") -> Tensor:
     """``torch.nn.functional.cross_entropy`` whose memory is that of the logits.
 
     Blocks of rows are cast to FP32, so neither FP32 logits nor their log-softmax nor their FP32 gradient ever exist as
@@ -60,43 +38,29 @@ def cross_entropy(
         logits: of shape (rows, classes); FP16, BF16 or FP32.
         labels: int64 of shape (rows,).
         ignore_index: label of rows that do not count; default -100.
-        label_smoothing: as for ``torch.nn.functional.cross_entropy``; default 0.
-        z_loss: weight of the mean squared logarithm of the softmax's denominator, which keeps logits small (PaLM,
-            arXiv 2204.02311, section 5); default 0.
         reduction: ``"mean"`` over the rows that count, or ``"sum"``.
 
     Returns:
         The FP32 loss, a scalar.
 
     Raises:
-        ValueError: for other shapes or another reduction.
+        ValueError: for other shapes.
     """
     if has_torch_function_unary(logits):  # an autocast is active, and may have been asked to explain what it sees
         return handle_torch_function(
-            cross_entropy, (logits,), logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing,
-            z_loss=z_loss, reduction=reduction,
-        )  # fmt: skip
+            cross_entropy, (logits,), logits, labels, ignore_index=ignore_index, reduction=reduction
+        )
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(
             f"logits must be of shape (rows, classes) and labels of shape (rows,), not {tuple(logits.shape)} and "
             f"{tuple(labels.shape)}: flatten them first"
         )
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction={reduction!r} is not known: use 'mean' or 'sum'")
-    settings = _Settings(ignore_index, label_smoothing, z_loss, reduction)
-    if torch.compiler.is_compiling():  # the compiler fuses the plain form
-        return cross_entropy_reference(logits, labels, **settings._asdict())
-    return _CrossEntropy.apply(_Connector.apply(logits), logits.detach(), labels, settings)
+    if torch.compiler.is_compiling():  # the compiler fuses the reference
+        return cross_entropy_reference(logits, labels, ignore_index=ignore_index, reduction=reduction)
+    return _CrossEntropy.apply(_Connector.apply(logits), logits.detach(), labels, ignore_index, reduction)
 
 
-class _Settings(NamedTuple):
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    reduction: str
-
-
-class _Connector(BorderFunction):
+class _Connector(Function):
     """Stands for the logits in the graph without their memory, so that it is seen who else holds that."""
 
     @staticmethod
@@ -108,7 +72,7 @@ class _Connector(BorderFunction):
         return gradient
 
 
-class _Reconnect(BorderFunction):
+class _Reconnect(Function):
     """The logits, as what their connector stands for."""
 
     @staticmethod
@@ -120,46 +84,41 @@ class _Reconnect(BorderFunction):
         return gradient, None
 
 
-class _CrossEntropy(BorderFunction):
+class _CrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, connector: Tensor, logits: Tensor, labels: Tensor, settings: _Settings) -> Tensor:
-        counted = labels != settings.ignore_index
-        targets = torch.where(counted, labels, 0)
-        denominators, losses = _rows(logits, labels).forward(logits, targets, settings.label_smoothing)
-        if settings.z_loss:
-            losses += settings.z_loss * denominators.square()
+    def forward(
+        ctx: Any, connector: Tensor, logits: Tensor, labels: Tensor, ignore_index: int, reduction: str
+    ) -> Tensor:
+        counted = labels != ignore_index
+        denominators, losses = _rows(logits, labels).forward(logits, torch.where(counted, labels, 0))
         ctx.save_for_backward(connector, labels)
         ctx.logits, ctx.version, ctx.denominators = logits, version_of(logits), denominators
-        ctx.count = counted.sum() if settings.reduction == "mean" else None
-        ctx.settings = settings
+        ctx.count = counted.sum() if reduction == "mean" else None
+        ctx.ignore_index, ctx.reduction = ignore_index, reduction
         total = torch.where(counted, losses, 0.0).sum()
         return total if ctx.count is None else total / ctx.count
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         connector, labels = ctx.saved_tensors
         if version_of(ctx.logits) != ctx.version:
             raise RuntimeError("the logits were modified by an inplace operation after the loss was computed from them")
         if torch.is_grad_enabled():  # create_graph=True
             logits = _Reconnect.apply(connector, ctx.logits)
-            loss = cross_entropy_reference(logits, labels, **ctx.settings._asdict())
-            return *torch.autograd.grad(loss, logits, gradient, create_graph=True), None, None, None
+            loss = cross_entropy_reference(logits, labels, ignore_index=ctx.ignore_index, reduction=ctx.reduction)
+            return *torch.autograd.grad(loss, logits, gradient, create_graph=True), None, None, None, None
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         result = torch.empty_like(ctx.logits) if keeps_graph or is_shared(ctx.logits) else ctx.logits
         _write_gradient(result, ctx, labels, gradient if ctx.count is None else gradient / ctx.count)
         if not keeps_graph:
             ctx.logits = ctx.denominators = None  # whoever holds the loss does not hold them
-        return result, None, None, None
+        return result, None, None, None, None
 
 
 def _write_gradient(result: Tensor, ctx: Any, labels: Tensor, factor: Tensor) -> None:
-    logits, settings = ctx.logits, ctx.settings
-    counted = labels != settings.ignore_index
-    targets = torch.where(counted, labels, 0)
-    factors = torch.where(counted, factor, 0.0)
-    _rows(logits, labels).backward(
-        result, logits, targets, ctx.denominators, factors, settings.label_smoothing, settings.z_loss
-    )
+    counted = labels != ctx.ignore_index
+    targets, factors = torch.where(counted, labels, 0), torch.where(counted, factor, 0.0)
+    _rows(ctx.logits, labels).backward(result, ctx.logits, targets, ctx.denominators, factors)
 
 
 def _rows(logits: Tensor, labels: Tensor) -> Any:
@@ -169,53 +128,36 @@ def _rows(logits: Tensor, labels: Tensor) -> Any:
 
 
 class Rows:
-    """The plain form: blocks of rows in FP32."""
+    """The reference: blocks of rows in FP32."""
 
     @staticmethod
-    def forward(logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+    def forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The logarithm of the softmax's denominator of each row, and its loss: FP32, of shape (rows,).
 
         Args:
             logits: of shape (rows, classes).
             targets: int64 of shape (rows,), each a class.
-            smoothing: as ``label_smoothing``.
         """
         denominators = logits.new_empty(logits.shape[0], dtype=torch.float32)
         losses = torch.empty_like(denominators)
         for rows in _blocks(logits):
             values = logits[rows].float()
             denominators[rows] = values.logsumexp(1)
-            expected = values.gather(1, targets[rows, None]).squeeze(1)
-            if smoothing:
-                expected = (1.0 - smoothing) * expected + smoothing * values.mean(1)
-            losses[rows] = denominators[rows] - expected
+            losses[rows] = denominators[rows] - values.gather(1, targets[rows, None]).squeeze(1)
         return denominators, losses
 
     @staticmethod
-    def backward(
-        result: Tensor,
-        logits: Tensor,
-        targets: Tensor,
-        denominators: Tensor,
-        factors: Tensor,
-        smoothing: float,
-        z_loss: float,
-    ) -> None:
+    def backward(result: Tensor, logits: Tensor, targets: Tensor, denominators: Tensor, factors: Tensor) -> None:
         """Write the gradient of the logits into ``result``, which may be the logits themselves.
 
         Args:
             result: of the shape and dtype of the logits.
-            logits, targets, smoothing: as for :meth:`forward`, and ``denominators`` what that gave.
+            logits, targets: as for :meth:`forward`, and ``denominators`` what that gave.
             factors: FP32 of shape (rows,): what comes in for each row, the loss scale included; 0 for ignored ones.
-            z_loss: as for :func:`cross_entropy`.
         """
-        hit = torch.full((1, 1), smoothing - 1.0, dtype=torch.float32, device=logits.device)
+        hit = torch.full((1, 1), -1.0, dtype=torch.float32, device=logits.device)
         for rows in _blocks(logits):
             values = logits[rows].to(torch.float32, copy=True).sub_(denominators[rows, None]).exp_()
-            if z_loss:
-                values.mul_(1.0 + 2.0 * z_loss * denominators[rows, None])
-            if smoothing:
-                values.sub_(smoothing / logits.shape[1])
             values.scatter_add_(1, targets[rows, None], hit.expand(values.shape[0], 1))
             result[rows] = values.mul_(factors[rows, None])
 

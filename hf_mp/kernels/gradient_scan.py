@@ -27,11 +27,6 @@ class Scan(NamedTuple):
     largest: Tensor
     norm: Tensor
 
-    @property
-    def found_inf(self) -> Tensor:
-        """1 if an element is inf or NaN, else 0: FP32 of shape (1,), on the device of the gradients, not read."""
-        return (~self.largest.isfinite()).float().reshape(1)
-
 
 def scan_reference(tensors: Sequence[Tensor]) -> Scan:
     """What the kernel ``gradient_scan`` computes, of dense tensors of one device."""
@@ -41,7 +36,7 @@ def scan_reference(tensors: Sequence[Tensor]) -> Scan:
 
 
 def largest_magnitude_reference(tensors: Iterable[Tensor]) -> Tensor:
-    """Plain form of :func:`largest_magnitude`."""
+    """Reference of :func:`largest_magnitude`."""
     largest = torch.zeros((), dtype=torch.float32, device="cpu")
     for tensor in tensors:
         values = real_values(tensor)
@@ -92,11 +87,6 @@ def all_finite(tensors: Iterable[Tensor], limit: float = math.inf) -> bool:
         if not norms or (torch.stack(norms) < limit).all():
             return True
     return bool(largest_magnitude(values) < limit)
-
-
-def largest_magnitude_and_norm_reference(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Plain form of :func:`largest_magnitude_and_norm`."""
-    return largest_magnitude_reference(tensors), get_total_norm(tensors)
 
 
 @torch.no_grad()

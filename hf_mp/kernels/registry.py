@@ -1,11 +1,11 @@
-"""The Triton kernels, each beside its plain form, and which of the two a call uses.
+"""The Triton kernels, each beside its reference, and which of the two a call uses.
 
 ``HF_MP_KERNELS`` in the environment decides, at each call:
 
-- ``auto`` (default): the kernel on a CUDA GPU, once it has shown there that it computes what its plain form does
-  (a small sample, at its first use on that device); the plain form elsewhere.
-- ``triton``: the kernel without that; where it cannot run, the plain form and one warning that says why.
-- ``plain``: the plain form.
+- ``auto`` (default): the kernel on a CUDA GPU, once it has shown there that it computes what its reference does
+  (a small sample, at its first use on that device); the reference elsewhere.
+- ``triton``: the kernel without that; where it cannot run, the reference and one warning that says why.
+- ``reference``: always the reference.
 
 The kernels were run in Triton's interpreter and compiled for Hopper; they are not measured on a GPU yet.
 """
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 VARIABLE = "HF_MP_KERNELS"
-SETTINGS = ("auto", "triton", "plain")
+SETTINGS = ("auto", "triton", "reference")
 _SMALLEST_CAPABILITY = (7, 0)  # of a CUDA GPU that Triton compiles for; BF16 is read as integers
 
 
@@ -35,14 +35,12 @@ class Kernel:
 
     Attributes:
         name: by which it is asked for.
-        reference: its plain form, as ``module:function``.
         triton: the kernel's launcher, as ``module:function``; the module is imported at the first use.
-        check: compares the two on a device, as ``module:function``; returns what differs, or None.
+        check: compares it with its reference on a device, as ``module:function``; returns what differs, or None.
         dtypes: of the tensors that it reads.
     """
 
     name: str
-    reference: str
     triton: str
     check: str
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
@@ -53,19 +51,16 @@ KERNELS = {
     for kernel in (
         Kernel(
             "gradient_scan",
-            reference="hf_mp.kernels.gradient_scan:scan_reference",
             triton="hf_mp.kernels.triton_gradient_scan:scan",
             check="hf_mp.kernels.triton_gradient_scan:check",
         ),
         Kernel(
             "adamw",
-            reference="hf_mp.kernels.adamw:adamw_reference",
             triton="hf_mp.kernels.triton_adamw:adamw_",
             check="hf_mp.kernels.triton_adamw:check",
         ),
         Kernel(
             "cross_entropy",
-            reference="hf_mp.kernels.cross_entropy:Rows",
             triton="hf_mp.kernels.triton_cross_entropy:RowKernels",
             check="hf_mp.kernels.triton_cross_entropy:check",
         ),
@@ -77,7 +72,7 @@ def setting() -> str:
     """What ``HF_MP_KERNELS`` says.
 
     Raises:
-        ValueError: for anything but ``auto``, ``triton`` and ``plain``.
+        ValueError: for anything but ``auto``, ``triton`` and ``reference``.
     """
     value = os.environ.get(VARIABLE, "auto")
     if value not in SETTINGS:
@@ -86,14 +81,14 @@ def setting() -> str:
 
 
 def chosen(name: str, tensors: Sequence[Tensor]) -> Any:
-    """The launcher of a kernel, if this call is to use it; None for the plain form.
+    """The launcher of a kernel, if this call is to use it; None for the reference.
 
     Args:
         name: of an entry of :data:`KERNELS`.
         tensors: what the kernel would read.
     """
     on_gpu = any(tensor.device.type == "cuda" for tensor in tensors)
-    if (asked := setting()) == "plain" or (asked == "auto" and not on_gpu) or torch.compiler.is_compiling():
+    if (asked := setting()) == "reference" or (asked == "auto" and not on_gpu) or torch.compiler.is_compiling():
         return None
     if not any(tensor.numel() for tensor in tensors):
         return None
@@ -102,7 +97,7 @@ def chosen(name: str, tensors: Sequence[Tensor]) -> Any:
     if reason is None and asked == "auto":
         return load(kernel.triton) if _is_right_on(kernel, tensors[0].device) else None
     if reason is not None and asked == "triton":
-        _warn_once(f"{VARIABLE}=triton: the plain form of {name} is used, because {reason}")
+        _warn_once(f"{VARIABLE}=triton: the reference of {name} is used, because {reason}")
     return None if reason is not None else load(kernel.triton)
 
 
@@ -155,7 +150,7 @@ def load(path: str) -> Any:
 
 @functools.cache
 def _is_right_on(kernel: Kernel, device: torch.device) -> bool:
-    """Whether the kernel gives what its plain form gives on ``device``; looked at once in a process."""
+    """Whether the kernel gives what its reference gives on ``device``; looked at once in a process."""
     check: Callable[[torch.device], str | None] = load(kernel.check)
     try:
         problem = check(device)

@@ -82,7 +82,6 @@ def adamw_kernel(
     step_sizes,
     corrections,
     factor,
-    found_inf,
     beta1,
     beta2,
     weight1,
@@ -98,15 +97,11 @@ def adamw_kernel(
     MAXIMIZE: tl.constexpr,
     FROM_GRADIENT: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
-    HAS_FOUND_INF: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Each program updates one block; the order of operations is that of ``adamw_written_out``."""
-    is_wanted = 1
-    if HAS_FOUND_INF:  # nothing is read or written in a skipped step
-        is_wanted = (tl.load(found_inf) == 0.0).to(tl.int64)
-    tensor, offsets, mask = place_of(numels, block_tensor, block_index, is_wanted, ALIGNED, BLOCK)
+    tensor, offsets, mask = place_of(numels, block_tensor, block_index, ALIGNED, BLOCK)
     gradient_address = tl.load(addresses + tensor)
     exp_avg_address = tl.load(addresses + tensors + tensor)
     exp_avg_sq_address = tl.load(addresses + 2 * tensors + tensor)
@@ -169,18 +164,9 @@ def adamw_kernel(
 
 
 @torch.no_grad()
-def adamw_(
-    parameters: Sequence[AdamWTensors],
-    settings: AdamWSettings,
-    factor: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
-    """As :func:`hf_mp.kernels.adamw.adamw_written_out`, without waiting for the device: one launch a layout.
-
-    The tensors must fit together, as :func:`hf_mp.kernels.adamw.adamw_` checks.
-    """
-    steps = [tensors.step for tensors in parameters]
-    torch._foreach_add_(steps, 1) if found_inf is None else torch._foreach_add_(steps, 1.0 - found_inf.squeeze())
+def adamw_(parameters: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None = None) -> None:
+    """As :func:`hf_mp.kernels.adamw.adamw_written_out`, without waiting for the device: one launch a layout."""
+    torch._foreach_add_([tensors.step for tensors in parameters], 1)
     kinds: dict[tuple[torch.dtype, torch.dtype | None, bool], list[AdamWTensors]] = {}
     for tensors in parameters:
         if tensors.gradient.numel():
@@ -188,14 +174,13 @@ def adamw_(
             kinds.setdefault((tensors.gradient.dtype, working, tensors.remainder is not None), []).append(tensors)
     for (gradient, working, is_split), group in kinds.items():
         with on(group[0].gradient.device):
-            _launch(group, settings, factor, found_inf, DTYPE_CODES[gradient], _WORKING_CODES[working], is_split)
+            _launch(group, settings, factor, DTYPE_CODES[gradient], _WORKING_CODES[working], is_split)
 
 
 def _launch(
     parameters: list[AdamWTensors],
     settings: AdamWSettings,
     factor: Tensor | None,
-    found_inf: Tensor | None,
     gradient: int,
     working: int,
     is_split: bool,
@@ -213,7 +198,6 @@ def _launch(
         step_sizes,
         corrections,
         step_sizes if factor is None else factor,
-        step_sizes if found_inf is None else found_inf,
         settings.beta1,
         settings.beta2,
         1.0 - settings.beta1,
@@ -229,11 +213,10 @@ def _launch(
         MAXIMIZE=settings.maximize,
         FROM_GRADIENT=settings.lerps_from_gradient,
         HAS_FACTOR=factor is not None,
-        HAS_FOUND_INF=found_inf is not None,
         ALIGNED=is_aligned and blocks.are_whole,
         BLOCK=BLOCK,
         num_warps=WARPS,
-        enable_fp_fusion=False,  # each product and sum is rounded, as the plain form does
+        enable_fp_fusion=False,  # each product and sum is rounded, as the reference does
     )
 
 
@@ -245,7 +228,7 @@ def _weights(tensors: AdamWTensors) -> tuple[Tensor, Tensor]:
 
 
 def check(device: torch.device) -> str | None:
-    """Compare the kernel with its plain form (on the CPU), bit for bit; what differs, or None."""
+    """Compare the kernel with its reference (on the CPU), bit for bit; what differs, or None."""
     settings = AdamWSettings(lr=1e-2, weight_decay=0.1)
     generator = torch.Generator("cpu").manual_seed(0)
     sizes = 10.0 ** torch.linspace(-9, 4, 2 * BLOCK + 1, dtype=torch.float32, device="cpu")
@@ -259,12 +242,12 @@ def check(device: torch.device) -> str | None:
         samples.append(AdamWTensors(gradient.to(dtype), *moments, master, master.to(dtype)))
     for sample in samples:
         ours = sample.map(lambda tensor: tensor.to(device, copy=True))
-        plain = sample.map(Tensor.clone)
+        reference = sample.map(Tensor.clone)
         factor = master.new_full((1,), 0.37 / 1024)
         for _ in range(2):
             adamw_([ours], settings, factor.to(device))
-            adamw_written_out([plain], settings, factor)
-        for name, found, expected in zip(sample._fields, ours, plain, strict=True):
+            adamw_written_out([reference], settings, factor)
+        for name, found, expected in zip(sample._fields, ours, reference, strict=True):
             if (
                 found is not None
                 and expected is not None

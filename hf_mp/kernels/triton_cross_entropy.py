@@ -31,16 +31,14 @@ def load_logits(address, mask, DTYPE: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    logits, targets, denominators, losses, smoothing, CLASSES: tl.constexpr, DTYPE: tl.constexpr,
-    SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits, targets, denominators, losses, CLASSES: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
+):
     """Each program: the logarithm of the softmax's denominator of a row, and its loss; one read of the row."""
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * CLASSES
     columns = tl.arange(0, BLOCK)
     largest = tl.full((), -float("inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
-    plain_sum = tl.full((), 0.0, tl.float32)
     for start in range(0, CLASSES, BLOCK):
         mask = start + columns < CLASSES
         values = load_logits(base + start + columns, mask, DTYPE)
@@ -49,25 +47,20 @@ def forward_kernel(
         # of a NaN, the sum tells
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(values - shift), axis=0)
         largest = tl.where(tl.abs(seen) == float("inf"), seen, shift)
-        if SMOOTHED:
-            plain_sum += tl.sum(tl.where(mask, values, 0.0), axis=0)
     denominator = tl.log(total) + tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
     target = tl.load(targets + row)
     # a label outside of the classes makes the loss NaN
     is_class = (target >= 0) & (target < CLASSES)
     expected = load_logits(base + tl.where(is_class, target, 0), True, DTYPE)
     expected = tl.where(is_class, expected, float("nan"))
-    if SMOOTHED:
-        expected = (1.0 - smoothing) * expected + smoothing * (plain_sum / CLASSES)
     tl.store(denominators + row, denominator)
     tl.store(losses + row, denominator - expected)
 
 
 @triton.jit
 def backward_kernel(
-    result, logits, targets, denominators, factors, smoothing, z_loss, CLASSES: tl.constexpr,
-    DTYPE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    result, logits, targets, denominators, factors, CLASSES: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
+):
     """Each program: the gradient of a row of logits, which ``result`` may be; rounded once."""
     row = tl.program_id(0)
     base = row.to(tl.int64) * CLASSES
@@ -75,12 +68,11 @@ def backward_kernel(
     denominator = tl.load(denominators + row)
     factor = tl.load(factors + row)
     target = tl.load(targets + row)
-    slope = 1.0 + 2.0 * z_loss * denominator
     for start in range(0, CLASSES, BLOCK):
         mask = start + columns < CLASSES
         values = load_logits(logits + base + start + columns, mask, DTYPE)
-        values = tl.exp(values - denominator) * slope - smoothing / CLASSES
-        values = tl.where(start + columns == target, values + (smoothing - 1.0), values) * factor
+        values = tl.exp(values - denominator)
+        values = tl.where(start + columns == target, values - 1.0, values) * factor
         if DTYPE == 0:
             tl.store(result + base + start + columns, values, mask=mask)
         elif DTYPE == 1:
@@ -90,32 +82,29 @@ def backward_kernel(
 
 
 class RowKernels:
-    """The two launches, in the places of the plain loops over blocks of rows."""
+    """The two launches, in the places of the reference's loops over blocks of rows."""
 
     @staticmethod
-    def forward(logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+    def forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """As :func:`hf_mp.kernels.cross_entropy.Rows.forward`."""
         rows, classes = logits.shape
         denominators = torch.empty(rows, dtype=torch.float32, device=logits.device)
         losses = torch.empty_like(denominators)
         with on(logits.device):
             forward_kernel[(rows,)](
-                _as_read(logits), targets, denominators, losses, float(smoothing), CLASSES=classes,
-                DTYPE=DTYPE_CODES[logits.dtype], SMOOTHED=bool(smoothing), BLOCK=BLOCK, num_warps=WARPS,
+                _as_read(logits), targets, denominators, losses, CLASSES=classes, DTYPE=DTYPE_CODES[logits.dtype],
+                BLOCK=BLOCK, num_warps=WARPS,
             )  # fmt: skip
         return denominators, losses
 
     @staticmethod
-    def backward(
-        result: Tensor, logits: Tensor, targets: Tensor, denominators: Tensor, factors: Tensor, smoothing: float,
-        z_loss: float,
-    ) -> None:  # fmt: skip
+    def backward(result: Tensor, logits: Tensor, targets: Tensor, denominators: Tensor, factors: Tensor) -> None:
         """As :func:`hf_mp.kernels.cross_entropy.Rows.backward`."""
         rows, classes = logits.shape
         with on(logits.device):
             backward_kernel[(rows,)](
-                _as_read(result), _as_read(logits), targets, denominators, factors, float(smoothing),
-                float(z_loss), CLASSES=classes, DTYPE=DTYPE_CODES[logits.dtype], BLOCK=BLOCK, num_warps=WARPS,
+                _as_read(result), _as_read(logits), targets, denominators, factors, CLASSES=classes,
+                DTYPE=DTYPE_CODES[logits.dtype], BLOCK=BLOCK, num_warps=WARPS,
             )  # fmt: skip
 
 
@@ -124,17 +113,17 @@ def _as_read(logits: Tensor) -> Tensor:
 
 
 def check(device: torch.device) -> str | None:
-    """Compare the kernels with their plain forms on ``device``; what differs, or None."""
+    """Compare the kernels with their references on ``device``; what differs, or None."""
     generator = torch.Generator("cpu").manual_seed(0)
     for dtype in DTYPE_CODES:
         normal = torch.randn(3, BLOCK + 5, generator=generator, dtype=torch.float32, device="cpu")
         logits = (normal * 4).to(device, dtype)
         targets = torch.tensor([0, BLOCK + 4, 7], device=device)
         factors = torch.full((3,), 1024.0, dtype=torch.float32, device=device)
-        found, expected = RowKernels.forward(logits, targets, 0.1), Rows.forward(logits, targets, 0.1)
+        found, expected = RowKernels.forward(logits, targets), Rows.forward(logits, targets)
         gradients = [torch.empty_like(logits), torch.empty_like(logits)]
-        RowKernels.backward(gradients[0], logits, targets, found[0], factors, 0.1, 1e-3)
-        Rows.backward(gradients[1], logits, targets, found[0], factors, 0.1, 1e-3)
+        RowKernels.backward(gradients[0], logits, targets, found[0], factors)
+        Rows.backward(gradients[1], logits, targets, found[0], factors)
         tolerance: Any = {"rtol": 2 * torch.finfo(dtype).eps + 1e-5, "atol": 1e-2 * torch.finfo(dtype).eps + 1e-5}
         if not all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(found, expected, strict=True)):
             return f"the loss of {dtype} logits differs"

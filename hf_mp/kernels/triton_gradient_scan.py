@@ -27,7 +27,7 @@ def scan_kernel(
     BLOCK: tl.constexpr,
 ):
     """Each program: the bits of the largest magnitude of a block, and its sum of squares, in FP32."""
-    tensor, offsets, mask = place_of(numels, block_tensor, block_index, 1, ALIGNED, BLOCK)
+    tensor, offsets, mask = place_of(numels, block_tensor, block_index, ALIGNED, BLOCK)
     values = load_as_fp32(tl.load(addresses + tensor), offsets, mask, ALIGNED, DTYPE)
     program = tl.program_id(0)
     # As integers, magnitudes are ordered as they are as numbers, with inf and then NaN above all.
@@ -74,7 +74,7 @@ def _scan_of_one_dtype(tensors: list[Tensor], device: torch.device) -> tuple[Ten
 
 
 def check(device: torch.device) -> str | None:
-    """Compare the kernel with its plain form on ``device``; what differs, or None."""
+    """Compare the kernel with its reference on ``device``; what differs, or None."""
     generator = torch.Generator("cpu").manual_seed(0)
     for dtype in DTYPE_CODES:
         normal = [

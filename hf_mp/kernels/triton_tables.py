@@ -69,12 +69,12 @@ def addresses_of(columns: Sequence[Sequence[Tensor]], device: torch.device) -> t
 
 
 @triton.jit
-def place_of(numels, block_tensor, block_index, is_wanted, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Of this program: the number of its tensor, its offsets there, and which of them exist; none with 0 for 1."""
+def place_of(numels, block_tensor, block_index, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Of this program: the number of its tensor, its offsets there, and which of them exist."""
     program = tl.program_id(0)
     tensor = tl.load(block_tensor + program)
     offsets = tl.load(block_index + program) * BLOCK + tl.arange(0, BLOCK)
-    numel = tl.load(numels + tensor) * is_wanted
+    numel = tl.load(numels + tensor)
     if ALIGNED:
         numel = numel // 16 * 16  # it is: said so that the compiler may load 16 bytes at once
     return tensor, offsets, offsets < numel

@@ -14,7 +14,7 @@ from hf_mp.memory.sizes import largest_first, readable
 from hf_mp.weights.split_parameter import SplitParameter
 
 _GRAD: Any = Tensor.grad  # the property itself, which split parameters override
-_SCALED_GRADIENT = "_scaled_gradient"  # of a SplitParameter
+_GRADIENTS = ("_scaled", "_read")  # of a SplitParameter, beside .grad
 
 
 class Kind(StrEnum):
@@ -261,7 +261,7 @@ def tensors_of(model: nn.Module) -> Iterator[FoundTensor]:
             for gradient in gradients_of(parameter):
                 yield FoundTensor(_join(path, name, "grad"), path, Kind.GRADIENT, gradient)
             kind = Kind.MASTER_WEIGHTS if isinstance(parameter, SplitParameter) else Kind.QUANTIZATION_STATE
-            kept = {key: value for key, value in vars(parameter).items() if key != _SCALED_GRADIENT}
+            kept = {key: value for key, value in vars(parameter).items() if key not in _GRADIENTS}
             for suffix, tensor in _inside(kept):
                 yield FoundTensor(_join(path, name, suffix), path, kind, tensor)
         for name, value in vars(module).items():
@@ -274,7 +274,8 @@ def tensors_of(model: nn.Module) -> Iterator[FoundTensor]:
 
 def gradients_of(parameter: nn.Parameter) -> list[Tensor]:
     """The gradients that a parameter holds, as they lie: reading ``.grad`` of a split parameter would change them."""
-    held = (_GRAD.__get__(parameter), vars(parameter).get(_SCALED_GRADIENT))
+    beside = [vars(parameter).get(name) for name in _GRADIENTS]
+    held = [_GRAD.__get__(parameter), *(found.value for found in beside if found is not None)]
     return [gradient for gradient in held if gradient is not None]
 
 

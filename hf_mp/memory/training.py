@@ -22,9 +22,9 @@ from hf_mp.memory.presets import TrainingPreset, parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.sizes import largest_first, readable
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.step.mixed_precision import MixedPrecision, check_free_gradients
+from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.optimizer import MasterWeightOptimizer
-from hf_mp.weights.optimizer_in_backward import FreeGradients
+from hf_mp.weights.optimizer_in_backward import FreeGradients, check_free_gradients
 
 DEFAULT_OPTIMIZER = "adamw_torch_fused"  # TrainingArguments'
 _MAX_GRAD_NORM = 1.0  # TrainingArguments'
@@ -280,10 +280,10 @@ def make_trainee(
     """Precision, optimizer and batch for a prepared model, of class ``kind`` before adapters were put around it."""
     preset = parse_preset(settings.precision)
     model.train()
-    release: dict[str, Any] = {}
+    in_backward: dict[str, Any] = {}
     if settings.free_gradients == "backward":
-        release = {"free_gradients": "backward", "max_grad_norm": _MAX_GRAD_NORM}
-    runtime = None if preset.policy is None else MixedPrecision(preset.policy, **release)
+        in_backward = {"free_gradients": "backward", "max_grad_norm": _MAX_GRAD_NORM}
+    runtime = None if preset.policy is None else MixedPrecision(preset.policy, **in_backward)
     if runtime is not None:
         runtime.attach(model)
     optimizer = make_optimizer(settings.optimizer, model, device)

@@ -58,13 +58,6 @@ class ScaleTensors(NamedTuple):
     inverse: Tensor
 
 
-class NoScaleTensors(NamedTuple):
-    """In the place of :class:`ScaleTensors` where nothing is scaled."""
-
-    scale: None = None
-    inverse: None = None
-
-
 # what torch.amp.GradScaler.state_dict() holds
 _TORCH_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
 _TORCH_KEYS = ("scale", *_TORCH_SETTINGS, "_growth_tracker")
@@ -128,9 +121,10 @@ class LossScaler(ExplicitScaling, Generic[State]):
             self._tensors[device] = tensors
         return self._tensors[device]
 
-    def factors(self, device: torch.device) -> ScaleTensors | NoScaleTensors:
-        """As :meth:`scale_tensors`, for whoever would multiply by them: none of them for a constant scale of 1."""
-        return self.scale_tensors(device) if self._enabled else NoScaleTensors()
+    @property
+    def is_scaling(self) -> bool:
+        """Whether there is anything to multiply by: not for a constant scale of 1, or a disabled scaler."""
+        return self._enabled
 
     def copy(self) -> Self:
         """A scaler of the same settings and state that goes its own way."""
@@ -277,8 +271,9 @@ class StaticLossScaler(LossScaler[ScalerState]):
         super().__init__(state, max_consecutive_skips=max_consecutive_skips, min_scale=state.scale, enabled=enabled)
         self._warn_if_inexact(scale=state.scale)
 
-    def factors(self, device: torch.device) -> ScaleTensors | NoScaleTensors:
-        return NoScaleTensors() if self.state.scale == 1.0 else super().factors(device)
+    @property
+    def is_scaling(self) -> bool:
+        return self._enabled and self.state.scale != 1.0
 
     def adjust(self, report: StepReport) -> ScalerState:
         return count_step(self.state, report)

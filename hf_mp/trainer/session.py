@@ -108,11 +108,11 @@ def policy_of(args: TrainingArguments, precision: str | PrecisionPolicy | None) 
 def make_runtime(policy: PrecisionPolicy, args: TrainingArguments, **autocast: Any) -> MixedPrecision:
     """A runtime for ``policy`` with ``tables`` and ``rules``, and the loss scaler settings that ``args`` may have."""
     settings: dict[str, Any] = getattr(args, "loss_scaler_settings", {})
-    release: dict[str, Any] = {}
+    in_backward: dict[str, Any] = {}
     if getattr(args, "free_gradients", "step") == "backward":
-        release = {"free_gradients": "backward", "max_grad_norm": args.max_grad_norm or None}
+        in_backward = {"free_gradients": "backward", "max_grad_norm": args.max_grad_norm or None}
     scaler = make_loss_scaler(policy.loss_scale, **settings)
-    return MixedPrecision(policy, loss_scaler=scaler, **release, **autocast)
+    return MixedPrecision(policy, loss_scaler=scaler, **in_backward, **autocast)
 
 
 def asks_for_explanation(args: TrainingArguments) -> bool:

@@ -22,9 +22,10 @@ from hf_mp.diagnostics.overflow import explain_overflows
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.policy import PrecisionPolicy, parse_loss_scale
 from hf_mp.scaling.scalers import LossScaleError, make_loss_scaler
-from hf_mp.step.mixed_precision import MixedPrecision, check_attachable, check_free_gradients
+from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.callback import MixedPrecisionCallback
 from hf_mp.trainer.checkpoints.crash_safe_trainer import SAVE_FAILURES, CrashSafeTrainer
+from hf_mp.trainer.relative_step import read_learning_rate_from_state
 from hf_mp.trainer.reporting import ReportSettings, TrainerReporting
 from hf_mp.trainer.session import (
     STATE_NAME,
@@ -36,8 +37,9 @@ from hf_mp.trainer.session import (
     refuse_other_precision,
     tell_accelerate,
 )
+from hf_mp.weights.attachable import check_attachable
 from hf_mp.weights.optimizer import MasterWeightOptimizer
-from hf_mp.weights.optimizer_in_backward import FreeGradients, GradientRelease
+from hf_mp.weights.optimizer_in_backward import FreeGradients, OptimizerInBackward, check_free_gradients
 
 logger = logging.get_logger(__name__)
 
@@ -250,7 +252,7 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
         if runtime.model is None:
             runtime.attach(model)
         # Code of one's own may write gradients so that no version counter rises (`.data`, NumPy).
-        runtime.measures_norm = type(self).training_step is Trainer.training_step and not any(
+        runtime.check.measures_norm = type(self).training_step is Trainer.training_step and not any(
             type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
             for callback in self.callback_handler.callbacks
         )
@@ -268,6 +270,8 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
         if not self.precision_policy.is_mixed:
             return super().create_optimizer(*args, **kwargs)
         runtime = self._attach()
+        if self.precision_policy.is_lean:
+            read_learning_rate_from_state(self.lr_scheduler)
         optimizer = super().create_optimizer(*args, **kwargs)
         if isinstance(optimizer, AcceleratedOptimizer):  # a second train() gets that of the first back
             runtime.attach_optimizer(optimizer.optimizer)
@@ -277,31 +281,31 @@ class MixedPrecisionTrainer(CrashSafeTrainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         wrapper, max_norm = self._master_weight_optimizer(), self.args.max_grad_norm
-        if (release := self._gradient_release()) is not None:
-            return torch.zeros(()) if release.norm is None else release.norm
+        if (in_backward := self._in_backward()) is not None:
+            return torch.zeros(()) if in_backward.norm is None else in_backward.norm
         if wrapper is not None:
             return wrapper.clip_grad_norm_(max_norm)
         norm = self._known_grad_norm(model)
         if norm is None:
             return super()._clip_grad_norm(model)
-        cast(MixedPrecision, self.mixed_precision).clip_gradients(list(model.parameters()), max_norm, norm)
+        cast(MixedPrecision, self.mixed_precision).check.clip(list(model.parameters()), max_norm, norm)
         return norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if grad_norm is None and self._gradient_release() is not None:
+        if grad_norm is None and self._in_backward() is not None:
             return None  # one pass over the gradients, which measures nothing
         if grad_norm is None:
             wrapper = self._master_weight_optimizer()
             grad_norm = self._known_grad_norm(model) if wrapper is None else wrapper.clip_grad_norm_(math.inf)
         return super()._get_grad_norm(model, grad_norm)
 
-    def _gradient_release(self) -> GradientRelease | None:
-        return None if self.mixed_precision is None else self.mixed_precision.release
+    def _in_backward(self) -> OptimizerInBackward | None:
+        return None if self.mixed_precision is None else self.mixed_precision.in_backward
 
     def _known_grad_norm(self, model: nn.Module) -> Any:
         """The norm that was measured when the backward ended, while the gradients are still those."""
         runtime = self.mixed_precision
-        return None if runtime is None else runtime.gradient_norm(list(model.parameters()))
+        return None if runtime is None else runtime.check.norm(list(model.parameters()))
 
     def _master_weight_optimizer(self) -> MasterWeightOptimizer | None:
         """The optimizer's wrapper in a lean layout, which knows gradients that no one has unscaled yet."""

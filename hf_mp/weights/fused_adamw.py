@@ -62,7 +62,7 @@ def step_whole(optimizer: Optimizer, own_step: Callable[..., Any] | None, copies
         own_step: what stood in the place of its class's ``step`` before it was guarded.
         copies: the working copies; those of updated parameters are fresh afterwards.
     """
-    if copies.keeps_none or not _is_fused_adam(optimizer, own_step) or _has_hooks(optimizer):
+    if not _is_fused_adam(optimizer, own_step) or _has_hooks(optimizer):
         return False
     everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     stepping = [parameter for parameter in everything if parameter.grad is not None]
@@ -155,6 +155,11 @@ def _moments(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[Tensor, Ten
     for name in ("exp_avg", "exp_avg_sq"):
         # Those of a channels-last parameter, loaded: torch's fused step reads by position, and masters are contiguous.
         state[name] = state[name].contiguous()
+        if state[name].shape != parameter.shape:  # torch's kernel would write beyond its end
+            raise ValueError(
+                f"{name} has shape {tuple(state[name].shape)}, but its parameter {tuple(parameter.shape)}: the state "
+                "of this optimizer is that of another model"
+            )
     moments = state["exp_avg"], state["exp_avg_sq"], state["step"]
     fit = all(m.dtype is torch.float32 and m.device == parameter.device for m in moments)
     return moments if fit else None

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hf_mp.kernels.gradient_scan import norm_of_one, total_norm
+from hf_mp.kernels.gradient_scan import norm_of_one, real_values, total_norm
 from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.fused_adamw import step_split
 from hf_mp.weights.split import split
 from hf_mp.weights.split_parameter import (
@@ -60,13 +61,14 @@ class MasterWeightOptimizer(Optimizer):
     unscaled.
 
     Args:
-        optimizer: over floating parameters, not stepped yet. Step this wrapper from now on, not it.
+        optimizer: over floating parameters; state that it has already is cast to FP32. Step this wrapper from now on,
+            not it.
         layout: ``"whole"`` (default) keeps an FP32 tensor per parameter; ``"split"`` keeps the 16 bits that the
             parameter lacks (:mod:`hf_mp.weights.split`), and puts masters together for the step only.
 
     Raises:
         TypeError: for parameters that are not floating, and for anything but an optimizer.
-        ValueError: for an unknown layout, or an optimizer that was stepped already.
+        ValueError: for an unknown layout.
     """
 
     keeps_masters = True  # its FP16 gradients may be unscaled: they become FP32
@@ -83,7 +85,7 @@ class MasterWeightOptimizer(Optimizer):
             raise ValueError(f"layout={layout!r} is not known: use one of {', '.join(get_args(MasterLayout))}")
         if isinstance(optimizer, MasterWeightOptimizer):
             raise TypeError("this optimizer is a MasterWeightOptimizer already: wrap one only once")
-        _state_to_fp32(optimizer)
+        state_to_fp32(optimizer)
         self._wrap(optimizer, layout)
         if hasattr(optimizer, "check_overrides"):
             optimizer.check_overrides()  # bitsandbytes knows parameters with settings of their own by identity
@@ -197,8 +199,7 @@ class MasterWeightOptimizer(Optimizer):
         for parameter in self._parameters():
             gradient, factor = gradient_and_factor(parameter)
             if gradient is not None:
-                values = gradient.coalesce().values() if gradient.is_sparse else gradient
-                by_factor.setdefault((gradient.device, factor), []).append(values)
+                by_factor.setdefault((gradient.device, factor), []).append(real_values(gradient))
         norms = [
             total_norm(values) if factor is None else total_norm(values) * factor.squeeze()
             for (_, factor), values in by_factor.items()
@@ -213,8 +214,7 @@ class MasterWeightOptimizer(Optimizer):
         """The 2-norm of one gradient, which there is: FP32 of shape (), unscaled."""
         gradient, factor = gradient_and_factor(parameter)
         assert gradient is not None
-        values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        norm = norm_of_one(values)
+        norm = norm_of_one(real_values(gradient))
         return norm if factor is None else norm * factor.squeeze()
 
     @torch.no_grad()
@@ -511,14 +511,3 @@ def _steps_by_parameter(optimizer: Optimizer) -> bool:
                 # A subclass with a step of its own may look at all parameters together.
                 return inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
     return False
-
-
-def _state_to_fp32(optimizer: Optimizer) -> None:
-    """Cast the state that some optimizers make before their first step (Adagrad)."""
-    for state in optimizer.state.values():
-        if "step" not in state or state["step"] != 0:
-            raise ValueError(
-                f"this {type(optimizer).__name__} was stepped already, with state in its parameters' dtype: wrap it "
-                "before its first step, or load its state into the wrapper"
-            )
-        state.update({k: v.float() for k, v in state.items() if isinstance(v, Tensor) and _needs_master(v)})

@@ -1,4 +1,4 @@
-"""Gradients freed inside of backward: each parameter is updated as soon as its own gradient is complete.
+"""Optimizer-in-backward: each parameter is updated as soon as its own gradient is complete.
 
 Never more than one gradient is there (LOMO, Lv et al. 2023, arXiv 2306.09782, section 3.1), and a step keeps what it
 always keeps: one that overflows changes nothing, and clipping is by the norm of this step's gradients.
@@ -16,19 +16,26 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite
+from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, largest_magnitude
+from hf_mp.policy import PrecisionPolicy
+from hf_mp.scaling.events import StepObserver
+from hf_mp.scaling.multiply import accumulates
 from hf_mp.scaling.rules import StepReport
-from hf_mp.step.borders import BorderFunction, accumulates
-from hf_mp.step.gradients import largest_true_magnitude
 from hf_mp.weights.optimizer import MasterWeightOptimizer, clip_factor, norm_of
-from hf_mp.weights.split_parameter import SplitParameter, multiply_gradients, raw_gradient, split_parameters
+from hf_mp.weights.split_parameter import (
+    SplitParameter,
+    gradient_and_factor,
+    multiply_gradients,
+    raw_gradient,
+    split_parameters,
+)
 
 FreeGradients = Literal["step", "backward"]
 
@@ -62,21 +69,18 @@ class _Watched:
     handle: RemovableHandle
 
 
-class GradientRelease:
+class OptimizerInBackward(StepObserver):
     """Updates the parameters of one optimizer inside of backward.
 
     Args:
         max_grad_norm: to which the global 2-norm of the gradients is clipped; ``inf`` only measures it, None does not.
-        is_scaled: whether the loss is scaled.
         on_measured: told the largest magnitude after a first pass.
     """
 
-    def __init__(
-        self, max_grad_norm: float | None, is_scaled: Callable[[], bool], on_measured: Callable[[Tensor], None]
-    ) -> None:
+    def __init__(self, max_grad_norm: float | None, on_measured: Callable[[Tensor], None]) -> None:
         self.max_grad_norm = max_grad_norm
-        self._is_scaled = is_scaled
         self._on_measured = on_measured
+        self._is_scaled = False
         self._optimizer: MasterWeightOptimizer | None = None
         self._own: set[int] = set()  # the optimizer's parameters, by identity
         self._watched: dict[int, _Watched] = {}
@@ -87,7 +91,7 @@ class GradientRelease:
         """The global 2-norm before clipping, FP32 of shape (); None where it was not measured."""
         return None if self._backward is None else self._backward.norm
 
-    def take_optimizer(self, optimizer: MasterWeightOptimizer) -> None:
+    def take_optimizer(self, optimizer: Any) -> None:
         """The optimizer to update with.
 
         Raises:
@@ -103,12 +107,22 @@ class GradientRelease:
             )
         self._optimizer = optimizer
 
-    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Be told when a gradient is complete; again where autograd has made a parameter's node anew (``model.to``).
+    def forward(self, forward: Any, args: Any, kwargs: Any) -> None:
+        """Watch the parameters' nodes in the graph, again where autograd has made one anew (``model.to``).
 
-        Args:
-            parameters: all of the model's; others are not watched any more.
+        Raises:
+            ValueError: for a trainable parameter that is not split.
         """
+        self._is_scaled = forward.runtime.check.is_scaled
+        self._watch(forward.runtime.model.parameters())
+
+    def _watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        parameters = list(parameters)
+        if any(p.requires_grad and p.is_floating_point() and not isinstance(p, SplitParameter) for p in parameters):
+            raise ValueError(
+                "free_gradients='backward' needs every trainable parameter in 16 bits, and weights of normalizations "
+                "with running statistics (BatchNorm) are FP32: use free_gradients='step', or freeze them"
+            )
         if self._optimizer is not None:
             self._own = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         present = {id(parameter): parameter for parameter in split_parameters(parameters)}
@@ -131,24 +145,25 @@ class GradientRelease:
 
         return hook
 
-    def forget(self) -> None:
+    def detached(self) -> None:
         """Remove all hooks."""
         for watched in self._watched.values():
             watched.handle.remove()
         self._watched.clear()
         self._optimizer, self._backward = None, None
 
-    def point(self, output: Tensor) -> Tensor:
-        """``output``, as what the model's backward begins with."""
-        if self._optimizer is None or not (output.requires_grad and torch.is_grad_enabled()):
-            return output
-        value = output.detach() if output.numel() == 1 else None
-        return _Point.apply(output, self, get_gradient_edge(output), value)
+    def backward_began(self, node: Any, gradient: Tensor) -> None:
+        """Measure the gradients in a first pass where that is needed, before anything of the model's backward runs."""
+        if self._optimizer is None:
+            return
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True needs free_gradients='step': 'backward' leaves no gradients")
+        if accumulates(node, 0):  # not in torch.autograd.grad, which leaves no gradients behind
+            self._begin(GradientEdge(*node.next_functions[0]), gradient, node.value)
 
-    def begins(self, edge: GradientEdge, gradient: Tensor, value: Tensor | None) -> None:
-        """A gradient enters the model; nothing of the model's backward has run."""
+    def _begin(self, edge: GradientEdge, gradient: Tensor, value: Tensor | None) -> None:
         task = torch._C._current_graph_task_id()
-        measures = self._is_scaled() or self.max_grad_norm is not None
+        measures = self._is_scaled or self.max_grad_norm is not None
         if self._backward is not None:
             if self._backward.task != task:
                 raise RuntimeError(
@@ -204,7 +219,7 @@ class GradientRelease:
             if id(parameter) in self._own:
                 assert self._optimizer is not None
                 backward.norms[parameter] = self._optimizer.gradient_norm(parameter)
-            backward.largest.append(largest_true_magnitude([parameter]))
+            backward.largest.append(_largest(parameter))
             parameter.grad = None
         elif id(parameter) in self._own and backward.phase is _Phase.DISCARD:
             parameter.grad = None
@@ -218,7 +233,7 @@ class GradientRelease:
         norm = self._optimizer.gradient_norm(parameter)
         measured = backward.norms.get(parameter)
         if measured is None:
-            is_sound = bool(largest_true_magnitude([parameter]) < SQUARES_BELOW)
+            is_sound = bool(_largest(parameter) < SQUARES_BELOW)
         else:
             is_sound = bool((norm - measured).abs() <= _PASSES_AGREE_WITHIN * measured)
         if not is_sound:
@@ -240,12 +255,19 @@ class GradientRelease:
         backward = self._backward
         if backward is None:
             return None
-        known = self._is_scaled() and backward.largest and not backward.overflow
+        known = self._is_scaled and backward.largest and not backward.overflow
         return StepReport(backward.overflow, backward.largest[0].item() if known else None)
 
-    def finish_step(self) -> None:
+    def stepped(self, report: StepReport) -> None:
         """The optimizer has taken, or skipped, its step."""
         self._backward = None
+
+
+def _largest(parameter: nn.Parameter) -> Tensor:
+    gradient, factor = gradient_and_factor(parameter)
+    assert gradient is not None
+    largest = largest_magnitude([gradient])
+    return largest if factor is None else largest * factor.squeeze()
 
 
 _MORE_THAN_ONCE = (
@@ -255,18 +277,23 @@ _MORE_THAN_ONCE = (
 )
 
 
-class _Point(BorderFunction):
-    """The identity; in backward it lets the release know before anything else runs."""
+def check_free_gradients(policy: PrecisionPolicy, free_gradients: str, max_grad_norm: float | None = None) -> None:
+    """Raise where gradients cannot be freed as asked for.
 
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, release: GradientRelease, edge: GradientEdge, value: Tensor | None) -> Tensor:
-        ctx.release, ctx.edge, ctx.value = release, edge, value
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph=True needs free_gradients='step': 'backward' leaves no gradients")
-        if accumulates(ctx):  # not in torch.autograd.grad, which leaves no gradients behind
-            ctx.release.begins(ctx.edge, gradient, ctx.value)
-        return gradient, None, None, None
+    Raises:
+        ValueError: naming the setting and the way out.
+    """
+    if free_gradients not in get_args(FreeGradients):
+        allowed = ", ".join(map(repr, get_args(FreeGradients)))
+        raise ValueError(f"free_gradients={free_gradients!r} is not known: use one of {allowed}")
+    if free_gradients == "step" and max_grad_norm is not None:
+        raise ValueError(
+            f"max_grad_norm={max_grad_norm} is for free_gradients='backward': without it, clip before optimizer.step()"
+        )
+    if free_gradients == "backward" and not policy.is_lean:
+        raise ValueError(
+            f"free_gradients='backward' needs a lean layout, whose optimizer is ours, not precision={str(policy)!r}: "
+            "use 'fp16-lean' or 'bf16-lean'"
+        )
+    if max_grad_norm is not None and not max_grad_norm > 0.0:
+        raise ValueError(f"max_grad_norm={max_grad_norm} must be positive; None for no clipping, inf to measure only")

@@ -67,11 +67,11 @@ def split_into(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     form = _format(working.dtype)
     for block in _cache_blocks(value, working, remainder):
         if not _is_ordinary(block[0]):
-            _split_plainly(form, *block)
+            _split_by_reference(form, *block)
         else:
             form.split_ordinary(*block)
     if not _has_cache_blocks(value, working, remainder):
-        _split_plainly(form, value, working, remainder)
+        _split_by_reference(form, value, working, remainder)
 
 
 @torch.no_grad()
@@ -79,11 +79,8 @@ def merge(working: Tensor, remainder: Tensor) -> Tensor:
     """The FP32 value of two halves, of their shape.
 
     Raises:
-        TypeError: for a ``working`` that is neither FP16 nor BF16, or a ``remainder`` that is not int16.
-        ValueError: for halves of different shapes.
+        TypeError: for a ``working`` that is neither FP16 nor BF16.
     """
-    if remainder.dtype is not REMAINDER_DTYPE:
-        raise TypeError(f"a remainder is {REMAINDER_DTYPE}, not {remainder.dtype}")
     form = _format(working.dtype)
     value = torch.empty_like(working, dtype=torch.float32, memory_format=torch.contiguous_format)
     for block in _cache_blocks(value, working, remainder):
@@ -93,13 +90,13 @@ def merge(working: Tensor, remainder: Tensor) -> Tensor:
     return value
 
 
-def _split_plainly(form: _Format, value: Tensor, working: Tensor, remainder: Tensor) -> None:
+def _split_by_reference(form: _Format, value: Tensor, working: Tensor, remainder: Tensor) -> None:
     halves = form.split(value)
     working.copy_(halves.working)
     remainder.copy_(halves.remainder)
 
 
-# Plain forms, for every value and device
+# References, for every value and device
 
 
 def _split_bf16(value: Tensor) -> Split:
@@ -145,11 +142,6 @@ def _has_cache_blocks(*tensors: Tensor) -> bool:
 
 
 def _cache_blocks(value: Tensor, working: Tensor, remainder: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    if value.shape != working.shape or value.shape != remainder.shape:
-        raise ValueError(
-            f"the halves of {tuple(value.shape)} must have its shape, not {tuple(working.shape)} and "
-            f"{tuple(remainder.shape)}"
-        )
     if _has_cache_blocks(value, working, remainder):
         yield from zip(*(t.view(-1).split(_BLOCK_ELEMENTS) for t in (value, working, remainder)), strict=True)
 

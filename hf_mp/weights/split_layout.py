@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from transformers.utils import CONFIG_NAME
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.split_parameter import (
-    InverseScale,
     SplitParameter,
     check_splittable,
     make_split,
@@ -21,8 +21,10 @@ from hf_mp.weights.split_parameter import (
 )
 
 
-def split_trainable_parameters(model: nn.Module, dtype: torch.dtype, inverse_scale: InverseScale) -> bool:
+def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
     """Split what is trainable and not split yet; frozen parameters stay as they are.
+
+    Those of normalizations with running statistics become FP32: torch takes no 16-bit weights beside FP32 statistics.
 
     ``state_dict()`` of the model and of its parts, and ``save_pretrained()``, then give FP32 masters. Whoever computes
     with the parameters themselves (``torch.optim.swa_utils.AveragedModel``) computes in FP16/BF16: average
@@ -34,24 +36,34 @@ def split_trainable_parameters(model: nn.Module, dtype: torch.dtype, inverse_sca
     Args:
         model: any module.
         dtype: of the parameters, ``float16`` or ``bfloat16``.
-        inverse_scale: as for :func:`make_split`.
 
     Raises:
         TypeError: as :func:`make_split`; then nothing is changed.
     """
+    beside_statistics = {
+        parameter: None
+        for module in model.modules()
+        if isinstance(module, _NormBase) and module.track_running_stats
+        for parameter in module.parameters(recurse=False)
+        if parameter.requires_grad
+    }
     trainable = {
-        parameter: None for parameter in model.parameters() if parameter.requires_grad and parameter.is_floating_point()
+        parameter: None
+        for parameter in model.parameters()
+        if parameter.requires_grad and parameter.is_floating_point() and parameter not in beside_statistics
     }
     new = [parameter for parameter in trainable if not isinstance(parameter, SplitParameter)]
     check_splittable(new)  # before anything is changed
     for parameter in trainable:
-        make_split(parameter, dtype, inverse_scale)
+        make_split(parameter, dtype)
         parameter.is_saved_in_full = True  # type: ignore[attr-defined]
     if not new and put_masters_into_state_dict in model._state_dict_hooks.values():
         return False
     for module in model.modules():
         if put_masters_into_state_dict not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(put_masters_into_state_dict)
+    for parameter in beside_statistics:
+        parameter.data = parameter.data.float()
     for buffer in model.buffers():  # running statistics in FP16 would swamp their updates, as weights would
         if buffer.dtype in LOWER_PRECISION_DTYPES:
             buffer.data = buffer.data.float()

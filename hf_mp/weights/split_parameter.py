@@ -18,7 +18,19 @@ from hf_mp.weights.working_copies import WatchedParameter, is_shared, unwatch, v
 _DATA: Any = Tensor.data  # the properties themselves, which the class below overrides
 _GRAD: Any = Tensor.grad
 
-InverseScale = Callable[[torch.device], Tensor | None]
+
+class ScaledGradient(NamedTuple):
+    """A gradient as backward left it, FP16/BF16, and what makes it true: FP32 of shape (1,), None for 1."""
+
+    value: Tensor
+    factor: Tensor | None
+
+
+class _Read(NamedTuple):
+    """The true gradient that a reader of ``.grad`` was given."""
+
+    value: Tensor
+    version: int
 
 
 class _Merged(NamedTuple):
@@ -36,18 +48,17 @@ class SplitParameter(nn.Parameter):
       keeps its remainder. In-place methods and ``.data`` are noticed element by element, any other write through the
       version counter, which makes the whole parameter its own master. FP32 values that are copied into the parameter
       (``load_state_dict``) keep all their bits.
-    - **Gradients are true for whoever looks.** Backward of an attached model leaves a gradient of the parameter's
-      dtype, still multiplied by the loss scale, beside ``.grad``. Reading ``.grad`` adds it there, in FP32 and
-      unscaled, for good; the wrapper reads it as it is (:func:`gradient_and_factor`), without the FP32 copy. A second
-      gradient (of tied weights, of the next micro-batch) is added in FP32.
+    - **Gradients are true for their readers.** Backward of an attached model leaves a gradient of the parameter's
+      dtype, still multiplied by the loss scale, beside ``.grad``. ``.grad`` gives it in FP32 and unscaled; what is
+      written there wins, and reading alone changes nothing. The wrapper reads it as it is
+      (:func:`gradient_and_factor`), without the FP32 copy. A second gradient (of the next micro-batch) adds in FP32.
     - Copies and pickles: a deep copy is split as well; a pickle holds an ordinary FP32 parameter.
     """
 
     remainder_bits: Tensor
-    inverse_scale: InverseScale | None
     is_saved_in_full: bool
-    _scaled_gradient: Tensor | None
-    _own_factor: Tensor | None
+    _scaled: ScaledGradient | None
+    _read: _Read | None
     _version_seen: int
     _snapshot: Tensor | None
     _wants_true_gradients: bool
@@ -85,24 +96,40 @@ class SplitParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        gradient, scaled = _GRAD.__get__(self), self._scaled_gradient
+        if self._read is not None:
+            return self._read.value
+        gradient = _GRAD.__get__(self)
         if gradient is not None and gradient.dtype in LOWER_PRECISION_DTYPES:
             gradient = gradient.to(torch.float32)
             _GRAD.__set__(self, gradient)
-        if scaled is not None:
-            true = unscaled(scaled, self._factor(), like=self)
-            self._scaled_gradient = self._own_factor = None
-            _GRAD.__set__(self, true if gradient is None else gradient + true)
-        return _GRAD.__get__(self)
+        if self._scaled is None:
+            return gradient
+        value = self._true_gradient()
+        self._read = _Read(value, value._version)
+        return value
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        self._scaled_gradient = self._own_factor = None
+        self._scaled = self._read = None
         _GRAD.__set__(self, gradient)
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    @torch.no_grad()
+    def _true_gradient(self) -> Tensor:
+        assert self._scaled is not None
+        true, gradient = unscaled(*self._scaled, like=self), _GRAD.__get__(self)
+        return true if gradient is None else gradient + true
+
+    def settle_gradient(self) -> None:
+        """Have what was written into a ``.grad`` that was read be the gradient."""
+        if (read := self._read) is None:
+            return
+        # Writes through `.data` and NumPy raise no version counter: values are compared.
+        if read.value._version != read.version or not torch.equal(read.value, self._true_gradient()):
+            self.grad = read.value
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
         """As ``Tensor.register_hook``; from now on backward leaves true FP32 gradients, which the hook sees."""
@@ -115,30 +142,22 @@ class SplitParameter(nn.Parameter):
         return super().register_post_accumulate_grad_hook(hook)
 
     @torch.no_grad()
-    def take_scaled_gradient(self, gradient: Tensor) -> bool:
+    def take_scaled_gradient(self, gradient: Tensor, factor: Tensor | None = None) -> bool:
         """Keep what backward brings, still scaled, or add it to what is there; False where autograd is to do it.
 
         Args:
             gradient: of the parameter's shape; not written to.
+            factor: what makes it true, FP32 of shape (1,); None for 1. Its value at the time of reading counts.
         """
         if self._wants_true_gradients or gradient.dtype not in LOWER_PRECISION_DTYPES:
             return False
-        if self._scaled_gradient is None and _GRAD.__get__(self) is None:
-            self._scaled_gradient = gradient
+        if self._scaled is None and _GRAD.__get__(self) is None:
+            self._scaled = ScaledGradient(gradient, factor)
             return True
-        sum_so_far, true = self.grad, unscaled(gradient, self._factor(), like=self)
+        sum_so_far, true = self.grad, unscaled(gradient, factor, like=self)
         assert sum_so_far is not None
-        if sum_so_far.is_sparse:
-            _GRAD.__set__(self, true + sum_so_far)
-        else:
-            sum_so_far.add_(true)
+        self.grad = true + sum_so_far if sum_so_far.is_sparse else sum_so_far.add_(true)
         return True
-
-    def _factor(self) -> Tensor | None:
-        """What makes a scaled gradient true: FP32, of shape (1,); None for 1."""
-        if self._own_factor is not None or self.inverse_scale is None:
-            return self._own_factor
-        return self.inverse_scale(self.device)
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
         """As ``Tensor.copy_``; the bits of an FP32 or FP64 ``source`` are kept in the remainder."""
@@ -161,7 +180,7 @@ class SplitParameter(nn.Parameter):
         if id(self) not in memo:
             _reconcile(self)
             clone = nn.Parameter(_DATA.__get__(self).clone(), self.requires_grad)
-            copied = _become_split(clone, self.remainder_bits.clone(), self.inverse_scale)
+            copied = _become_split(clone, self.remainder_bits.clone())
             copied.is_saved_in_full = self.is_saved_in_full
             memo[id(self)] = copied
         return memo[id(self)]
@@ -206,26 +225,23 @@ _NOT_WRITERS = {"__index__", "__invert__", "__init_subclass__", "__iter__"}
 _notice_writes()
 
 
-def make_split(parameter: nn.Parameter, dtype: torch.dtype, inverse_scale: InverseScale | None = None) -> None:
+def make_split(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     """Turn ``parameter`` into a :class:`SplitParameter` of ``dtype``, in place; its FP32 value stays its master.
 
     Args:
         parameter: a leaf, FP32, or FP16/BF16 (then it is its own master).
         dtype: ``float16`` or ``bfloat16``.
-        inverse_scale: gives the inverse loss scale on a device, as FP32 of shape (1,), or None where gradients are not
-            scaled. None leaves gradients as backward makes them.
 
     Raises:
         TypeError: for a subclass of ``nn.Parameter``, which has a life of its own.
     """
     if isinstance(parameter, SplitParameter):
-        parameter.inverse_scale = inverse_scale
         return
     check_splittable([parameter])
     unwatch(parameter)
     halves = split(parameter.detach().float(), dtype)
     parameter.data = halves.working
-    _become_split(parameter, halves.remainder, inverse_scale)
+    _become_split(parameter, halves.remainder)
 
 
 def check_splittable(parameters: Iterable[nn.Parameter]) -> None:
@@ -238,14 +254,13 @@ def check_splittable(parameters: Iterable[nn.Parameter]) -> None:
             )
 
 
-def _become_split(parameter: nn.Parameter, remainder: Tensor, inverse_scale: InverseScale | None) -> SplitParameter:
+def _become_split(parameter: nn.Parameter, remainder: Tensor) -> SplitParameter:
     parameter.__class__ = SPLIT_CLASSES[type(parameter)]
     assert isinstance(parameter, SplitParameter)
     parameter.remainder_bits = remainder
-    parameter.inverse_scale = inverse_scale
     parameter.is_saved_in_full = False
-    parameter._scaled_gradient = None
-    parameter._own_factor = None
+    parameter._scaled = None
+    parameter._read = None
     parameter._snapshot = None
     parameter._merged = None
     parameter._wants_true_gradients = bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
@@ -331,9 +346,10 @@ def gradient_and_factor(parameter: nn.Parameter) -> tuple[Tensor | None, Tensor 
     """The gradient as backward left it, and the FP32 factor, of shape (1,), that makes it true; None for 1."""
     if not isinstance(parameter, SplitParameter):
         return parameter.grad, None
-    if parameter._scaled_gradient is None or _GRAD.__get__(parameter) is not None:
+    parameter.settle_gradient()
+    if parameter._scaled is None or _GRAD.__get__(parameter) is not None:
         return parameter.grad, None
-    return parameter._scaled_gradient, parameter._factor()
+    return parameter._scaled
 
 
 def raw_gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -367,10 +383,12 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> No
         if gradient is None:
             continue
         here = factors.setdefault(gradient.device, factor.to(gradient.device).reshape(1))
-        if isinstance(parameter, SplitParameter) and gradient is parameter._scaled_gradient:
+        if isinstance(parameter, SplitParameter) and parameter._read is not None:
+            parameter.grad = parameter._read.value.mul_(here.squeeze())
+        elif isinstance(parameter, SplitParameter) and parameter._scaled is not None:
             if inverse is not None and inverse not in factors:
                 factors[inverse] = inverse * here
-            parameter._own_factor = here if inverse is None else factors[inverse]
+            parameter._scaled = ScaledGradient(gradient, here if inverse is None else factors[inverse])
         elif gradient.dtype in LOWER_PRECISION_DTYPES:
             parameter.grad_dtype = None
             parameter.grad = unscaled(gradient, here, like=parameter)
@@ -380,12 +398,11 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> No
 
 def keep_scale_of_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Have gradients that are still scaled remember by how much: the loss scale is about to change."""
-    kept: dict[torch.device, Tensor] = {}
+    kept: dict[Tensor, Tensor] = {}
     for parameter in split_parameters(parameters):
-        gradient = parameter._scaled_gradient
-        if gradient is None or parameter._own_factor is not None or (factor := parameter._factor()) is None:
-            continue
-        parameter._own_factor = kept.setdefault(gradient.device, factor.clone())
+        value, factor = parameter._scaled or (None, None)
+        if value is not None and factor is not None:
+            parameter._scaled = ScaledGradient(value, kept.setdefault(factor, factor.clone()))
 
 
 def put_masters_into_state_dict(

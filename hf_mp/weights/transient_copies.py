@@ -1,4 +1,4 @@
-"""Working copies that pass: for parameters whose memory comes and goes between uses, as FSDP's does."""
+"""Transient working copies: for parameters whose memory comes and goes between uses, as FSDP's does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 
-class _Passing(NamedTuple):
+class _Transient(NamedTuple):
     parameter: nn.Parameter
     copy: weakref.ref[Tensor]
 
@@ -31,7 +31,7 @@ class _Saved(NamedTuple):
     version: int
 
 
-class PassingCopies:
+class TransientCopies:
     """Rounds a parameter anew at each use, and once more in backward in place of saving the rounding.
 
     FSDP2 shows a module's whole parameters only while it runs: it frees their memory afterwards and fills it again
@@ -45,20 +45,20 @@ class PassingCopies:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._passing: dict[int, _Passing] = {}  # by the storage of the copy
+        self._transient: dict[int, _Transient] = {}  # by the storage of the copy
 
     def get(self, parameter: nn.Parameter) -> Tensor:
         """``parameter`` rounded to nearest, as it is now."""
         copy = parameter.detach().to(self.dtype, copy=True)
         key = copy.untyped_storage()._cdata
-        passing = self._passing
+        transient = self._transient
 
         def forget(reference: weakref.ref[Tensor]) -> None:
             # The address may belong to another copy by now.
-            if key in passing and passing[key].copy is reference:
-                del passing[key]
+            if key in transient and transient[key].copy is reference:
+                del transient[key]
 
-        passing[key] = _Passing(parameter, weakref.ref(copy, forget))
+        transient[key] = _Transient(parameter, weakref.ref(copy, forget))
         return copy
 
     @contextmanager
@@ -74,7 +74,7 @@ class PassingCopies:
             yield
 
     def _pack(self, tensor: Tensor) -> _Rounding | _Saved:
-        found = self._passing.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        found = self._transient.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
         if found is None:
             # Detached: an op's output would otherwise be kept alive by the op itself.
             return _Saved(tensor.detach(), tensor._version)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types
-
-from hf_mp.weights.transient_copies import PassingCopies
 
 _DATA: Any = Tensor.data  # the property itself, which the class below overrides
 
@@ -95,6 +92,7 @@ class _Entry:
     copy: Tensor
     version: int
     address: int
+    is_rounded: bool = False
 
 
 class WorkingCopies:
@@ -110,7 +108,6 @@ class WorkingCopies:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._entries: dict[int, _Entry] = {}
-        self._passing: PassingCopies | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -125,8 +122,6 @@ class WorkingCopies:
 
     def get(self, parameter: nn.Parameter) -> Tensor:
         """The working copy of ``parameter``, a tensor of its shape without grad; do not write to it."""
-        if self._passing is not None:
-            return self._passing.get(parameter)
         entry = self._entries.get(id(parameter))
         if entry is None or entry.copy.shape != parameter.shape or entry.copy.device != parameter.device:
             return self._make(parameter).copy
@@ -136,13 +131,28 @@ class WorkingCopies:
             _refresh_if_changed(entry, parameter)
         return entry.copy
 
-    def refresh_all(self) -> None:
+    def is_rounded(self, parameter: Tensor) -> bool:
+        """Whether a forward has read the copy of ``parameter`` as a tensor of its own."""
+        entry = self._entries.get(id(parameter))
+        return entry is not None and entry.is_rounded
+
+    def note_rounded(self, parameter: Tensor) -> None:
+        """Take in that a forward does so."""
+        if (entry := self._entries.get(id(parameter))) is not None:
+            entry.is_rounded = True
+
+    def refresh_all(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Round every trainable parameter into its copy, in one fused pass; called once after each update.
 
         Stale or not: optimizers that write through ``.data`` or in a kernel of their own raise no version counter.
         Frozen ones wait until :meth:`get` finds them changed: the base under an adapter is not read at every step.
+
+        Args:
+            parameters: those that the optimizer had gradients of. A graph may have saved the copies of others (a
+                generator's, while its discriminator is updated), which wait likewise. Default None: all.
         """
-        _refresh([entry for entry, parameter in self._live() if parameter.requires_grad])
+        wanted = None if parameters is None else set(map(id, parameters))
+        _refresh([e for e, p in self._live() if p.requires_grad and (wanted is None or id(p) in wanted)])
 
     def copy_of(self, parameter: nn.Parameter) -> Tensor | None:
         """The copy that ``parameter`` has, whether or not it is fresh, for whoever is about to write both."""
@@ -156,21 +166,6 @@ class WorkingCopies:
             if (entry := self._entries.get(id(parameter))) is not None:
                 torch.autograd.graph.increment_version(entry.copy)
                 entry.version, entry.address = version_of(parameter), parameter.data_ptr()
-
-    @property
-    def keeps_none(self) -> bool:
-        """Whether each use makes a copy of its own."""
-        return self._passing is not None
-
-    def keep_none(self) -> None:
-        """From now on make a copy at each use: something else manages the memory of the parameters (FSDP)."""
-        if self._passing is None:
-            self.clear()
-            self._passing = PassingCopies(self.dtype)
-
-    def saving(self) -> AbstractContextManager[None]:
-        """To run a forward in: decides what autograd saves of the copies."""
-        return nullcontext() if self._passing is None else self._passing.not_saved()
 
     def clear(self) -> None:
         """Release all copies, and leave the parameters as ordinary ones."""

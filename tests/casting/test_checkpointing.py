@@ -4,12 +4,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
-import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from hf_mp.casting.mode import active_autocast, autocast
-from hf_mp.casting.torch_patches.checkpoints import reenter_in_recomputation
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 every_way = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
@@ -275,12 +273,3 @@ def test_arguments_and_results_pass_as_they_are(model: Model, x: Tensor, use_ree
 def test_without_autocast_checkpointing_is_torchs(model: Model, x: Tensor, use_reentrant: bool) -> None:
     expected = gradients(model, x, plain, nullcontext())
     check_equal(gradients(model, x, checkpointed(use_reentrant), nullcontext()), expected)
-
-
-@pytest.mark.parametrize("name", ["_checkpoint_without_reentrant_generator", "CheckpointFunction"])
-def test_a_torch_without_the_patched_functions_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch_checkpoint, name)
-    before = dict(vars(torch_checkpoint))
-    with pytest.raises(RuntimeError, match=rf"has no {name}: hf_mp supports torch 2\.11 to"):
-        reenter_in_recomputation(active_autocast)
-    assert vars(torch_checkpoint) == before, "half patched"

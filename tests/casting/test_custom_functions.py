@@ -282,13 +282,21 @@ TAKES_KEYWORDS = _takes_keywords()
 
 def test_no_graph_is_broken_for_a_border() -> None:
     torch._dynamo.reset()
-    weight = nn.Parameter(torch.ones(4))
-    compiled = torch.compile(lambda x: Plain.apply(x, weight).sum(), fullgraph=True, backend="eager")
-    scaler = StaticLossScaler(1024.0)
-    scaler.scale_tensors(torch.device("cpu"))
-    with MixedPrecision("fp16", loss_scaler=scaler).region:
-        compiled(torch.ones(2, 4)).backward()
-    assert torch.equal(weight.grad, torch.full((4,), 2.0 / 1024.0))
+    weight, outside = nn.Parameter(torch.ones(4)), torch.full((4,), 3.0, requires_grad=True)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = weight
+
+        @torch.compile(fullgraph=True, backend="eager")
+        def forward(self, x: Tensor) -> Tensor:
+            return (Plain.apply(x, self.weight) + Plain.apply(x, outside)).sum()
+
+    model = Model()
+    MixedPrecision("fp16", loss_scaler=StaticLossScaler(1024.0)).attach(model)
+    model(torch.ones(2, 4)).backward()
+    assert torch.equal(weight.grad, torch.full((4,), 2.0)) and torch.equal(outside.grad, torch.full((4,), 2.0))
 
 
 def test_a_function_outside_of_the_model_is_left_alone() -> None:

@@ -6,19 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from crossings import Crossings
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_mp.casting.deferred_output import DeferredOutput
-from hf_mp.step import mixed_precision as runtime_module
-from hf_mp.step.borders import BorderFunction, output_border
+from hf_mp.step import forward as runtime_module
+from hf_mp.step.borders import output_border
 from hf_mp.step.mixed_precision import MixedPrecision
 
-SCALE = torch.tensor([4.0])
 
-
-class Square(BorderFunction):
+class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
         ctx.save_for_backward(value)
@@ -60,7 +59,7 @@ def test_values_and_gradients_are_those_of_an_output_cast_at_once(use: Any, dtyp
     results = []
     for deferred in (False, True):
         leaf = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
-        output = output_border(leaf * 1, SCALE, deferred=deferred)
+        output = output_border(leaf * 1, Crossings(4.0), deferred=deferred)
         assert isinstance(output, DeferredOutput) is deferred
         value = use(output)
         assert type(value) is Tensor
@@ -72,7 +71,7 @@ def test_values_and_gradients_are_those_of_an_output_cast_at_once(use: Any, dtyp
 
 
 def deferred_output() -> DeferredOutput:
-    output = output_border(torch.randn(4, 6).half().requires_grad_() * 1, SCALE, deferred=True)
+    output = output_border(torch.randn(4, 6).half().requires_grad_() * 1, Crossings(4.0), deferred=True)
     assert isinstance(output, DeferredOutput)
     return output
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from crossings import Crossings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -13,10 +14,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_mp.casting import mode
 from hf_mp.casting.cpu import products
-from hf_mp.casting.cpu.products import Factor, Product, multiply, read_product
+from hf_mp.casting.cpu.products import Operand, Product, multiply, read_product
 from hf_mp.casting.cpu.upcast import run_through_fp32
 from hf_mp.casting.mode import autocast
-from hf_mp.step.borders import output_border
+from hf_mp.step.borders import inward_borders, output_border
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -26,6 +27,12 @@ FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.flo
 ULPS = {FP16: 1, BF16: 1}
 FP32_ROUNDINGS_PER_TERM = 2
 every_dtype = pytest.mark.parametrize("dtype", ULPS, ids=str)
+
+
+def brought_in(weight: Tensor, rounded: Tensor, crossings: Crossings) -> Operand:
+    """A weight outside, as an attached model gives it to a product."""
+    (inside,), _ = inward_borders([weight], [None], crossings)
+    return Operand(inside, rounded, weight, crossings)
 
 
 class Operands(NamedTuple):
@@ -54,8 +61,8 @@ def plainly(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool)
 
 def quickly(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
     """As tensors that are no parameters are multiplied: inside and outside are the same."""
-    factor = None if bias is None else Factor(bias, bias)
-    return multiply(x, Factor(weight, weight), factor, transposed=transposed)
+    factor = None if bias is None else Operand(bias, bias, bias)
+    return multiply(x, Operand(weight, weight, weight), factor, transposed=transposed)
 
 
 def unit_in_last_place(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -313,15 +320,15 @@ class TestParameters:
     @pytest.mark.usefixtures("blocks")
     def test_gradients_are_rounded_then_unscaled_in_fp32(self, transposed: bool) -> None:
         scale = 2.0**12
-        inverse = torch.tensor([1.0 / scale])
+        crossings = Crossings(scale)
         x16, weight16, bias16 = operands((7,), 9, 13, bias=True, transposed=transposed, dtype=FP16)
         assert bias16 is not None
         # masters off the FP16 grid: the product must read their roundings
         weight, bias = (nn.Parameter(t.detach().float() * (1 + 2.0**-13)) for t in (weight16, bias16))
         found = multiply(
             x16,
-            Factor(weight, weight16.detach(), inverse),
-            Factor(bias, bias16.detach(), inverse),
+            brought_in(weight, weight16.detach(), crossings),
+            brought_in(bias, bias16.detach(), crossings),
             transposed=transposed,
         )
         inside = quickly(x16, weight16, bias16, transposed=transposed)
@@ -338,17 +345,16 @@ class TestParameters:
     @pytest.mark.usefixtures("blocks")
     def test_an_overflow_of_the_scaled_gradient_is_not_hidden_by_unscaling(self) -> None:
         weight = nn.Parameter(torch.ones(3, 2))
-        factor = Factor(weight, weight.detach().half(), torch.tensor([2.0**-10]))
+        factor = brought_in(weight, weight.detach().half(), Crossings(2.0**10))
         multiply(torch.full((4, 2), 300.0, dtype=FP16), factor, None, transposed=False).sum().mul(100.0).backward()
         assert weight.grad is not None and weight.grad.isinf().all()
 
     @pytest.mark.usefixtures("blocks")
     def test_the_scale_at_the_time_of_backward_counts(self) -> None:
-        weight, inverse = nn.Parameter(torch.ones(3, 2)), torch.tensor([1.0])
-        result = multiply(
-            torch.ones(4, 2, dtype=FP16), Factor(weight, torch.ones(3, 2).half(), inverse), None, transposed=False
-        )
-        inverse.fill_(0.25)
+        weight, crossings = nn.Parameter(torch.ones(3, 2)), Crossings(1.0)
+        operand = brought_in(weight, torch.ones(3, 2).half(), crossings)
+        result = multiply(torch.ones(4, 2, dtype=FP16), operand, None, transposed=False)
+        crossings.value.fill_(4.0)
         result.sum().backward()
         assert weight.grad is not None and (weight.grad == 1.0).all()
 
@@ -363,9 +369,9 @@ class TestParameters:
             return [gradient.detach() for gradient in (*first, *second)]
 
         def with_borders(*masters: Tensor) -> Tensor:
-            inverse = torch.tensor([1.0 / scale])
-            weight, bias = (Factor(master, master.detach().half(), inverse) for master in masters)
-            return output_border(multiply(x, weight, bias, transposed=False), torch.tensor([scale]))
+            crossings = Crossings(scale)
+            weight, bias = (brought_in(master, master.detach().half(), crossings) for master in masters)
+            return output_border(multiply(x, weight, bias, transposed=False), crossings)
 
         x = random(7, 9, seed=1).detach()
         in_fp32 = penalty(lambda weight, bias: F.linear(x.float(), weight, bias))
@@ -388,7 +394,7 @@ class TestSavedTensors:
     def test_a_master_takes_no_memory(self) -> None:
         weight = nn.Parameter(torch.ones(13, 9))
         with saved() as tensors:
-            factor = Factor(weight, weight.detach().half(), torch.ones(1))
+            factor = brought_in(weight, weight.detach().half(), Crossings(1.0))
             multiply(random(7, 9), factor, None, transposed=False)
         assert all(tensor.dtype is FP16 or tensor.data_ptr() == weight.data_ptr() for tensor in tensors)
 
@@ -639,7 +645,7 @@ def test_a_result_may_be_changed_in_place(dtype: torch.dtype, native: bool) -> N
         pytest.skip("torch's own FP16 products are 200 times slower here")
     x, weight, bias = operands((2, 3), 8, 5, bias=True, transposed=False, dtype=dtype)
     assert bias is not None
-    result = multiply(x, Factor(weight, weight), Factor(bias, bias), transposed=False, native=native)
+    result = multiply(x, Operand(weight, weight, weight), Operand(bias, bias, bias), transposed=False, native=native)
     result += 1.0  # as in `h = linear(x); h += residual`
     result.sum().backward()
     assert result._base is None

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_mp.casting.nested import named_tensors
 from hf_mp.diagnostics.call_sites import CallSites, Site
 from hf_mp.diagnostics.origins import LargestSeen, Origin, OriginTracker
-from hf_mp.diagnostics.values import Finiteness, TensorRange, finiteness, named_tensors
+from hf_mp.diagnostics.values import Finiteness, TensorRange, finiteness
 
 INF = float("inf")
 NAN = float("nan")
@@ -78,7 +79,14 @@ UNBLAMED = {
     "an-inf-that-where-drops": lambda: torch.where(x() > 5, x() / 0.0, x()),
     "memory-that-nobody-has-written": lambda: torch.empty(4).fill_(1.0),
     "exp-of-a-mask": lambda: x().masked_fill(x() > 1, -INF).exp(),
+    "softmax-of-a-cast-mask": lambda: lowest_in_half(x() > 1).softmax(0),
+    "softmax-of-the-lowest-plus-scores": lambda: (lowest_in_half(x() > 1, torch.float16) - 200.0).softmax(0),
 }
+
+
+def lowest_in_half(hidden: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A mask of the lowest number of ``dtype``, in FP16."""
+    return torch.zeros(2, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min).half()
 
 
 @pytest.mark.parametrize("name", UNBLAMED)
@@ -89,8 +97,6 @@ def test_nobody_is_blamed_for_finite_results(name: str) -> None:
 MASKS = {
     "full": lambda: torch.full((2,), -INF) + x(),
     "where": lambda: torch.where(x() > 1, x(), -INF),
-    "cast-of-the-lowest": lambda: torch.full((2,), torch.finfo(torch.float32).min).half(),
-    "lowest-plus-scores": lambda: torch.full((2,), torch.finfo(torch.float16).min, dtype=torch.float16).add(-200.0),
 }
 
 
@@ -100,9 +106,21 @@ def test_minus_inf_of_a_mask_is_no_overflow(name: str) -> None:
     assert origin is not None and origin.is_mask
 
 
-def test_an_overflow_to_minus_inf_is_one() -> None:
-    origin = origin_of(lambda: torch.tensor([-300.0], dtype=torch.float16) * 300)
-    assert origin is not None and not origin.is_mask
+MINUS_INF = {
+    "product": (lambda: torch.tensor([-300.0], dtype=torch.float16) * 300, "mul"),
+    "cast": (lambda: torch.tensor([-1e9, 1.0]).half(), "_to_copy"),
+    "copy": (lambda: torch.zeros(2, dtype=torch.float16).copy_(x() * -1e5), "copy_"),
+    "sum": (lambda: torch.full((2,), -65504.0, dtype=torch.float16).add_(x().half() * -300), "add_"),
+    "everything-hidden-by-a-cast-mask": (lambda: lowest_in_half(x() > 0).softmax(0), "_to_copy"),
+}
+
+
+@pytest.mark.parametrize("name", MINUS_INF)
+def test_an_overflow_to_minus_inf_is_one(name: str) -> None:
+    function, op = MINUS_INF[name]
+    origin = origin_of(function)
+    assert origin is not None
+    assert (origin.op, origin.is_mask) == (op, False)
 
 
 def test_a_constant_that_was_bad_before_is_laid_at_the_door_of_who_used_it() -> None:

@@ -32,6 +32,7 @@ from hf_mp.diagnostics import overflow
 from hf_mp.diagnostics.overflow import OverflowExplainer
 
 NAN = float("nan")
+ACT = "transformer.h.0.mlp.act"
 
 
 class Loop:
@@ -272,6 +273,87 @@ def test_in_fp32_it_would_be_finite() -> None:
     put("act", lambda x: x / (x - x))(loop.model)
     loop.step(vectors(0))
     assert loop.reports[1].finite_in_fp32 is False
+
+
+def test_lean_layouts_are_tried_in_fp32_with_their_masters() -> None:
+    for spoil, finite in ((put(ACT, lambda x: (x + 300) * (x + 300)), True), (put(ACT, lambda x: x / (x - x)), False)):
+        loop = Loop("fp16-lean", model=gpt2().train())
+        spoil(loop.model)
+        held = {name: (id(p), p.dtype) for name, p in loop.model.named_parameters()}
+        masters = {name: value.clone() for name, value in loop.model.state_dict().items()}
+        loop.model(**tokens(0)).loss.backward()
+        loop.optimizer.step()
+        (report,) = loop.reports
+        assert (report.phase, report.finite_in_fp32) == ("forward", finite)
+        advice = "In FP32 the same micro-batch is finite. Compute it" if finite else "not the precision"
+        assert advice in report.to_text()
+        assert {name: (id(p), p.dtype) for name, p in loop.model.named_parameters()} == held
+        assert all(torch.equal(value, masters[name]) for name, value in loop.model.state_dict().items())
+
+
+# Gradients that are finite, and too large to be squared
+
+
+# In FP16, only what comes before the first product has gradients in FP32 all the way.
+@pytest.mark.parametrize(
+    ("precision", "module"),
+    [("fp16", "transformer.h.0.ln_1"), ("bf16", "transformer.h.1.ln_2"), ("bf16-lean", "transformer.h.1.ln_2")],
+)
+def test_who_made_a_finite_gradient_too_large_to_be_squared(precision: str, module: str) -> None:
+    scaler = StaticLossScaler(2.0**10) if precision.startswith("fp16") else None
+    loop = Loop(precision, scaler, model=gpt2().train())
+    norm = loop.model.get_submodule(module)  # computes in FP32
+    norm.register_forward_hook(lambda module, args, output: TooLarge.apply(output))
+    loop.model(**tokens(0)).loss.backward()
+    loop.optimizer.step()
+    (report,) = loop.reports
+    assert (report.phase, report.module, report.op) == ("backward", module, "TooLarge")
+    assert f"{module}.weight" in report.nonfinite_gradients and report.smaller_scale_helps is False
+    assert "The first magnitude of 2**64 or more was made by the gradient of 'TooLarge'" in report.to_text()
+    assert "gradients whose square leaves FP32: transformer" in report.to_text()
+    assert report.finite_in_fp32 is False
+
+
+class TooLarge(torch.autograd.Function):
+    """The identity; the gradient of one element is 2**100, seen from outside of the loss scale."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        large = gradient.clone()
+        large.view(-1)[3] = 2.0**100
+        return large
+
+
+def test_a_loss_that_sends_too_large_a_gradient() -> None:
+    loop = Loop("bf16")
+    assert loop.step(vectors(0), factor=1e25)
+    (report,) = loop.reports
+    assert (report.phase, report.tensor) == ("loss outside of the model", "")
+    assert "has magnitude of 2**64 or more" in report.to_text() and "Scale the loss down." in report.to_text()
+
+
+def test_the_second_micro_batch_made_a_gradient_too_large() -> None:
+    loop = Loop("bf16")
+    loop.backward(vectors(0))
+    loop.backward(vectors(1), factor=1e25)
+    loop.optimizer.step()
+    assert [report.micro_batch for report in loop.reports] == [2]
+
+
+def test_a_sum_of_micro_batches_too_large_to_be_squared_is_not_shown() -> None:
+    loop = Loop("bf16")
+    loop.model.eval()
+    loop.backward(vectors(0))
+    largest = max(p.grad.abs().max().item() for p in loop.model.parameters())
+    loop.optimizer.zero_grad()
+    for _ in range(2):
+        loop.backward(vectors(0), factor=0.6 * 2.0**64 / largest)
+    loop.optimizer.step()
+    assert [report.phase for report in loop.reports] == ["not found"]
 
 
 def test_statistics_that_the_forward_spoiled_are_noted() -> None:

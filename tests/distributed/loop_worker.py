@@ -274,7 +274,7 @@ def fsdp() -> dict[str, Any]:
     model, optimizer = prepared(shard)
     log = train(model, optimizer, batches(STEPS), clip=1.0)
     kinds = {type(p).__name__ for p in model.parameters()} | {str(p.grad) for p in model.parameters()}
-    return {**log, "kinds": sorted(kinds), "copies": len(runtime_of(model).working_copies)}
+    return {**log, "kinds": sorted(kinds), "copies": len(runtime_of(model).layout.copies)}
 
 
 def fsdp_bf16() -> dict[str, Any]:
@@ -442,8 +442,8 @@ def fsdp_saves_no_copies() -> dict[str, Any]:
         )
         with outer:  # hooks of others stay in force, and then copies are saved
             loss = model(input_ids=part, labels=part).loss
-        passing = runtime_of(model).working_copies._passing
-        alive.append(len(passing._passing))
+        passing = runtime_of(model).layout.copies._transient
+        alive.append(len(passing._transient))
         loss.backward()
         gradients.append({name: whole(p.grad).clone() for name, p in model.named_parameters()})
         model.zero_grad()

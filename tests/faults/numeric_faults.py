@@ -154,7 +154,7 @@ class Run:
         scaler = make_loss_scaler(segment.loss_scale, **SCALERS[segment.loss_scale])
         self.runtime = MixedPrecision(policy, loss_scaler=scaler)
         self.runtime.attach(self.net)
-        self.runtime.measures_norm = segment.as_trainer
+        self.runtime.check.measures_norm = segment.as_trainer
         self.optimizer = self.runtime.attach_optimizer(optimizer)
         self.model = DistributedDataParallel(self.net) if self.world_size > 1 else self.net
         self.planter = Planter(segment, self.rank, self.world_size)
@@ -197,7 +197,7 @@ class Run:
         parameters = list(self.net.parameters())
         if isinstance(self.optimizer, MasterWeightOptimizer):
             self.optimizer.clip_grad_norm_(1.0)
-        elif (norm := self.runtime.gradient_norm(parameters)) is not None:
+        elif (norm := self.runtime.check.norm(parameters)) is not None:
             clip_grads_with_norm_(parameters, 1.0, norm)
         else:
             clip_grad_norm_(parameters, 1.0)
@@ -227,7 +227,7 @@ class Run:
         masters, copies = self._masters(), {}
         for name, parameter in self.net.named_parameters():
             lean = PrecisionPolicy.parse(self.segment.precision).is_lean
-            copies[name] = parameter.detach() if lean else self.runtime.working_copies.get(parameter)
+            copies[name] = parameter.detach() if lean else self.runtime.layout.copies.get(parameter)
             rounded = masters[name].to(copies[name].dtype)
             distance = (copies[name].float() - rounded.float()).abs()
             # the split BF16 rounds ties away from zero: half a unit, and not both ways

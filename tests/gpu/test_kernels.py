@@ -1,4 +1,4 @@
-"""The Triton kernels against their plain forms: on a GPU, or with ``TRITON_INTERPRET=1`` in Triton's interpreter.
+"""The Triton kernels against their references: on a GPU, or with ``TRITON_INTERPRET=1`` in Triton's interpreter.
 
 ``tests/kernels/test_triton_interpreted.py`` runs this file in the interpreter, in a process of its own: the variable
 must be set before Triton is imported.
@@ -50,7 +50,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that were chosen instead of their plain forms."""
+    """The kernels that were chosen instead of their references."""
     names: list[str] = []
     original = registry.chosen
 
@@ -134,7 +134,7 @@ class TestGradientScan:
         here = whole.to(DEVICE)[1:]
         assert torch.equal(largest_magnitude([here]).cpu(), whole[1:].float().abs().max())
 
-    def test_not_contiguous_is_left_to_the_plain_form(self, launched: list[str]) -> None:
+    def test_not_contiguous_is_left_to_the_reference(self, launched: list[str]) -> None:
         registry._warn_once.cache_clear()
         with pytest.warns(UserWarning, match=r"gradient_scan is used, because a tensor of shape \(5, 4\) is not cont"):
             assert largest_magnitude([torch.arange(20.0, device=DEVICE).view(4, 5).t()]) == 19.0
@@ -170,7 +170,7 @@ class TestAdamW:
     def check(
         self, given: list[AdamWTensors], settings: AdamWSettings = SETTINGS, steps: int = 3, **kwargs: Any
     ) -> Any:
-        """Bit for bit the plain form of the same order of operations; returns what the kernel left, on the CPU."""
+        """Bit for bit the reference of the same order of operations; returns what the kernel left, on the CPU."""
         adamw_ = registry.load(registry.KERNELS["adamw"].triton)
         ours = [tensors.map(lambda tensor: tensor.to(DEVICE, copy=True)) for tensors in given]
         plain = [tensors.map(Tensor.clone) for tensors in given]
@@ -225,14 +225,6 @@ class TestAdamW:
         self.check([make(torch.randn(shape), torch.randn(shape), layout) for shape in shapes])
 
     @LAYOUTS
-    def test_a_skipped_step_changes_nothing(self, layout: str) -> None:
-        given = make(weights(200), torch.full((200,), math.inf), layout)
-        (after,) = self.check([given], found_inf=torch.ones(1))
-        assert after.step == 0 and not after.exp_avg.any()
-        (after,) = self.check([make(weights(200), torch.ones(200), layout)], found_inf=torch.zeros(1))
-        assert after.step == 3 and after.exp_avg.all()
-
-    @LAYOUTS
     def test_unaligned(self, layout: str) -> None:
         given = make(weights(BLOCK + 1), torch.randn(BLOCK + 1), layout)
         self.check([given.map(lambda tensor: tensor[1:] if tensor.dim() else tensor)])
@@ -261,7 +253,7 @@ TOLERANCE = {FP32: 2e-5, FP16: 2.0**-10, BF16: 2.0**-7}
 
 class TestCrossEntropy:
     def losses(self, logits: Tensor, labels: Tensor, scale: float = 1.0, **kwargs: Any) -> list[tuple[Tensor, Tensor]]:
-        """Loss and gradient of the kernel, and of the plain form."""
+        """Loss and gradient of the kernel, and of the reference."""
         found = []
         for function, device in ((cross_entropy, DEVICE), (cross_entropy_reference, "cpu")):
             leaf = logits.to(device, copy=True).requires_grad_()
@@ -273,15 +265,11 @@ class TestCrossEntropy:
 
     @DTYPES
     @pytest.mark.parametrize("classes", [2, 100, BLOCK + 9])
-    @pytest.mark.parametrize(
-        "kwargs",
-        [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-3, "label_smoothing": 0.1}, {"reduction": "sum"}],
-        ids=["mean", "smoothed", "z-loss", "sum"],
-    )
-    def test_sizes_and_settings(self, kwargs: Any, classes: int, dtype: torch.dtype, launched: list[str]) -> None:
+    @pytest.mark.parametrize("reduction", ["mean", "sum"])
+    def test_sizes_and_reductions(self, reduction: str, classes: int, dtype: torch.dtype, launched: list[str]) -> None:
         logits = (torch.randn(5, classes) * 4).to(dtype)
         labels = torch.tensor([0, -100, classes - 1, 1, -100])
-        (loss, gradient), (expected_loss, expected) = self.losses(logits, labels, 1024.0, **kwargs)
+        (loss, gradient), (expected_loss, expected) = self.losses(logits, labels, 1024.0, reduction=reduction)
         assert launched == ["cross_entropy"] * 2 and gradient.dtype is dtype
         torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(gradient, expected, rtol=TOLERANCE[dtype], atol=2e-6 * 1024)
@@ -365,7 +353,7 @@ class TestSteps:
             if schedule is not None:
                 schedule.step()
         state = [optimizer.state[parameter][name] for parameter in model.parameters() for name in ("exp_avg", "step")]
-        copies = model.__dict__["forward"].runtime.working_copies
+        copies = model.__dict__["forward"].runtime.layout.copies
         for parameter in model.parameters() if "lean" not in precision else ():
             if parameter in copies:
                 entry = copies._entries[id(parameter)]
@@ -383,7 +371,7 @@ class TestSteps:
         # without a scale or a norm to clip by, a CPU finds out otherwise whether gradients are finite
         assert {"adamw"} | ({"gradient_scan"} if precision != "bf16" else set()) <= set(launched)
         launched.clear()
-        plain, plain_state = self.run(precision, "plain", monkeypatch)
+        plain, plain_state = self.run(precision, "reference", monkeypatch)
         assert not launched
         for one, other in zip(ours, plain, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""The update on a CPU against its plain form, bit for bit."""
+"""The update on a CPU against its reference, bit for bit."""
 
 from __future__ import annotations
 
@@ -135,16 +135,6 @@ def test_not_contiguous(dtype: torch.dtype) -> None:
     assert tensors.working is not None and tensors.remainder is not None
     halves = {"working": tensors.working.t().contiguous().t(), "remainder": tensors.remainder.t().contiguous().t()}
     check(tensors._replace(**halves))
-    with pytest.raises(ValueError, match=r"exp_avg is not contiguous: give its \.contiguous\(\)"):
-        adamw_([tensors._replace(exp_avg=torch.zeros(50, 40).t())], SETTINGS)
-
-
-@every_dtype
-def test_found_inf_leaves_everything(dtype: torch.dtype) -> None:
-    tensors = split_tensors(weights(200), torch.full((200,), math.inf).to(dtype), dtype)
-    after = check(tensors, found_inf=torch.ones(1))
-    assert after.step == 0 and torch.equal(bits(after.working), bits(tensors.working))  # type: ignore[arg-type]
-    assert check(tensors, found_inf=torch.zeros(1)).step == 3
 
 
 @pytest.mark.parametrize("working", [None, FP16, BF16], ids=["alone", "fp16", "bf16"])
@@ -160,19 +150,3 @@ def test_a_whole_master_and_its_working_copy(working: torch.dtype | None) -> Non
         optimizer.step()
     assert torch.equal(ours.detach(), after.master)  # type: ignore[arg-type]
     assert working is None or torch.equal(after.working, ours.detach().to(working))  # type: ignore[arg-type]
-
-
-def test_bad_input_is_refused_by_name() -> None:
-    good = split_tensors(torch.randn(4), torch.randn(4).half(), FP16)
-    with pytest.raises(ValueError, match=r"exp_avg has shape \(3,\), but the gradient \(4,\)"):
-        adamw_([good._replace(exp_avg=torch.zeros(3))], SETTINGS)
-    with pytest.raises(ValueError, match=r"exp_avg_sq is on meta, but the gradient on cpu: move them"):
-        adamw_([good._replace(exp_avg_sq=torch.zeros(4, device="meta"))], SETTINGS)
-    with pytest.raises(ValueError, match=r"exp_avg is torch.float16, but must be torch.float32"):
-        adamw_([good._replace(exp_avg=torch.zeros(4).half())], SETTINGS)
-    with pytest.raises(ValueError, match="either a FP32 master, or a working copy and its remainder"):
-        adamw_([good._replace(remainder=None)], SETTINGS)
-    with pytest.raises(ValueError, match="a remainder needs its working copy"):
-        adamw_([good._replace(working=None)], SETTINGS)
-    with pytest.raises(ValueError, match=r"working is torch.float32, but must be torch.float16 or torch.bfloat16"):
-        adamw_([good._replace(working=torch.zeros(4))], SETTINGS)

@@ -32,12 +32,12 @@ def test_every_entry_names_what_exists(name: str) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     kernel = KERNELS[name]
     assert kernel.name == name
-    for path in (kernel.reference, kernel.triton, kernel.check):
+    for path in (kernel.triton, kernel.check):
         assert callable(registry.load(path))
 
 
-@pytest.mark.parametrize("setting", [None, "auto", "plain"])
-def test_a_cpu_uses_the_plain_form_without_a_word(setting: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("setting", [None, "auto", "reference"])
+def test_a_cpu_uses_the_reference_without_a_word(setting: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if setting is not None:
         monkeypatch.setenv(registry.VARIABLE, setting)
     with warnings.catch_warnings():
@@ -48,19 +48,19 @@ def test_a_cpu_uses_the_plain_form_without_a_word(setting: str | None, monkeypat
 def test_asked_for_on_a_cpu_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setenv(registry.VARIABLE, "triton")
-    message = "HF_MP_KERNELS=triton: the plain form of gradient_scan is used, because the device is cpu, not a CUDA GPU"
+    message = "HF_MP_KERNELS=triton: the reference of gradient_scan is used, because the device is cpu, not a CUDA GPU"
     with pytest.warns(UserWarning, match=message):
         assert largest_magnitude([torch.tensor([-3.0])]) == 3.0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert largest_magnitude([torch.tensor([-3.0])]) == 3.0
-    with pytest.warns(UserWarning, match="the plain form of cross_entropy is used, because the device is cpu"):
+    with pytest.warns(UserWarning, match="the reference of cross_entropy is used, because the device is cpu"):
         cross_entropy(torch.zeros(2, 3), torch.tensor([0, 1]))
 
 
 def test_an_unknown_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(registry.VARIABLE, "cuda")
-    with pytest.raises(ValueError, match="HF_MP_KERNELS='cuda' is not known: use one of auto, triton, plain"):
+    with pytest.raises(ValueError, match="HF_MP_KERNELS='cuda' is not known: use one of auto, triton, reference"):
         chosen("adamw", [torch.ones(3)])
 
 
@@ -126,7 +126,7 @@ def fits(device: torch.device) -> None:
     ],
 )
 def test_a_kernel_that_is_wrong_here_is_not_used(check: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = Kernel("odd", "", "", check)
+    kernel = Kernel("odd", "", check)
     monkeypatch.setattr(registry, "load", globals().__getitem__)
     with pytest.warns(UserWarning, match=message):
         assert not registry._is_right_on(kernel, torch.device("cpu"))
@@ -134,7 +134,7 @@ def test_a_kernel_that_is_wrong_here_is_not_used(check: str, message: str, monke
 
 def test_a_kernel_that_is_right_here_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "load", globals().__getitem__)
-    assert registry._is_right_on(Kernel("odd", "", "", "fits"), torch.device("cpu"))
+    assert registry._is_right_on(Kernel("odd", "", "fits"), torch.device("cpu"))
 
 
 def test_nothing_imports_triton_before_it_is_used() -> None:

@@ -6,21 +6,35 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from crossings import Crossings
 from torch import Tensor, nn
 
 from hf_mp.scaling.scalers import StaticLossScaler
-from hf_mp.step.borders import input_border, output_border, parameter_border
+from hf_mp.step.borders import inward_borders
+from hf_mp.step.borders import output_border as border_of_output
 from hf_mp.step.mixed_precision import MixedPrecision
 
 SCALE = 2.0**20
 
 
-def scale(value: float = SCALE) -> Tensor:
-    return torch.tensor([value])
+def scale(value: float = SCALE) -> Crossings:
+    return Crossings(value)
 
 
-def inverse(value: float = SCALE) -> Tensor:
-    return torch.tensor([1.0 / value])
+inverse = scale
+
+
+def output_border(output: Tensor, crossings: Crossings) -> Tensor:
+    return border_of_output(output, crossings)
+
+
+def parameter_border(parameter: Tensor, copy: Tensor | None, crossings: Crossings) -> Tensor:
+    (inside,), (rounded,) = inward_borders([parameter], [copy], crossings)
+    return inside if rounded is None else rounded
+
+
+def input_border(value: Tensor, crossings: Crossings) -> Tensor:
+    return parameter_border(value, None, crossings)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -85,21 +99,20 @@ def test_integers_and_fp64_keep_their_dtype_and_fp64_gradients_are_scaled() -> N
 def test_nothing_is_recorded_without_grad() -> None:
     parameter = nn.Parameter(torch.ones(1))
     with torch.no_grad():
-        assert parameter_border(parameter, None, inverse()) is parameter
+        assert not parameter_border(parameter, None, inverse()).requires_grad
         assert not output_border(parameter.half(), scale()).requires_grad
 
 
 def test_backward_announces_itself() -> None:
-    calls: list[str] = []
-    x = torch.ones(1, requires_grad=True)
-    output_border(x, scale(), lambda: calls.append("begun")).backward()
-    assert calls == ["begun"]
+    x, crossings = torch.ones(1, requires_grad=True), scale(4.0)
+    output_border(x, crossings).backward()
+    assert crossings.entering == [4.0]
 
 
 def test_the_scale_at_the_time_of_backward_counts() -> None:
     x, factor = torch.ones(1, requires_grad=True), scale(2.0)
     y = output_border(x, factor)
-    factor.fill_(8.0)
+    factor.value.fill_(8.0)
     y.backward()
     assert x.grad is not None and x.grad.item() == 8.0
 

@@ -21,8 +21,8 @@ from transformers import GPT2LMHeadModel
 import hf_mp
 from hf_mp.casting.mode import active_autocast
 from hf_mp.scaling.scalers import DynamicLossScaler, LossScaleError, StaticLossScaler
+from hf_mp.step import gradients as gradients_module
 from hf_mp.step import gradients as measured_gradients
-from hf_mp.step import mixed_precision as runtime_module
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
 
@@ -45,7 +45,7 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 
 
 def assert_copies_are_rounded_masters(model: nn.Module) -> None:
-    copies = runtime_of(model).working_copies
+    copies = runtime_of(model).layout.copies
     assert len(copies) > 0
     for parameter in model.parameters():
         assert torch.equal(copies.get(parameter), parameter.detach().to(copies.dtype))
@@ -152,11 +152,11 @@ def test_a_skipped_step_changes_nothing_but_the_scaler(
     gpt2(**batch).loss.backward()
     gpt2.transformer.h[0].mlp.c_fc.weight.grad[3, 5] = value
     weights, state, scale = snapshot(gpt2.parameters()), copy.deepcopy(optimizer.state_dict()), runtime.scaler.state
-    copies = snapshot(runtime.working_copies.get(p) for p in gpt2.parameters())
+    copies = snapshot(runtime.layout.copies.get(p) for p in gpt2.parameters())
     assert optimizer.step() is None
     assert runtime.step_was_skipped and runtime.stats.skipped_steps == 1
     assert same(weights, snapshot(gpt2.parameters()))
-    assert same(copies, snapshot(runtime.working_copies.get(p) for p in gpt2.parameters()))
+    assert same(copies, snapshot(runtime.layout.copies.get(p) for p in gpt2.parameters()))
     after = optimizer.state_dict()
     assert after["param_groups"] == state["param_groups"]
     for key, entry in state["state"].items():
@@ -346,8 +346,8 @@ def test_tied_weights_have_one_master_and_one_working_copy(gpt2: GPT2LMHeadModel
     assert gpt2.lm_head.weight.dtype is torch.float32
     gpt2(**batch).loss.backward()
     used = {id(p) for name, p in gpt2.named_parameters() if "ln_" not in name and "wpe" not in name}
-    assert len(runtime.working_copies) == len(used)
-    copies = runtime.working_copies
+    assert len(runtime.layout.copies) == len(used)
+    copies = runtime.layout.copies
     assert copies.get(gpt2.lm_head.weight) is copies.get(gpt2.transformer.wte.weight)
 
 
@@ -465,7 +465,7 @@ def test_generate_uses_working_copies(gpt2: GPT2LMHeadModel, batch: Batch) -> No
     runtime = MixedPrecision("fp16")
     runtime.attach(gpt2)
     tokens = gpt2.generate(batch["input_ids"][:1, :4], max_new_tokens=5, do_sample=False, pad_token_id=0)
-    assert tokens.shape[1] == 9 and len(runtime.working_copies) > 0
+    assert tokens.shape[1] == 9 and len(runtime.layout.copies) > 0
 
 
 def test_fp32_changes_nothing(gpt2: GPT2LMHeadModel) -> None:
@@ -543,11 +543,11 @@ def test_resized_embeddings_get_working_copies_of_their_own(gpt2: GPT2LMHeadMode
     runtime.attach(gpt2)
     gpt2(**batch).loss.backward()
     gpt2.zero_grad()
-    old = len(runtime.working_copies)
+    old = len(runtime.layout.copies)
     gpt2.resize_token_embeddings(211, mean_resizing=False)
     logits = gpt2(**batch).logits
-    assert logits.shape[-1] == 211 and len(runtime.working_copies) == old
-    assert runtime.working_copies.get(gpt2.lm_head.weight).shape == (211, 64)
+    assert logits.shape[-1] == 211 and len(runtime.layout.copies) == old
+    assert runtime.layout.copies.get(gpt2.lm_head.weight).shape == (211, 64)
     write_through_data(gpt2)
     assert not torch.equal(gpt2(**batch).logits, logits)
 
@@ -736,7 +736,7 @@ class TestMeasuring:
         self, gpt2: GPT2LMHeadModel, batch: Batch, measures_norm: bool = False
     ) -> tuple[MixedPrecision, torch.optim.Optimizer]:
         runtime = MixedPrecision("fp16")
-        runtime.measures_norm = measures_norm
+        runtime.check.measures_norm = measures_norm
         runtime.attach(gpt2)
         optimizer = runtime.attach_optimizer(torch.optim.SGD(gpt2.parameters(), lr=0.1))
         gpt2(**batch).loss.backward()
@@ -747,11 +747,11 @@ class TestMeasuring:
     ) -> None:
         runtime, optimizer = self.trained(gpt2, batch, measures_norm=True)
         parameters = list(gpt2.parameters())
-        norm = runtime.gradient_norm(parameters)
+        norm = runtime.check.norm(parameters)
         assert norm is not None
-        monkeypatch.setattr(runtime_module, "all_finite", lambda *args: pytest.fail("the gradients were read again"))
+        monkeypatch.setattr(gradients_module, "all_finite", lambda *args: pytest.fail("the gradients were read again"))
         before = [torch.clone(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        runtime.clip_gradients(parameters, float(norm) / 2, norm)
+        runtime.check.clip(parameters, float(norm) / 2, norm)
         optimizer.step()
         assert not optimizer.step_was_skipped
         halves = [2 * parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -762,17 +762,17 @@ class TestMeasuring:
         self, gpt2: GPT2LMHeadModel, batch: Batch, factor: float
     ) -> None:
         outcomes = []
-        for clips in (MixedPrecision.clip_gradients, lambda runtime, *given: clip_grads_with_norm_(*given)):
+        for is_ours in (True, False):
             model = copy.deepcopy(gpt2)
             runtime = MixedPrecision("bf16")
-            runtime.measures_norm = True
+            runtime.check.measures_norm = True
             runtime.attach(model)
             optimizer = runtime.attach_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
             (model(**batch).loss * factor).backward()
             parameters = list(model.parameters())
-            norm = runtime.gradient_norm(parameters)
+            norm = runtime.check.norm(parameters)
             assert norm is not None and not norm.isfinite()
-            clips(runtime, parameters, 1.0, norm)
+            (runtime.check.clip if is_ours else clip_grads_with_norm_)(parameters, 1.0, norm)
             optimizer.step()
             outcomes.append(optimizer.step_was_skipped)
         assert outcomes[0] is outcomes[1] is (factor == torch.inf)
@@ -780,9 +780,9 @@ class TestMeasuring:
     def test_a_write_after_our_clipping_is_seen(self, gpt2: GPT2LMHeadModel, batch: Batch) -> None:
         runtime, optimizer = self.trained(gpt2, batch, measures_norm=True)
         parameters = list(gpt2.parameters())
-        norm = runtime.gradient_norm(parameters)
+        norm = runtime.check.norm(parameters)
         assert norm is not None and parameters[0].grad is not None
-        runtime.clip_gradients(parameters, float(norm) / 2, norm)
+        runtime.check.clip(parameters, float(norm) / 2, norm)
         parameters[0].grad[0, 0] = torch.nan
         optimizer.step()
         assert optimizer.step_was_skipped
@@ -811,33 +811,33 @@ class TestMeasuring:
     def test_the_norm_is_known_until_a_gradient_changes(self, gpt2: GPT2LMHeadModel, batch: Batch) -> None:
         runtime = MixedPrecision("fp16")
         runtime.attach(gpt2)
-        runtime.measures_norm = True
+        runtime.check.measures_norm = True
         parameters = list(gpt2.parameters())
-        assert runtime.gradient_norm(parameters) is None
+        assert runtime.check.norm(parameters) is None
         gpt2(**batch).loss.backward()
         gpt2(**batch).loss.backward()
-        norm = runtime.gradient_norm(parameters)
+        norm = runtime.check.norm(parameters)
         assert norm is not None
         assert torch.equal(norm, nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         nn.utils.clip_grad_norm_(parameters, 1e-3)
-        assert runtime.gradient_norm(parameters) is None
+        assert runtime.check.norm(parameters) is None
 
     def test_the_norm_is_not_that_of_more_gradients_than_there_are(self, gpt2: GPT2LMHeadModel, batch: Batch) -> None:
         runtime = MixedPrecision("fp16")
         runtime.attach(gpt2)
-        runtime.measures_norm = True
+        runtime.check.measures_norm = True
         gpt2(**batch).loss.backward()
-        assert runtime.gradient_norm(list(gpt2.transformer.h.parameters())) is None
+        assert runtime.check.norm(list(gpt2.transformer.h.parameters())) is None
         gpt2.transformer.wte.weight.grad = None
-        assert runtime.gradient_norm(list(gpt2.parameters())) is None
+        assert runtime.check.norm(list(gpt2.parameters())) is None
 
     def test_bfloat16_has_no_headroom_to_tell_of(self, gpt2: GPT2LMHeadModel, batch: Batch) -> None:
         runtime = MixedPrecision("bf16")
         runtime.attach(gpt2)
-        runtime.measures_norm = True
+        runtime.check.measures_norm = True
         optimizer = runtime.attach_optimizer(torch.optim.SGD(gpt2.parameters(), lr=0.1))
         gpt2(**batch).loss.backward()
-        assert runtime.gradient_norm(list(gpt2.parameters())) is not None
+        assert runtime.check.norm(list(gpt2.parameters())) is not None
         optimizer.step()
         assert runtime.stats.headroom is None
 
@@ -887,12 +887,12 @@ def test_torchs_scaler_in_front_of_a_guarded_optimizer_is_refused(
 def test_training_without_a_guard_is_warned_of_once(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
     MixedPrecision("fp16").attach(gpt2)
     optimizer = torch.optim.SGD(gpt2.parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match=r"knows no optimizer of it.*attach_optimizer") as caught:
+    with pytest.warns(UserWarning, match=r"an optimizer that it does not know.*attach_optimizer") as caught:
         for _ in range(4):
             gpt2(**batch).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert len([warning for warning in caught if "knows no optimizer" in str(warning.message)]) == 1
+    assert len([warning for warning in caught if "does not know" in str(warning.message)]) == 1
 
 
 def test_a_state_that_is_no_mapping_is_refused() -> None:
@@ -931,7 +931,7 @@ def test_a_gradient_too_large_to_be_squared_is_an_overflow(
     gpt2: GPT2LMHeadModel, batch: Batch, measures_norm: bool
 ) -> None:
     runtime = MixedPrecision("bf16")
-    runtime.measures_norm = measures_norm
+    runtime.check.measures_norm = measures_norm
     optimizer = runtime.attach_optimizer(torch.optim.AdamW(runtime.attach(gpt2).parameters(), lr=0.1))
     (gpt2(**batch).loss * 1e25).backward()
     assert all(parameter.grad.isfinite().all() for parameter in gpt2.parameters() if parameter.grad is not None)

@@ -113,7 +113,7 @@ def test_a_gradient_that_is_not_contiguous_is_read_by_its_shape() -> None:
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("setting", ["auto", "plain"])
+@pytest.mark.parametrize("setting", ["auto", "reference"])
 def test_on_a_cpu_an_optimizer_of_fp32_parameters_steps_by_itself(
     setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,3 +135,14 @@ def test_a_scheduler_that_was_there_before_the_guard() -> None:
     optimizer.step()
     scheduler.step()
     assert not torch.equal(model.weight, before) and optimizer.param_groups[0]["lr"] == 0.05
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 3, 2)])
+def test_moments_of_another_model_are_refused(shape: tuple[int, ...]) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4, 3).half())
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW([parameter], fused=True), layout="split")
+    parameter.grad = torch.ones(4, 3).half()
+    moments = {"exp_avg": torch.zeros(4, 3), "exp_avg_sq": torch.zeros(shape)}
+    optimizer.state[parameter].update(step=torch.tensor(1.0), **moments)
+    with pytest.raises(ValueError, match=r"exp_avg_sq has shape .* its parameter \(4, 3\): .* of another model"):
+        optimizer.step()

@@ -258,10 +258,10 @@ def test_a_model_that_cannot_be_split_is_left_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].bias = Own(torch.zeros(2))
     with pytest.raises(TypeError, match=r"a Own of shape .* cannot be split .* freeze it, or use the default layout"):
-        split_trainable_parameters(model, torch.float16, lambda device: None)
+        split_trainable_parameters(model, torch.float16)
     assert all(p.dtype is torch.float32 for p in model.parameters())
     model[1].bias.requires_grad_(False)
-    split_trainable_parameters(model, torch.float16, lambda device: None)
+    split_trainable_parameters(model, torch.float16)
     assert isinstance(model[0].weight, SplitParameter) and model[1].bias.dtype is torch.float32
     restore_parameters(model)
 
@@ -269,7 +269,38 @@ def test_a_model_that_cannot_be_split_is_left_as_it_was() -> None:
 def test_buffers_in_lower_precision_become_fp32() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).half()
     MixedPrecision("fp16-lean").attach(model)
-    assert model[1].running_mean.dtype is torch.float32 and model[1].weight.dtype is torch.float16
+    assert {value.dtype for value in model[1].state_dict().values() if value.is_floating_point()} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@every_lean
+def test_batch_normalization_trains_with_weights_in_fp32(precision: str, dtype: torch.dtype) -> None:
+    def train(precision: str) -> nn.Module:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2)).to(dtype)
+        model, optimizer = hf_mp.prepare(model, SGD(model.parameters(), lr=0.1), precision)
+        for seed in range(3):
+            x = torch.randn(4, 2, 8, 8, generator=torch.Generator().manual_seed(seed))
+            (model(x) - 1.0).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    lean, default = train(precision), train(precision.removesuffix("-lean"))
+    assert lean[1].weight.dtype is torch.float32 and isinstance(lean[0].weight, SplitParameter)
+    expected = default.state_dict()
+    for name, value in lean.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=2e-2, atol=5e-3)
+
+
+def test_gradients_of_batch_normalization_are_not_freed_in_backward() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    model, optimizer = hf_mp.prepare(model, optimizer, "fp16-lean", free_gradients="backward")
+    with pytest.raises(ValueError, match=r"weights of normalizations .* are FP32: use free_gradients='step'"):
+        model(torch.ones(3, 4))
+    model[1].requires_grad_(False)
+    model(torch.ones(3, 4)).sum().backward()
 
 
 def test_unfreezing_a_layer_while_training(gpt2: GPT2LMHeadModel, batch: Batch) -> None:

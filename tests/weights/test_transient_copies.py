@@ -1,4 +1,4 @@
-"""Copies that pass: made at each use, never saved for backward."""
+"""Transient copies: made at each use, never saved for backward."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_mp.step.borders import parameter_border
-from hf_mp.weights.transient_copies import PassingCopies
+import hf_mp
+from hf_mp.step.borders import inward_borders
+from hf_mp.weights.transient_copies import TransientCopies
 from hf_mp.weights.working_copies import WorkingCopies
 
 USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -23,16 +24,24 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+def inside(weight: nn.Parameter, copy: Tensor) -> Tensor:
+    """A use of ``copy`` in the place of ``weight``."""
+    runtime = hf_mp.MixedPrecision("bf16")
+    (_,), (rounded,) = inward_borders([weight], [copy], runtime)
+    assert rounded is not None
+    return rounded
+
+
 def gradients(
-    use: Callable[[Tensor, Tensor], Tensor], copies: PassingCopies | None, weight: nn.Parameter, x: Tensor
+    use: Callable[[Tensor, Tensor], Tensor], copies: TransientCopies | None, weight: nn.Parameter, x: Tensor
 ) -> tuple[Tensor, Tensor]:
     x = x.detach().requires_grad_()
     if copies is None:
-        use(x, parameter_border(weight, weight.detach().to(torch.bfloat16), None)).float().sum().backward()
+        use(x, inside(weight, weight.detach().to(torch.bfloat16))).float().sum().backward()
     else:
         with copies.not_saved():
-            y = use(x, parameter_border(weight, copies.get(weight), None))
-        assert len(copies._passing) == 0  # nothing holds the copy
+            y = use(x, inside(weight, copies.get(weight)))
+        assert len(copies._transient) == 0  # nothing holds the copy
         y.float().sum().backward()
     assert weight.grad is not None and x.grad is not None
     found, weight.grad = weight.grad, None
@@ -43,18 +52,18 @@ def gradients(
 def test_gradients_are_those_with_saved_copies(use: Callable[[Tensor, Tensor], Tensor]) -> None:
     weight, x = nn.Parameter(torch.randn(8, 8)), torch.randn(3, 8).bfloat16()
     for left, right in zip(
-        gradients(use, PassingCopies(torch.bfloat16), weight, x), gradients(use, None, weight, x), strict=True
+        gradients(use, TransientCopies(torch.bfloat16), weight, x), gradients(use, None, weight, x), strict=True
     ):
         assert torch.equal(left, right)
 
 
 def test_backward_reads_the_parameter_as_it_is_then() -> None:
     # As FSDP does: memory freed after forward, filled again before backward, no version counter raised.
-    weight, copies = nn.Parameter(torch.randn(8, 8)), PassingCopies(torch.bfloat16)
+    weight, copies = nn.Parameter(torch.randn(8, 8)), TransientCopies(torch.bfloat16)
     x = torch.randn(3, 8, dtype=torch.bfloat16, requires_grad=True)
     value, bytes_ = weight.detach().clone(), weight.nbytes
     with copies.not_saved():
-        y = F.linear(x, parameter_border(weight, copies.get(weight), None))
+        y = F.linear(x, inside(weight, copies.get(weight)))
     weight.untyped_storage().resize_(0)
     weight.untyped_storage().resize_(bytes_)
     with torch.autograd._unsafe_preserve_version_counter(weight), torch.no_grad():
@@ -66,7 +75,7 @@ def test_backward_reads_the_parameter_as_it_is_then() -> None:
 
 def test_a_tensor_changed_in_place_before_backward_is_still_an_error() -> None:
     x = torch.randn(3, requires_grad=True)
-    with PassingCopies(torch.float16).not_saved():
+    with TransientCopies(torch.float16).not_saved():
         y = x.exp()
         z = y * y
     y.detach().add_(1)
@@ -81,20 +90,20 @@ def test_hooks_of_others_stay_in_force() -> None:
         seen.append(tensor.dtype)
         return tensor
 
-    weight, copies = nn.Parameter(torch.randn(8, 8)), PassingCopies(torch.float16)
+    weight, copies = nn.Parameter(torch.randn(8, 8)), TransientCopies(torch.float16)
     x = torch.randn(3, 8, dtype=torch.float32, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), copies.not_saved():
-        y = x * parameter_border(weight, copies.get(weight), None)[:3]
+        y = x * inside(weight, copies.get(weight))[:3]
     assert torch.float16 in seen
     y.sum().backward()
 
 
 def test_a_graph_that_is_never_run_backward_leaves_nothing() -> None:
-    weight, copies = nn.Parameter(torch.randn(8, 8)), PassingCopies(torch.float16)
+    weight, copies = nn.Parameter(torch.randn(8, 8)), TransientCopies(torch.float16)
     gc.disable()  # a cycle would wait for it
     try:
         with copies.not_saved():
-            y = torch.softmax((torch.randn(3, 8) * parameter_border(weight, copies.get(weight), None)[:3]).exp(), 0)
+            y = torch.softmax((torch.randn(3, 8) * inside(weight, copies.get(weight))[:3]).exp(), 0)
         alive = weakref.ref(y)
         del y
         assert alive() is None
@@ -102,17 +111,13 @@ def test_a_graph_that_is_never_run_backward_leaves_nothing() -> None:
         gc.enable()
 
 
-def test_working_copies_that_keep_none_release_what_they_kept() -> None:
-    weight, copies = nn.Parameter(torch.randn(4, 4)), WorkingCopies(torch.float16)
-    copies.get(weight)
-    copies.keep_none()
-    assert len(copies) == 0 and type(weight) is nn.Parameter
+def test_a_copy_is_made_at_each_use() -> None:
+    weight, copies = nn.Parameter(torch.randn(4, 4)), TransientCopies(torch.float16)
     first = copies.get(weight)
     with torch.autograd._unsafe_preserve_version_counter(weight), torch.no_grad():
         weight.zero_()
     assert copies.get(weight) is not first
     assert not copies.get(weight).any()
-    assert len(copies) == 0
 
 
 def test_a_parameter_in_a_shared_buffer_is_never_read_stale() -> None:

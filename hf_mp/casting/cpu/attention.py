@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
+from torch.autograd import Function
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_mp.casting.cpu.fp32_products import fp32_product
 from hf_mp.policy import LOWER_PRECISION_DTYPES
-from hf_mp.step.borders import BorderFunction
 
 ROW_BLOCK_ELEMENTS = 2**17  # scores in one block: 512 KiB in FP32. Causal rows leave out the keys behind their block
 HEAD_BLOCK_ELEMENTS = 2**16  # heads whose scores are smaller are taken several at once
@@ -243,7 +243,7 @@ def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, future: Tens
     return result
 
 
-class _Attention(BorderFunction):
+class _Attention(Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_mp.casting.cpu.fp32_products import fp32_product
 from hf_mp.casting.cpu.upcast import must_be_plain, run_through_fp32
-from hf_mp.step.borders import BorderFunction, parameter_border, unscale
+from hf_mp.scaling.multiply import Crossings
+from hf_mp.scaling.multiply import multiply as scaled_by
 
 BLOCK_ELEMENTS = 2**20  # 4 MiB in FP32: large enough for full matmul speed, small enough for caches and malloc
 
@@ -92,22 +94,24 @@ def _is_plain(product: Product) -> bool:
     return product.x.shape[-1] == inner and fits and product.x.device.type == "cpu"
 
 
-@dataclass(frozen=True)
-class Factor:
+class Operand(NamedTuple):
     """A weight or bias on its way into a product.
 
     Attributes:
-        outside: the tensor that receives the gradient, in its own dtype.
-        rounded: its value in 16 bits.
-        inverse: the inverse loss scale to unscale the gradient by, FP32 of shape (1,); None where nothing is scaled.
+        inside: the operand, as other ops would use it.
+        rounded: its value in 16 bits, without grad.
+        outside: the tensor that receives the gradient, in its own dtype: ``inside``, or a parameter outside.
+        crossings: asked for the inverse loss scale, by which the gradient is multiplied on its way there; None where
+            ``outside`` is ``inside``.
     """
 
-    outside: Tensor
+    inside: Tensor
     rounded: Tensor
-    inverse: Tensor | None = None
+    outside: Tensor
+    crossings: Crossings | None = None
 
 
-def multiply(x: Tensor, weight: Factor, bias: Factor | None, *, transposed: bool, native: bool = False) -> Tensor:
+def multiply(x: Tensor, weight: Operand, bias: Operand | None, *, transposed: bool, native: bool = False) -> Tensor:
     """``x @ weight.T + bias`` of 16-bit tensors, accumulated in FP32 and rounded once to ``x``'s dtype.
 
     Args:
@@ -122,74 +126,86 @@ def multiply(x: Tensor, weight: Factor, bias: Factor | None, *, transposed: bool
         (..., N) in ``x``'s dtype.
     """
     if must_be_plain():
-        inside = None if bias is None else _inside(bias)
-        if native:
-            return _forward_native(x, _inside(weight), inside, transposed)
-        return _plain_multiply(x, _inside(weight), inside, transposed)
-    outside, rounded = (None, None) if bias is None else (bias.outside, bias.rounded)
-    return _Product.apply(x, weight.outside, outside, weight.rounded, rounded, transposed, weight.inverse, native)
-
-
-def _inside(factor: Factor) -> Tensor:
-    if factor.outside is factor.rounded:
-        return factor.outside
-    return parameter_border(factor.outside, factor.rounded, factor.inverse)
+        inside = None if bias is None else bias.inside.to(x.dtype)
+        run = _forward_native if native else _plain_multiply
+        return run(x, weight.inside.to(x.dtype), inside, transposed)
+    return _Product.apply(x, weight.outside, None if bias is None else bias.outside, weight, bias, transposed, native)
 
 
 def _plain_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     return run_through_fp32(F.linear, (x, weight.t() if transposed else weight, bias), {}, x.dtype)
 
 
-class _Product(BorderFunction):
+class _Product(Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        weight16: Tensor,
-        bias16: Tensor | None,
+        outside: Tensor,
+        bias_outside: Tensor | None,
+        weight: Operand,
+        bias: Operand | None,
         transposed: bool,
-        inverse: Tensor | None,
         native: bool,
     ) -> Tensor:
-        # The weight is saved besides its rounding for second derivatives only; a parameter takes no memory.
+        # The operand is saved besides its rounding for second derivatives only; it takes no memory.
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        weights = (weight16, weight) if needs_x else (None, None)
+        weights = (weight.rounded, weight.inside) if needs_x else (None, None)
         ctx.save_for_backward(x if needs_weight else None, *weights)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.x_shape, ctx.x_dtype, ctx.weight_shape, ctx.weight_dtype = x.shape, x.dtype, weight.shape, weight.dtype
-        ctx.transposed, ctx.inverse, ctx.native = transposed, inverse, native
+        ctx.weight, ctx.bias = _target(weight), None if bias is None else _target(bias)
+        ctx.x_shape, ctx.x_dtype, ctx.transposed, ctx.native = x.shape, x.dtype, transposed, native
+        rounded_bias = None if bias is None else bias.rounded
         if native:
-            result = _forward_native(x, weight16, bias16, transposed)
+            result = _forward_native(x, weight.rounded, rounded_bias, transposed)
         else:
-            matrix = weight16.t() if transposed else weight16
-            result = _forward_blocks(x.reshape(-1, x.shape[-1]), matrix, bias16)
+            matrix = weight.rounded.t() if transposed else weight.rounded
+            result = _forward_blocks(x.reshape(-1, x.shape[-1]), matrix, rounded_bias)
         # Never a view: models add to a product in place (`h = linear(x); h += residual`).
         return torch.ops.aten._unsafe_view(result, [*x.shape[:-1], result.shape[-1]])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight16, weight = ctx.saved_tensors
+        x, rounded, inside = ctx.saved_tensors
         if torch.is_grad_enabled():
-            weight_factor = None if weight16 is None else Factor(weight, weight16, ctx.inverse)
-            grads = _differentiable_backward(ctx, gradient, x, weight_factor)
-            return *grads, None, None, None, None, None
+            return *_differentiable_backward(ctx, gradient, x, inside), None, None, None, None
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_x = gradient.new_empty(ctx.x_shape) if needs_x else None
-        grad_weight = gradient.new_empty(ctx.weight_shape, dtype=ctx.weight_dtype) if needs_weight else None
-        grad_bias = gradient.new_empty(gradient.shape[-1], dtype=ctx.bias_dtype) if needs_bias else None
+        grad_weight = gradient.new_empty(ctx.weight.shape, dtype=ctx.weight.dtype) if needs_weight else None
+        grad_bias = gradient.new_empty(ctx.bias.shape, dtype=ctx.bias.dtype) if needs_bias else None
         backward = _Backward(
             gradient=gradient.reshape(-1, gradient.shape[-1]),
             x=None if x is None else x.reshape(-1, x.shape[-1]),
-            weight=weight16.t() if weight16 is not None and ctx.transposed else weight16,
-            inverse=ctx.inverse,
+            weight=rounded.t() if rounded is not None and ctx.transposed else rounded,
+            weight_inverse=ctx.weight.inverse(gradient, ctx, 1) if needs_weight else None,
+            bias_inverse=ctx.bias.inverse(gradient, ctx, 2) if needs_bias else None,
             grad_x=None if grad_x is None else grad_x.view(-1, ctx.x_shape[-1]),
             grad_weight=grad_weight.t() if grad_weight is not None and ctx.transposed else grad_weight,
             grad_bias=grad_bias,
         )
         (_backward_native if ctx.native else _backward_blocks)(backward)
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+class _Target(NamedTuple):
+    """Where the gradient of an operand goes."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    crossings: Crossings | None
+
+    def inverse(self, gradient: Tensor, ctx: Any, index: int) -> Tensor | None:
+        """What the gradient is multiplied with; ``index`` is the operand's among the product's inputs."""
+        return None if self.crossings is None else self.crossings.inverse(gradient.device, ctx, index)
+
+    def leave(self, gradient: Tensor, ctx: Any, index: int) -> Tensor:
+        """As :func:`_leave`, differentiably."""
+        if (inverse := self.inverse(gradient, ctx, index)) is not None and self.crossings is not None:
+            gradient = scaled_by(gradient, inverse, self.crossings)
+        return gradient.to(self.dtype)
+
+
+def _target(operand: Operand) -> _Target:
+    return _Target(operand.outside.shape, operand.outside.dtype, operand.crossings)
 
 
 def _blocks(total: int, width: int) -> Iterator[slice]:
@@ -218,14 +234,15 @@ class _Backward:
         gradient: of the result, (rows, N).
         x: (rows, K), for ``grad_weight``.
         weight: (N, K), for ``grad_x``.
-        inverse: the inverse loss scale, for the gradients of weight and bias.
+        weight_inverse, bias_inverse: what their gradients are multiplied with, or None for 1.
         grad_x, grad_weight, grad_bias: as ``x`` and ``weight``, and (N,).
     """
 
     gradient: Tensor
     x: Tensor | None
     weight: Tensor | None
-    inverse: Tensor | None
+    weight_inverse: Tensor | None
+    bias_inverse: Tensor | None
     grad_x: Tensor | None
     grad_weight: Tensor | None
     grad_bias: Tensor | None
@@ -233,7 +250,7 @@ class _Backward:
 
 def _backward_blocks(backward: _Backward) -> None:
     """Write the gradients, block by block in FP32."""
-    gradient, x, weight, inverse = backward.gradient, backward.x, backward.weight, backward.inverse
+    gradient, x, weight = backward.gradient, backward.x, backward.weight
     grad_x, grad_weight, grad_bias = backward.grad_x, backward.grad_weight, backward.grad_bias
     (rows, outer), dtype = gradient.shape, gradient.dtype
     inner = next((found.shape[1] for found in (grad_x, grad_weight) if found is not None), 1)
@@ -255,7 +272,7 @@ def _backward_blocks(backward: _Backward) -> None:
                 continue
             part = fp32_product(gradient32.t(), x32)
             if sum_weight is None:
-                _leave(part, dtype, inverse, grad_weight[column])
+                _leave(part, dtype, backward.weight_inverse, grad_weight[column])
             elif row.start == 0:
                 sum_weight[column].copy_(part)
             else:
@@ -264,9 +281,9 @@ def _backward_blocks(backward: _Backward) -> None:
             grad_x[row].copy_(sum_x)
     if grad_weight is not None and sum_weight is not None:
         for column in _blocks(outer, inner):
-            _leave(sum_weight[column], dtype, inverse, grad_weight[column])
+            _leave(sum_weight[column], dtype, backward.weight_inverse, grad_weight[column])
     if grad_bias is not None:
-        _leave(sum_bias, dtype, inverse, grad_bias)
+        _leave(sum_bias, dtype, backward.bias_inverse, grad_bias)
 
 
 def _forward_native(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -280,15 +297,16 @@ def _forward_native(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: 
 
 def _backward_native(backward: _Backward) -> None:
     """As :func:`_backward_blocks`, with the CPU's own products."""
-    gradient, x, weight, inverse = backward.gradient, backward.x, backward.weight, backward.inverse
+    gradient, x, weight = backward.gradient, backward.x, backward.weight
     grad_x, grad_weight, grad_bias = backward.grad_x, backward.grad_weight, backward.grad_bias
     if grad_x is not None and weight is not None:
         torch.mm(gradient, weight, out=grad_x)
     if grad_weight is not None and x is not None:
         for column in _blocks(grad_weight.shape[0], grad_weight.shape[1]):
-            _leave(torch.mm(gradient[:, column].t(), x), gradient.dtype, inverse, grad_weight[column])
+            part = torch.mm(gradient[:, column].t(), x)
+            _leave(part, gradient.dtype, backward.weight_inverse, grad_weight[column])
     if grad_bias is not None:
-        _leave(gradient.sum(0), gradient.dtype, inverse, grad_bias)
+        _leave(gradient.sum(0), gradient.dtype, backward.bias_inverse, grad_bias)
 
 
 def _fp32_like(grad_weight: Tensor) -> Tensor:
@@ -304,24 +322,23 @@ def _leave(gradient: Tensor, dtype: torch.dtype, inverse: Tensor | None, target:
 
 
 def _differentiable_backward(
-    ctx: Any, gradient: Tensor, x: Tensor | None, weight: Factor | None
+    ctx: Any, gradient: Tensor, x: Tensor | None, inside: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Backward made of differentiable ops, for ``create_graph=True``."""
     gradients = gradient.reshape(-1, gradient.shape[-1])
-
-    def leave(found: Tensor) -> Tensor:
-        return unscale(found, ctx.inverse).to(ctx.weight_dtype)
 
     def product(left: Tensor, right: Tensor) -> Tensor:
         return run_through_fp32(torch.matmul, (left, right), {}, ctx.x_dtype)
 
     grad_x = grad_weight = grad_bias = None
-    if weight is not None:
-        inside = _inside(weight)
-        grad_x = product(gradients, inside.t() if ctx.transposed else inside).view(ctx.x_shape)
+    if inside is not None:
+        weight = inside.to(ctx.x_dtype)
+        grad_x = product(gradients, weight.t() if ctx.transposed else weight).view(ctx.x_shape)
     if x is not None:
         rows = x.reshape(-1, x.shape[-1])
-        grad_weight = leave(product(*((rows.t(), gradients) if ctx.transposed else (gradients.t(), rows))))
+        found = product(*((rows.t(), gradients) if ctx.transposed else (gradients.t(), rows)))
+        grad_weight = ctx.weight.leave(found, ctx, 1)
     if ctx.needs_input_grad[2]:
-        grad_bias = leave(run_through_fp32(torch.sum, (gradients, 0), {}, ctx.x_dtype))
+        found = run_through_fp32(torch.sum, (gradients, 0), {}, ctx.x_dtype)
+        grad_bias = ctx.bias.leave(found, ctx, 2)
     return grad_x, grad_weight, grad_bias

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import sys
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from hf_mp.casting.replacements.base import ModelReplacement, class_forward
 
 _gelu_tanh = functools.partial(F.gelu, approximate="tanh")
 
@@ -26,11 +27,6 @@ ONE_KERNEL: dict[str, Callable[[Tensor], Tensor]] = {
     "AccurateGELUActivation": _gelu_tanh,
 }
 _MODULE = "transformers.activations"
-
-
-def class_forward(module: nn.Module) -> Any:
-    """The ``forward`` of the module's class, bound to it."""
-    return types.MethodType(type(module).forward, module)
 
 
 class OneKernel:
@@ -51,18 +47,20 @@ class OneKernel:
         return class_forward, (self._module(),)
 
 
-def install_activations(model: nn.Module) -> None:
-    """Have the activation modules in ``model`` that are known here compute in one kernel."""
-    if _MODULE not in sys.modules:
-        return
-    for module in model.modules():
-        kind = type(module)
-        if kind.__module__ == _MODULE and kind.__name__ in ONE_KERNEL and "forward" not in module.__dict__:
-            module.forward = OneKernel(module)
+class OneKernelActivations(ModelReplacement):
+    """Has the activation modules that are known here compute in one kernel."""
 
+    tables = ("compact",)
 
-def remove_activations(model: nn.Module) -> None:
-    """Undo :func:`install_activations`."""
-    for module in model.modules():
-        if isinstance(module.__dict__.get("forward"), OneKernel):
-            del module.forward
+    def install(self, model: nn.Module) -> None:
+        if _MODULE not in sys.modules:
+            return
+        for module in model.modules():
+            kind = type(module)
+            if kind.__module__ == _MODULE and kind.__name__ in ONE_KERNEL and "forward" not in module.__dict__:
+                module.forward = OneKernel(module)
+
+    def remove(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module.__dict__.get("forward"), OneKernel):
+                del module.forward

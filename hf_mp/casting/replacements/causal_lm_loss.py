@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 
 from hf_mp.casting.cpu.upcast import must_be_plain
+from hf_mp.casting.replacements.base import ModelReplacement
 from hf_mp.kernels.cross_entropy import cross_entropy
 
 _LOSS_TYPE = "ForCausalLM"  # Transformers' name for next-token prediction, and its default
@@ -62,28 +63,23 @@ class CausalLMLoss:
 
 
 def _original() -> Any:
-    from transformers.loss.loss_utils import LOSS_MAPPING
-
-    return LOSS_MAPPING[_LOSS_TYPE]
+    return sys.modules["transformers.loss.loss_utils"].LOSS_MAPPING[_LOSS_TYPE]
 
 
-def install_causal_lm_loss(model: nn.Module) -> None:
-    """Give the Transformers models in ``model`` that would use the original this loss; a loss of one's own stays."""
-    if "transformers.modeling_utils" not in sys.modules:
-        return
-    from transformers import PreTrainedModel
-    from transformers.loss.loss_utils import LOSS_MAPPING
+class CausalLMLossReplacement(ModelReplacement):
+    """Gives the Transformers models that would use the original this loss; a loss of one's own stays."""
 
-    original = _original()
-    for module in model.modules():
-        if not isinstance(module, PreTrainedModel) or "_loss_function" in module.__dict__:
-            continue
-        if LOSS_MAPPING.get(str(getattr(module, "loss_type", None)), original) is original:
-            module._loss_function = CausalLMLoss()
+    def install(self, model: nn.Module) -> None:
+        modeling, losses = (sys.modules.get(f"transformers.{name}") for name in ("modeling_utils", "loss.loss_utils"))
+        if modeling is None or losses is None:
+            return
+        for module in model.modules():
+            if not isinstance(module, modeling.PreTrainedModel) or "_loss_function" in module.__dict__:
+                continue
+            if losses.LOSS_MAPPING.get(str(getattr(module, "loss_type", None)), _original()) is _original():
+                module._loss_function = CausalLMLoss()
 
-
-def remove_causal_lm_loss(model: nn.Module) -> None:
-    """Undo :func:`install_causal_lm_loss`."""
-    for module in model.modules():
-        if isinstance(module.__dict__.get("_loss_function"), CausalLMLoss):
-            del module._loss_function
+    def remove(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module.__dict__.get("_loss_function"), CausalLMLoss):
+                del module._loss_function

@@ -1,0 +1,433 @@
+"""What autocast changes in torch while it is in use: one table, put on with the first use and taken off with the last.
+
+torch's own autocast sits in the dispatcher, and other parts of torch know of it by name: gradient checkpointing enters
+it again, models carve FP32 islands out of it, the compiler traces it. They know nothing of a torch function mode. Each
+entry of :data:`TABLE` replaces one attribute of torch; outside of our autocast every replacement does what it replaced.
+A torch that lacks the attribute costs what the entry says, with one warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hf_mp.casting.active import BOTH_ACTIVE, active_autocast, enter_island, leave_island
+
+is_torch_autocast_enabled = torch.is_autocast_enabled  # torch's own answer, whatever is patched below
+_MISSING = object()
+
+
+# Gradient checkpointing runs a block again in backward, on CUDA in another thread: without our autocast it would
+# compute in FP32 what it computed in FP16, and torch raises CheckpointError. The mode is entered around the function
+# itself, where checkpoint() hands it on, so that code which imported checkpoint() by name is covered as well.
+
+
+def _within_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, to run in the autocast that is active now."""
+    mode = active_autocast()
+    # A compiled graph runs with all modes off: its casts are in it.
+    if mode is None or torch._C._is_torch_function_all_disabled():
+        return function
+    return functools.wraps(function, updated=())(mode.recomputation(function))
+
+
+def _checkpoint_generator(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return original(_within_autocast(function), *args, **kwargs)
+
+    return generator
+
+
+def _checkpoint_function(original: Any) -> Any:
+    class CheckpointFunction(original):
+        @classmethod
+        def apply(cls, function: Callable[..., Any], *args: Any) -> Any:
+            return original.apply(_within_autocast(function), *args)
+
+    return CheckpointFunction
+
+
+# Questions about autocast, and FP32 islands (`with torch.autocast(device, enabled=False)`), which speak of ours inside
+# of it. Of torch's own code only these modules ask on behalf of a model; the others mean torch's own state.
+
+_ASK_FOR_MODELS = ("torch.amp.autocast_mode", "torch.nn.modules.")
+
+
+def _asker(depth: int) -> str:
+    """The module of the function so many calls above the caller of this one."""
+    return str(sys._getframe(depth + 1).f_globals.get("__name__", ""))
+
+
+def _answering() -> Any:
+    """The autocast that answers a question, for the function that it was put to; None where torch itself answers."""
+    ours = active_autocast()
+    if ours is None or torch.compiler.is_dynamo_compiling():  # a compiler traces models only
+        return ours
+    asking = _asker(2)
+    for_a_model = not asking.startswith("torch.") or asking.startswith(_ASK_FOR_MODELS)
+    return ours if for_a_model else None
+
+
+def _is_autocast_enabled(original: Any) -> Any:
+    @functools.wraps(original)
+    def is_autocast_enabled(*args: Any, **kwargs: Any) -> bool:
+        ours = _answering()
+        if ours is None:
+            return original(*args, **kwargs)
+        # torch's attention and encoder layers leave their fast path where CUDA's autocast is enabled, not the CPU's.
+        asks_for_cuda = not args and not kwargs and _asker(1).startswith("torch.nn.modules.")
+        return ours.enabled and not (asks_for_cuda and ours.tables == "cpu")
+
+    return _known_to_torchscript(original, is_autocast_enabled)
+
+
+def _get_autocast_dtype(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_autocast_dtype(*args: Any, **kwargs: Any) -> torch.dtype:
+        ours = _answering()
+        return original(*args, **kwargs) if ours is None else ours.dtype
+
+    return _known_to_torchscript(original, get_autocast_dtype)
+
+
+def _known_to_torchscript(original: Any, replacement: Any) -> Any:
+    # torch.jit.script compiles torch.autocast, and looks its questions up in a table by identity.
+    if (op := torch.jit._builtins._find_builtin(original)) is not None:
+        torch.jit._builtins._register_builtin(replacement, op)
+    return replacement
+
+
+def _is_any_autocast_enabled(original: Any) -> Any:
+    @functools.wraps(original)
+    def is_any_autocast_enabled() -> bool:
+        ours = _answering()
+        return original() if ours is None else ours.enabled
+
+    return is_any_autocast_enabled
+
+
+def _has_torch_function(original: Any) -> Any:
+    # A mode alone is no tensor argument with a torch function, which is what torch's layers ask for.
+    @functools.wraps(original)
+    def has_torch_function(args: Any) -> bool:
+        if torch.compiler.is_dynamo_compiling() or not _asker(1).startswith("torch.nn.modules."):
+            return original(args)
+        ours = active_autocast()
+        if ours is None or ours.tables != "cpu":
+            return original(args)
+        with torch.overrides._pop_mode_temporarily():
+            return original(args)
+
+    return has_torch_function
+
+
+def _make_torch_autocast(original: Any) -> Any:
+    @functools.wraps(original)
+    def make(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any, **kwargs: Any) -> None:
+        original(self, device_type, dtype, enabled, *args, **kwargs)
+        self._hf_mp_wanted = enabled  # torch switches it off where the device is missing
+
+    return make
+
+
+def _enter_torch_autocast(original: Any) -> Any:
+    @functools.wraps(original)
+    def enter(self: Any) -> Any:
+        ours = active_autocast()
+        if ours is None:
+            return original(self)
+        if self.__dict__.get("_hf_mp_wanted", self._enabled):
+            raise RuntimeError(BOTH_ACTIVE)
+        island = ours.island()
+        self.__dict__.setdefault("_hf_mp_islands", []).append(island)
+        return island.__enter__()
+
+    return enter
+
+
+def _leave_torch_autocast(original: Any) -> Any:
+    @functools.wraps(original)
+    def leave(self: Any, *exc_info: Any) -> Any:
+        islands = self.__dict__.get("_hf_mp_islands")
+        return islands.pop().__exit__(*exc_info) if islands else original(self, *exc_info)
+
+    return leave
+
+
+# torch.compile has variables of its own for what we replace above: there, our functions are traced in their place.
+
+
+def _trace(tx: Any, function: Callable[..., Any], args: list[Any]) -> Any:
+    """Have the compiler trace ``function(*args)`` as if the code that it compiles had called it."""
+    from torch._dynamo.variables.base import VariableTracker
+
+    return VariableTracker.build(tx, function).call_function(tx, args, {})
+
+
+def _enter_traced_autocast(original: Any) -> Any:
+    @functools.wraps(original)
+    def enter(self: Any, tx: Any) -> Any:
+        from torch._dynamo.variables.base import VariableTracker
+
+        enabled = VariableTracker.build(tx, bool(self.target_values[2]))
+        self._hf_mp_island = _trace(tx, enter_island, [enabled]).as_python_constant()
+        if not self._hf_mp_island:
+            return original(self, tx)
+        # A graph that ends inside would leave torch's context, not ours: such a function is not compiled.
+        tx.active_generic_context_managers.append(self)
+        return VariableTracker.build(tx, None)
+
+    return enter
+
+
+def _leave_traced_autocast(original: Any) -> Any:
+    @functools.wraps(original)
+    def leave(self: Any, tx: Any, *args: Any) -> Any:
+        if not getattr(self, "_hf_mp_island", False):
+            return original(self, tx, *args)
+        tx.active_generic_context_managers.pop()
+        return _trace(tx, leave_island, [])
+
+    return leave
+
+
+def _call_user_compiler(original: Any) -> Any:
+    # A graph is called with the modes active that were traced into it: a backend that runs op by op would cast twice.
+    # And it is called with all that it reads, parameters and closures: what comes from outside crosses a border here.
+    @functools.wraps(original)
+    def call_user_compiler(self: Any, *args: Any, **kwargs: Any) -> Any:
+        compiled = original(self, *args, **kwargs)
+        if active_autocast() is None:  # a graph compiled outside of any is not run inside of one
+            return compiled
+
+        def run(*inputs: Any) -> Any:
+            mode = active_autocast()
+            if mode is not None:
+                inputs = tuple([mode.bring_in(i) if isinstance(i, torch.Tensor) else i for i in inputs])
+            with torch._C.DisableTorchFunction():
+                return compiled(*inputs)
+
+        return run
+
+    return call_user_compiler
+
+
+def _dispatch_torch_function(original: Any) -> Any:
+    # The compiler hands the call of an operator (torch.cond, map, scan, a checkpoint) to the mode, and traces its
+    # functions with that mode off, without casts. A nested_compile_region becomes part of the code around it: whether
+    # its graph may be used again under a mode, the compiler cannot tell.
+    from torch._dynamo.variables.higher_order_ops import TorchHigherOrderOperatorVariable
+
+    @functools.wraps(original)
+    def dispatch_torch_function(tx: Any, fn: Any, args: Any, kwargs: Any) -> Any:
+        if active_autocast() is None or not isinstance(fn, TorchHigherOrderOperatorVariable):
+            return original(tx, fn, args, kwargs)
+        if fn.value is torch._higher_order_ops.invoke_subgraph:
+            return args[0].call_function(tx, args[1:], kwargs)
+        return fn._call_function(tx, args, kwargs)
+
+    return dispatch_torch_function
+
+
+def _overridable_functions(original: Any) -> Any:
+    # The compiler asks modes about the functions of torch's documented namespaces alone. torch.nn.functional calls
+    # others inside: the losses, paddings and interpolations of torch._C._nn, and private functions of torch.
+    from hf_mp.casting.decompositions.composites import COMPOSITES
+    from hf_mp.casting.tables import OPS
+
+    functions = {*original(), *COMPOSITES, *itertools.chain.from_iterable(OPS.values())}
+    return functools.wraps(original)(lambda: functions)
+
+
+def _hash_by_identity(original: Any) -> Any:
+    # The compiler holds `Tensor.norm` of a value that it computed itself in a variable without a source, whose hash is
+    # not the function's: it finds it in no table, and the guard on that fails at once. torch 2.11 hashes the function.
+    @functools.wraps(original)
+    def hash_impl(self: Any, *tx: Any) -> Any:
+        return original(self, *tx) if self.source or not tx else (hash(self.fn), False)
+
+    return hash_impl
+
+
+# torch 2.11 to 2.15 ask a mode about l1_loss with all arguments but its weights.
+
+
+def _keep_weights_of_l1_loss(original: Any) -> Any:
+    @functools.wraps(original)
+    def handle_torch_function(api: Callable[..., Any], relevant: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if api is torch.nn.functional.l1_loss and relevant[2] is not None:
+            kwargs["weight"] = relevant[2]
+        return original(api, relevant, *args, **kwargs)
+
+    return handle_torch_function
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One attribute of torch to replace.
+
+    Attributes:
+        places: ``module:attribute``, under the names that torch has given it.
+        replace: gives the replacement for the original.
+        lost: what does not work on a torch that has none of ``places``.
+    """
+
+    places: tuple[str, ...]
+    replace: Callable[[Any], Any]
+    lost: str
+
+
+_ISLANDS = "FP32 islands that models make with torch.autocast(enabled=False) are not honoured"
+_TRACED_ISLANDS = "FP32 islands that models make with torch.autocast(enabled=False) are lost in compiled code"
+_CHECKPOINT = "torch.utils.checkpoint:"
+
+TABLE: tuple[Patch, ...] = (
+    Patch(
+        (f"{_CHECKPOINT}_checkpoint_without_reentrant_generator_impl",
+         f"{_CHECKPOINT}_checkpoint_without_reentrant_generator"),
+        _checkpoint_generator,
+        "gradient checkpointing with use_reentrant=False raises CheckpointError",
+    ),
+    Patch((f"{_CHECKPOINT}CheckpointFunction",), _checkpoint_function, "gradient checkpointing recomputes in FP32"),
+    Patch(("torch:is_autocast_enabled",), _is_autocast_enabled, "models that ask for autocast take it for disabled"),
+    Patch(("torch:get_autocast_dtype",), _get_autocast_dtype, "models that ask for autocast's dtype get torch's"),
+    Patch(("torch:_C._is_any_autocast_enabled",), _is_any_autocast_enabled, "nn.LSTM and its kin refuse mixed dtypes"),
+    Patch(("torch:overrides.has_torch_function",), _has_torch_function, "torch's encoder layers take their slow path"),
+    Patch(("torch:autocast.__init__",), _make_torch_autocast, _ISLANDS),
+    Patch(("torch:autocast.__enter__",), _enter_torch_autocast, _ISLANDS),
+    Patch(("torch:autocast.__exit__",), _leave_torch_autocast, _ISLANDS),
+    Patch(("torch._dynamo.variables.ctx_manager:AutocastModeVariable.enter",), _enter_traced_autocast, _TRACED_ISLANDS),
+    Patch(("torch._dynamo.variables.ctx_manager:AutocastModeVariable.exit",), _leave_traced_autocast, _TRACED_ISLANDS),
+    Patch(("torch._dynamo.output_graph:OutputGraph.call_user_compiler",), _call_user_compiler,
+          "torch.compile with a backend that runs op by op casts twice"),
+    Patch(("torch._dynamo.variables.torch_function:dispatch_torch_function",), _dispatch_torch_function,
+          "compiled code casts nothing inside of torch.cond, map and scan"),
+    Patch(("torch._dynamo.variables.torch:get_overridable_functions",), _overridable_functions,
+          "losses, paddings and interpolations of compiled code run in the dtypes that they get"),
+    Patch(("torch._dynamo.variables.functions:UserFunctionVariable.hash_impl",
+           "torch._dynamo.variables.functions:UserFunctionVariable.get_python_hash"), _hash_by_identity,
+          "Tensor.norm of an intermediate result fails in compiled code"),
+    Patch(("torch:nn.functional.handle_torch_function",), _keep_weights_of_l1_loss, "F.l1_loss loses its weights"),
+)  # fmt: skip
+
+
+@dataclass
+class _Replaced:
+    owner: Any
+    name: str
+    own: Any  # what the owner itself had, not what it inherits
+    replacement: Any
+
+
+@dataclass
+class Patches:
+    """Puts the table on with the first :meth:`acquire` and takes it off with the last :meth:`release`."""
+
+    _users: int = 0
+    _traced: int = 0  # autocasts that code which is being compiled has entered
+    _trace: Any = None
+    _replaced: list[_Replaced] = field(default_factory=list)
+    _lock: Any = field(default_factory=threading.RLock)
+
+    def acquire(self) -> None:
+        """One more autocast or attached model is in use."""
+        if torch.compiler.is_dynamo_compiling():
+            _enter_traced()
+        else:
+            self.count(users=1)
+
+    def release(self) -> None:
+        """One less."""
+        if torch.compiler.is_dynamo_compiling():
+            _leave_traced()
+        else:
+            self.count(users=-1)
+
+    def count(self, *, users: int = 0, traced: int = 0) -> None:
+        """So many more users; and autocasts of the code that is being traced, which may be begun anew at any time."""
+        with self._lock:
+            was_used = self._users > 0 or self._traced > 0
+            trace = torch._guards.TracingContext.try_get()
+            if traced > 0 and trace is not self._trace:
+                self._trace, self._traced = trace, 0
+            self._users, self._traced = self._users + users, self._traced + traced
+            is_used = self._users > 0 or self._traced > 0
+            if is_used and not was_used:
+                self._put_on()
+            elif was_used and not is_used:
+                self._take_off()
+
+    def _put_on(self) -> None:
+        _load_compiler()
+        for patch in TABLE:
+            found = [place for place in patch.places if self._replace(place, patch.replace)]
+            if not found:
+                _warn_of_lack(patch)
+
+    def _replace(self, place: str, replace: Callable[[Any], Any]) -> bool:
+        module, _, path = place.partition(":")
+        *owners, name = path.split(".")
+        owner: Any = importlib.import_module(module)
+        for each in owners:
+            owner = getattr(owner, each, None)
+        if (original := getattr(owner, name, _MISSING)) is _MISSING:
+            return False
+        replacement = _replacement(replace, original)
+        self._replaced.append(_Replaced(owner, name, vars(owner).get(name, _MISSING), replacement))
+        setattr(owner, name, replacement)
+        return True
+
+    def _take_off(self) -> None:
+        while self._replaced:
+            replaced = self._replaced.pop()
+            if vars(replaced.owner).get(replaced.name) is not replaced.replacement:
+                continue  # somebody has patched over it: without an active autocast, ours does what it replaced
+            if replaced.own is _MISSING:
+                delattr(replaced.owner, replaced.name)
+            else:
+                setattr(replaced.owner, replaced.name, replaced.own)
+
+
+@functools.cache
+def _load_compiler() -> None:
+    """Have the compiler take down torch's functions as torch has them."""
+    from torch._dynamo import trace_rules
+
+    trace_rules.get_torch_obj_rule_map()
+
+
+@functools.cache
+def _replacement(replace: Callable[[Any], Any], original: Any) -> Any:
+    """The same one every time: compiled code is guarded by the functions that it was traced with."""
+    return replace(original)
+
+
+@functools.cache
+def _warn_of_lack(patch: Patch) -> None:
+    places = " or ".join(place.replace(":", ".") for place in patch.places)
+    warnings.warn(f"torch {torch.__version__} has no {places}: {patch.lost}", stacklevel=5)
+
+
+PATCHES = Patches()
+
+
+def _enter_traced() -> None:
+    PATCHES.count(traced=1)
+
+
+def _leave_traced() -> None:
+    PATCHES.count(traced=-1)
+
+
+# As torch.compiler.assume_constant_result does, without its import of the compiler: called when code is traced.
+_enter_traced._dynamo_marked_constant = _leave_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]

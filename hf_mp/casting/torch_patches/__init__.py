@@ -1,1 +1,0 @@
-"""What autocast changes in torch while it is in use."""

@@ -1,0 +1,188 @@
+"""Whether gradients depend on the loss scale, which they must not: one backward at several scales."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_mp.diagnostics.kept_calls import RandomStates
+from hf_mp.diagnostics.overflow import runtime_of
+from hf_mp.diagnostics.untouched import gradients_set_aside, untouched
+from hf_mp.kernels.gradient_scan import largest_magnitude
+from hf_mp.scaling.rules import scale_with_headroom
+from hf_mp.step.mixed_precision import MixedPrecision
+
+# A gradient that leaks S is a + b * S, one whose way in was not scaled a + b / S. Rounding to FP16 does not depend on
+# S, and underflow takes away from a at most.
+HEADROOM = 6.0  # doublings from the larger scale to an overflow, as of the headroom scaler
+APART = 2.0**4  # from there to the smaller scale, still far from underflow: shows b * S
+TINY_SCALE = 2.0**-8  # shows b / S
+LEAST_SHARE = 0.05  # of b in a gradient, to be told
+_ROUNDING = 2.0**-8  # of the largest gradient: what sums of FP16 values may be off by
+_SAMPLED = 4096  # elements of each gradient
+_TRIES = 3  # at scales 2**8 apart, where the one in force overflows
+
+
+class ScaleLeakError(RuntimeError):
+    """Gradients change with the loss scale: a part of them has missed a border of the model.
+
+    The message names the parameters. What computes their gradients went into or out of the model unseen.
+    """
+
+
+class _Leak(NamedTuple):
+    name: str
+    at_larger: float
+    at_smaller: float
+    at_tiny: float
+
+
+def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> None:
+    """Compare the gradients of one batch at several loss scales, between which they must not differ.
+
+    Forward and backward run four times or a few more; weights, buffers, gradients, random generators and the loss scale
+    are as before afterwards. Of each gradient up to 4,096 elements are compared. Where nothing is scaled, nothing runs.
+
+    Args:
+        model: a model that mixed precision is attached to, or its :class:`hf_mp.MixedPrecision`.
+        batch: what the model is called with: a mapping of named arguments, a tuple or list of arguments, or one.
+        loss: gives the loss for the model's outputs; default: the outputs' own ``loss``.
+
+    Raises:
+        TypeError: if ``model`` is neither.
+        ValueError: for a model that no mixed precision is attached to.
+        ScaleLeakError: naming the parameters whose gradients differ.
+    """
+    runtime = runtime_of(model, "check_gradients")
+    attached = runtime.model
+    if attached is None or not runtime.check.is_scaled:
+        return
+    parameters = [parameter for parameter in attached.parameters() if parameter.requires_grad]
+    with untouched(attached), gradients_set_aside(parameters), torch.enable_grad():
+        states = RandomStates.now()
+
+        def backward() -> None:
+            states.restore()
+            outputs = _call(attached, batch)
+            (_own_loss(outputs) if loss is None else loss(outputs)).backward()
+
+        refuse_leaks(runtime, backward)
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def _own_loss(outputs: Any) -> Tensor:
+    if isinstance(outputs, Mapping):
+        return outputs["loss"]
+    return outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+
+
+def refuse_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
+    """Run ``backward`` at several scales, and compare what it leaves; gradients are None afterwards.
+
+    Args:
+        runtime: of an attached model whose loss is scaled, with no gradients.
+        backward: the same each time.
+
+    Raises:
+        ScaleLeakError: as :func:`check_gradients`.
+    """
+    with _alone(runtime):
+        scale = runtime.scaler.get_scale()
+        found = _gradients_at(runtime, scale, backward)
+        for _ in range(_TRIES):
+            if found.largest < math.inf:
+                break
+            scale *= 2.0**-8
+            found = _gradients_at(runtime, scale, backward)
+        if not 0.0 < found.largest < math.inf:
+            return  # nothing but zeros, or inf whatever the scale is
+        larger = scale_with_headroom(found.largest, HEADROOM)
+        scales = (larger, larger / APART, TINY_SCALE)
+        samples = [_gradients_at(runtime, scale, backward).samples for scale in scales]
+    typical = max(_size(sample) for sample in samples[0].values())
+    leaks = [
+        _Leak(name, *(_size(found[name]) for found in samples))
+        for name in samples[0]
+        if _grows(samples[0][name], samples[1][name], typical) or _shrinks(samples[0][name], samples[2][name])
+    ]
+    if leaks:
+        raise ScaleLeakError(_message(leaks, scales))
+
+
+def _size(sample: Tensor) -> float:
+    return sample.square().mean().sqrt().item() if sample.numel() else 0.0
+
+
+def _grows(larger: Tensor, smaller: Tensor, typical: float) -> bool:
+    """Whether S is in a gradient, by its values at the larger and the smaller scale."""
+    if (larger - smaller).norm() <= LEAST_SHARE * larger.norm():
+        return False
+    # What cancels out (a bias in front of a batch norm) is nothing but rounding errors, and small ones may underflow.
+    ratio = _size(larger) / (_size(smaller) or math.inf)
+    return _size(larger) > _ROUNDING * typical or 0.9 * APART < ratio < 1.1 * APART
+
+
+def _shrinks(larger: Tensor, tiny: Tensor) -> bool:
+    """Whether 1/S is in a gradient, by its values at the larger and the tiny scale."""
+    return bool((tiny - larger).norm() > (1.0 + LEAST_SHARE / TINY_SCALE) * larger.norm())
+
+
+def _message(leaks: list[_Leak], scales: tuple[float, ...]) -> str:
+    shown = [f"{leak.name} ({leak.at_larger:.3g}, {leak.at_smaller:.3g}, {leak.at_tiny:.3g})" for leak in leaks[:5]]
+    more = f" and {len(leaks) - 5} more" if len(leaks) > 5 else ""
+    return (
+        f"gradients change with the loss scale, so they are wrong: at {', '.join(f'{scale:g}' for scale in scales)} "
+        f"their root mean squares are, of {', '.join(shown)}{more}. Either the loss is computed from a tensor that "
+        "forward() does not return (a hook, an attribute): return it. Or an autograd function is given a tensor from "
+        "outside of the model that is no argument and no parameter of it: pass it as an argument. A precision that "
+        "scales nothing (bf16) needs neither"
+    )
+
+
+@contextmanager
+def _alone(runtime: MixedPrecision) -> Iterator[None]:
+    """Without the run's observers, and with its scale back at the end."""
+    state, observers, runtime.observers = runtime.scaler.state, runtime.observers, []
+    try:
+        yield
+    finally:
+        runtime.scaler.state, runtime.observers = state, observers
+        runtime.check.forget()
+
+
+class _Gradients(NamedTuple):
+    """What a backward left: FP32 samples of the gradients by name, and their largest magnitude."""
+
+    samples: dict[str, Tensor]
+    largest: float
+
+
+def _gradients_at(runtime: MixedPrecision, scale: float, backward: Callable[[], None]) -> _Gradients:
+    assert runtime.model is not None
+    runtime.scaler.state = replace(runtime.scaler.state, scale=scale)
+    try:
+        backward()
+        named = [(name, p.grad) for name, p in runtime.model.named_parameters() if p.grad is not None]
+        largest = largest_magnitude([gradient for _, gradient in named]).item()
+        return _Gradients({name: _sample(gradient) for name, gradient in named}, largest)
+    finally:
+        runtime.check.forget()
+        for parameter in runtime.model.parameters():
+            parameter.grad = None
+
+
+def _sample(gradient: Tensor) -> Tensor:
+    values = gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()
+    flat = values.reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLED)].float().clone()

@@ -1,0 +1,95 @@
+"""What others are told of a step: :class:`StepObserver`; and what every step leaves: :class:`PrecisionStats`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from hf_mp.scaling.rules import StepReport, headroom_left
+
+
+class StepObserver:
+    """Looks on while an attached model trains; ``MixedPrecision.observers`` holds them. Every method is a no-op here.
+
+    Diagnostics, recorders and the optimizer-in-backward hang on these events, in the order of a step.
+    """
+
+    def forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], None] | None:
+        """A forward with grad begins, on ``forward`` (an :class:`AttachedForward`); returns who takes its outputs."""
+
+    def backward_began(self, node: Any, gradient: Tensor) -> None:
+        """A gradient enters the model through an output; nothing of the model's backward has run.
+
+        Args:
+            node: the autograd node of the output border.
+            gradient: as it enters: scaled, in the output's dtype inside.
+        """
+
+    def backward_ended(self, largest: Tensor | None) -> None:
+        """A backward has ended.
+
+        Args:
+            largest: the largest magnitude of the gradients, unscaled and not read yet; None where it was not measured.
+        """
+
+    def stepped(self, report: StepReport) -> None:
+        """An optimizer step was taken or skipped; the scaler has not counted it yet."""
+
+    def report(self) -> StepReport | None:
+        """The verdict on a step whose gradients were used already; None where there are gradients to look at."""
+
+    def last_words(self) -> str:
+        """What to add to the message of a :class:`LossScaleError`."""
+        return ""
+
+    def detached(self) -> None:
+        """The model is an ordinary one again."""
+
+
+@dataclass(frozen=True)
+class PrecisionStats:
+    """What mixed precision did so far in this process.
+
+    Attributes:
+        steps: optimizer steps, skipped ones included.
+        skipped_steps: of those, the ones skipped for an overflow.
+        loss_scale: the loss scale in force; 1.0 where nothing is scaled.
+        loss_scale_first: the loss scale of the first step.
+        loss_scale_min: the smallest that a step used.
+        loss_scale_max: the largest that a step used.
+        headroom: doublings that the scale could still take at the last clean step; None where not measured.
+    """
+
+    steps: int = 0
+    skipped_steps: int = 0
+    loss_scale: float = 1.0
+    loss_scale_first: float = 1.0
+    loss_scale_min: float = 1.0
+    loss_scale_max: float = 1.0
+    headroom: float | None = None
+
+    def log_entries(self) -> dict[str, float]:
+        """The entries for a training log: ``loss_scale``, ``skipped_steps`` and, where measured, ``headroom``."""
+        entries = {"loss_scale": self.loss_scale, "skipped_steps": self.skipped_steps}
+        return entries if self.headroom is None else {**entries, "headroom": round(self.headroom, 2)}
+
+    @classmethod
+    def before_first_step(cls, scale: float) -> PrecisionStats:
+        """The stats of a run that starts at ``scale``."""
+        return cls(loss_scale=scale, loss_scale_first=scale, loss_scale_min=scale, loss_scale_max=scale)
+
+    def after_step(self, used_scale: float, next_scale: float, report: StepReport) -> PrecisionStats:
+        """The stats with one more step, which ran at ``used_scale``."""
+        largest = None if report.overflow else report.largest_gradient
+        return replace(
+            self,
+            steps=self.steps + 1,
+            skipped_steps=self.skipped_steps + report.overflow,
+            loss_scale=next_scale,
+            loss_scale_min=min(self.loss_scale_min, used_scale),
+            loss_scale_max=max(self.loss_scale_max, used_scale),
+            headroom=headroom_left(next_scale, largest) if largest else self.headroom,  # none for gradients of zero
+        )

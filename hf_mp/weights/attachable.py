@@ -1,0 +1,88 @@
+"""What mixed precision can be attached to, and what is refused, with the way out."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from hf_mp.policy import PrecisionPolicy
+from hf_mp.weights.distributed import check_parallelism, is_dtensor
+from hf_mp.weights.split_parameter import SplitParameter
+
+
+def check_attachable(model: nn.Module) -> None:
+    """Raise where mixed precision cannot be attached to ``model``, in no layout.
+
+    Raises:
+        ValueError: if the model has no floating parameter, is attached already, is wrapped in ``DataParallel``, or is
+            spread over processes in a way that :func:`hf_mp.weights.distributed.check_parallelism` refuses.
+    """
+    if isinstance(model, nn.DataParallel):
+        raise ValueError("DataParallel replicates a model behind our back: use DistributedDataParallel (torchrun)")
+    if not any(parameter.is_floating_point() for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} has no floating parameters, so there is nothing to train in mixed precision"
+        )
+    check_parallelism(model)
+    if any(hasattr(module.__dict__.get("forward"), "runtime") for module in model.modules()):
+        raise ValueError(f"this {type(model).__name__} is attached to a MixedPrecision already: detach() that first")
+
+
+def check_layout(model: nn.Module, policy: PrecisionPolicy, *, is_scaled: bool) -> None:
+    """Raise where a policy is not for ``model``.
+
+    Raises:
+        ValueError: for a lean layout under DDP, for parameters in the lean layout of another model, and if a part of
+            ``model`` was compiled by TorchScript and has trainable parameters, where the loss is scaled.
+    """
+    if policy.is_lean and isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            f"precision={str(policy)!r} leaves 16-bit gradients, which DistributedDataParallel would sum: use "
+            f"{str(policy).removesuffix('-lean')!r} on several processes"
+        )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, SplitParameter) and parameter.is_saved_in_full:
+            raise ValueError(
+                f"{name} is in the lean layout of another model that mixed precision is attached to, and its gradients "
+                "would be mixed up: attach one model with both parts, or use a default layout (fp16, bf16) for both"
+            )
+    for name, module in model.named_modules() if is_scaled else ():
+        if isinstance(module, torch.jit.ScriptModule) and any(p.requires_grad for p in module.parameters()):
+            raise ValueError(
+                f"{name or type(model).__name__} is a TorchScript module, and gradients would reach its parameters "
+                "multiplied by the loss scale: leave it as a Python module (torch.compile is supported), freeze its "
+                "parameters, or use a precision that scales nothing (bf16)"
+            )
+
+
+def check_optimizer(optimizer: Optimizer, model: nn.Module | None) -> None:
+    """Raise where the steps of ``optimizer`` cannot be guarded for ``model``.
+
+    Raises:
+        TypeError: for anything but one optimizer.
+        ValueError: for an optimizer of another model's parameters, or one that cannot step without a closure (LBFGS).
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"attach_optimizer takes one torch optimizer, not {type(optimizer).__name__}: call it once for each"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} calls its closure several times in a step, and what overflowed in one of "
+            "them cannot be skipped: use an optimizer whose step() works without a closure, or precision='fp32'"
+        )
+    if model is None:
+        return
+    own = {id(parameter) for parameter in model.parameters()}
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # FSDP puts shards in the places of parameters, in the model or in the optimizer first.
+    if not any(id(parameter) in own or is_dtensor(parameter) for parameter in given):
+        raise ValueError(
+            f"no parameter of this {type(optimizer).__name__} belongs to the attached {type(model).__name__}: make "
+            "the optimizer from model.parameters()"
+        )

@@ -1,0 +1,196 @@
+"""``WeightLayout``: where the FP32 master weights of an attached model are, and what its forward reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
+from hf_mp.weights.distributed import is_dtensor
+from hf_mp.weights.fused_adamw import step_whole
+from hf_mp.weights.optimizer import MasterWeightOptimizer
+from hf_mp.weights.split_layout import restore_parameters, split_trainable_parameters
+from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, keep_scale_of_gradients
+from hf_mp.weights.transient_copies import TransientCopies
+from hf_mp.weights.working_copies import WorkingCopies
+
+
+class WeightLayout:
+    """How the weights of one model are stored while mixed precision is attached: FP32 masters with working copies.
+
+    The model's parameters are the FP32 masters; lower-precision ops read working copies, cast once per update.
+
+    Args:
+        policy: whose ``compute`` is the dtype of the working copies, ``float16`` or ``bfloat16``.
+
+    Attributes:
+        keeps_copies: whether a working copy outlives its use.
+        takes_gradients: whether :meth:`take_gradient` is to be asked.
+    """
+
+    keeps_copies = True
+    takes_gradients = False
+
+    def __init__(self, policy: PrecisionPolicy) -> None:
+        self.policy = policy
+        self.copies = WorkingCopies(policy.compute)
+
+    @torch.no_grad()
+    def prepare(self, model: nn.Module) -> None:
+        """Give the trainable parameters of ``model`` FP32 masters where they have none; called before each forward."""
+        converted = False
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.dtype in LOWER_PRECISION_DTYPES:
+                parameter.data = parameter.data.float()
+                converted = True
+        if converted:  # running statistics of a model loaded in FP16 would swamp their updates, as weights would
+            for buffer in model.buffers():
+                if buffer.dtype in LOWER_PRECISION_DTYPES:
+                    buffer.data = buffer.data.float()
+
+    def working_copy(self, weight: Tensor) -> Tensor | None:
+        """What lower-precision ops read in the place of ``weight``, without grad; None where they cast it."""
+        is_master = isinstance(weight, nn.Parameter) and weight.dtype is torch.float32
+        return self.copies.get(weight) if is_master else None  # type: ignore[arg-type]
+
+    def is_rounded(self, weight: Tensor) -> bool:
+        """Whether an earlier forward has read the working copy of ``weight``."""
+        return self.copies.is_rounded(weight)
+
+    def note_rounded(self, weight: Tensor) -> None:
+        """Take in that a forward reads the working copy of ``weight``."""
+        self.copies.note_rounded(weight)
+
+    def for_parameters(self, parameters: Iterable[Tensor], *, train_together: bool) -> WeightLayout:
+        """The layout to use on several processes.
+
+        Args:
+            parameters: of the model, or of its optimizer.
+            train_together: whether DDP reduces their gradients.
+        """
+        return TransientLayout(self.policy) if any(map(is_dtensor, parameters)) else self
+
+    def saving(self) -> AbstractContextManager[None]:
+        """To run a forward in: decides what autograd saves of the working copies."""
+        return nullcontext()
+
+    def take_gradient(self, weight: Tensor, gradients: Sequence[Tensor], inverse: Tensor | None) -> bool:
+        """Keep the gradients of the uses of ``weight``, still scaled, in place of autograd's ``.grad``.
+
+        Args:
+            weight: a parameter.
+            gradients: at least one, of the parameter's shape.
+            inverse: the inverse loss scale, FP32 of shape (1,); None where nothing is scaled.
+        """
+        return False
+
+    def gradients(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
+        """The gradients that there are, as backward left them, each with the FP32 factor that makes it true."""
+        return [(parameter.grad, None) for parameter in parameters if parameter.grad is not None]
+
+    def wrap(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer to step from now on."""
+        return optimizer
+
+    def step(self, optimizer: Optimizer, own_step: Callable[..., Any] | None) -> bool:
+        """Take the step of ``optimizer`` and refresh the working copies in one kernel; False where there is none."""
+        return step_whole(optimizer, own_step, self.copies)
+
+    def updated(self, optimizer: Optimizer) -> None:
+        """Take in that ``optimizer`` has written its parameters."""
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        self.copies.refresh_all([parameter for parameter in parameters if parameter.grad is not None])
+
+    def scale_changes(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Have gradients that are still scaled remember by how much: the loss scale is about to change."""
+
+    def restore(self, model: nn.Module | None) -> None:
+        """Leave ordinary FP32 parameters, and no copy."""
+        self.copies.clear()
+
+
+class TransientLayout(WeightLayout):
+    """FP32 masters whose memory something else manages (FSDP2): rounded anew at each use."""
+
+    keeps_copies = False
+
+    def __init__(self, policy: PrecisionPolicy) -> None:
+        super().__init__(policy)
+        self._transient = TransientCopies(policy.compute)
+
+    def working_copy(self, weight: Tensor) -> Tensor | None:
+        is_master = isinstance(weight, nn.Parameter) and weight.dtype is torch.float32
+        return self._transient.get(weight) if is_master else None  # type: ignore[arg-type]
+
+    def is_rounded(self, weight: Tensor) -> bool:
+        return False
+
+    def note_rounded(self, weight: Tensor) -> None:
+        pass
+
+    def for_parameters(self, parameters: Iterable[Tensor], *, train_together: bool) -> WeightLayout:
+        return self
+
+    def saving(self) -> AbstractContextManager[None]:
+        return self._transient.not_saved()
+
+    def step(self, optimizer: Optimizer, own_step: Callable[..., Any] | None) -> bool:
+        return False
+
+
+class SplitLayout(WeightLayout):
+    """The model's parameters are the working copies; with 16 bits kept beside each, they are the FP32 masters.
+
+    Gradients stay in FP16/BF16, scaled, until the update reads them. Frozen FP32 parameters have working copies.
+    """
+
+    takes_gradients = True
+
+    def prepare(self, model: nn.Module) -> None:
+        if split_trainable_parameters(model, self.policy.params):
+            self.copies.clear()  # of what was frozen before
+
+    def for_parameters(self, parameters: Iterable[Tensor], *, train_together: bool) -> WeightLayout:
+        if not train_together:
+            return self
+        raise ValueError(
+            f"precision={str(self.policy)!r} leaves 16-bit gradients, which DistributedDataParallel would sum in 16 "
+            f"bits: use {str(self.policy).removesuffix('-lean')!r} on several processes"
+        )
+
+    def take_gradient(self, weight: Tensor, gradients: Sequence[Tensor], inverse: Tensor | None) -> bool:
+        return isinstance(weight, SplitParameter) and all(
+            [weight.take_scaled_gradient(gradient, inverse) for gradient in gradients]
+        )
+
+    def gradients(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
+        found = [gradient_and_factor(parameter) for parameter in parameters]
+        return [(gradient, factor) for gradient, factor in found if gradient is not None]
+
+    def wrap(self, optimizer: Optimizer) -> Optimizer:
+        is_wrapped = isinstance(optimizer, MasterWeightOptimizer)
+        return optimizer if is_wrapped else MasterWeightOptimizer(optimizer, layout="split")
+
+    def step(self, optimizer: Optimizer, own_step: Callable[..., Any] | None) -> bool:
+        return False
+
+    def updated(self, optimizer: Optimizer) -> None:
+        pass  # the update has written both halves
+
+    def scale_changes(self, parameters: Iterable[nn.Parameter]) -> None:
+        keep_scale_of_gradients(parameters)
+
+    def restore(self, model: nn.Module | None) -> None:
+        super().restore(model)
+        if model is not None:
+            restore_parameters(model)
+
+
+def make_layout(policy: PrecisionPolicy) -> WeightLayout:
+    """The layout that a policy's ``params`` asks for."""
+    return WeightLayout(policy) if policy.params is torch.float32 else SplitLayout(policy)

@@ -1,0 +1,163 @@
+"""What autocast changes in torch: put on with the first use, taken off with the last, looked for by feature."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import subprocess
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_mp
+from hf_mp.casting import torch_patches
+from hf_mp.casting.torch_patches import PATCHES, TABLE, Patch, Patches
+
+
+def attributes() -> dict[tuple[str, str], Any]:
+    """Every function and class of torch, transformers and accelerate by name, and what the classes hold."""
+    found: dict[tuple[str, str], Any] = {}
+    for name, module in list(sys.modules.items()):
+        if (
+            name.partition(".")[0] not in ("torch", "transformers", "accelerate")
+            or type(module) is not types.ModuleType
+        ):
+            continue
+        for key, value in list(vars(module).items()):
+            if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+                found[name, key] = value
+            if isinstance(value, types.FunctionType):
+                found[name, f"{key}.__code__"] = value.__code__
+            if isinstance(value, type) and value.__module__ == name:
+                for member, entry in list(vars(value).items()):
+                    if callable(entry) or isinstance(entry, (classmethod, staticmethod, property)):
+                        found[name, f"{key}.{member}"] = entry
+    return found
+
+
+def differences(before: dict[Any, Any]) -> list[Any]:
+    after = attributes()
+    return [key for key, value in before.items() if after.get(key) is not value]
+
+
+SNAPSHOT = """
+import torch, torch._dynamo, transformers, accelerate
+from transformers import GPT2LMHeadModel, Trainer
+from tests_snapshot import attributes, differences
+before = attributes()
+import hf_mp
+for name in hf_mp.__all__:
+    getattr(hf_mp, name)
+assert not differences(before), ("import", differences(before))
+model = GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9, n_positions=8))
+optimizer = torch.optim.AdamW(model.parameters())
+for precision in ("fp16", "bf16", "fp16-lean"):
+    runtime = hf_mp.MixedPrecision(precision)
+    runtime.attach(model)
+    stepping = runtime.attach_optimizer(torch.optim.AdamW(model.parameters()))
+    assert differences(before), "nothing is patched while attached: the snapshot sees nothing"
+    for _ in range(2):
+        ids = torch.randint(0, 9, (2, 8))
+        model(input_ids=ids, labels=ids).loss.backward()
+        stepping.step()
+        stepping.zero_grad()
+    runtime.detach()
+    assert not differences(before), (precision, differences(before))
+with hf_mp.autocast():
+    pass
+assert not differences(before), ("autocast", differences(before))
+"""
+
+
+def test_nothing_of_torch_is_different_after_import_and_after_detach(tmp_path: Any) -> None:
+    shutil.copy(__file__, tmp_path / "tests_snapshot.py")
+    done = subprocess.run(
+        [sys.executable, "-c", SNAPSHOT], cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_patches_stay_while_anything_is_in_use() -> None:
+    original = torch.autocast.__enter__
+    model = nn.Linear(2, 2)
+    runtime = hf_mp.MixedPrecision("bf16")
+    with hf_mp.autocast():
+        assert torch.autocast.__enter__ is not original
+        runtime.attach(model)
+    assert torch.autocast.__enter__ is not original
+    runtime.detach()
+    runtime.detach()
+    assert torch.autocast.__enter__ is original
+
+
+def test_a_model_that_is_gone_takes_its_patches_with_it() -> None:
+    original = torch.autocast.__enter__
+    model = nn.Linear(2, 2)
+    hf_mp.MixedPrecision("bf16").attach(model)
+    assert torch.autocast.__enter__ is not original
+    del model
+    gc.collect()
+    assert torch.autocast.__enter__ is original
+
+
+def test_a_patch_of_somebody_elses_over_ours_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    holder = types.SimpleNamespace(function=lambda: "original")
+    monkeypatch.setitem(sys.modules, "a_torch", holder)  # type: ignore[arg-type]
+    table = (Patch(("a_torch:function",), lambda original: lambda: "ours", ""),)
+    monkeypatch.setattr(torch_patches, "TABLE", table)
+    patches = Patches()
+    patches.acquire()
+    assert holder.function() == "ours"
+    theirs = holder.function = lambda: "theirs"
+    patches.release()
+    assert holder.function is theirs
+
+
+def test_what_a_torch_lacks_costs_one_warning_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    holder = types.SimpleNamespace(present=lambda: "original")
+    monkeypatch.setitem(sys.modules, "a_torch", holder)  # type: ignore[arg-type]
+    table = (
+        Patch(("a_torch:Gone.method", "a_torch:gone_too"), lambda original: original, "islands are lost"),
+        Patch(("a_torch:present",), lambda original: lambda: "ours", ""),
+    )
+    monkeypatch.setattr(torch_patches, "TABLE", table)
+    patches = Patches()
+    with pytest.warns(
+        UserWarning, match=r"has no a_torch\.Gone\.method or a_torch\.gone_too: islands are lost"
+    ) as caught:
+        for _ in range(2):
+            patches.acquire()
+            assert holder.present() == "ours"
+            patches.release()
+    assert len(caught) == 1 and holder.present() == "original"
+
+
+def test_this_torch_lacks_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    torch_patches._warn_of_lack.cache_clear()
+    with hf_mp.autocast():
+        places = {place for patch in TABLE for place in patch.places}
+        assert len(PATCHES._replaced) >= len(TABLE) and len(places) >= len(TABLE)
+    assert not [warning for warning in recwarn if "has no" in str(warning.message)]
+
+
+def test_an_exception_in_a_forward_leaves_nothing_behind() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError(str(self.linear(x).dtype))
+
+    model, original = Model(), torch.autocast.__enter__
+    runtime = hf_mp.MixedPrecision("fp16")
+    runtime.attach(model)
+    with pytest.raises(ValueError, match=r"torch\.float16"):
+        model(torch.ones(1, 2))
+    assert "weight" not in vars(model.linear)
+    runtime.detach()
+    assert torch.autocast.__enter__ is original

@@ -1,0 +1,110 @@
+"""Leaks of the loss scale are found by what they do to gradients, and reported by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hf_mp
+from hf_mp import DynamicLossScaler, MixedPrecision, StaticLossScaler
+
+X = torch.randn(16, 6, generator=torch.Generator().manual_seed(3))
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+        self.features: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(F.dropout(self.norm(self.first(x)), 0.3))
+        self.features.append(hidden)
+        return self.second(hidden)
+
+
+def with_hidden_features(model: Body) -> Any:
+    """A loss from what forward() returns, and from a feature that it does not return."""
+
+    def loss(outputs: Tensor) -> Tensor:
+        hidden = model.features[-1].float()
+        model.features.clear()
+        return outputs.float().pow(2).mean() + hidden.pow(2).mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("scaler", [StaticLossScaler(1024.0), DynamicLossScaler(2.0**24)])
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+def test_a_model_without_leaks_passes_and_is_left_as_it_was(precision: str, scaler: Any) -> None:
+    model = Body()
+    runtime = MixedPrecision(precision, loss_scaler=scaler)
+    runtime.attach(model)
+    model(X).float().sum().backward()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    random, state = torch.get_rng_state(), scaler.state
+    hf_mp.check_gradients(model, X, lambda outputs: outputs.float().pow(2).mean())
+    hf_mp.check_gradients(runtime, (X,), lambda outputs: outputs.float().abs().mean())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in zip(found, gradients, strict=True))
+    assert torch.equal(torch.get_rng_state(), random) and scaler.state is state
+
+
+def test_a_feature_that_a_hook_or_attribute_kept_is_found() -> None:
+    model = Body()
+    MixedPrecision("fp16").attach(model)
+    with pytest.raises(hf_mp.ScaleLeakError, match=r"first\.weight \(.*norm\.bias.*return it"):
+        hf_mp.check_gradients(model, X, with_hidden_features(model))
+
+
+def test_an_autograd_function_that_is_given_a_tensor_from_a_closure_is_found() -> None:
+    scale = torch.ones(6, requires_grad=True)
+
+    class Times(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
+            ctx.save_for_backward(x, factor)
+            return x * factor
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            x, factor = ctx.saved_tensors
+            return gradient * factor, (gradient * x).sum(0)
+
+    class Model(Body):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden = [scale]
+            self.factor = nn.Parameter(torch.ones(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            parameter = dict(self.named_parameters(recurse=False))["factor"]  # past the place where it is looked up
+            return self.second(Times.apply(self.first(x).float(), parameter))
+
+    model = Model()
+    MixedPrecision("fp16").attach(model)
+    with pytest.raises(hf_mp.ScaleLeakError, match=r"of factor \("):
+        hf_mp.check_gradients(model, X, lambda outputs: outputs.float().pow(2).mean())
+
+
+def test_where_nothing_is_scaled_nothing_is_run() -> None:
+    model = Body()
+    MixedPrecision("bf16").attach(model)
+    hf_mp.check_gradients(model, X, lambda outputs: pytest.fail("it was run"))
+
+
+def test_a_loss_that_is_inf_at_every_scale_is_no_leak() -> None:
+    model = Body()
+    MixedPrecision("fp16").attach(model)
+    hf_mp.check_gradients(model, X, lambda outputs: outputs.sum() * torch.inf)
+
+
+def test_it_wants_an_attached_model() -> None:
+    with pytest.raises(ValueError, match="no mixed precision is attached to this Linear"):
+        hf_mp.check_gradients(nn.Linear(2, 2), X)

@@ -1,0 +1,29 @@
+"""Borders of one scale, for tests of them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Crossings:
+    """Every backward is scaled by ``value``; ``entering`` are the sums of the gradients that went in."""
+
+    def __init__(self, value: float = 2.0**20) -> None:
+        self.value = torch.tensor([value])
+        self.entering: list[float] = []
+
+    def scale(self, device: torch.device) -> Tensor:
+        return self.value
+
+    def inverse(self, device: torch.device, node: Any, index: int) -> Tensor:
+        return 1.0 / self.value
+
+    def entered(self, node: Any, gradient: Tensor) -> None:
+        self.entering.append(gradient.sum().item())
+
+    def take(self, weight: Tensor, gradients: Sequence[Tensor], node: Any, index: int) -> bool:
+        return False
