@@ -233,10 +233,11 @@ def decompose(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
     Returns:
         The result; NotImplemented if the op is to be lowered as a whole; None if it is to run as it is given: with
-        ``out=``, with FP64 or complex tensors alone, and where nothing inside is listed.
+        ``out=``, with complex tensors, with FP64 alone, and where nothing inside is listed.
     """
-    tensors = tree_iter((list(args), dict(kwargs)))
-    castable = any(isinstance(t, Tensor) and t.is_floating_point() and t.dtype is not torch.float64 for t in tensors)
-    if kwargs.get("out") is not None or not castable:
+    tensors = [value for value in tree_iter((list(args), dict(kwargs))) if isinstance(value, Tensor)]
+    floating = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+    only_fp64 = bool(floating) and all(dtype is torch.float64 for dtype in floating)
+    if kwargs.get("out") is not None or only_fp64 or any(tensor.is_complex() for tensor in tensors):
         return AS_GIVEN
     return WRITTEN_OUT[name](*args, **{key: value for key, value in kwargs.items() if key != "out"})
