@@ -72,6 +72,12 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+def _names_in_this_torch(text: str, key: str) -> frozenset[str]:
+    """Those of some versions' ops that this torch has an autocast kernel for."""
+    registered = set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+    return frozenset(name for name in text.split() if f"aten::{name.replace('.', '_')}" in registered)
+
+
 _BANNED_BINARY_CROSS_ENTROPY = (
     "binary_cross_entropy takes probabilities, whose logarithms FP16 cannot hold: it is unsafe under autocast. Many "
     "models end in a sigmoid before it: use binary_cross_entropy_with_logits (BCEWithLogitsLoss) on the values before "
@@ -90,7 +96,7 @@ CUDA_TABLES = OpTables(
     fp32=_names("""
         square trapezoid trapz cumulative_trapezoid
         acos arccos asin arcsin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow
-        softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm cosine_similarity
+        softplus layer_norm native_layer_norm group_norm frobenius_norm nuclear_norm cosine_similarity
         poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d nll_loss_nd hinge_embedding_loss kl_div l1_loss
         smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
         triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits cross_entropy_loss
@@ -98,7 +104,8 @@ CUDA_TABLES = OpTables(
         upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d
         upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa
         upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
-    """),
+    """)
+    | _names_in_this_torch("rms_norm linalg.matrix_sqrth", "AutocastCUDA"),  # after 2.11, and from 2.15
     fp32_output=_names("""
         prod softmax log_softmax cumprod cumsum sum linalg.vector_norm linalg.matrix_norm linalg.norm
     """),
@@ -123,7 +130,7 @@ CPU_TABLES = OpTables(
         replication_pad1d replication_pad2d replication_pad3d
         binary_cross_entropy grid_sampler grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback
         polar view_as_complex prod quantile nanquantile stft cdist trace fake_quantize_per_tensor_affine
-        cholesky cholesky_inverse cholesky_solve inverse pinverse lu_solve orgqr ormqr geqrf qr svd triangular_solve
+        cholesky_inverse cholesky_solve inverse pinverse lu_solve orgqr ormqr geqrf svd triangular_solve
         lu _lu_with_info
         mse_loss cosine_embedding_loss nll_loss nll_loss2d nll_loss_nd hinge_embedding_loss poisson_nll_loss
         smooth_l1_loss cross_entropy_loss l1_loss huber_loss margin_ranking_loss soft_margin_loss triplet_margin_loss
@@ -133,7 +140,8 @@ CPU_TABLES = OpTables(
         linalg.cond linalg.matrix_rank linalg.solve linalg.cholesky linalg.cholesky_ex linalg.svdvals linalg.svd
         linalg.eig linalg.eigh linalg.eigvals linalg.eigvalsh linalg.inv linalg.inv_ex linalg.householder_product
         linalg.tensorinv linalg.tensorsolve linalg.qr linalg.lstsq
-    """),
+    """)
+    | _names_in_this_torch("qr cholesky linalg.matrix_sqrth", "AutocastCPU"),  # before 2.15, and from it
     widest=_names("stack cat concat concatenate index_copy"),
     written_out=_names("""
         pad einsum inner tensordot linalg.matrix_power matrix_power sparse.mm bilinear cov corrcoef linalg.pinv

@@ -81,7 +81,7 @@ class TestNames:
         }
         ours = {name.replace(".", "_"): name for name in names_in(tables)}
         assert len(torchs) > 100
-        assert torchs - set(ours) == set(NOT_IN_TABLES[tables])
+        assert torchs - set(ours) - {"_cudnn_rnn"} == set(NOT_IN_TABLES[tables])  # runs inside lstm, where cuDNN is
         assert {ours[name] for name in set(ours) - torchs} == set(MADE_OF_OTHERS[tables].split())
 
     @pytest.mark.parametrize("tables", TABLES)
@@ -93,7 +93,8 @@ class TestNames:
         assert set(names_in(tables)) <= set(SAMPLES)
 
     def test_every_sample_is_of_an_op_in_the_tables(self) -> None:
-        assert set(SAMPLES) <= set(names_in("cuda")) | set(names_in("cpu"))
+        of_some_versions = {"rms_norm", "linalg.matrix_sqrth", "qr", "cholesky"}
+        assert set(SAMPLES) - set(names_in("cuda")) - set(names_in("cpu")) <= of_some_versions
 
 
 def callable_spellings(name: str, tables: TableName) -> list[Callable[..., Any]]:

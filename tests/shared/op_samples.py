@@ -205,6 +205,7 @@ SAMPLES: dict[str, Callable[[Operand], Call]] = {
     "upsample_bicubic2d": lambda r: Call(r(1, 2, 4, 4), [6, 6], False),
     "_upsample_bicubic2d_aa": lambda r: Call(r(1, 2, 4, 4), [6, 6], False),
     # linear algebra
+    "linalg.matrix_sqrth": lambda r: Call(torch.eye(3, dtype=r(1).dtype)),
     "cholesky_solve": lambda r: Call(r(3, 2), regular(r)),
     "lu_solve": lambda r: Call(r(3, 2), regular(r), torch.tensor([1, 2, 3], dtype=torch.int32)),
     "orgqr": lambda r: Call(r(4, 3), r(3)),

@@ -228,16 +228,19 @@ WRITTEN_OUT: dict[str, Callable[..., Any]] = {
 }
 
 
+_FLOATING_OF_INTEGERS = ("cov", "corrcoef")  # inside of these, integers become FP32
+
+
 def decompose(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Make the calls that op ``name`` makes.
 
     Returns:
         The result; NotImplemented if the op is to be lowered as a whole; None if it is to run as it is given: with
-        ``out=``, with complex tensors, with FP64 alone, and where nothing inside is listed.
+        ``out=``, with complex tensors, with FP64 or integers alone, and where nothing inside is listed.
     """
     tensors = [value for value in tree_iter((list(args), dict(kwargs))) if isinstance(value, Tensor)]
-    floating = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
-    only_fp64 = bool(floating) and all(dtype is torch.float64 for dtype in floating)
-    if kwargs.get("out") is not None or only_fp64 or any(tensor.is_complex() for tensor in tensors):
+    floating = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    castable = floating - {torch.float64} or (not floating and name in _FLOATING_OF_INTEGERS)
+    if kwargs.get("out") is not None or not castable or any(tensor.is_complex() for tensor in tensors):
         return AS_GIVEN
     return WRITTEN_OUT[name](*args, **{key: value for key, value in kwargs.items() if key != "out"})
