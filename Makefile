@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune loops memory docs test faults tables lint clean
+.PHONY: help finetune loops memory docs test outside faults tables lint clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -33,7 +33,10 @@ docs: $(INSTALLED) ## build the documentation site in site/ (python -m http.serv
 
 # One thread a worker: with more, tiny models spend their time waiting for threads.
 test: $(INSTALLED) ## run the tests (ARGS="tests/test_cli.py" runs those of one file)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not exhaustive" $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not exhaustive and not outside" $(ARGS)
+
+outside: $(INSTALLED) ## run outside suites whole: every op of torch's database and more (minutes to hours)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m outside $(ARGS)
 
 faults: $(INSTALLED) ## kill, damage and starve trainings by the hundred, and store what was lost (an hour)
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/inject_faults.py $(ARGS)

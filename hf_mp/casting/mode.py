@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
@@ -17,8 +18,9 @@ from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.cpu.attention import ATTENTION, Attention, attend, read_attention
 from hf_mp.casting.cpu.products import Operand, Product, multiply, read_product
 from hf_mp.casting.cpu.upcast import must_be_plain, run_through_fp32, runs_natively
+from hf_mp.casting.decompositions import AS_GIVEN
 from hf_mp.casting.decompositions.composites import COMPOSITES, call
-from hf_mp.casting.decompositions.ops import NOT_TRACED, WRITTEN_OUT
+from hf_mp.casting.decompositions.ops import decompose
 from hf_mp.casting.explain import Explanation, Recorder
 from hf_mp.casting.rules import ParsedRules, Rules, match_modules, parse_rules
 from hf_mp.casting.tables import OPS, TABLES, CastRule, TableName
@@ -165,7 +167,7 @@ class autocast(TorchFunctionMode):
         entry = self._plan.get(func)
         if entry is not None:
             if entry.rule is _COMPOSITE:
-                return self._open_composite(func, args, kwargs)
+                return self.run_inside(COMPOSITES[func], args, kwargs)
             if entry.rule is not _UNLISTED and state.active[-1] is not self:
                 entry = None  # an autocast inside this one has decided already, and makes this call
         if self.observer is None or (entry is not None and entry.rule is CastRule.WRITTEN_OUT):
@@ -179,14 +181,6 @@ class autocast(TorchFunctionMode):
         if entry is None:
             return self.call_unlisted(func, args, kwargs)
         return entry.handler(self, entry.name, func, args, kwargs)
-
-    def _open_composite(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        name = NOT_TRACED.get(func) if torch.compiler.is_dynamo_compiling() else None
-        if name is None:
-            return self.run_inside(COMPOSITES[func], args, kwargs)
-        if self.enabled and state.active[-1] is self and name in TABLES[self.tables].written_out:
-            return _write_out(self, name, func, args, kwargs)
-        return self.call_unlisted(func, args, kwargs)
 
     def run_inside(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call ``function`` with this mode active, which torch has taken off its stack for the current call."""
@@ -332,12 +326,12 @@ def _device_type(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 
 def _write_out(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make the calls that an op makes inside; where there are none, lower the op as a whole."""
-    result = mode.run_inside(WRITTEN_OUT[name], args, kwargs)
-    if result is not NotImplemented:
+    """Make the calls that an op makes inside; where there are none, lower the op as a whole or leave it alone."""
+    result = mode.run_inside(decompose, (name, args, kwargs), {})
+    if result is not AS_GIVEN and result is not NotImplemented:
         return result
-    whole = PlannedCall(CastRule.LOWER_PRECISION, name, _lower_precision)
-    return (mode.observer or mode.apply)(whole, func, args, kwargs)
+    entry = None if result is AS_GIVEN else PlannedCall(CastRule.LOWER_PRECISION, name, _lower_precision)
+    return (mode.observer or mode.apply)(entry, func, args, kwargs)
 
 
 def _lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -450,3 +444,7 @@ def _plan(ops: Mapping[Callable[..., Any], tuple[CastRule, str] | None]) -> dict
 # Made once, at import: torch.compile reads a constant dictionary, but not a cached function.
 _COMPOSITE_PLAN = {func: PlannedCall(_COMPOSITE, func.__name__, _banned) for func in COMPOSITES}
 PLANS = {name: {**_COMPOSITE_PLAN, **_plan(ops)} for name, ops in OPS.items()}
+
+# A call of the mode is compiled inside of others only: where compiled code breaks off, ops run one by one, and the
+# compiler would take each call of the mode for a function to compile. A composite then mixes up its own variables.
+set_code_exec_strategy(autocast.__torch_function__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))

@@ -19,8 +19,6 @@ import torch.nn.functional as F
 import torch.overrides
 from torch._ops import OpOverload, OpOverloadPacket
 
-from hf_mp.casting.decompositions.composites import COMPOSITES
-
 TableName = Literal["cuda", "cpu", "compact"]
 
 
@@ -74,6 +72,12 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+def _names_in_this_torch(text: str, key: str) -> frozenset[str]:
+    """Those of some versions' ops that this torch has an autocast kernel for."""
+    registered = set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+    return frozenset(name for name in text.split() if f"aten::{name.replace('.', '_')}" in registered)
+
+
 _BANNED_BINARY_CROSS_ENTROPY = (
     "binary_cross_entropy takes probabilities, whose logarithms FP16 cannot hold: it is unsafe under autocast. Many "
     "models end in a sigmoid before it: use binary_cross_entropy_with_logits (BCEWithLogitsLoss) on the values before "
@@ -85,22 +89,23 @@ CUDA_TABLES = OpTables(
         conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
         cudnn_convolution cudnn_convolution_transpose
         prelu addmm addmv addr matmul mm mv linear bmm addbmm baddbmm chain_matmul einsum
-        linalg.matmul linalg.multi_dot linalg.vecdot
+        linalg.matmul linalg.multi_dot linalg.vecdot sparse.addmm
         lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
         scaled_dot_product_attention
     """),
     fp32=_names("""
         square trapezoid trapz cumulative_trapezoid
         acos arccos asin arcsin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow
-        softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm cosine_similarity
+        softplus layer_norm native_layer_norm group_norm frobenius_norm nuclear_norm cosine_similarity
         poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d nll_loss_nd hinge_embedding_loss kl_div l1_loss
         smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
         triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits cross_entropy_loss
-        dist pdist cdist renorm logsumexp pairwise_distance
+        dist pdist cdist renorm logsumexp pairwise_distance norm_except_dim
         upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d
         upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa
         upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
-    """),
+    """)
+    | _names_in_this_torch("rms_norm linalg.matrix_sqrth", "AutocastCUDA"),  # after 2.11, and from 2.15
     fp32_output=_names("""
         prod softmax log_softmax cumprod cumsum sum linalg.vector_norm linalg.matrix_norm linalg.norm
     """),
@@ -108,7 +113,7 @@ CUDA_TABLES = OpTables(
     widest=_names("""
         addcdiv addcmul atan2 arctan2 bilinear cross linalg.cross dot vdot grid_sampler index_put tensordot scatter_add
     """),
-    written_out=_names("cov corrcoef linalg.matrix_power sum_to_size"),
+    written_out=_names("cov corrcoef inner linalg.matrix_power matrix_power sparse.mm sum_to_size _weight_norm"),
     banned={"binary_cross_entropy": _BANNED_BINARY_CROSS_ENTROPY},
 )
 
@@ -117,7 +122,7 @@ CPU_TABLES = OpTables(
         conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d _convolution
         prelu addmm _addmm_activation matmul mm linear bmm addbmm baddbmm linalg.vecdot rnn_tanh rnn_relu
         scaled_dot_product_attention _native_multi_head_attention
-        linalg.matmul chain_matmul linalg.multi_dot
+        linalg.matmul chain_matmul linalg.multi_dot sparse.addmm
     """),
     fp32=_names("""
         avg_pool3d adaptive_avg_pool3d max_pool3d max_unpool2d max_unpool3d adaptive_max_pool3d
@@ -125,7 +130,7 @@ CPU_TABLES = OpTables(
         replication_pad1d replication_pad2d replication_pad3d
         binary_cross_entropy grid_sampler grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback
         polar view_as_complex prod quantile nanquantile stft cdist trace fake_quantize_per_tensor_affine
-        cholesky cholesky_inverse cholesky_solve inverse pinverse lu_solve orgqr ormqr geqrf qr svd triangular_solve
+        cholesky_inverse cholesky_solve inverse pinverse lu_solve orgqr ormqr geqrf svd triangular_solve
         lu _lu_with_info
         mse_loss cosine_embedding_loss nll_loss nll_loss2d nll_loss_nd hinge_embedding_loss poisson_nll_loss
         smooth_l1_loss cross_entropy_loss l1_loss huber_loss margin_ranking_loss soft_margin_loss triplet_margin_loss
@@ -135,10 +140,11 @@ CPU_TABLES = OpTables(
         linalg.cond linalg.matrix_rank linalg.solve linalg.cholesky linalg.cholesky_ex linalg.svdvals linalg.svd
         linalg.eig linalg.eigh linalg.eigvals linalg.eigvalsh linalg.inv linalg.inv_ex linalg.householder_product
         linalg.tensorinv linalg.tensorsolve linalg.qr linalg.lstsq
-    """),
+    """)
+    | _names_in_this_torch("qr cholesky linalg.matrix_sqrth", "AutocastCPU"),  # before 2.15, and from it
     widest=_names("stack cat concat concatenate index_copy"),
     written_out=_names("""
-        pad einsum inner tensordot linalg.matrix_power bilinear cov corrcoef linalg.pinv
+        pad einsum inner tensordot linalg.matrix_power matrix_power sparse.mm bilinear cov corrcoef linalg.pinv
         lstm gru lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
         _transformer_encoder_layer_fwd
     """),
@@ -176,9 +182,20 @@ def spellings(name: str) -> list[Callable[..., Any]]:
     if prefix:
         names = (short, f"{prefix}_{short}")
     found = {id(f): f for ns in namespaces for n in names if callable(f := getattr(ns, n, None))}
-    return list(found.values())
+    return [*found.values(), *_of_the_dispatcher(name.replace(".", "_"))]
 
 
+def _of_the_dispatcher(name: str) -> list[Callable[..., Any]]:
+    """``torch.ops.aten``'s op of that name, and those of its overloads that write into no argument."""
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return []
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    return [packet, *(overload for overload in overloads if not overload._schema.is_mutable)]
+
+
+# Opened as composites: besides the op of their name they multiply by weights.
+_WEIGHTED = (F.l1_loss, F.mse_loss, F.huber_loss)
 _NAMESPACE_PREFIXES = ("torch.Tensor.", "torch.nn.functional.", "torch.functional.", "torch._C._nn.", "torch.")
 
 
@@ -197,8 +214,9 @@ def op_table(tables: OpTables) -> dict[Callable[..., Any], tuple[CastRule, str]]
         function: (rule, name)
         for rule, name in tables.entries()
         for function in spellings(name)
-        # What an op written out in Python does before it calls the op itself is opened: see composites.py.
-        if rule is not CastRule.WRITTEN_OUT or function not in COMPOSITES
+        # A decomposition calls torch.ops.aten where it means the op as it is.
+        if rule is not CastRule.WRITTEN_OUT or not isinstance(function, (OpOverload, OpOverloadPacket))
+        if function not in _WEIGHTED
     }
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -238,6 +239,39 @@ def _dispatch_torch_function(original: Any) -> Any:
     return dispatch_torch_function
 
 
+def _overridable_functions(original: Any) -> Any:
+    # The compiler asks modes about the functions of torch's documented namespaces alone. torch.nn.functional calls
+    # others inside: the losses, paddings and interpolations of torch._C._nn, and private functions of torch.
+    from hf_mp.casting.decompositions.composites import COMPOSITES
+    from hf_mp.casting.tables import OPS
+
+    functions = {*original(), *COMPOSITES, *itertools.chain.from_iterable(OPS.values())}
+    return functools.wraps(original)(lambda: functions)
+
+
+def _hash_by_identity(original: Any) -> Any:
+    # The compiler holds `Tensor.norm` of a value that it computed itself in a variable without a source, whose hash is
+    # not the function's: it finds it in no table, and the guard on that fails at once. torch 2.11 hashes the function.
+    @functools.wraps(original)
+    def hash_impl(self: Any, *tx: Any) -> Any:
+        return original(self, *tx) if self.source or not tx else (hash(self.fn), False)
+
+    return hash_impl
+
+
+# torch 2.11 to 2.15 ask a mode about l1_loss with all arguments but its weights.
+
+
+def _keep_weights_of_l1_loss(original: Any) -> Any:
+    @functools.wraps(original)
+    def handle_torch_function(api: Callable[..., Any], relevant: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if api is torch.nn.functional.l1_loss and relevant[2] is not None:
+            kwargs["weight"] = relevant[2]
+        return original(api, relevant, *args, **kwargs)
+
+    return handle_torch_function
+
+
 @dataclass(frozen=True)
 class Patch:
     """One attribute of torch to replace.
@@ -278,6 +312,12 @@ TABLE: tuple[Patch, ...] = (
           "torch.compile with a backend that runs op by op casts twice"),
     Patch(("torch._dynamo.variables.torch_function:dispatch_torch_function",), _dispatch_torch_function,
           "compiled code casts nothing inside of torch.cond, map and scan"),
+    Patch(("torch._dynamo.variables.torch:get_overridable_functions",), _overridable_functions,
+          "losses, paddings and interpolations of compiled code run in the dtypes that they get"),
+    Patch(("torch._dynamo.variables.functions:UserFunctionVariable.hash_impl",
+           "torch._dynamo.variables.functions:UserFunctionVariable.get_python_hash"), _hash_by_identity,
+          "Tensor.norm of an intermediate result fails in compiled code"),
+    Patch(("torch:nn.functional.handle_torch_function",), _keep_weights_of_l1_loss, "F.l1_loss loses its weights"),
 )  # fmt: skip
 
 

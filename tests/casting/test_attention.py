@@ -174,6 +174,42 @@ def test_recomputed_by_checkpointing_it_drops_the_same() -> None:
     assert all(map(torch.equal, plain, again))
 
 
+SHAPES = {
+    "rows alone": [(24, 8)] * 3,
+    "3 dimensions": [(4, 24, 8), (4, 13, 8), (4, 13, 16)],
+    "5 dimensions": [(2, 3, 4, 24, 8)] * 3,
+    "one batch of keys": [(2, 4, 24, 8), (1, 4, 24, 8), (4, 24, 8)],
+    "one head of keys": [(2, 4, 24, 8), (2, 1, 24, 8), (2, 1, 24, 8)],
+    "5 dimensions, shared keys": [(2, 3, 4, 24, 8), (1, 3, 2, 24, 8), (2, 3, 2, 24, 8)],
+    "3 dimensions, shared keys": [(4, 24, 8), (2, 24, 8), (2, 24, 8)],
+}
+
+
+@pytest.mark.parametrize("setting", ["plain", "causal", "mask", "mask with a gradient", "dropout"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_calls_of_any_shape_are_as_exact_as_16_bits_are(name: str, setting: str) -> None:
+    # large scores: most probabilities lie far below what FP16 resolves
+    values = [(18 * torch.rand(shape, generator=torch.Generator().manual_seed(1)) - 9).half() for shape in SHAPES[name]]
+    added = random(24, values[1].shape[-2], seed=5)
+
+    def run(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [value.to(dtype).requires_grad_() for value in values]
+        mask = {"mask": added > -1, "mask with a gradient": added.to(dtype).requires_grad_()}.get(setting)
+        inputs = [*leaves, mask] if setting == "mask with a gradient" else leaves
+        torch.manual_seed(7)
+        found = F.scaled_dot_product_attention(
+            *leaves, mask, 0.3 * (setting == "dropout"), setting == "causal", enable_gqa="shared" in name
+        )
+        return [found, *torch.autograd.grad(found, inputs, random(*found.shape, dtype=dtype, seed=4))]
+
+    exact = run(torch.float64)
+    with hf_mp.autocast(FP16):
+        found = run(FP16)
+    for ours, theirs in zip(found, exact, strict=True):
+        assert ours.shape == theirs.shape and ours.dtype is FP16
+        assert (ours.double() - theirs).abs().max() <= 2.2e-3 * theirs.abs().max()
+
+
 @pytest.mark.parametrize("width", [1, 7, 8, 9, 64])
 def test_bits(width: int) -> None:
     bits = random(3, 2, width) > 0
@@ -219,7 +255,8 @@ class TestWhichCallsAreTaken:
         assert read_attention(inputs, {}) is None
         assert read_attention(inputs, {"enable_gqa": True}) is not None
         assert read_attention([t.float() for t in inputs], {"enable_gqa": True}) is None
-        assert read_attention([t[0] for t in inputs], {"enable_gqa": True}) is None
+        assert read_attention([t[0] for t in inputs], {"enable_gqa": True}) is not None
+        assert read_attention([inputs[0], inputs[1][:, :, :3], inputs[2]], {"enable_gqa": True}) is None
         assert read_attention(inputs[:2], {}) is None
 
     @pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no dropout", "dropout"])

@@ -36,13 +36,14 @@ class Attention:
     """A call of ``torch.nn.functional.scaled_dot_product_attention``.
 
     Attributes:
-        query: (batch, heads, L, E), float16 or bfloat16.
+        query: (batch, heads, L, E), float16 or bfloat16: what the call has before (L, E), as two dimensions.
         key: (batch, heads or a divisor of it, S, E).
         value: (batch, as ``key``, S, Ev).
         mask: broadcast to (batch, heads, L, S); bool (False hides), or added to the scores; None without one.
         dropout: probability with which a probability is dropped.
         is_causal: whether row i sees keys up to i.
         scale: of the scores.
+        leading: shape of the call's result before (L, Ev), where it is not (batch, heads); default None.
     """
 
     query: Tensor
@@ -52,13 +53,14 @@ class Attention:
     dropout: float
     is_causal: bool
     scale: float
+    leading: tuple[int, ...] | None = None
 
 
 def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Attention | None:
     """The attention that a call computes; None where :func:`attend` is not for it: torch's own then has the word."""
     try:
         return _read(*args, **kwargs)
-    except (TypeError, AttributeError):
+    except (TypeError, AttributeError, RuntimeError):
         return None  # not a valid call: torch's own error is the better one
 
 
@@ -77,35 +79,55 @@ def _read(
     # Nested tensors and DTensors have rows that only their own ops find.
     if any(t.is_nested or is_traceable_wrapper_subclass(t) for t in tensors):
         return None
-    if any(t.dim() != 4 or t.device.type != "cpu" or t.dtype not in LOWER_PRECISION_DTYPES for t in tensors):
+    if any(t.device.type != "cpu" or t.dtype not in LOWER_PRECISION_DTYPES or t.numel() == 0 for t in tensors):
         return None
-    if any(t.dtype is not query.dtype or t.shape[0] != query.shape[0] or t.numel() == 0 for t in tensors):
-        return None
-    heads, shared = query.shape[1], key.shape[1]
-    if value.shape[:3] != key.shape[:3] or query.shape[-1] != key.shape[-1]:
-        return None
-    if heads % shared or (heads != shared and not enable_gqa) or not 0.0 <= dropout_p < 1.0:
+    if any(t.dim() < 2 or t.dtype is not query.dtype for t in tensors) or not 0.0 <= dropout_p < 1.0:
         return None
     if attn_mask is not None:
-        if is_causal or attn_mask.requires_grad or not 2 <= attn_mask.dim() <= 4:
+        if is_causal or attn_mask.requires_grad or attn_mask.dim() < 2:
             return None
         # A tokenizer's mask of 0 and 1 is refused by torch: added to the scores, it would hide nothing.
         if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
             return None
-        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    return Attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    if enable_gqa and query.dim() > 2 and query.shape[-3] != key.shape[-3]:
+        if query.shape[-3] % key.shape[-3] or value.shape[-3] != key.shape[-3]:
+            return None
+        batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
+        leading, shared = (*batch, query.shape[-3]), (*batch, key.shape[-3])
+    else:
+        leading = shared = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+    length, keys = query.shape[-2], key.shape[-2]
+    if value.shape[-2] != keys or query.shape[-1] != key.shape[-1]:
+        return None
+    return Attention(
+        _batch_and_heads(query, leading),
+        _batch_and_heads(key, shared),
+        _batch_and_heads(value, shared),
+        None if attn_mask is None else _batch_and_heads(attn_mask.expand(*leading, length, keys), leading),
+        dropout_p,
+        is_causal,
+        1.0 / math.sqrt(query.shape[-1]) if scale is None else scale,
+        None if len(leading) == 2 else tuple(leading),
+    )
+
+
+def _batch_and_heads(tensor: Tensor, leading: Sequence[int]) -> Tensor:
+    """A tensor broadcast to (*leading, rows, columns), as (batch, heads, rows, columns)."""
+    matrix = tensor.shape[-2:]
+    heads = leading[-1] if leading else 1
+    return tensor.expand(*leading, *matrix).reshape(math.prod(leading[:-1]), heads, *matrix)
 
 
 def attend(attention: Attention) -> Tensor:
-    """Softmax(query @ key.T * scale) @ value, (batch, heads, L, Ev) in the dtype of the query, rounded once.
+    """Softmax(query @ key.T * scale) @ value, (*leading, L, Ev) in the dtype of the query, rounded once.
 
     Computed in FP32. Dropout draws from torch's generator what torch's own attention would draw.
     """
     query, key = attention.query, attention.key
     kept = draw_kept(attention) if attention.dropout else None
     settings = _Settings(attention.dropout, attention.is_causal, attention.scale)
-    return _Attention.apply(query, key, attention.value, attention.mask, kept, settings)
+    result: Tensor = _Attention.apply(query, key, attention.value, attention.mask, kept, settings)
+    return result if attention.leading is None else result.reshape(*attention.leading, *result.shape[-2:])
 
 
 def attention_reference(attention: Attention, kept: Tensor | None = None) -> Tensor:

@@ -83,7 +83,8 @@ def _is_plain(product: Product) -> bool:
     tensors = [product.x, product.weight] + ([] if product.bias is None else [product.bias])
     if not all(isinstance(t, Tensor) and t.is_floating_point() and t.dtype is not torch.float64 for t in tensors):
         return False
-    if any(t.is_nested or is_traceable_wrapper_subclass(t) for t in tensors):  # whose rows only their own ops find
+    # Of sparse and nested tensors only their own ops find the rows.
+    if any(t.is_nested or t.layout is not torch.strided or is_traceable_wrapper_subclass(t) for t in tensors):
         return False
     if product.weight.dim() != 2 or product.x.dim() < 2 or 0 in product.x.shape or 0 in product.weight.shape:
         return False

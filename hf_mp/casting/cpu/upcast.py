@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -64,8 +63,8 @@ def run_through_fp32(
     """Run an op on ``dtype`` inputs in FP32 and round its floating results to ``dtype``.
 
     What autograd saves for backward stays in ``dtype``: an FP32 input of the op is kept as the 16-bit tensor that it
-    was made from and is cast again in backward, which is exact. Attention's probabilities and dropout masks are kept
-    rounded, as a 16-bit kernel has them. Gradients are rounded to ``dtype`` where they leave the op, as the result is.
+    was made from and is cast again in backward, which is exact. Gradients are rounded to ``dtype`` where they leave the
+    op, as the result is.
 
     Args:
         function: a torch op.
@@ -97,7 +96,7 @@ def _run_and_save_inputs(
     dtype: torch.dtype,
     upcast: Callable[[Tensor], Tensor],
 ) -> Any:
-    saved = _SavedInputs(dtype, _attention_square(args) if function in _ATTENTION else None)
+    saved = _SavedInputs(dtype)
 
     def remember(tensor: Tensor) -> Tensor:
         return saved.remember(tensor, upcast(tensor))
@@ -108,19 +107,6 @@ def _run_and_save_inputs(
         result = function(*upcast_args, **upcast_kwargs)
     saved.forget_upcasts()  # the graph holds on to the hooks
     return result
-
-
-_ATTENTION = frozenset({F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention})
-
-
-def _attention_square(args: Sequence[Any]) -> tuple[int, int] | None:
-    """Lengths of query and key, if they are given by position.
-
-    Probabilities and dropout masks are as large as their product, and lie between 0 and 1 / (1 - dropout probability).
-    """
-    if len(args) < 2:
-        return None
-    return args[0].shape[-2], args[1].shape[-2]
 
 
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -139,21 +125,17 @@ class _SavedInput:
 
 
 class _SavedInputs:
-    """Saved-tensor hooks that keep an op's upcast inputs in 16 bits; all other saved tensors go on unchanged.
+    """Saved-tensor hooks that keep an op's upcast inputs in 16 bits; all other saved tensors go on unchanged."""
 
-    Of attention, what has the shape of its probabilities, ``square``, is kept in 16 bits as well.
-    """
-
-    def __init__(self, dtype: torch.dtype, square: tuple[int, int] | None = None) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._square = square
         self._sources: dict[int, tuple[Tensor, Tensor]] = {}
         # Only the innermost hooks run. Those outside (gradient checkpointing, offloading) are called from here.
         self._outer: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def remember(self, source: Tensor, upcast: Tensor) -> Tensor:
-        if upcast is source:
-            return source
+        if upcast is source or source.layout is not torch.strided:
+            return upcast
         # The upcast is held as well: while it lives, no other storage can be at its place. The address of its data
         # would not do: fake tensors have none.
         self._sources[upcast.untyped_storage()._cdata] = (source, upcast)
@@ -184,7 +166,7 @@ class _SavedInputs:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
 
     def _pack(self, tensor: Tensor) -> Any:
-        if tensor.dtype is not torch.float32 or tensor.numel() == 0:
+        if tensor.dtype is not torch.float32 or tensor.numel() == 0 or tensor.layout is not torch.strided:
             return self._keep(tensor)
         found = self._sources.get(tensor.untyped_storage()._cdata)
         if found is not None:
@@ -193,7 +175,7 @@ class _SavedInputs:
             return _SavedInput(self._keep(source), source._version, upcast.stride(), *place)
         # Some ops copy an operand inside (matmul that broadcasts, einsum): of such a copy, 16 bits hold everything.
         source = tensor.detach().to(self._dtype).contiguous()
-        if tensor.shape[-2:] != self._square and not torch.equal(source.float(), tensor):
+        if not torch.equal(source.float(), tensor):
             return self._keep(tensor)
         return _SavedInput(self._keep(source), source._version, source.stride(), source.size(), source.stride(), 0)
 

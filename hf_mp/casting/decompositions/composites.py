@@ -11,7 +11,9 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch.functional
+import torch._lobpcg
+import torch._lowrank
+import torch.masked._ops
 import torch.nn.functional
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
@@ -36,20 +38,20 @@ def _opened(function: types.FunctionType) -> Callable[..., Any]:
 # Without an op of any table inside: not worth opening.
 _LEAVES = """
     dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout embedding relu relu6 silu mish elu selu
-    celu leaky_relu hardtanh hardswish hardsigmoid glu rrelu softsign split broadcast_tensors
+    celu leaky_relu hardtanh hardswish hardsigmoid glu rrelu softsign threshold tanh sigmoid assert_int_or_pair
 """
 
 
 def _find() -> dict[Callable[..., Any], Callable[..., Any]]:
-    found: dict[Callable[..., Any], Callable[..., Any]] = {}
     leaves = _LEAVES.split()
-    for module in (torch.nn.functional, torch.functional):
-        for function in vars(module).values():
-            if not isinstance(function, types.FunctionType) or function.__name__ in leaves:
-                continue
-            if any(q in function.__code__.co_names and q in function.__globals__ for q in _QUESTIONS):
-                found[function] = _opened(function)
-    return found
+    return {
+        function: _opened(function)
+        for module in (torch.nn.functional, torch.masked._ops, torch._lowrank, torch._lobpcg)
+        for name, function in vars(module).items()
+        # Those that do not ask are made of others all the same: torch.compile takes them whole into its graph.
+        if isinstance(function, types.FunctionType) and function.__globals__ is vars(module)
+        if not name.startswith("_") and name not in leaves
+    }
 
 
 # Names of Tensor's methods that are written in Python; torch.compile can call those as methods only.

@@ -8,102 +8,84 @@ has nothing to write out for its arguments returns NotImplemented: the op is the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_iter
 
-from hf_mp.casting.decompositions import recurrent
+from hf_mp.casting.decompositions import AS_GIVEN, contractions, recurrent
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 _NN: Any = torch._C._nn
 _ATEN: Any = torch.ops.aten  # the same ops under a name that no table knows: they run in the dtypes that they get
 
 
-def _pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+def _pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
     kind = {"reflect": "reflection", "replicate": "replication"}.get(mode)
     dims = len(pad) // 2
     # A picture may come without its batch dimension.
     if kind is None or len(pad) % 2 or dims not in (1, 2, 3) or input.dim() not in (dims + 1, dims + 2):
-        return _ATEN.pad(input, pad, mode, value)
+        return AS_GIVEN
     return getattr(_NN, f"{kind}_pad{dims}d")(input, pad)
 
 
-def _einsum(equation: Any, *operands: Any, path: Sequence[int] | None = None) -> Any:
-    if not isinstance(equation, str):  # operands and lists of numbers in turns
-        return NotImplemented
-    operands = tuple(operands[0]) if isinstance(operands[0], (tuple, list)) else operands
-    inputs, arrow, output = equation.replace(" ", "").replace("...", ".").partition("->")  # the ellipsis as a letter
-    terms = inputs.split(",")
-    if len(terms) > 2 and "." not in inputs and arrow:
-        return _einsum_in_pairs(terms, output, list(operands), list(path or ()))
-    letters = "".join(terms)
-    kept = set(output if arrow else (letter for letter in letters if letter == "." or letters.count(letter) == 1))
-    summed = sorted(set(letters) - kept)
-    if any(sum(letter in term for term in terms) > 1 for letter in summed):
-        return NotImplemented  # a product of matrices
-    if summed and len(terms) == 1 and arrow and "." not in summed:
-        every = _ATEN.einsum(f"{inputs}->{output}{''.join(summed)}".replace(".", "..."), operands)
-        return torch.sum(every, tuple(range(-len(summed), 0)))
-    return _ATEN.einsum(equation, operands, path=path)
-
-
-def _einsum_in_pairs(terms: list[str], output: str, operands: list[Tensor], path: list[int]) -> Tensor:
-    while len(operands) > 1:
-        first, second = sorted(path[:2]) or (0, 1)
-        path = path[2:]
-        left, right, pair = terms[first], terms[second], (operands[first], operands[second])
-        rest = [number for number in range(len(operands)) if number not in (first, second)]
-        terms, operands = [terms[number] for number in rest], [operands[number] for number in rest]
-        later = set(output).union(*terms)
-        terms.append("".join(letter for letter in dict.fromkeys(left + right) if letter in later))
-        operands.append(torch.einsum(f"{left},{right}->{terms[-1]}", *pair))
-    return torch.einsum(f"{terms[0]}->{output}", *operands)
-
-
-def _inner(input: Tensor, other: Tensor) -> Any:
-    is_matrix = input.dim() > 0 and other.dim() > 0 and max(input.dim(), other.dim()) > 1
-    return NotImplemented if is_matrix else _ATEN.inner(input, other)
-
-
-def _tensordot(input: Tensor, other: Tensor, dims_self: Any = 2, dims_other: Sequence[int] | None = None) -> Any:
-    if dims_other is None:  # as torch.tensordot takes them
-        if isinstance(dims_self, Tensor):
-            return NotImplemented
-        number = dims_self
-        dims_self, dims_other = (
-            (range(input.dim() - number, input.dim()), range(number)) if isinstance(number, int) else number
-        )
-    dims_self, dims_other = list(dims_self), list(dims_other)
-    to_a_number = len(dims_self) == input.dim() and len(dims_other) == other.dim()
-    return _ATEN.tensordot(input, other, dims_self, dims_other) if to_a_number else NotImplemented
-
-
-def _matrix_power(input: Tensor, n: int) -> Any:
-    if n in (0, 1):
-        return _ATEN.linalg_matrix_power(input, n)
-    return NotImplemented if n > 0 else torch.linalg.matrix_power(torch.linalg.inv(input), -n)
-
-
-def _sum_to_size(input: Tensor, *size: Any) -> Tensor:
+def _sum_to_size(input: Tensor, *size: Any) -> Any:
     shape = torch.Size(size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size)
     leading = input.dim() - len(shape)
+    if not shape:
+        return torch.sum(input)
     kept = [1] * leading + list(shape)
     summed = [dim for dim in range(input.dim()) if kept[dim] == 1 and (dim < leading or input.shape[dim] != 1)]
     if leading < 0 or not summed:
-        return _ATEN.sum_to_size(input, shape)
+        return AS_GIVEN
     return _ATEN.sum_to_size(torch.sum(input, summed, keepdim=True), shape)
+
+
+class _GradientOf(torch.autograd.Function):
+    """A value whose gradient goes to another tensor: one that torch computes without a cast in backward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value: Tensor, reference: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.dtype = inputs[1].dtype
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient.to(ctx.dtype)
+
+
+def _with_gradient_of(op: Callable[..., Tensor], args: Sequence[Any], value: Tensor) -> Tensor:
+    """``value``, computed without a graph, with the gradient of ``op(*args)``: the op itself, in the dtypes given."""
+    if not torch.is_grad_enabled() or not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+        return value
+    return _GradientOf.apply(value, op(*args))
 
 
 def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     left, right = input1.reshape(-1, input1.shape[-1]), input2.reshape(-1, input2.shape[-1])
-    columns = []
-    for matrix in weight:
-        inner = torch.bmm(left[None], matrix[None]).transpose(0, 1)
-        columns.append(torch.bmm(inner, right[:, :, None]).flatten(1))
-    output = torch.cat(columns, 1).to(input1.dtype).reshape(*input1.shape[:-1], weight.shape[0])
+    with torch.no_grad():
+        columns = []
+        for matrix in weight:
+            inner = torch.bmm(left[None], matrix[None]).transpose(0, 1)
+            columns.append(torch.bmm(inner, right[:, :, None]).flatten(1))
+        value = torch.cat(columns, 1).to(input1.dtype).reshape(*input1.shape[:-1], weight.shape[0])
+    widest = functools.reduce(torch.promote_types, (input1.dtype, input2.dtype, weight.dtype))
+    output = _with_gradient_of(_ATEN.bilinear, [t.to(widest) for t in (input1, input2, weight)], value)
     return output if bias is None else output + bias
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Any:
+    if dim in (0, v.dim() - 1):
+        return AS_GIVEN  # a kernel of its own
+    return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
 def _cov(
@@ -144,16 +126,23 @@ def _pinv(
     *,
     atol: float | Tensor | None = None,
     rtol: float | Tensor | None = None,
-) -> Tensor:
+) -> Any:
     if input.dim() < 2 or input.dtype in LOWER_PRECISION_DTYPES:
-        return _ATEN.linalg_pinv.atol_rtol_float(input)  # refuses them
-    if input.numel() == 0:
-        return torch.matmul(input.mT, input).new_empty(*input.shape[:-2], input.shape[-1], input.shape[-2])
+        return AS_GIVEN  # refused
     rtol = rcond if rtol is None else rtol
     if rtol is None:
         default = torch.finfo(input.dtype).eps * max(input.shape[-2:])
         rtol = default if atol is None else torch.where(torch.as_tensor(atol) > 0, 0.0, default)
-    rtol, atol = (torch.as_tensor(0.0 if t is None else t, device=input.device)[..., None] for t in (rtol, atol))
+    rtol, atol = (torch.as_tensor(0.0 if t is None else t, device=input.device) for t in (rtol, atol))
+    with torch.no_grad():
+        value = _pinv_value(input, atol, rtol, hermitian)
+    op = functools.partial(_ATEN.linalg_pinv.atol_rtol_tensor, atol=atol, rtol=rtol, hermitian=hermitian)
+    return _with_gradient_of(op, (input,), value)
+
+
+def _pinv_value(input: Tensor, atol: Tensor, rtol: Tensor, hermitian: bool) -> Tensor:
+    if input.numel() == 0:
+        return torch.matmul(input.mT, input).new_empty(*input.shape[:-2], input.shape[-1], input.shape[-2])
     if hermitian:
         values, left = torch.linalg.eigh(input)
         right, sizes = left, values.abs()
@@ -161,7 +150,7 @@ def _pinv(
     else:
         left, values, right_h = torch.linalg.svd(input, full_matrices=False)
         right, sizes, largest = right_h.mH, values, values[..., :1]
-    cut = torch.maximum(atol, rtol * largest)
+    cut = torch.maximum(atol[..., None], rtol[..., None] * largest)
     inverse = torch.where(sizes > cut, values.reciprocal(), 0.0).to(input.dtype)
     return torch.matmul(right * inverse.unsqueeze(-2), left.mH)
 
@@ -217,10 +206,13 @@ def _transformer_encoder_layer(
 # Op, as the tables name it -> the op written out.
 WRITTEN_OUT: dict[str, Callable[..., Any]] = {
     "pad": _pad,
-    "einsum": _einsum,
-    "inner": _inner,
-    "tensordot": _tensordot,
-    "linalg.matrix_power": _matrix_power,
+    "einsum": contractions.einsum,
+    "inner": contractions.inner,
+    "tensordot": contractions.tensordot,
+    "linalg.matrix_power": contractions.matrix_power,
+    "matrix_power": contractions.matrix_power,
+    "sparse.mm": contractions.sparse_mm,
+    "_weight_norm": _weight_norm,
     "sum_to_size": _sum_to_size,
     "bilinear": _bilinear,
     "cov": _cov,
@@ -235,5 +227,20 @@ WRITTEN_OUT: dict[str, Callable[..., Any]] = {
     "_transformer_encoder_layer_fwd": _transformer_encoder_layer,
 }
 
-# torch.compile traces no code of torch/functional.py: there, these are written out as a person calls them.
-NOT_TRACED = {torch.functional.einsum: "einsum", torch.functional.tensordot: "tensordot"}
+
+_FLOATING_OF_INTEGERS = ("cov", "corrcoef")  # inside of these, integers become FP32
+
+
+def decompose(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Make the calls that op ``name`` makes.
+
+    Returns:
+        The result; NotImplemented if the op is to be lowered as a whole; None if it is to run as it is given: with
+        ``out=``, with complex tensors, with FP64 or integers alone, and where nothing inside is listed.
+    """
+    tensors = [value for value in tree_iter((list(args), dict(kwargs))) if isinstance(value, Tensor)]
+    floating = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    castable = floating - {torch.float64} or (not floating and name in _FLOATING_OF_INTEGERS)
+    if kwargs.get("out") is not None or not castable or any(tensor.is_complex() for tensor in tensors):
+        return AS_GIVEN
+    return WRITTEN_OUT[name](*args, **{key: value for key, value in kwargs.items() if key != "out"})

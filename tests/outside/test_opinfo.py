@@ -1,0 +1,229 @@
+"""Every op of torch's OpInfo database under our autocast, against torch's own.
+
+``tables="cpu"`` is compared with ``torch.autocast("cpu")``: what is refused, dtypes, bits and gradients.
+``tables="cuda"`` with torch's CUDA autocast, on a GPU in the same way, and without one on fake tensors, which have
+dtypes, but neither values nor gradients.
+
+``HF_MP_STORE_OUTSIDE=1 python -m pytest -m outside tests/outside/test_opinfo.py`` stores the counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from op_cases import Case, Context, Outcome, cases, difference, outcome, tensors
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from hf_mp.casting.mode import autocast
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+pytestmark = pytest.mark.filterwarnings("ignore")  # many of these ops are deprecated
+
+# Pattern of "tables op variant dtype: difference" -> why it is as it is. All that no pattern fits fails.
+DIFFERENCES = {
+    r".*: call: ours runs, theirs RuntimeError: Unexpected floating ScalarType in at::autocast::prioritize": (
+        "torch's widest-type ops refuse the 16-bit dtype that autocast does not lower to; ours take it"
+    ),
+    r"cpu linalg\.pinv.*: backward: ours runs, theirs RuntimeError: .*same dtype": (
+        "torch's backward of pinv multiplies BF16 with FP32 and fails; ours is that of FP32"
+    ),
+    r"\w+ (new_)?empty\w* .*: result: values differ": "memory as it was found",
+    r"cpu (inner|tensordot|linalg\.pinv|linalg\.pinv\.hermitian|linalg\.matrix_power) out .*: (call|result): ": (
+        "torch's autocast lowers what is inside of these although out= names the dtype; ours leaves all of out= alone"
+    ),
+    r"cpu torch\._scaled_mm\w* .* float8\w+: result: values differ": (
+        "on a CPU torch makes these products of FP8 of FP32 ones, which its autocast lowers; ours leaves them exact"
+    ),
+    r"fake (cov|corrcoef) .*: call: ours runs, theirs DataDependentOutputException": (
+        "torch's checks of a covariance's weights read values, which fake tensors lack; ours make those of real ones"
+    ),
+    r"fake nn\.functional\.conv3d.* complex64: result: dtype": (
+        "torch's fake tensors make a complex conv3d of real ones, under autocast; on a device it sees only the whole"
+    ),
+    r"fake linalg\.cross \w+ bfloat16: result: dtype": (
+        "torch registers cross alone, which refuses the other 16-bit dtype; ours takes it, for linalg.cross too"
+    ),
+}
+
+
+@dataclass
+class Counts:
+    """What a sweep met."""
+
+    compared: int = 0
+    refused_by_both: int = 0
+    random: int = 0  # torch's own result is another one each time
+    named: Counter[str] = field(default_factory=Counter)  # by pattern
+    others: list[str] = field(default_factory=list)
+
+    def add(self, tables: str, case: Case, found: Outcome, expected: Outcome, context: Context) -> None:
+        self.compared += 1
+        self.refused_by_both += bool(found.error and expected.error)
+        words = difference(found, expected)
+        if not words:
+            return
+        if "values differ" in words and difference(outcome(case, context), expected):
+            self.random += 1
+            return
+        words = f"{tables} {case}: {words}".replace("\n", " ")
+        pattern = next((pattern for pattern in DIFFERENCES if re.match(pattern, words)), None)
+        if pattern is None:
+            self.others.append(words)
+        else:
+            self.named[pattern] += 1
+
+
+def on_device(device: str, ours: Context, theirs: Context, **which: Any) -> Counts:
+    counts = Counts()
+    for case in cases(device=device, **which):
+        counts.add(device, case, outcome(case, ours), outcome(case, theirs), theirs)
+    return counts
+
+
+@contextmanager
+def torchs_cuda_autocast() -> Iterator[None]:
+    """torch.autocast("cuda") would switch itself off where there is no GPU."""
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_dtype("cuda", FP16)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", before)
+        torch.clear_autocast_cache()
+
+
+def _faked(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+    return torch.device("cuda") if isinstance(value, torch.device) or value == "cpu" else value
+
+
+def _fake_outcome(case: Case, context: Context) -> Outcome:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        args, kwargs = tree_map(_faked, (case.args, case.kwargs))
+        try:
+            with context():
+                results = tensors(case.function(*args, **kwargs))
+        except Exception as error:
+            return Outcome(f"{type(error).__name__}: {error}")
+    # what they hold is of no meaning: a number of each dtype and shape stands for it
+    return Outcome("", tuple(torch.zeros((), dtype=result.dtype).expand(result.shape) for result in results))
+
+
+def on_fake_cuda(**which: Any) -> Counts:
+    counts = Counts()
+    for case in cases(gradients=False, **which):
+        if case.variant in ("inplace", "out") or any(
+            t.layout is not torch.strided for t in tensors((case.args, case.kwargs))
+        ):
+            continue  # torch cannot fake them here
+        ours, theirs = _fake_outcome(case, autocast), _fake_outcome(case, torchs_cuda_autocast)
+        counts.add("fake", case, ours, theirs, torchs_cuda_autocast)
+    return counts
+
+
+OURS = functools.partial(autocast, BF16, tables="cpu")
+THEIRS = functools.partial(torch.autocast, "cpu", BF16)
+
+
+def test_one_call_of_each_op_is_as_under_torchs_cpu_autocast() -> None:
+    counts = on_device("cpu", OURS, THEIRS, samples=1, dtypes=(FP32, BF16))
+    assert not counts.others and counts.compared > 2000
+
+
+def test_one_call_of_each_op_has_the_dtypes_of_torchs_cuda_autocast() -> None:
+    counts = on_fake_cuda(samples=1, dtypes=(FP32,), variants=False)
+    assert not counts.others and counts.compared > 500
+
+
+def store(part: str, counts: Counts, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write what a sweep met to ``scripts/results/outside_opinfo_PART.json``, if the environment asks for it."""
+    found = {
+        "compared": counts.compared,
+        "refused_by_both": counts.refused_by_both,
+        "random": counts.random,
+        "named_differences": [
+            {"calls": number, "pattern": pattern, "reason": DIFFERENCES[pattern]}
+            for pattern, number in counts.named.items()
+        ],
+        "other_differences": len(counts.others),
+        "seconds": round(seconds),
+    }
+    print(part, found)
+    print("\n".join(counts.others))
+    if os.environ.get("HF_MP_STORE_OUTSIDE") != "1":
+        return
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    from _results import save_result
+
+    monkeypatch.setattr(sys, "argv", ["-m", "pytest", *sys.argv[1:]])
+    save_result(f"outside_opinfo_{part}", found)
+
+
+@pytest.mark.outside
+@pytest.mark.timeout(3600)
+def test_every_call_is_as_under_torchs_cpu_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = time.monotonic()
+    counts = on_device("cpu", OURS, THEIRS, samples=None)
+    store("cpu", counts, time.monotonic() - start, monkeypatch)
+    assert not counts.others
+
+
+@pytest.mark.outside
+@pytest.mark.timeout(3600)
+def test_every_call_has_the_dtypes_of_torchs_cuda_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = time.monotonic()
+    counts = on_fake_cuda(samples=4)
+    store("fake_cuda", counts, time.monotonic() - start, monkeypatch)
+    assert not counts.others
+
+
+@pytest.mark.gpu
+@pytest.mark.outside
+@pytest.mark.timeout(3600)
+def test_every_call_is_as_under_torchs_cuda_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = time.monotonic()
+    theirs = functools.partial(torch.autocast, "cuda", FP16)
+    counts = on_device("cuda", autocast, theirs, samples=4)
+    store("cuda", counts, time.monotonic() - start, monkeypatch)
+    assert not counts.others
+
+
+def test_each_reason_is_met_once() -> None:
+    """A reason that fits nothing any more is to go."""
+    counts = [
+        on_device(
+            "cpu", OURS, THEIRS, samples=2, only=lambda op: op.name in ("cat", "linalg.pinv", "torch._scaled_mm_v2")
+        ),
+        on_fake_cuda(samples=2, only=lambda op: op.name in ("cov", "corrcoef", "linalg.cross", "nn.functional.conv3d")),
+    ]
+    unmet = set(DIFFERENCES).difference(*(found.named for found in counts))
+    assert all("memory" in DIFFERENCES[pattern] for pattern in unmet)  # which may be the same by chance
+
+
+def test_a_difference_is_seen() -> None:
+    ones, case = torch.ones(2), Case("x", "function", FP32, torch.neg, (torch.ones(2),), {})
+    assert difference(Outcome("", (ones,)), Outcome("", (ones,))) == ""
+    for other in (ones.double(), 2 * ones, ones[:1], ones.clone().requires_grad_()):
+        assert difference(Outcome("", (other,)), Outcome("", (ones,)))
+    assert difference(Outcome("TypeError: no"), Outcome()).startswith("call: ours TypeError: no, theirs runs")
+    wrong = replace(outcome(case, OURS), results=(3 * ones,))
+    counts = Counts()
+    counts.add("cpu", case, wrong, outcome(case, THEIRS), THEIRS)
+    assert counts.others == ["cpu x function float32: result: values differ by up to 4"]
