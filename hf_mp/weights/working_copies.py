@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as optimizers
 
 from hf_mp.kernels.identity import is_shared, version_of
 
@@ -61,7 +62,7 @@ class WatchedParameter(nn.Parameter):
 
 def let_optimizers_be_fast(kind: type[nn.Parameter]) -> None:
     """Have torch's optimizers use their multi-tensor implementations for parameters of ``kind`` as well."""
-    types = getattr(torch.optim.optimizer, "_foreach_supported_types", None)
+    types = getattr(optimizers, "_foreach_supported_types", None)
     if types is None:
         _warn_of_slow_optimizers()
     elif kind not in types:
