@@ -145,10 +145,11 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP2 (``torch.distributed.fsdp.fully_shard``) shards ``model`` or a part of it."""
-    return next(_fsdp_modules(model), None) is not None
+    return next(fsdp_modules(model), None) is not None
 
 
-def _fsdp_modules(model: nn.Module) -> Iterator[Any]:
+def fsdp_modules(model: nn.Module) -> Iterator[Any]:
+    """The parts of ``model`` that FSDP2 shards."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return (module for module in model.modules() if fsdp is not None and isinstance(module, fsdp.FSDPModule))
 
@@ -165,7 +166,7 @@ def check_parallelism(model: nn.Module) -> None:
             "FSDP1 (FullyShardedDataParallel) flattens parameters, and there is nothing left to give a working copy: "
             "use FSDP2 (fsdp_version 2, torch.distributed.fsdp.fully_shard)"
         )
-    for module in _fsdp_modules(model):
+    for module in fsdp_modules(model):
         policy = module._get_fsdp_state()._mp_policy
         if not {policy.param_dtype, policy.reduce_dtype} <= {None, torch.float32}:
             raise ValueError(

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hf_mp.casting.cpu.products import Operand
 from hf_mp.scaling.borders import Crossings, inward_borders
+from hf_mp.weights.distributed import fsdp_modules, is_dtensor
 from hf_mp.weights.layout import WeightLayout
 
 GROUP_SIZE = 16  # small weights that share a border: one autograd node instead of as many
@@ -60,6 +62,8 @@ class WorkingWeights:
         self._weights: dict[int, _Weight] = {}  # by what is outside, and by what is inside
         self._carriers: set[int] = set()  # leaves that carry gradients from one piece of the model to another
         self._slots: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._model = model
+        self._handles: list[RemovableHandle] = []  # of FSDP's modules
         self.first_node = torch.autograd._get_sequence_nr()
         if not layout.keeps_copies:
             return
@@ -87,14 +91,26 @@ class WorkingWeights:
             self._weights[id(weight.outside)] = self._weights[id(weight.inside)] = weight
 
     def fill(self) -> None:
-        """Put what is inside into the places of the parameters."""
+        """Put what is inside into the places of the parameters; where FSDP shards them, when it has gathered them."""
         for names, name, inside in self._slots:
             names[name] = inside
+        if self.has_borders and not self.layout.keeps_copies:
+            self._fill_gathered(self._model, ())
+            shards = [module for module in fsdp_modules(self._model) if module._compiled_call_impl is None]
+            self._handles = [module.register_forward_pre_hook(self._fill_gathered) for module in shards]
+
+    def _fill_gathered(self, gathered: nn.Module, args: Any) -> None:
+        for names, name, weight in list(_places(gathered)):
+            if not is_dtensor(weight):  # that of a part that FSDP gathers by itself
+                names[name] = self.bring_in(weight)
+                self._slots.append((names, name, names[name]))
 
     def clear(self) -> None:
         """Give the places back."""
         for names, name, _ in self._slots:
             names.pop(name, None)
+        for handle in self._handles:
+            handle.remove()
 
     def outside(self, tensor: Tensor) -> Tensor:
         """The weight of which ``tensor`` is the inside; any other tensor as it is."""

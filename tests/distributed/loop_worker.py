@@ -431,6 +431,42 @@ def fsdp_outside_of_model() -> dict[str, Any]:
     return log
 
 
+class Stretch(torch.autograd.Function):
+    """An autograd function that is given a weight as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+class Stretched(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return Stretch.apply(super().forward(x), self.bias)
+
+
+def fsdp_custom_function() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Stretched(8, 8), Stretched(8, 8)), torch.randn(4, 8)
+    model(x).square().mean().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    def shard_each(model: nn.Module) -> nn.Module:
+        for block in model.children():
+            fully_shard(block)
+        return fully_shard(model)
+
+    model, _ = prepared(shard_each, model=model)
+    model(x).square().mean().backward()
+    return {"expected": expected, "found": {name: whole(p.grad) for name, p in model.named_parameters()}}
+
+
 def fsdp_saves_no_copies() -> dict[str, Any]:
     """Between forward and backward no rounded weight is alive, and the gradients are the same as with all of them."""
     model, _ = prepared(shard)
@@ -443,7 +479,7 @@ def fsdp_saves_no_copies() -> dict[str, Any]:
         )
         with outer:  # hooks of others stay in force, and then copies are saved
             loss = model(input_ids=part, labels=part).loss
-        passing = runtime_of(model).layout.copies._transient
+        passing = runtime_of(model).layout._transient
         alive.append(len(passing._transient))
         loss.backward()
         gradients.append({name: whole(p.grad).clone() for name, p in model.named_parameters()})
@@ -540,7 +576,7 @@ CASES = [
     ddp_wrapped_after_a_forward, processes_of_their_own, averaged_by_hand, ddp_join, fsdp, fsdp_bf16,
     fsdp_shard_overflow, fsdp_loss_overflow, fsdp_accumulation, fsdp_of_fp16_model, fsdp_before_prepare,
     fsdp_checkpointing, compiled, fsdp_without_resharding, fsdp_of_frozen_fp16, fsdp_hybrid, fsdp_outside_of_model,
-    fsdp_saves_no_copies, fsdp_detach, deferred_outputs, refusals,
+    fsdp_custom_function, fsdp_saves_no_copies, fsdp_detach, deferred_outputs, refusals,
 ]  # fmt: skip
 
 

@@ -212,6 +212,13 @@ def test_weights_are_current_when_fsdp_shards_a_module_around_the_model(two: Res
     assert log["loss"] == pytest.approx(two[0]["fsdp_before_prepare"]["loss"], rel=1e-5)
 
 
+def test_weights_cross_the_border_into_autograd_functions_under_fsdp(two: Results) -> None:
+    for rank in two:
+        case = rank["fsdp_custom_function"]
+        for name, expected in case["expected"].items():
+            torch.testing.assert_close(case["found"][name], expected, rtol=0.02, atol=0.01)
+
+
 def test_autograd_saves_no_rounded_weights_under_fsdp(two: Results) -> None:
     for rank in two:
         case = rank["fsdp_saves_no_copies"]

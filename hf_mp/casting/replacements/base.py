@@ -52,6 +52,10 @@ class ReplacedForward:
         if getattr(self.original, "__func__", None) is not type(module).forward:
             vars(module)["forward"] = self.original
 
+    @property
+    def __code__(self) -> Any:
+        raise AttributeError("torch.export cannot see through a model that is attached: detach() it, and export that")
+
     def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> ReplacedForward:
         """The replacement for a deep copy of the module."""
         return type(self)(module)
