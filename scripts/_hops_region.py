@@ -1,0 +1,74 @@
+"""The paths of a weight, a gradient and the loss scale through one step, with the line of every hop."""
+
+from __future__ import annotations
+
+import ast
+
+from _results import ROOT
+from _stored import StoredResults
+
+# (what happens, where: a file below hf_mp/ and the name of a function, method or class in it)
+WEIGHT = (
+    ("attach: an FP16/BF16 parameter becomes FP32 in place, and is the master", "weights/layout.py",
+     "WeightLayout.prepare"),
+    ("a forward begins", "step/forward.py", "AttachedForward.__call__"),
+    ("its weights are asked for", "step/mixed_precision.py", "MixedPrecision.begin_forward"),
+    ("each gets an inward border, small ones share one", "weights/working_weights.py", "WorkingWeights._bring_in"),
+    ("an alias inside lies in the place of the parameter while the forward runs", "weights/working_weights.py",
+     "WorkingWeights.fill"),
+    ("an op of the lower-precision table asks for it in FP16", "casting/mode.py", "autocast.cast"),
+    ("it is given the working copy", "weights/region.py", "Region.convert"),
+    ("which is rounded once and kept", "weights/working_copies.py", "WorkingCopies.get"),
+    ("the step is guarded", "step/update.py", "StepGuard._step"),
+    ("one kernel updates masters and copies, where there is one", "weights/fused_adamw.py", "step_whole"),
+    ("else the optimizer writes the masters, and copies are rounded again", "weights/layout.py",
+     "WeightLayout.updated"),
+    ("detach: copies go, the masters stay", "step/mixed_precision.py", "MixedPrecision.detach"),
+)  # fmt: skip
+GRADIENT = (
+    ("it comes in through an output, in FP32", "scaling/borders.py", "_OutputBorder.backward"),
+    ("is multiplied by S and cast to the output's dtype", "scaling/borders.py", "multiply"),
+    ("a backward began", "step/gradients.py", "GradientCheck.backward_began"),
+    ("leaves the model by an inward border (a product on a CPU writes a weight's itself)", "scaling/borders.py",
+     "_InwardBorders.backward"),
+    ("which asks for 1/S", "step/mixed_precision.py", "MixedPrecision.inverse"),
+    ("is multiplied by it in FP32, and autograd adds it to `.grad`", "scaling/borders.py", "_leave"),
+    ("the backward ended", "step/gradients.py", "GradientCheck._backward_ended"),
+    ("the largest magnitude, and the norm, are measured in one pass", "weights/seen_gradients.py",
+     "SeenGradients.measure"),
+    ("the step asks for the verdict", "step/gradients.py", "GradientCheck.report"),
+    ("the optimizer uses it, or the step is skipped", "step/update.py", "StepGuard._step"),
+)  # fmt: skip
+SCALE = (
+    ("the policy names a rule", "policy.py", "PrecisionPolicy"),
+    ("the scaler keeps its state", "scaling/scalers.py", "make_loss_scaler"),
+    ("S and 1/S are tensors on each device", "scaling/scalers.py", "LossScaler.scale_tensors"),
+    ("the output border asks for S", "step/mixed_precision.py", "MixedPrecision.scale"),
+    ("the inward borders ask for 1/S", "step/mixed_precision.py", "MixedPrecision.inverse"),
+    ("the step ends", "step/mixed_precision.py", "MixedPrecision.finish_step"),
+    ("the scaler counts it", "scaling/scalers.py", "LossScaler.record_step"),
+    ("the rule gives the next state, a pure function", "scaling/rules.py", "adjust_headroom"),
+    ("it is saved", "scaling/saved_state.py", "state_of"),
+)
+
+
+def hops(results: StoredResults) -> str:
+    """The three paths as numbered lists."""
+    paths = (("A weight", WEIGHT), ("A gradient", GRADIENT), ("The loss scale S", SCALE))
+    return "\n\n".join(f"**{title}**\n\n" + "\n".join(_listed(path)) for title, path in paths)
+
+
+def _listed(path: tuple[tuple[str, str, str], ...]) -> list[str]:
+    return [
+        f"{number}. {what}: [`{name}`](../hf_mp/{file}), `{file}:{line_of(file, name)}`"
+        for number, (what, file, name) in enumerate(path, 1)
+    ]
+
+
+def line_of(file: str, name: str) -> int:
+    """The line where ``name`` is defined in a file below ``hf_mp/``."""
+    node: ast.AST = ast.parse((ROOT / "hf_mp" / file).read_text())
+    for part in name.split("."):
+        kinds = (ast.FunctionDef, ast.ClassDef)
+        node = next(n for n in ast.iter_child_nodes(node) if isinstance(n, kinds) and n.name == part)
+    return node.lineno  # type: ignore[attr-defined]

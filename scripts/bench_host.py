@@ -1,0 +1,107 @@
+"""What a step costs the host: GPT-2 of 12 layers so narrow that its kernels take next to no time.
+
+    python scripts/bench_host.py                 # FP32, torch.autocast with GradScaler, hf_mp, in turns
+    python scripts/bench_host.py --group-size 1  # an inward border for each weight
+
+Stores ``scripts/results/bench_host[_NAME].json``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.utils import logging
+
+import hf_mp
+from _benchmarks import number, show_table
+from _results import RESULTS, median_and_spread, save_result
+
+PEER = "torch.autocast bf16"
+SCALED = "torch.autocast bf16, GradScaler"
+OURS = {"hf_mp bf16": "bf16", "hf_mp fp16": "fp16", "hf_mp fp16-lean": "fp16-lean"}
+PARTS = ("forward", "backward", "update", "step")
+
+Step = Callable[[], tuple[float, float, float, float]]
+
+
+def make_step(contender: str, layers: int, width: int, tokens: int) -> Step:
+    """One training step; returns the times at its begin and after its parts."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=layers, n_embd=width, n_head=4, vocab_size=512, n_positions=tokens, use_cache=False,
+                        bos_token_id=0, eos_token_id=0)  # fmt: skip
+    model = GPT2LMHeadModel(config).train()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    ids = torch.randint(0, 512, (1, tokens))
+    scaler = torch.amp.GradScaler("cpu", enabled=contender == SCALED)
+    if contender in OURS:
+        model, optimizer = hf_mp.prepare(model, optimizer, OURS[contender])  # type: ignore[assignment]
+    context = torch.autocast("cpu", torch.bfloat16) if contender in (PEER, SCALED) else contextlib.nullcontext()
+
+    def step() -> tuple[float, float, float, float]:
+        begin = time.perf_counter()
+        with context:
+            loss = model(input_ids=ids, labels=ids).loss
+        forward = time.perf_counter()
+        scaler.scale(loss).backward()
+        backward = time.perf_counter()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return begin, forward, backward, time.perf_counter()
+
+    return step
+
+
+def main(
+    layers: int = 12,
+    width: int = 64,
+    tokens: int = 16,
+    rounds: Annotated[int, typer.Option(help="timed steps of each contender")] = 200,
+    group_size: Annotated[int, typer.Option(help="small weights that share an inward border; 0: the default")] = 0,
+    name: str = "bench_host",
+    output_dir: Path = RESULTS,
+) -> None:
+    """Time the parts of a step on one thread; store medians, spreads and ratios to torch.autocast."""
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    if group_size:
+        from hf_mp.step import mixed_precision
+
+        mixed_precision.GROUP_SIZE = group_size
+    steps = {c: make_step(c, layers, width, tokens) for c in ("fp32", PEER, SCALED, *OURS)}
+    times: dict[str, dict[str, list[float]]] = {c: {part: [] for part in PARTS} for c in steps}
+    for index in range(-5, rounds):
+        for contender, step in steps.items():
+            begin, forward, backward, end = step()
+            if index >= 0:
+                seconds = (forward - begin, backward - forward, end - backward, end - begin)
+                for part, value in zip(PARTS, seconds, strict=True):
+                    times[contender][part].append(value)
+    rows = {
+        c: {part: median_and_spread(found)._asdict() for part, found in parts.items()} for c, parts in times.items()
+    }
+    for parts in rows.values():
+        for part, row in parts.items():
+            row["ratio_to_torch_autocast"] = row["median_seconds"] / rows[PEER][part]["median_seconds"]
+    workload = {"layers": layers, "width": width, "tokens": tokens, "threads": 1, "group_size": group_size}
+    path = save_result(name, {"workload": workload, "contenders": rows}, directory=output_dir)
+    show_table(
+        "Milliseconds of the host (times torch.autocast)",
+        ("contender", *PARTS),
+        [(c, *(f"{1e3 * row['median_seconds']:.2f} ({number(row['ratio_to_torch_autocast'])})" for row in parts.values()))
+         for c, parts in rows.items()],
+    )  # fmt: skip
+    print(f"stored in {path.name}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
