@@ -108,3 +108,11 @@ def test_a_loss_that_is_inf_at_every_scale_is_no_leak() -> None:
 def test_it_wants_an_attached_model() -> None:
     with pytest.raises(ValueError, match="no mixed precision is attached to this Linear"):
         hf_mp.check_gradients(nn.Linear(2, 2), X)
+
+
+def test_a_gradient_that_cancels_out_is_no_leak() -> None:
+    """That of a key's bias is zero but for rounding, which grows as the scale shrinks."""
+    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    hf_mp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for size in (1.0, 1e-3):
+        hf_mp.check_gradients(model, torch.randn(8, 12, 16), lambda outputs, size=size: size * outputs.square().mean())
