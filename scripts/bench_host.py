@@ -41,7 +41,7 @@ def make_step(contender: str, layers: int, width: int, tokens: int) -> Step:
     ids = torch.randint(0, 512, (1, tokens))
     scaler = torch.amp.GradScaler("cpu", enabled=contender == SCALED)
     if contender in OURS:
-        model, optimizer = hf_mp.prepare(model, optimizer, OURS[contender])  # type: ignore[assignment]
+        model, optimizer = hf_mp.prepare(model, optimizer, OURS[contender])
     context = torch.autocast("cpu", torch.bfloat16) if contender in (PEER, SCALED) else contextlib.nullcontext()
 
     def step() -> tuple[float, float, float, float]:
@@ -97,10 +97,13 @@ def main(
     show_table(
         "Milliseconds of the host (times torch.autocast)",
         ("contender", *PARTS),
-        [(c, *(f"{1e3 * row['median_seconds']:.2f} ({number(row['ratio_to_torch_autocast'])})" for row in parts.values()))
-         for c, parts in rows.items()],
-    )  # fmt: skip
+        [(contender, *map(_cell, parts.values())) for contender, parts in rows.items()],
+    )
     print(f"stored in {path.name}")
+
+
+def _cell(row: dict[str, float]) -> str:
+    return f"{1e3 * row['median_seconds']:.2f} ({number(row['ratio_to_torch_autocast'])})"
 
 
 if __name__ == "__main__":

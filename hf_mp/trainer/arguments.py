@@ -97,7 +97,7 @@ class MixedPrecisionArguments(TrainingArguments):
         default=True,
         metadata={
             "help": "Compare the gradients of the run's first backward at several loss scales, which must not change "
-            "them: some four backwards more, once a run."
+            "them: some five backwards more, once a run."
         },
     )
     precision_report: bool = field(

@@ -30,7 +30,7 @@ from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.first_backward import check_first_backward
 from hf_mp.trainer.reporting import ReportSettings, TrainerReporting
 from hf_mp.weights.attachable import check_attachable
-from hf_mp.weights.reading_layout import ReadingLayout, make_reference_layout
+from hf_mp.weights.reading_layout import make_reading_layout
 
 logger = logging.get_logger(__name__)
 
@@ -158,15 +158,16 @@ class TrainerSession:
         if self.runtime is None or model is None or any(model is one for one in known):
             return
         release(model)
-        reference = MixedPrecision(
-            replace(self.settings.policy, loss_scale=None),
-            tables=self.settings.tables,
-            rules=self.settings.rules,
-            layout=make_reference_layout(self.settings.policy),
-        )
-        reference.attach(model)
-        self._references.append(reference)
-        _runtimes.add(reference)
+        self._references.append(self._attach_to_read(model, trained_alone=False))
+
+    def _attach_to_read(self, model: nn.Module, *, trained_alone: bool) -> MixedPrecision:
+        settings = self.settings
+        layout = make_reading_layout(settings.policy, trained_alone=trained_alone)
+        policy = replace(settings.policy, loss_scale=None)
+        runtime = MixedPrecision(policy, tables=settings.tables, rules=settings.rules, layout=layout)
+        runtime.attach(model)
+        _runtimes.add(runtime)
+        return runtime
 
     def check_first_backward(self, accelerator: Any) -> None:
         """Have the first backward of the run that goes through ``accelerator`` checked for what leaks past a border."""
@@ -216,13 +217,7 @@ class TrainerSession:
         if self.runtime is None or _runtimes_of(model):
             yield
             return
-        runtime = MixedPrecision(
-            replace(self.settings.policy, params=torch.float32, loss_scale=None),
-            tables=self.settings.tables,
-            rules=self.settings.rules,
-            layout=ReadingLayout(self.settings.policy),
-        )
-        runtime.attach(model)
+        runtime = self._attach_to_read(model, trained_alone=True)
         try:
             yield
         finally:

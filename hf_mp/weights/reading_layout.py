@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 from hf_mp.weights.distributed import is_dtensor
-from hf_mp.weights.layout import SplitLayout, WeightLayout
+from hf_mp.weights.layout import WeightLayout
+from hf_mp.weights.split import split
+from hf_mp.weights.split_layout import trained_beside_statistics
 
 
 class ReadingLayout(WeightLayout):
@@ -36,22 +38,41 @@ class ReadingLayout(WeightLayout):
         super().restore(model)
 
 
-class _SplitReadingLayout(SplitLayout):
-    """Rounds FP32 weights as :class:`SplitLayout` does, frozen ones too; 16-bit ones are its working copies already."""
+class LeanReadingLayout(WeightLayout):
+    """Gives the values of the lean layouts: FP32 weights are their working copies until :meth:`restore`.
 
+    Args:
+        policy: of a lean layout.
+        trained_alone: whether frozen weights stay in FP32, as in a model that is trained.
+    """
+
+    def __init__(self, policy: PrecisionPolicy, *, trained_alone: bool) -> None:
+        super().__init__(policy)
+        self._trained_alone = trained_alone
+        self._narrowed: dict[nn.Parameter, tuple[Tensor, int]] = {}  # FP32 values, and the version of their rounding
+
+    @torch.no_grad()
     def prepare(self, model: nn.Module) -> None:
-        floating = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
-        were_trained = [parameter.requires_grad for parameter in floating]
-        for parameter in floating:
-            parameter.requires_grad_(parameter.dtype is torch.float32)
-        super().prepare(model)
-        for parameter, was_trained in zip(floating, were_trained, strict=True):
-            parameter.requires_grad_(was_trained)
+        beside_statistics = trained_beside_statistics(model)
+        for parameter in model.parameters():
+            is_left = parameter in beside_statistics or (self._trained_alone and not parameter.requires_grad)
+            if parameter.dtype is torch.float32 and not is_left and not is_dtensor(parameter):
+                masters, parameter.data = parameter.data, split(parameter.data, self.policy.params).working
+                self._narrowed[parameter] = masters, parameter._version
+
+    def restore(self, model: nn.Module | None) -> None:
+        for parameter, (masters, version) in self._narrowed.items():
+            # What was written meanwhile (a reference that follows its policy) wins.
+            parameter.data = masters if parameter._version == version else parameter.data.float()
+        self._narrowed.clear()
+        super().restore(model)
 
 
-def make_reference_layout(policy: PrecisionPolicy) -> WeightLayout:
-    """The layout in which a reference gives, at equal weights, what a model trained under ``policy`` gives."""
-    return ReadingLayout(policy) if policy.params is torch.float32 else _SplitReadingLayout(policy)
+def make_reading_layout(policy: PrecisionPolicy, *, trained_alone: bool = True) -> WeightLayout:
+    """The layout in which a model gives, at equal weights, what one gives that is trained under ``policy``."""
+    if policy.params is torch.float32:
+        return ReadingLayout(policy)
+    return LeanReadingLayout(policy, trained_alone=trained_alone)
 
 
 def _outside_of_products(model: nn.Module) -> Iterator[Tensor]:

@@ -41,13 +41,7 @@ def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
     Raises:
         TypeError, ValueError: as :func:`make_split`; then nothing is changed.
     """
-    beside_statistics = {
-        parameter: None
-        for module in model.modules()
-        if isinstance(module, _NormBase) and module.track_running_stats
-        for parameter in module.parameters(recurse=False)
-        if parameter.requires_grad
-    }
+    beside_statistics = trained_beside_statistics(model)
     trainable = {
         parameter: None
         for parameter in model.parameters()
@@ -71,6 +65,17 @@ def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
     if hasattr(type(model), "save_pretrained"):
         model.save_pretrained = types.MethodType(save_pretrained, model)  # type: ignore[assignment]
     return True
+
+
+def trained_beside_statistics(model: nn.Module) -> dict[nn.Parameter, None]:
+    """The trained weights of normalizations with running statistics, in the order of the model."""
+    return {
+        parameter: None
+        for module in model.modules()
+        if isinstance(module, _NormBase) and module.track_running_stats
+        for parameter in module.parameters(recurse=False)
+        if parameter.requires_grad
+    }
 
 
 def restore_parameters(model: nn.Module) -> None:

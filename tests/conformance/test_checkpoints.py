@@ -22,7 +22,7 @@ from trainer_runs import (
 )
 from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
-import hf_mp.trainer.callback
+import hf_mp.trainer.session
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME
 from hf_mp.trainer.session import STATE_NAME
 
@@ -136,7 +136,7 @@ def test_a_checkpoint_of_the_stock_trainer_resumes_with_a_warning(
     unscaled = make("callback", tmp_path / "fp32", "fp32")
     unscaled.train(resume_from_checkpoint=str(checkpoint(stock, 2)))
     messages: list[str] = []
-    monkeypatch.setattr(hf_mp.trainer.callback.logger, "warning", messages.append)
+    monkeypatch.setattr(hf_mp.trainer.session.logger, "warning", messages.append)
     resumed = make("callback", tmp_path, restore_callback_states_from_checkpoint=True)
     resumed.train(resume_from_checkpoint=str(checkpoint(stock, 2)))
     assert any("has no state of a MixedPrecisionCallback" in message for message in messages)

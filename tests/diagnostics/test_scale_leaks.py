@@ -108,3 +108,21 @@ def test_a_loss_that_is_inf_at_every_scale_is_no_leak() -> None:
 def test_it_wants_an_attached_model() -> None:
     with pytest.raises(ValueError, match="no mixed precision is attached to this Linear"):
         hf_mp.check_gradients(nn.Linear(2, 2), X)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-3])
+def test_a_gradient_that_cancels_out_is_no_leak(size: float) -> None:
+    """That of a key's bias is zero but for rounding errors, which grow as the scale shrinks."""
+    torch.manual_seed(0)
+    model = Attention()
+    hf_mp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    hf_mp.check_gradients(model, torch.randn(8, 2, 12, 16), lambda outputs: size * outputs.square().mean())

@@ -154,9 +154,8 @@ def test_policy_and_reference_agree_bit_for_bit(
     if not lora:
         assert set(products) == {torch.bfloat16 if precision == "bf16" else torch.float16}
         assert not any(isinstance(vars(module).get("forward"), AttachedForward) for module in reference.modules())
-        if precision != "fp16-lean":
-            assert memory_of(reference) == own_bytes
-            assert [parameter.dtype for parameter in reference.parameters()] == own_dtypes
+        assert memory_of(reference) == own_bytes
+        assert [parameter.dtype for parameter in reference.parameters()] == own_dtypes
 
 
 @pytest.mark.parametrize("contender", ["callback", "subclass"])
