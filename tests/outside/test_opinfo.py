@@ -38,12 +38,15 @@ DIFFERENCES = {
     r".*: call: ours runs, theirs RuntimeError: Unexpected floating ScalarType in at::autocast::prioritize": (
         "torch's widest-type ops refuse the 16-bit dtype that autocast does not lower to; ours take it"
     ),
-    r"cpu linalg\.pinv.*: backward: ours runs, theirs RuntimeError: .*same dtype": (
+    r"cpu linalg\.pinv.*: backward: ours runs, theirs RuntimeError: .*(same dtype|scalar type BFloat16)": (
         "torch's backward of pinv multiplies BF16 with FP32 and fails; ours is that of FP32"
     ),
     r"\w+ (new_)?empty\w* .*: result: values differ": "memory as it was found",
-    r"cpu (inner|tensordot|linalg\.pinv|linalg\.pinv\.hermitian|linalg\.matrix_power) out .*: (call|result): ": (
+    r"cpu (tensordot|linalg\.(multi_dot|pinv\S*)) out .*: (call: ours runs|result: values)": (
         "torch's autocast lowers what is inside of these although out= names the dtype; ours leaves all of out= alone"
+    ),
+    r"cpu linalg\.lstsq.*: result: values differ by up to \S+e-": (
+        "LAPACK's sums depend on where in memory an operand lies: the same call without autocast differs as well"
     ),
     r"cpu torch\._scaled_mm\w* .* float8\w+: result: values differ": (
         "on a CPU torch makes these products of FP8 of FP32 ones, which its autocast lowers; ours leaves them exact"
