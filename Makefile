@@ -10,10 +10,10 @@ INSTALLED := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune loops memory docs test outside faults tables lint clean
+.PHONY: help finetune loops memory docs test test-versions outside faults tables lint clean
 
 help: ## list these targets
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 	@echo '  Options: ARGS="..." is passed on, PYTHON=python3.12 makes the environment with that Python.'
 
 # CPU threads that wait for each other look GOMP_SPINCOUNT times before they sleep. With the default of hundreds of
@@ -38,6 +38,16 @@ test: $(INSTALLED) ## run the tests (ARGS="tests/test_cli.py" runs those of one 
 outside: $(INSTALLED) ## run outside suites whole: every op of torch's database and more (minutes to hours)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m outside $(ARGS)
 
+# torch's own build for CUDA runs on a CPU as well.
+test-versions: ## run the tests with the oldest and the newest torch and transformers (downloads 6 GB)
+	@for versions in "2.11.0 5.17.0" "2.15.0 5.23.0"; do \
+	  set -- $$versions; env=.venv-torch-$$1; echo "== torch $$1, transformers $$2"; \
+	  [ -x $$env/bin/python ] || $(PYTHON) -m venv $$env || exit 1; \
+	  $$env/bin/python -m pip install -q "torch==$$1" "transformers==$$2" -e '.[test,recipes]' || exit 1; \
+	  OMP_NUM_THREADS=1 $$env/bin/python -m pytest -n 2 -m "not slow and not exhaustive and not outside" $(ARGS) \
+	    || exit 1; \
+	done
+
 faults: $(INSTALLED) ## kill, damage and starve trainings by the hundred, and store what was lost (an hour)
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/inject_faults.py $(ARGS)
 
@@ -50,7 +60,7 @@ lint: $(INSTALLED) ## check the style and the types
 	@$(BIN)/python -m mypy
 
 clean: ## remove the environment, caches and built packages; outputs/ stays
-	@rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-torch-* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first: every other package is then content with the tested one.
