@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from hf_mp.kernels.split import split
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 from hf_mp.weights.distributed import is_dtensor
 from hf_mp.weights.layout import WeightLayout
-from hf_mp.weights.split import split
 from hf_mp.weights.split_layout import trained_beside_statistics
 
 
