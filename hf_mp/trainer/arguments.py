@@ -10,13 +10,16 @@ from transformers.utils import logging
 
 from hf_mp.policy import PRESETS, PrecisionPolicy, parse_loss_scale
 from hf_mp.scaling.rules import RULES, STATIC
-from hf_mp.scaling.scalers import make_loss_scaler
 from hf_mp.trainer.checkpoints.crash_safe_trainer import SAVE_FAILURES
 from hf_mp.trainer.refusals import refuse_other_precision
-from hf_mp.trainer.reporting import ReportSettings
+from hf_mp.trainer.settings import SessionSettings
 from hf_mp.weights.optimizer_in_backward import FreeGradients
 
 logger = logging.get_logger(__name__)
+
+
+def _option(default: Any, says: str, **more: Any) -> Any:
+    return field(default=default, metadata={"help": says, **more})
 
 
 @dataclass
@@ -33,90 +36,68 @@ class MixedPrecisionArguments(TrainingArguments):
         "loss_scale_kwargs",
     ]
 
-    precision: str = field(
-        default="fp16",
-        metadata={
-            "help": f"{', '.join(PRESETS)} (lean: the model is stored in 16 bits; fp32: the stock Trainer), or "
-            "'params=fp32,compute=fp16,loss_scale=dynamic'."
-        },
+    precision: str = _option(
+        "fp16",
+        f"{', '.join(PRESETS)} (lean: the model is stored in 16 bits; fp32: the stock Trainer), or "
+        "'params=fp32,compute=fp16,loss_scale=dynamic'.",
     )
-    loss_scale: str | None = field(
-        default=None,
-        metadata={
-            "help": f"{', '.join(f'{rule.name} ({rule.summary})' for rule in RULES.values())}, none, or a number "
-            f"({STATIC.summary}). Not given: what the precision says."
-        },
+    loss_scale: str | None = _option(
+        None,
+        f"{', '.join(f'{rule.name} ({rule.summary})' for rule in RULES.values())}, none, or a number "
+        f"({STATIC.summary}). Not given: what the precision says.",
     )
-    loss_scale_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": 'Settings of the loss scaler as JSON, e.g. \'{"init_scale": 4096, "headroom": 4}\'.'},
+    loss_scale_kwargs: dict[str, Any] | str | None = _option(  # noqa: RUF009
+        None, 'Settings of the loss scaler as JSON, e.g. \'{"init_scale": 4096, "headroom": 4}\'.'
     )
-    free_gradients: str = field(
-        default="step",
-        metadata={
-            "help": "When a lean layout frees a gradient: step (the update has used it) or backward (each parameter is "
-            "updated inside of backward; with max_grad_norm or a loss scale, backward runs twice).",
-            "choices": get_args(FreeGradients),
-        },
+    free_gradients: str = _option(
+        "step",
+        "When a lean layout frees a gradient: step (the update has used it) or backward (each parameter is updated "
+        "inside backward; with max_grad_norm or a loss scale, backward runs twice).",
+        choices=get_args(FreeGradients),
     )
-    save_failure: str = field(
-        default="continue",
-        metadata={
-            "help": "What to do when a checkpoint cannot be saved (disk full, read-only): continue (training goes on, "
-            "the next save tries again) or stop.",
-            "choices": SAVE_FAILURES,
-        },
+    save_failure: str = _option(
+        "continue",
+        "What to do when a checkpoint cannot be saved (disk full, read-only): continue (training goes on, the next "
+        "save tries again) or stop.",
+        choices=SAVE_FAILURES,
     )
-    handle_preemption: bool = field(
-        default=True,
-        metadata={"help": "Have SIGTERM and SIGUSR1 end the run in a checkpoint, with exit code 75."},
+    handle_preemption: bool = _option(True, "Have SIGTERM and SIGUSR1 end the run in a checkpoint, with exit code 75.")
+    # On: good steps pay nothing for it, and who needs the answer did not know so beforehand.
+    explain_overflows: bool = _option(
+        True, "Replay the micro-batch of a skipped step and log which module made the first inf or NaN."
     )
-
-    # On: good steps pay nothing for it, and whoever needs the answer did not know so beforehand.
-    explain_overflows: bool = field(
-        default=True,
-        metadata={"help": "Replay the micro-batch of a skipped step and log which module made the first inf or NaN."},
+    keep_overflow_batches: bool = _option(
+        False, "Keep failing batches and their reports in OUTPUT_DIR/overflows (safetensors and JSON)."
     )
-    keep_overflow_batches: bool = field(
-        default=False,
-        metadata={"help": "Keep failing batches and their reports in OUTPUT_DIR/overflows (safetensors and JSON)."},
+    check_gradients: bool = _option(
+        True,
+        "Compare the gradients of the first micro-batch at several loss scales, between which they must not differ: "
+        "five backwards more, once a run.",
     )
-
-    histogram_steps: int = field(
-        default=0,
-        metadata={
-            "help": "Every how many steps the magnitudes of activations, gradients, weights and updates are taken, by "
-            "layer, for OUTPUT_DIR/precision_log.jsonl and TensorBoard; 50 is a good number, 0 is never."
-        },
+    histogram_steps: int = _option(
+        0,
+        "Every how many steps the magnitudes of activations, gradients, weights and updates are taken, by layer, for "
+        "OUTPUT_DIR/precision_log.jsonl and TensorBoard; 50 is a good number, 0 is never.",
     )
-    histogram_layers: list[str] | None = field(
-        default=None,
-        metadata={"help": "Name patterns of their layers ('transformer.h.*.mlp.*'). Not given: all with parameters."},
+    histogram_layers: list[str] | None = _option(  # noqa: RUF009
+        None, "Name patterns of their layers ('transformer.h.*.mlp.*'). Not given: all with parameters."
     )
-    check_gradients: bool = field(
-        default=True,
-        metadata={
-            "help": "Compare the gradients of the run's first backward at several loss scales, which must not change "
-            "them: some five backwards more, once a run."
-        },
-    )
-    precision_report: bool = field(
-        default=False,
-        metadata={"help": "Record each step's loss scale, and write OUTPUT_DIR/precision_report.html at the end."},
+    precision_report: bool = _option(
+        False, "Record each step's loss scale, and write OUTPUT_DIR/precision_report.html at the end."
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        report = ReportSettings(self.histogram_steps, self.histogram_layers, self.precision_report)
+        settings = SessionSettings.of(self, None, {})
         if self.save_failure not in SAVE_FAILURES:
             raise ValueError(f"save_failure={self.save_failure!r}: choose one of {', '.join(SAVE_FAILURES)}")
         policy = self.precision_policy
         if policy.is_mixed:
-            make_loss_scaler(policy.loss_scale, **self.loss_scaler_settings)  # refuse wrong settings now
+            settings.make_scaler()  # refuse wrong settings now
         else:
             if self.loss_scale is not None or self.loss_scale_kwargs:
                 logger.warning("loss_scale has no effect with precision='fp32': nothing is scaled")
-            if report.is_asked:
+            if settings.records:
                 logger.warning("histogram_steps and precision_report have no effect with precision='fp32'")
         if self.free_gradients == "backward" and self.gradient_accumulation_steps > 1:
             raise ValueError(

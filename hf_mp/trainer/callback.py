@@ -2,49 +2,50 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
-from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.scaling.scalers import make_loss_scaler
-from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.trainer.calling_trainer import calling_trainer, come_first
 from hf_mp.trainer.checkpoints.in_place import InPlaceSaves, checkpoint_of, clear_up, refuse_damaged
 from hf_mp.trainer.checkpoints.manifest import finish
-from hf_mp.trainer.refusals import refuse_late_masters, refuse_lean, refuse_model, refuse_other_precision
-from hf_mp.trainer.reporting import ReportSettings
-from hf_mp.trainer.session import SessionSettings, TrainerSession
+from hf_mp.trainer.refusals import (
+    refuse_late_masters,
+    refuse_lean,
+    refuse_missing,
+    refuse_model,
+    refuse_other_precision,
+)
+from hf_mp.trainer.session import OfSession, TrainerSession
+from hf_mp.trainer.settings import SessionSettings, without_none
 
 logger = logging.get_logger(__name__)
 
 
-class MixedPrecisionCallback(TrainerCallback, ExportableState):
+class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
     """Mixed precision for a Trainer that is stock, subclassed, or of another library: its code stays as it is.
 
     ``Trainer(..., callbacks=[MixedPrecisionCallback("fp16")])`` trains as :class:`MixedPrecisionTrainer` does, bit for
-    bit. The model is attached when the Trainer is made (one that was loaded in FP16/BF16 is given FP32 masters before
-    the optimizer exists), a reference model in the Trainer's ``ref_model`` (TRL) when training begins. The state of the
-    loss scale is in each checkpoint's ``trainer_state.json``, and training logs carry ``loss_scale``,
-    ``skipped_steps`` and ``headroom``. When training ends, the models are ordinary ones; after an error, or to take the
-    callback off a Trainer, call :meth:`detach`.
+    bit. The model is attached when the Trainer is made, before its optimizer; a reference model in the Trainer's
+    ``ref_model`` (TRL) when training begins. Each checkpoint's ``trainer_state.json`` has the state of the loss scale,
+    training logs have ``loss_scale``, ``skipped_steps`` and ``headroom``. When training ends, the models are ordinary
+    ones; after an error, or to take the callback off a Trainer, call :meth:`detach`.
 
-    SIGTERM and SIGUSR1 save nothing: a callback cannot end a run, as :class:`MixedPrecisionTrainer` does.
+    SIGTERM and SIGUSR1 end the run without a checkpoint, as with the stock Trainer; :class:`MixedPrecisionTrainer`
+    saves one.
 
     Args:
-        precision: a preset (``"fp16"``, ``"bf16"``, ``"fp32"``, which changes nothing), a spelled-out policy or a
-            :class:`PrecisionPolicy`; default: what the Trainer's arguments say if they are
-            :class:`MixedPrecisionArguments`, else ``"fp16"``.
+        precision: ``"fp16"``, ``"bf16"``, ``"fp32"`` (which changes nothing), a spelled-out policy or a
+            :class:`PrecisionPolicy`; default: what the arguments say (:class:`MixedPrecisionArguments`), else "fp16".
         loss_scaler_settings: keyword arguments for the loss scaler, as in ``{"init_scale": 4096, "headroom": 4}``.
         tables, rules: as for :class:`hf_mp.autocast`; default ``"compact"`` and none.
         explain_overflows, keep_overflow_batches, check_gradients, histogram_steps, histogram_layers, precision_report:
@@ -53,13 +54,10 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
             autocast; default False.
 
     Raises:
-        ValueError: when made, for an unknown precision, a lean preset (there the Trainer would have to leave the
-            optimizer to us) and settings that the loss scaler does not have. When the Trainer is made, for another
-            mixed precision beside ours (``fp16=True``, a second callback, :class:`MixedPrecisionTrainer`) and for
-            models that hide their forward or have nothing to train.
+        ValueError, TypeError: when made, for an unknown precision, a lean preset and wrong settings. When the Trainer
+            is made, for another mixed precision beside ours, and for models that hide their forward.
         CheckpointError: when training begins, for a checkpoint that is not what its manifest says.
         ScaleLeakError: from the first backward, if gradients change with the loss scale.
-        TypeError: for settings that JSON cannot hold.
     """
 
     def __init__(
@@ -88,27 +86,13 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
             "histogram_layers": histogram_layers,
             "precision_report": precision_report,
         }
-        self.session: TrainerSession | None = None
         self._callbacks: list[TrainerCallback] = []  # of the Trainer, while it trains
-        self._saves = InPlaceSaves()
-        self._warned_of_order = False
-        # Refuse wrong settings now.
-        json.dumps(self._saved_settings)  # the Trainer writes them into its checkpoints
-        ReportSettings(histogram_steps or 0, histogram_layers, bool(precision_report))
+        self._saves, self._warned_of_order = InPlaceSaves(), False
+        json.dumps(self._saved_settings)  # the Trainer writes them into its checkpoints; refuse what it cannot now
+        settings = SessionSettings(PrecisionPolicy.parse(precision or "fp16"), **without_none(self._saved_settings))
+        refuse_lean(settings.policy)
         if precision is not None:
-            policy = PrecisionPolicy.parse(precision)
-            refuse_lean(policy)
-            make_loss_scaler(policy.loss_scale, **(loss_scaler_settings or {}))
-
-    @property
-    def mixed_precision(self) -> MixedPrecision | None:
-        """The runtime of the current model, with its ``stats``; None before the Trainer is made, and with FP32."""
-        return None if self.session is None else self.session.runtime
-
-    @property
-    def overflow_reports(self) -> list[OverflowReport]:
-        """An :class:`OverflowReport` for each skipped step of the current model that was explained."""
-        return [] if self.session is None else self.session.overflow_reports
+            settings.make_scaler()
 
     def _session_for(self, args: TrainingArguments) -> TrainerSession:
         settings = SessionSettings.of(args, self.precision, {**self._saved_settings, "rules": self.rules})
@@ -120,46 +104,28 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
 
     # The Trainer's events
 
-    def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
         """Attach the model, before the Trainer makes its optimizer."""
-        self._come_first(_calling_trainer(self))
+        self._come_first(calling_trainer(self))
         session = self._session_for(args)
         refuse_other_precision(args, session.settings.policy)
         if session.runtime is not None:
             clear_up(args)
-            if model is not None:
-                refuse_model(model)
-                session.begin(model)
+        if session.runtime is not None and model is not None:
+            refuse_model(model)
+            session.begin(model)
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        optimizer: Optimizer | None = None,
-        **kwargs: Any,
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Guard the optimizer, attach a model that ``model_init`` made, and take over the state of a checkpoint."""
-        trainer, session = _calling_trainer(self), self._session_for(args)
+        trainer, session = calling_trainer(self), self._session_for(args)
         self._come_first(trainer)
         # The Trainer expects an entry here for each callback, also in the state of a checkpoint that has none.
-        states: Any = state.stateful_callbacks  # declared as a list, made a dictionary when the state is made
-        entry = states.setdefault(type(self).__name__, {})
+        entry = state.stateful_callbacks.setdefault(type(self).__name__, {})
         if session.runtime is None:
             return
-        if model is None or optimizer is None:
-            raise ValueError(
-                "this Trainer does not hand its model and its optimizer to on_train_begin, so a step that overflows "
-                "could not be skipped: use hf_mp.prepare(model, optimizer) where it makes them"
-            )
+        refuse_missing(model, optimizer)
         if state.global_step > 0:
             refuse_damaged(args, state)
         if session.runtime.model is not model:
@@ -176,29 +142,21 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
             saved = entry.get("attributes", {}).get("saved_state")
             session.resume(saved, checkpoint_of(args, state), state.global_step)
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Show how the loss scale is."""
-        self._session_for(args).after_step(self._callbacks, state.global_step + 1)
+        if self.session is not None:
+            self.session.after_step(self._callbacks, state.global_step + 1)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add to a training log, in the history and for the callbacks that come after this one."""
-        entries = {} if self.session is None or logs is None else self.session.log_entries(logs)
-        if logs is not None:
-            logs.update(entries)
+        if self.session is None or logs is None:
+            return
+        logs.update(entries := self.session.log_entries(logs))
         latest = state.log_history[-1] if state.log_history else {}
         if "loss" in latest and latest.get("step") == state.global_step:
             latest.update(entries)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the file that :class:`MixedPrecisionTrainer` resumes from, and the manifest of the checkpoint."""
         if self.session is None or self.session.runtime is None or args.save_only_model:
             return
@@ -209,11 +167,10 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
             precision = str(self.session.settings.policy)
             finish(checkpoint, step=state.global_step, world_size=args.world_size, precision=precision)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the run's report, if asked; leave an ordinary FP32 model, unless it is to stay attached."""
-        self._session_for(args).end(keep_attached=self.keep_attached)
+        if self.session is not None:
+            self.session.end(keep_attached=self.keep_attached)
         self._saves.leave(args, self._callbacks)
         self._callbacks = []
 
@@ -230,28 +187,9 @@ class MixedPrecisionCallback(TrainerCallback, ExportableState):
         return {"args": args, "attributes": saved}
 
     def _come_first(self, trainer: Trainer | None) -> None:
-        """Move to the front of the Trainer's callbacks, so that those which report see our entries in the logs."""
-        if trainer is None:
-            if not self._warned_of_order:
-                self._warned_of_order = True
-                logger.warning("not called by a Trainer: reporters before this callback will not see the loss scale")
-            return
-        callbacks = trainer.callback_handler.callbacks
-        if sum(isinstance(callback, MixedPrecisionCallback) for callback in callbacks) > 1:
-            raise ValueError(
-                "this Trainer has more than one MixedPrecisionCallback, and a loss can be scaled only once: leave one"
-            )
-        callbacks.remove(self)
-        callbacks.insert(0, self)
-        self._callbacks = callbacks
-
-
-def _calling_trainer(callback: TrainerCallback) -> Trainer | None:
-    """The Trainer that calls ``callback``. It hands nobody itself: it is found where the call comes from."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, Trainer) and callback in caller.callback_handler.callbacks:
-            return caller
-        frame = frame.f_back
-    return None
+        if trainer is not None:
+            self._callbacks = trainer.callback_handler.callbacks
+            come_first(self, self._callbacks)
+        elif not self._warned_of_order:
+            self._warned_of_order = True
+            logger.warning("not called by a Trainer: reporters before this callback will not see the loss scale")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 
@@ -102,6 +103,15 @@ def refuse_lean(policy: PrecisionPolicy) -> None:
             f"precision={str(policy)!r} keeps the FP32 masters in the optimizer, which a callback cannot replace: "
             f"the Trainer owns it. Use MixedPrecisionCallback({usual!r}), or MixedPrecisionTrainer with "
             f"precision={str(policy)!r}"
+        )
+
+
+def refuse_missing(model: nn.Module | None, optimizer: Optimizer | None) -> None:
+    """Raise for a Trainer that hands its callbacks less than Transformers' own does."""
+    if model is None or optimizer is None:
+        raise ValueError(
+            "this Trainer does not hand its model and its optimizer to on_train_begin, so a step that overflows could "
+            "not be skipped: use hf_mp.prepare(model, optimizer) where it makes them"
         )
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.utils import logging
 
-from hf_mp.diagnostics.precision_recorder import PrecisionRecorder, check_histogram_steps, record_precision
+from hf_mp.diagnostics.precision_recorder import PrecisionRecorder, record_precision
 from hf_mp.diagnostics.run_log import NoRunError
 from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, TensorMagnitudes
 from hf_mp.step.mixed_precision import MixedPrecision, PrecisionStats
+from hf_mp.trainer.settings import SessionSettings
 
 logger = logging.get_logger(__name__)
 
@@ -26,34 +26,10 @@ _SETTINGS = """
 """
 
 
-@dataclass(frozen=True)
-class ReportSettings:
-    """What a Trainer is asked to report, as :class:`hf_mp.MixedPrecisionArguments` name it.
-
-    Raises:
-        ValueError: for a number of steps that is none.
-        TypeError: for one string as patterns.
-    """
-
-    histogram_steps: int = 0
-    histogram_layers: Sequence[str] | None = None
-    precision_report: bool = False
-
-    def __post_init__(self) -> None:
-        check_histogram_steps(self.histogram_steps)
-        if isinstance(self.histogram_layers, str):
-            raise TypeError(f"histogram_layers={self.histogram_layers!r} is one string: write a list of patterns")
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether anything is to be recorded."""
-        return bool(self.histogram_steps or self.precision_report)
-
-
 class TrainerReporting:
     """Shows one Trainer's precision; with nothing asked for, only in its progress bar."""
 
-    def __init__(self, settings: ReportSettings) -> None:
+    def __init__(self, settings: SessionSettings) -> None:
         self.recorder: PrecisionRecorder | None = None
         self._settings = settings
         self._shown: StepMagnitudes | None = None
@@ -67,7 +43,7 @@ class TrainerReporting:
             self._has_warned = True  # it is told again of the same runtime
             logger.warning("histogram_layers has no effect with histogram_steps=0: no histograms are taken")
         self.recorder = None
-        if settings.is_asked and args.process_index == 0:
+        if settings.records and args.process_index == 0:
             self.recorder = record_precision(
                 runtime,
                 str(args.output_dir),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import pickle
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,14 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer import SCALER_NAME, TRAINER_STATE_NAME
 from transformers.utils import logging
 
-from hf_mp.casting.rules import Rules
-from hf_mp.casting.tables import TableName
 from hf_mp.diagnostics.layers import select_layers
 from hf_mp.diagnostics.overflow import explain_overflows
 from hf_mp.diagnostics.overflow_report import OverflowReport
-from hf_mp.policy import PrecisionPolicy, parse_loss_scale
 from hf_mp.scaling.events import PrecisionStats
-from hf_mp.scaling.scalers import make_loss_scaler
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.first_backward import check_first_backward
-from hf_mp.trainer.reporting import ReportSettings, TrainerReporting
+from hf_mp.trainer.reporting import TrainerReporting
+from hf_mp.trainer.settings import SessionSettings
 from hf_mp.weights.attachable import check_attachable
 from hf_mp.weights.reading_layout import make_reading_layout
 
@@ -41,51 +38,6 @@ OVERFLOWS_NAME = "overflows"  # in the output directory
 _runtimes: weakref.WeakSet[MixedPrecision] = weakref.WeakSet()
 
 
-@dataclass(frozen=True)
-class SessionSettings:
-    """What a session does; :class:`hf_mp.MixedPrecisionArguments` and the adapters say what each entry means."""
-
-    policy: PrecisionPolicy
-    tables: TableName = "compact"
-    rules: Rules | None = None
-    loss_scaler_settings: Mapping[str, Any] = field(default_factory=dict)
-    free_gradients: str = "step"
-    explain_overflows: bool = True
-    keep_overflow_batches: bool = False
-    check_gradients: bool = True
-    histogram_steps: int = 0
-    histogram_layers: Sequence[str] | None = None
-    precision_report: bool = False
-    save_failure: str = "continue"
-    handle_preemption: bool = True
-
-    @classmethod
-    def of(
-        cls, args: TrainingArguments, precision: str | PrecisionPolicy | None, given: Mapping[str, Any]
-    ) -> SessionSettings:
-        """What is ``given`` and not None, else what ``args`` say (``MixedPrecisionArguments``), else the default."""
-        said = {entry.name: getattr(args, entry.name) for entry in fields(cls) if hasattr(args, entry.name)}
-        own: PrecisionPolicy | None = getattr(args, "precision_policy", None)
-        policy = own if precision is None and own is not None else PrecisionPolicy.parse(precision or "fp16")
-        if precision is not None and (loss_scale := getattr(args, "loss_scale", None)) is not None:
-            policy = replace(policy, loss_scale=parse_loss_scale(loss_scale))
-        return cls(**{**said, "policy": policy, **{name: value for name, value in given.items() if value is not None}})
-
-    @property
-    def report(self) -> ReportSettings:
-        """What is to be recorded."""
-        return ReportSettings(self.histogram_steps, self.histogram_layers, self.precision_report)
-
-    def make_runtime(self, args: TrainingArguments | None = None) -> MixedPrecision:
-        """A runtime for this policy; ``args`` say to what norm gradients are clipped inside backward."""
-        in_backward: dict[str, Any] = {}
-        if self.free_gradients == "backward":
-            norm = None if args is None else args.max_grad_norm or None
-            in_backward = {"free_gradients": "backward", "max_grad_norm": norm}
-        scaler = make_loss_scaler(self.policy.loss_scale, **self.loss_scaler_settings)
-        return MixedPrecision(self.policy, loss_scaler=scaler, tables=self.tables, rules=self.rules, **in_backward)
-
-
 class TrainerSession:
     """Mixed precision for the runs of one Trainer, from :meth:`begin` to :meth:`end`; with FP32 nothing happens.
 
@@ -95,7 +47,7 @@ class TrainerSession:
 
     Attributes:
         runtime: the :class:`MixedPrecision` of the current model, also between runs; None for FP32.
-        overflow_reports: an :class:`OverflowReport` for each skipped step of the current model that was explained.
+        overflow_reports: an :class:`OverflowReport` for each skipped step of that model that was explained.
         reporting: what shows in the progress bar and TensorBoard, and the recorder.
     """
 
@@ -103,7 +55,7 @@ class TrainerSession:
         self.settings, self.args = settings, args
         self.runtime = settings.make_runtime(args) if settings.policy.is_mixed else None
         self.overflow_reports: list[OverflowReport] = []
-        self.reporting = TrainerReporting(settings.report)
+        self.reporting = TrainerReporting(settings)
         self._model: weakref.ref[nn.Module] | None = None  # that the runtime was made for
         self._references: list[MixedPrecision] = []
         self._end_check: Callable[[], None] = _nothing
@@ -226,11 +178,7 @@ class TrainerSession:
     # Checkpoints
 
     def save(self, checkpoint: Path) -> None:
-        """Write the state of the loss scale.
-
-        Raises:
-            OSError: where the disk does not take it.
-        """
+        """Write the state of the loss scale."""
         if self.runtime is not None:
             text = json.dumps(self.runtime.state_dict(), indent=2)
             (checkpoint / STATE_NAME).write_text(text + "\n", encoding="utf-8")
@@ -292,6 +240,22 @@ class TrainerSession:
         self._references.clear()
         if self.runtime is not None:
             self.runtime.detach()
+
+
+class OfSession:
+    """What both adapters tell of their session."""
+
+    session: TrainerSession | None = None
+
+    @property
+    def mixed_precision(self) -> MixedPrecision | None:
+        """The :class:`MixedPrecision` runtime of the current model, with its ``stats``; None with FP32."""
+        return None if self.session is None else self.session.runtime
+
+    @property
+    def overflow_reports(self) -> list[OverflowReport]:
+        """An :class:`OverflowReport` for each skipped step of the current model that was explained."""
+        return [] if self.session is None else self.session.overflow_reports
 
 
 def _nothing() -> None:

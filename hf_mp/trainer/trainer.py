@@ -9,22 +9,20 @@ from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
-from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.scalers import LossScaleError
-from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.arguments import MixedPrecisionArguments
 from hf_mp.trainer.callback import MixedPrecisionCallback
 from hf_mp.trainer.checkpoints.crash_safe_trainer import CrashSafe
 from hf_mp.trainer.refusals import refuse_other_precision
 from hf_mp.trainer.relative_step import read_learning_rate_from_state
-from hf_mp.trainer.reporting import TrainerReporting
-from hf_mp.trainer.session import SessionSettings, TrainerSession
+from hf_mp.trainer.session import OfSession, TrainerSession
+from hf_mp.trainer.settings import SessionSettings
 from hf_mp.weights.optimizer_in_backward import check_free_gradients
 
 logger = logging.get_logger(__name__)
@@ -34,13 +32,11 @@ class _AfterSteps(TrainerCallback):
     def __init__(self, trainer: MixedPrecisionTrainer) -> None:
         self._trainer = trainer
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.session.after_step(self._trainer.callback_handler.callbacks, state.global_step + 1)
 
 
-class MixedPrecisionTrainer(CrashSafe, Trainer):
+class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
     """A ``Trainer`` that trains in our mixed precision; with ``precision="fp32"`` it is the stock Trainer, bit for bit.
 
     The model is attached while ``train()`` runs, and an ordinary FP32 model afterwards, also when it raises.
@@ -57,7 +53,7 @@ class MixedPrecisionTrainer(CrashSafe, Trainer):
         rules: own rules of autocast by op and by module name, as for :class:`hf_mp.autocast`; default none.
 
     Attributes:
-        session: the :class:`TrainerSession`.
+        session: the :class:`TrainerSession`, with the ``reporting`` of the run.
 
     Raises:
         ValueError: before anything is written, for an unknown precision, for ``fp16=True``, ``bf16=True`` or
@@ -65,6 +61,7 @@ class MixedPrecisionTrainer(CrashSafe, Trainer):
         ScaleLeakError: from ``train()``, if gradients of its first backward change with the loss scale.
     """
 
+    session: TrainerSession
     stuck_errors = (LossScaleError,)
 
     def __init__(
@@ -92,30 +89,17 @@ class MixedPrecisionTrainer(CrashSafe, Trainer):
         self.session = TrainerSession(settings, args)
         if model is not None:
             self.session.check(model)
-        # By name where that can be: in DPOTrainer, the arguments are not the second parameter.
-        first: dict[str, Any] = {} if positional else {"model": model, "args": args}
-        super().__init__(*((model, args, *positional) if positional else ()), **{**first, **named})
+        if positional:
+            super().__init__(model, args, *positional, **named)
+        else:  # by name: in DPOTrainer, the arguments are not the second parameter
+            super().__init__(model=model, args=args, **named)
         super().add_callback(_AfterSteps(self))
-
-    @property
-    def mixed_precision(self) -> MixedPrecision | None:
-        """The :class:`MixedPrecision` runtime of the current model, with its ``stats``; None with FP32."""
-        return self.session.runtime
-
-    @property
-    def overflow_reports(self) -> list[OverflowReport]:
-        """An :class:`OverflowReport` for each skipped step of the current model that was explained."""
-        return self.session.overflow_reports
-
-    @property
-    def reporting(self) -> TrainerReporting:
-        """What shows in the progress bar and TensorBoard, and the ``recorder`` of the run where one was asked for."""
-        return self.session.reporting
 
     @property
     def is_stuck(self) -> bool:
         """Whether the last two steps were skipped: a single one is how a scaler finds its level."""
-        return self.mixed_precision is not None and self.mixed_precision.scaler.state.consecutive_skips > 1
+        runtime = self.mixed_precision
+        return runtime is not None and runtime.scaler.state.consecutive_skips > 1
 
     # Begin and end
 

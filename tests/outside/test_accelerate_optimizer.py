@@ -30,9 +30,12 @@ each_precision = pytest.mark.parametrize("precision", PRECISIONS)
 
 @pytest.fixture(autouse=True)
 def accelerate_state() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    """As in a new process, whatever Trainers ran before."""
+    for is_over in (False, True):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        if not is_over:
+            yield
 
 
 class Loop:

@@ -144,7 +144,8 @@ def test_evaluation_makes_no_masters(tmp_path: Path, precision: str, dtype: torc
     class Watch(TrainerCallback):
         def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             gc.collect()
-            found = {id(t): t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.is_floating_point()}
+            tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter)]
+            found = {id(t): t for t in tensors if t.is_floating_point()}
             storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found.values()}
             largest.append(sum(storages.values()))
 

@@ -307,5 +307,5 @@ def test_other_processes_record_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(TrainingArguments, "process_index", property(lambda self: 1))
     args = arguments(tmp_path, MixedPrecisionArguments, histogram_steps=1)
     trainer = MixedPrecisionTrainer(tiny_gpt2(), args, train_dataset=token_rows())
-    assert trainer.reporting.recorder is None
+    assert trainer.session.reporting.recorder is None
     assert isinstance(trainer.model, nn.Module)

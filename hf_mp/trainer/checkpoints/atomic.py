@@ -6,7 +6,7 @@ Beside the checkpoints lies the folder ``.saving`` while one is written::
     run/.saving/replaced-checkpoint-20    the older one of that name, for the moment between two renames
     run/.saving/removed-checkpoint-10     being removed
 
-What a killed run leaves there, :func:`recover` brings to its end.
+What a killed run leaves there, :func:`recover` brings to its end. Where the disk fails, all of this raises OSError.
 """
 
 from __future__ import annotations
@@ -27,11 +27,7 @@ def staging_folder(run_directory: Path) -> Path:
 
 
 def make_staging_folder(run_directory: Path) -> Path:
-    """The staging folder, made where there is none; a link in its place, which leads elsewhere, goes.
-
-    Raises:
-        OSError: where that fails.
-    """
+    """The staging folder, made where there is none; a link in its place, which leads elsewhere, goes."""
     folder = staging_folder(run_directory)
     if folder.is_symlink():
         folder.unlink()
@@ -40,11 +36,7 @@ def make_staging_folder(run_directory: Path) -> Path:
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a UTF-8 file and have it on disk.
-
-    Raises:
-        OSError: where that fails.
-    """
+    """Write a UTF-8 file and have it on disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -52,11 +44,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Have all files and folders below ``directory``, and itself, on disk.
-
-    Raises:
-        OSError: also for an earlier write that the disk could not take.
-    """
+    """Have all files and folders below ``directory``, and itself, on disk; raises for an earlier write, too."""
     for folder, _, names in os.walk(directory, topdown=False):
         for name in names:
             _sync(Path(folder, name))
@@ -81,9 +69,6 @@ def publish(staged: Path, target: Path) -> None:
     """Move a synced directory from the staging folder to its place, where one of that name gives way.
 
     A kill at any moment leaves the old or the new one in place, or both in the staging folder for :func:`recover`.
-
-    Raises:
-        OSError: where that fails.
     """
     replaced = staged.with_name(_REPLACED + target.name)
     if target.exists():
@@ -102,11 +87,7 @@ def publish(staged: Path, target: Path) -> None:
 
 
 def remove(directory: Path) -> None:
-    """Remove a checkpoint so that no half of it is ever seen under its name.
-
-    Raises:
-        OSError: where it cannot be moved away.
-    """
+    """Remove a checkpoint so that no half of it is ever seen under its name."""
     aside = make_staging_folder(directory.parent) / (_REMOVED + directory.name)
     _remove_tree(aside)
     os.rename(directory, aside)
@@ -116,18 +97,7 @@ def remove(directory: Path) -> None:
 
 
 def recover(run_directory: Path, is_whole: Callable[[Path], bool]) -> list[Path]:
-    """Finish the renames that a killed run had begun, and clear what it had not written to its end.
-
-    Args:
-        run_directory: the folder of the checkpoints; no other process writes to it.
-        is_whole: whether a directory in the staging folder was written to its end.
-
-    Returns:
-        the checkpoints that came into place.
-
-    Raises:
-        OSError: where that fails.
-    """
+    """Finish the renames that a killed run had begun, and clear what it did not finish; gives what came into place."""
     folder = staging_folder(run_directory)
     recovered = []
     # The newer one of a pair first: "checkpoint-" sorts before "replaced-checkpoint-".

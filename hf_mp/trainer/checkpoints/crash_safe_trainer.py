@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
@@ -69,14 +69,12 @@ class CrashSafe(_Base):
     """Keeps the checkpoints of the Trainer that follows it among the bases, as ``docs/faults.md`` promises.
 
     Attributes:
-        save_failure: what to do when a checkpoint cannot be saved: ``"continue"`` (default) or ``"stop"``.
-        handle_preemption: whether SIGTERM and SIGUSR1 end the run in a checkpoint; default True.
+        save_failure, handle_preemption: as in :class:`hf_mp.MixedPrecisionArguments`.
         precision_policy: for the manifest.
 
     Raises:
         CheckpointError: from ``train``, where another run holds the output directory, no checkpoint can be resumed
-            from, or one could not be saved and ``save_failure="stop"``.
-        NoCheckpointError: from ``train(resume_from_checkpoint=True)``, where none has been saved yet.
+            from (:class:`NoCheckpointError`: there is none yet), or one was not saved and ``save_failure="stop"``.
         Preempted: from ``train``, after a signal and a checkpoint; a ``SystemExit``.
     """
 
@@ -213,11 +211,7 @@ class CrashSafe(_Base):
         return int(tensor.item())
 
     def _for_all(self, action: Callable[[], int]) -> int:
-        """What ``action`` gives in the process that saves (the lowest, if several do); its failure is that of all.
-
-        Raises:
-            CheckpointError: what ``action`` raised; in other processes, that it did.
-        """
+        """What ``action`` gives in the process that saves (the lowest, if several do); its failure is that of all."""
         least, error = -(2**62), None
         if self.args.should_save:
             try:
@@ -242,7 +236,7 @@ class CrashSafe(_Base):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the stock Trainer's."""
         # Inside of a save, a process that left here would leave the others at the barrier that follows.
-        with self._noting_failures() if _internal_call and self._saving is not None else _nothing():
+        with self._noting_failures() if _internal_call and self._saving is not None else nullcontext():
             super().save_model(output_dir, _internal_call=_internal_call)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -384,9 +378,7 @@ class _BestBeside(TrainerCallback):
     def __init__(self, trainer: CrashSafe) -> None:
         self._trainer = trainer
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         resumed, said = self._trainer._resumed_from, state.best_model_checkpoint
         if resumed is None or said is None:
             return
@@ -404,11 +396,6 @@ class _BestBeside(TrainerCallback):
                 else "the best model is sought anew; copy that checkpoint here to keep it"
             )
         )
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def _choose(run_directory: Path) -> int:

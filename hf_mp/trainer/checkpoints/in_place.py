@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import logging
@@ -79,36 +79,25 @@ class InPlaceSaves(TrainerCallback):
         if self in callbacks:
             callbacks.remove(self)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._announce(args, state, control.should_save)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._announce(args, state, control.should_save)
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # With save_strategy="best" the Trainer decides after this.
         self._announce(args, state, control.should_save or args.save_strategy == SaveStrategy.BEST)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The last callback of a save: the checkpoint is whole."""
         if (save := _announced.pop(_key(args), None)) is not None:
             _end(save)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._withdraw(args)
 
-    def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """Have the step that the stock loop takes when it is resumed at its end change no weight."""
         if 0 < state.max_steps <= state.global_step and optimizer is not None:
             logger.warning(f"training is at its end, step {state.max_steps}: a further step changes no weight")
@@ -251,11 +240,7 @@ def _run_so_far(state: Mapping[str, Any]) -> str:
 
 
 def refuse_damaged(args: TrainingArguments, state: TrainerState) -> None:
-    """Raise where the checkpoint that a stock Trainer has read is not what its manifest says it was.
-
-    Raises:
-        CheckpointError: naming the files, and the newest checkpoint that is whole.
-    """
+    """Raise where the checkpoint that a stock Trainer has read is not what its manifest says it was."""
     if (checkpoint := checkpoint_of(args, state)) is None:
         return
     manifest = read_manifest(checkpoint)

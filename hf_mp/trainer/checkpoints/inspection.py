@@ -52,12 +52,8 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
 def find_problems(checkpoint: Path, *, marked: bool = False) -> list[str]:
     """Why not to load a checkpoint: damage, then hazards; one line a file, empty where there is none.
 
-    Args:
-        checkpoint: its directory.
-        marked: look whether one that is marked as unfinished is so.
-
     With a manifest every file is read and compared. Without one (the stock Trainer's) each file is checked for what its
-    format can tell: a missing end, and in files of torch.save a flipped bit.
+    format can tell: a missing end, and in files of torch.save a flipped bit. ``marked``: also if marked as unfinished.
     """
     try:
         if out_of_place := find_out_of_place(checkpoint):
@@ -117,16 +113,7 @@ def rotate(run_directory: Path, limit: int | None, *, written: Path, keep: Colle
 
     Those whose files are not the size they were go first, then the oldest by the time they were written.
 
-    Args:
-        limit: None or 0 removes none.
-        written: the checkpoint that was just written.
-        keep: such as the best one; if it is the only other, ``limit=1`` leaves two.
-
-    Returns:
-        what was removed.
-
-    Raises:
-        OSError: where one cannot be moved away.
+    A limit of None or 0 removes none. Returns what was removed.
     """
     if not limit or limit < 0:
         return []

@@ -24,9 +24,7 @@ class JSONProblem(ValueError):
 def read_json(path: Path) -> Any:
     """What a file of bounded size says.
 
-    Raises:
-        JSONProblem: for a file that is too large, no JSON, nested too deeply, or says two things under one key.
-        OSError: where it cannot be read.
+    JSONProblem: it is too large, no JSON, nested too deeply, or says two things under one key.
     """
     if (size_bytes := path.stat().st_size) > MAX_JSON_BYTES:
         raise JSONProblem(f"has {size_bytes} bytes, more than any Trainer writes")

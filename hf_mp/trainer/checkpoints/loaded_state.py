@@ -1,4 +1,7 @@
-"""Whether what was loaded fits the run: the model's tensors, finite weights and moments, counters that count."""
+"""Whether what was loaded fits the run: the model's tensors, finite weights and moments, counters that count.
+
+Everything here raises CheckpointError, naming what does not.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,7 @@ _LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer",
 
 @contextmanager
 def naming(checkpoint: str | Path, what: str) -> Iterator[None]:
-    """Have what a library says of a state that it cannot take name the checkpoint.
-
-    Raises:
-        CheckpointError: in the place of other errors.
-    """
+    """Have what a library says of a state that it cannot take name the checkpoint."""
     try:
         yield
     except CheckpointError:
@@ -44,11 +43,7 @@ def naming(checkpoint: str | Path, what: str) -> Iterator[None]:
 
 
 def check_weights_file(path: Path, model: nn.Module) -> None:
-    """Raise where ``model.safetensors`` is another model's: no name in common, or whole numbers for floating ones.
-
-    Raises:
-        CheckpointError: naming the file.
-    """
+    """Raise where ``model.safetensors`` is another model's: no name in common, or whole numbers for floating ones."""
     expected = model.state_dict()
     with safe_open(path, "pt") as file:
         names = set(file.keys())
@@ -65,22 +60,14 @@ def check_weights_file(path: Path, model: nn.Module) -> None:
 
 
 def check_parameters(checkpoint: str | Path, model: nn.Module) -> None:
-    """Raise where a floating parameter that was loaded is inf or NaN.
-
-    Raises:
-        CheckpointError: naming the first.
-    """
+    """Raise where a floating parameter that was loaded is inf or NaN."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not all_finite([local_part(parameter)]):
             raise CheckpointError(f"{checkpoint}: the weight {name} holds inf or NaN: take an earlier checkpoint")
 
 
 def check_optimizer(checkpoint: str | Path, optimizer: Optimizer) -> None:
-    """Raise where an optimizer's state that was loaded cannot be one: inf, NaN, negative steps, other shapes.
-
-    Raises:
-        CheckpointError: naming the entry.
-    """
+    """Raise where an optimizer's state that was loaded cannot be one: inf, NaN, negative steps, other shapes."""
     for number, group in enumerate(optimizer.param_groups):
         if wrong := _wrong_number({key: value for key, value in group.items() if key != "params"}):
             raise CheckpointError(f"{checkpoint}: the optimizer's group {number} says {wrong}")
@@ -108,11 +95,7 @@ def _wrong_entry(name: str, value: Any, parameter: Tensor) -> str | None:
 
 
 def check_scheduler(checkpoint: str | Path, scheduler: Any, known: Iterable[str]) -> None:
-    """Raise where an LR scheduler took over what no scheduler of its kind saves.
-
-    Raises:
-        CheckpointError: naming the entry.
-    """
+    """Raise where an LR scheduler took over what no scheduler of its kind saves."""
     state = scheduler.state_dict()
     if unknown := sorted(set(state) - set(known)):
         raise CheckpointError(f"{checkpoint}: scheduler.pt has {unknown[0][:100]!r}, which this scheduler has not")

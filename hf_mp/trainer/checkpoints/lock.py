@@ -31,9 +31,6 @@ class DirectoryLock:
     Beside it lies a file that says who holds it. Where that file is there and the lock is free, the run that held it
     was killed: the lock is taken, with a warning that says whose it was.
 
-    Args:
-        directory: of the run; made where there is none.
-
     Raises:
         CheckpointError: on entering, where another process holds the lock; the message says which.
     """
@@ -48,16 +45,10 @@ class DirectoryLock:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._acquire()
         except Timeout as error:
-            raise CheckpointError(
-                f"{self._directory} is in use by another run ({_holder(self._directory)}), and two runs would write "
-                "over each other's checkpoints: wait for it, end it, or choose another output_dir"
-            ) from error
+            raise self._in_use() from error
         except (OSError, NotImplementedError) as error:
             if _is_alive(_read_holder(self._directory)):
-                raise CheckpointError(
-                    f"{self._directory} is in use by another run ({_holder(self._directory)}): wait for it, end it, or "
-                    "choose another output_dir"
-                ) from error
+                raise self._in_use() from error
             logger.warning(
                 f"{self._directory} cannot be locked ({error}): a second run on another machine is not kept from "
                 "writing there"
@@ -71,6 +62,12 @@ class DirectoryLock:
             )
         self._note_holder(holder)
         return self
+
+    def _in_use(self) -> CheckpointError:
+        return CheckpointError(
+            f"{self._directory} is in use by another run ({_holder(self._directory)}), and two runs would write over "
+            "each other's checkpoints: wait for it, end it, or choose another output_dir"
+        )
 
     def _acquire(self) -> None:
         try:

@@ -52,22 +52,15 @@ class FileEntry:
 class Manifest:
     """What a checkpoint consists of.
 
-    Attributes:
-        step: the optimizer step after which it was written.
-        world_size: the number of processes that wrote it.
-        precision: the policy that trained it, as text.
-        versions: package to version.
-        files: path inside the checkpoint, with ``/``, to :class:`FileEntry`; the manifest itself is not among them.
-
     Raises:
         CheckpointError: for values of another type, negative counts and paths that lead out of the checkpoint.
     """
 
-    step: int
+    step: int  # of the optimizer, after which it was written
     world_size: int
-    precision: str
-    versions: Mapping[str, str]
-    files: Mapping[str, FileEntry]
+    precision: str  # the policy that trained it
+    versions: Mapping[str, str]  # by package
+    files: Mapping[str, FileEntry]  # by path inside the checkpoint, with /; without the manifest itself
 
     def __post_init__(self) -> None:
         for name, least in (("step", 0), ("world_size", 1)):
@@ -89,11 +82,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """The manifest that :meth:`to_json` wrote.
-
-        Raises:
-            CheckpointError: for any other text, also where a single character differs.
-        """
+        """The manifest that :meth:`to_json` wrote; CheckpointError where a single character differs."""
         try:
             content = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -159,12 +148,7 @@ def is_inside(name: str) -> bool:
 def build_manifest(
     directory: Path, *, step: int, world_size: int, precision: str, versions: Mapping[str, str]
 ) -> Manifest:
-    """The manifest of all files below ``directory``, as they are on disk now.
-
-    Raises:
-        OSError: where a file cannot be read.
-        CheckpointError: for a name that a manifest cannot hold.
-    """
+    """The manifest of all files below ``directory``, as they are on disk now."""
     files = {
         name: FileEntry((directory / name).stat().st_size, _sha256(directory / name)) for name in file_names(directory)
     }
@@ -172,11 +156,7 @@ def build_manifest(
 
 
 def finish(checkpoint: Path, *, step: int, world_size: int, precision: str) -> None:
-    """The last thing that is done to a checkpoint: all of it on disk, then its manifest.
-
-    Raises:
-        OSError: where the disk does not take it.
-    """
+    """The last thing that is done to a checkpoint: all of it on disk, then its manifest."""
     sync_tree(checkpoint)
     manifest = build_manifest(
         checkpoint, step=step, world_size=world_size, precision=precision, versions=package_versions()
@@ -196,11 +176,7 @@ def _walk(directory: Path) -> Iterator[str]:
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """The manifest of a checkpoint; None where it has none, as those of the stock Trainer.
-
-    Raises:
-        CheckpointError: for one that is damaged.
-    """
+    """The manifest of a checkpoint, None where it has none, as the stock Trainer's; refuses one that is damaged."""
     path = directory / MANIFEST_NAME
     if not path.exists() and not path.is_symlink():
         return None

@@ -37,13 +37,10 @@ class _Node:
 def check_pickle(file: IO[bytes]) -> None:
     """Raise for a pickle that grows in memory when it is loaded, formatted, hashed, cast or copied.
 
-    Args:
-        file: read to its end.
-
     Raises:
         PickleProblem: for more than 64 Mi values and characters once nothing is shared, for more than 100 levels,
-            objects that hold themselves, and calls that make memory out of a number.
-        ValueError, LookupError: for bytes that are no pickle.
+            objects that hold themselves, and calls that make memory out of a number; ValueError, LookupError for no
+            pickle.
     """
     content = file.read(MAX_PICKLE_BYTES + 1)
     if len(content) > MAX_PICKLE_BYTES:

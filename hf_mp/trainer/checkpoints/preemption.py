@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
@@ -27,11 +27,7 @@ _FORWARDED_SECONDS = 5.0
 
 
 class Preempted(SystemExit):
-    """``train()`` saved a checkpoint because of a signal; uncaught, the program ends with :data:`PREEMPTED_EXIT_CODE`.
-
-    Attributes:
-        checkpoint: the directory that was saved.
-    """
+    """``train()`` saved :attr:`checkpoint` because of a signal; uncaught, it ends the program with exit code 75."""
 
     def __init__(self, signal_name: str, checkpoint: str) -> None:
         super().__init__(PREEMPTED_EXIT_CODE)
@@ -46,13 +42,10 @@ class SignalWatch:
     """Notes the first of :data:`SIGNALS`; the second one ends the process at once, as without us.
 
     A signal for which the program has a handler of its own is left to it.
-
-    Attributes:
-        received: the name of the signal that came, or None.
     """
 
     def __init__(self) -> None:
-        self.received: str | None = None
+        self.received: str | None = None  # the name of the signal that came
         self._since = 0.0
         self._watched: list[int] = []
 
@@ -94,33 +87,23 @@ def _say(text: str) -> None:
 
 
 class PreemptionCallback(TrainerCallback):
-    """Has the Trainer save and stop at the end of the step in which a signal came to any of its processes.
-
-    Args:
-        watch: notes the signals.
-        agree: the largest of a number over all processes; a collective call.
-    """
+    """Has the Trainer save and stop at the end of the step in which a signal came to any of its processes."""
 
     def __init__(self, watch: SignalWatch, agree: Callable[[int], int]) -> None:
-        self.watch = watch
-        self._agree = agree
+        self.watch, self.requested = watch, False
+        self._agree = agree  # the largest of a number over all processes; a collective call
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.requested = False
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.requested = False
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save and stop if a signal came; an evaluation that is due here would take the time there is not."""
         if self._agree(int(self.watch.received is not None)):
             self.requested = True
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The epoch has not ended, only the run."""
         if self.requested:
             control.should_save = control.should_evaluate = False

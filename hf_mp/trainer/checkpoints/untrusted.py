@@ -1,10 +1,7 @@
 """What a checkpoint from a stranger must not do: run code, read outside its directory, blow up in memory.
 
-torch's restricted unpickler (``weights_only=True``), with which Transformers loads, stops the first at most places;
-:func:`find_hazards` looks at the files before anything is loaded, names the file, and closes what is left: the pickled
-metadata and values of ``torch.distributed.checkpoint`` (FSDP's sharded state), shard names in an index, links that lead
-out of the directory, pipes and devices, and what grows in memory: compressed archives, pickles that share their parts,
-tensors larger than their data, JSON of millions of values.
+torch's restricted unpickler (``weights_only=True``), with which Transformers loads, stops the first at most places.
+:func:`find_hazards` looks at the files before anything is loaded, and closes what is left.
 """
 
 from __future__ import annotations
@@ -45,11 +42,7 @@ _SHARD_CLASSES = {
 
 
 def find_hazards(directory: Path) -> list[str]:
-    """Why a checkpoint must not be loaded: one line a file, empty where nothing was found.
-
-    Nothing is unpickled except by torch's restricted unpickler, without the tensors' data, and shard metadata with a
-    reader that knows its dataclasses alone.
-    """
+    """Why a checkpoint must not be loaded: one line a file, empty where nothing was found."""
     return find_out_of_place(directory) or _find(directory, _hazard)
 
 
@@ -124,11 +117,7 @@ def _hazard_of_torch_file(path: Path) -> str | None:
 
 
 def _problem_of_archive(file: IO[bytes]) -> str | None:
-    """Why not to load what ``torch.save`` wrote, told without loading it.
-
-    Raises:
-        PickleProblem: for a pickle that grows in memory.
-    """
+    """Why not to load what ``torch.save`` wrote, told without loading it."""
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED:

@@ -1,0 +1,81 @@
+"""``SessionSettings``: what one Trainer does, put together from its arguments and from what an adapter was given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from transformers import TrainingArguments
+
+from hf_mp.casting.rules import Rules
+from hf_mp.casting.tables import TableName
+from hf_mp.diagnostics.precision_recorder import check_histogram_steps
+from hf_mp.policy import PrecisionPolicy, parse_loss_scale
+from hf_mp.scaling.scalers import LossScaler, make_loss_scaler
+from hf_mp.step.mixed_precision import MixedPrecision
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """What a session does; :class:`hf_mp.MixedPrecisionArguments` and the adapters say what each entry means.
+
+    Raises:
+        ValueError: for a number of steps that is none.
+        TypeError: for one string as patterns.
+    """
+
+    policy: PrecisionPolicy
+    tables: TableName = "compact"
+    rules: Rules | None = None
+    loss_scaler_settings: Mapping[str, Any] = field(default_factory=dict)
+    free_gradients: str = "step"
+    explain_overflows: bool = True
+    keep_overflow_batches: bool = False
+    check_gradients: bool = True
+    histogram_steps: int = 0
+    histogram_layers: Sequence[str] | None = None
+    precision_report: bool = False
+    save_failure: str = "continue"
+    handle_preemption: bool = True
+
+    @classmethod
+    def of(
+        cls, args: TrainingArguments, precision: str | PrecisionPolicy | None, given: Mapping[str, Any]
+    ) -> SessionSettings:
+        """What is ``given`` and not None, else what ``args`` say (``MixedPrecisionArguments``), else the default."""
+        said = {entry.name: getattr(args, entry.name) for entry in fields(cls) if hasattr(args, entry.name)}
+        own: PrecisionPolicy | None = getattr(args, "precision_policy", None)
+        policy = own if precision is None and own is not None else PrecisionPolicy.parse(precision or "fp16")
+        if precision is not None and (loss_scale := getattr(args, "loss_scale", None)) is not None:
+            policy = replace(policy, loss_scale=parse_loss_scale(loss_scale))
+        return cls(**{**said, "policy": policy, **without_none(given)})
+
+    def __post_init__(self) -> None:
+        check_histogram_steps(self.histogram_steps)
+        if isinstance(self.histogram_layers, str):
+            raise TypeError(f"histogram_layers={self.histogram_layers!r} is one string: write a list of patterns")
+
+    @property
+    def records(self) -> bool:
+        """Whether anything is to be recorded."""
+        return bool(self.histogram_steps or self.precision_report)
+
+    def make_scaler(self) -> LossScaler[Any]:
+        """A loss scaler; raises ValueError for settings that it does not have."""
+        return make_loss_scaler(self.policy.loss_scale, **self.loss_scaler_settings)
+
+    def make_runtime(self, args: TrainingArguments | None = None) -> MixedPrecision:
+        """A runtime for this policy; ``args`` say to what norm gradients are clipped inside backward."""
+        in_backward: dict[str, Any] = {}
+        if self.free_gradients == "backward":
+            norm = None if args is None else args.max_grad_norm or None
+            in_backward = {"free_gradients": "backward", "max_grad_norm": norm}
+        return MixedPrecision(
+            self.policy, loss_scaler=self.make_scaler(), tables=self.tables, rules=self.rules, **in_backward
+        )
+
+
+def without_none(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that were given."""
+    return {name: value for name, value in settings.items() if value is not None}
