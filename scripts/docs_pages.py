@@ -64,7 +64,7 @@ SECTIONS = (
     Section(
         "training",
         "Training",
-        ("hf_mp.trainer.trainer", "hf_mp.trainer.callback", "hf_mp.step", "hf_mp.policy"),
+        ("hf_mp.trainer.trainer", "hf_mp.trainer.arguments", "hf_mp.trainer.callback", "hf_mp.step", "hf_mp.policy"),
     ),
     Section(
         "autocast",
@@ -221,7 +221,9 @@ def _results() -> str:
         record = json.loads(file.read_text(encoding="utf-8"))
         device, versions = record["device"], record["versions"]
         machine = device.get("GPU 0", device["CPU"])
-        _, script, *options = shlex.split(record["command"])
+        _, *arguments = shlex.split(record["command"])
+        script = next(argument for argument in arguments if argument.endswith(".py"))  # pytest's options come first
+        options = arguments[arguments.index(script) + 1 :]
         cells = (
             f"[{file.relative_to(folder).with_suffix('').as_posix()}]({file.relative_to(ROOT).as_posix()})",
             f"[{script}]({script}) {f'`{shlex.join(options)}`' if options else ''}",

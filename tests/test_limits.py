@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from trainer_runs import arguments, make_trainer, tiny_gpt2, token_rows
 from transformers import TrainerCallback
 
@@ -71,11 +72,29 @@ def per_row_of_fp32(weights: dict[str, Tensor], x: Tensor) -> Tensor:
     return 2 * outputs[:, :, None] * x[:, None, :]
 
 
-def test_operators_that_are_called_directly_are_not_cast() -> None:
-    x = torch.ones(2, 2)
-    with hf_mp.autocast(torch.float16):
-        assert torch.mm(x, x).dtype is torch.float16
-        assert torch.ops.aten.mm(x, x).dtype is torch.float32
+def test_an_attached_model_is_exported_after_detach() -> None:
+    model, _ = hf_mp.prepare(layer := nn.Linear(2, 2), torch.optim.SGD(layer.parameters()), "fp16")
+    with pytest.raises(AttributeError, match="torch.export cannot see through a model that is attached: detach"):
+        torch.export.export(model, (torch.ones(1, 2),))
+
+
+def test_weight_norm_on_an_attached_model_is_refused_by_torch() -> None:
+    model, _ = hf_mp.prepare(layer := nn.Linear(2, 2), torch.optim.SGD(layer.parameters()), "fp16")
+    model(torch.ones(1, 2))
+    with pytest.raises(RuntimeError, match="Creating a Parameter from an instance of type WatchedParameter"):
+        weight_norm(model)
+
+
+def test_an_output_has_no_gradient_of_another_output() -> None:
+    class Twice(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            hidden = super().forward(x)
+            return hidden.square().sum(), hidden
+
+    model, _ = hf_mp.prepare(layer := Twice(2, 2), torch.optim.SGD(layer.parameters()), "fp16")
+    loss, hidden = model(torch.ones(1, 2))
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(loss, hidden)
 
 
 def test_a_weight_beyond_fp16_has_an_infinite_working_copy() -> None:

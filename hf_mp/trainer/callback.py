@@ -40,16 +40,20 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
     training logs have ``loss_scale``, ``skipped_steps`` and ``headroom``. When training ends, the models are ordinary
     ones; after an error, or to take the callback off a Trainer, call :meth:`detach`.
 
-    SIGTERM and SIGUSR1 end the run without a checkpoint, as with the stock Trainer; :class:`MixedPrecisionTrainer`
-    saves one.
+    SIGTERM and SIGUSR1 end the run without a checkpoint; :class:`MixedPrecisionTrainer` saves one.
 
     Args:
         precision: ``"fp16"``, ``"bf16"``, ``"fp32"`` (which changes nothing), a spelled-out policy or a
             :class:`PrecisionPolicy`; default: what the arguments say (:class:`MixedPrecisionArguments`), else "fp16".
         loss_scaler_settings: keyword arguments for the loss scaler, as in ``{"init_scale": 4096, "headroom": 4}``.
         tables, rules: as for :class:`hf_mp.autocast`; default ``"compact"`` and none.
-        explain_overflows, keep_overflow_batches, check_gradients, histogram_steps, histogram_layers, precision_report:
-            as in :class:`MixedPrecisionArguments`; default: what the Trainer's arguments say, else as there.
+        explain_overflows: this and the next five as in :class:`MixedPrecisionArguments`; default: what the Trainer's
+            arguments say, else as there.
+        keep_overflow_batches: as there.
+        check_gradients: as there.
+        histogram_steps: as there.
+        histogram_layers: as there.
+        precision_report: as there.
         keep_attached: leave the model attached after ``train()``, so that evaluation and ``generate`` run under
             autocast; default False.
 
