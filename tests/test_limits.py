@@ -74,7 +74,7 @@ def per_row_of_fp32(weights: dict[str, Tensor], x: Tensor) -> Tensor:
 
 def test_an_attached_model_is_exported_after_detach() -> None:
     model, _ = hf_mp.prepare(layer := nn.Linear(2, 2), torch.optim.SGD(layer.parameters()), "fp16")
-    with pytest.raises(AttributeError, match="torch.export cannot see through a model that is attached: detach"):
+    with pytest.raises(AttributeError, match=r"torch\.export cannot see through a model that is attached: detach"):
         torch.export.export(model, (torch.ones(1, 2),))
 
 
