@@ -37,10 +37,6 @@ class CallSites:
 
     Autograd numbers its nodes in the order of creation in a thread. The numbers at which the site changed are kept, so
     backward knows the site of any node.
-
-    Args:
-        model: the model whose modules' names are used.
-        entry: the module that is called.
     """
 
     def __init__(self, model: nn.Module, entry: nn.Module) -> None:
@@ -60,13 +56,7 @@ class CallSites:
         return self._sites[-1]
 
     def of_node(self, node: Any, *, nested: bool) -> Site:
-        """The site that created an autograd node.
-
-        Args:
-            node: as in ``tensor.grad_fn``.
-            nested: whether the node belongs to a nested backward (reentrant checkpointing), whose graph the calling
-                thread has created.
-        """
+        """The site that created an autograd node; the calling thread has created those of a ``nested`` backward."""
         thread = threading.get_ident() if nested else self._thread
         starts, sites = self._marks.get(thread) or self._marks[self._thread]
         position = bisect.bisect_right(starts, node._sequence_nr()) - 1

@@ -16,29 +16,21 @@ from hf_mp.casting.nested import named_tensors
 
 @dataclass(frozen=True)
 class RandomStates:
-    """Generator states.
+    """Generator states."""
 
-    Attributes:
-        cpu, cuda: torch's, by device.
-        python, numpy: those of Python and NumPy; None if not kept.
-    """
-
-    python: Any
-    numpy: Any
+    python: Any  # None if not kept
+    numpy: Any  # None if not kept
     cpu: Tensor
-    cuda: Mapping[int, Tensor]
+    cuda: Mapping[int, Tensor]  # by device
 
     @classmethod
     def now(cls, *, torch_only: bool = False) -> RandomStates:
-        """The current states, without a synchronization: a GPU generator's state is on the host.
-
-        Args:
-            torch_only: leave out Python's and NumPy's, which few models use and which are slow to copy.
-        """
+        """The current states, without a synchronization: a GPU generator's state is on the host."""
         cuda = {}
         has_context = torch.cuda.is_available() and torch.cuda.is_initialized()
         if has_context and not torch.cuda.is_current_stream_capturing():
             cuda = {index: torch.cuda.get_rng_state(index) for index in range(torch.cuda.device_count())}
+        # Few models use Python's and NumPy's, which are slow to copy.
         python, numpy = (None, None) if torch_only else (random.getstate(), np.random.get_state())
         return cls(python, numpy, torch.get_rng_state(), cuda)
 
@@ -54,24 +46,15 @@ class RandomStates:
 
 @dataclass
 class KeptCall:
-    """One call of an attached forward.
-
-    Attributes:
-        forward: the attached forward.
-        args, kwargs: its arguments, not copied.
-        random_states: at its start.
-        is_training: the module's mode.
-        versions: version counters of the tensors in ``args`` and ``kwargs``.
-        losses: scalar outputs by name, detached.
-    """
+    """One call of an attached forward."""
 
     forward: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    random_states: RandomStates
+    random_states: RandomStates  # at its start
     is_training: bool
-    versions: tuple[int, ...]
-    losses: dict[str, Tensor] = field(default_factory=dict)
+    versions: tuple[int, ...]  # version counters of the tensors in `args` and `kwargs`
+    losses: dict[str, Tensor] = field(default_factory=dict)  # scalar outputs by name, detached
 
     @classmethod
     def of(cls, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, torch_only: bool = True) -> KeptCall:
@@ -101,17 +84,11 @@ class IncomingGradient:
 
 @dataclass
 class KeptBackward:
-    """One micro-batch: a backward through the outputs of one or more calls.
+    """One micro-batch: a backward through the outputs of one or more calls."""
 
-    Attributes:
-        task: autograd's ID of the backward.
-        incoming: the gradients that entered.
-        largest: the largest magnitude in the parameters' gradients, unread; None if not measured.
-    """
-
-    task: int
-    incoming: list[IncomingGradient] = field(default_factory=list)
-    largest: Tensor | None = None
+    task: int  # autograd's ID of the backward
+    incoming: list[IncomingGradient] = field(default_factory=list)  # the gradients that entered
+    largest: Tensor | None = None  # the largest magnitude in the parameters' gradients, unread; None if not measured
 
     @property
     def calls(self) -> list[KeptCall]:

@@ -11,17 +11,7 @@ from torch import nn
 
 
 def select_layers(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
-    """The selected modules by name, in the order of the model.
-
-    Args:
-        model: never selected itself.
-        patterns: names or ``fnmatch`` patterns (``"transformer.h.*.mlp.*"``); default None: every module that directly
-            holds parameters.
-
-    Raises:
-        TypeError: for a single string.
-        ValueError: for a pattern that matches no module; the message names close ones.
-    """
+    """The selected modules by name, in the order of the model."""
     named = {name: m for name, m in model.named_modules() if name and not isinstance(m, torch.jit.ScriptModule)}
     if patterns is None:
         return {name: m for name, m in named.items() if next(m.parameters(recurse=False), None) is not None}

@@ -58,14 +58,6 @@ class MagnitudeCollector:
 
     Activations and their gradients are those of each module's first output in its first call, in the first micro-batch.
     Weight gradients are the sum of all micro-batches, before clipping. Weights and updates are of the FP32 masters.
-
-    Args:
-        runtime: an attached :class:`hf_mp.MixedPrecision`.
-        layers: patterns of module names; default None: every module that directly holds parameters.
-        on_backward_end: called after each backward of a collected step.
-
-    Raises:
-        ValueError: for a pattern that matches no module.
     """
 
     def __init__(

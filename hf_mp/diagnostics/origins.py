@@ -39,31 +39,23 @@ _UNKNOWN = object()
 
 @dataclass
 class Origin:
-    """The origin of an inf or NaN; fields as in :class:`OverflowReport`.
-
-    Attributes:
-        order: origins are numbered in the order of their appearance.
-        is_mask: whether it is only -inf, written on purpose.
-    """
+    """The origin of an inf or NaN; fields as in :class:`OverflowReport`."""
 
     phase: Phase
-    order: int
+    order: int  # origins are numbered in the order of their appearance
     module: str = ""
     op: str = ""
     tensor: str = ""
     inputs: tuple[TensorRange, ...] = ()
     outputs: tuple[TensorRange, ...] = ()
     notes: tuple[str, ...] = ()
-    is_mask: bool = False
+    is_mask: bool = False  # whether it is only -inf, written on purpose
 
 
 class OriginTracker(TorchDispatchMode):
     """Tracks the origin of non-finite values by storage, while active; slow, because it reads all values.
 
-    Args:
-        sites: tracks the forward.
-        limit: magnitude from which an op's result counts as inf; default inf.
-        carried_limit: the same for results of inputs that count as inf; default ``limit``.
+    Results from ``limit`` on count as inf; those of inputs that count as inf, from ``carried_limit`` on.
     """
 
     def __init__(self, sites: CallSites, limit: float = math.inf, carried_limit: float | None = None) -> None:

@@ -144,11 +144,7 @@ class OverflowReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> OverflowReport:
-        """The report of the fields that :meth:`to_json` wrote.
-
-        Raises:
-            ValueError, TypeError, KeyError: for anything else.
-        """
+        """The report of the fields that :meth:`to_json` wrote."""
         ranges = {
             name: tuple(TensorRange(**{**found, "shape": tuple(map(int, found["shape"]))}) for found in values[name])
             for name in ("inputs", "outputs")

@@ -21,37 +21,20 @@ class CannotPredictError(ValueError):
 
 @dataclass(frozen=True)
 class PredictedMemory:
-    """A predicted training step.
-
-    Attributes:
-        batch_size, seq_len: of a micro-batch.
-        device: ``"cpu"`` or ``"cuda"``.
-        peak_bytes, peak_phase: the peak, and the part of the step that reaches it.
-        timeline: the memory in use, in the order of allocations.
-    """
+    """A predicted training step."""
 
     batch_size: int
     seq_len: int
-    device: str
+    device: str  # "cpu" or "cuda"
     peak_bytes: int
     peak_phase: Phase
-    timeline: tuple[Moment, ...]
+    timeline: tuple[Moment, ...]  # the memory in use, in the order of allocations
 
 
 def predict_memory(
     model: nn.Module | None, policy: PrecisionPolicy, batch_shape: tuple[int, ...] | None, **settings: Any
 ) -> PredictedMemory:
-    """Predict the memory of a step of a live run; the model is not changed.
-
-    Args:
-        model: of Transformers, with all of its parameters trainable.
-        policy: one of the presets.
-        batch_shape: of ``input_ids``: sequences and tokens.
-        settings: as for :func:`hf_mp.estimate_training_memory`.
-
-    Raises:
-        CannotPredictError: for anything else, and if the prediction fails, with the reason.
-    """
+    """Predict the memory of a step of a live run; the model is not changed."""
     if not isinstance(model, PreTrainedModel) or not all(p.requires_grad for p in model.parameters()):
         raise CannotPredictError("it is predicted for whole models of Transformers alone")
     if is_sharded(model):
@@ -86,11 +69,7 @@ def as_record(predicted: PredictedMemory) -> dict[str, Any]:
 
 
 def from_record(record: Mapping[str, Any]) -> PredictedMemory:
-    """What :func:`as_record` gave.
-
-    Raises:
-        ValueError, TypeError, KeyError, AttributeError: for anything else.
-    """
+    """What :func:`as_record` gave."""
     timeline = tuple(
         Moment(float(position), Phase(phase), {c: _bytes(sizes.get(c.value, 0)) for c in Category})
         for position, phase, sizes in record["timeline"]

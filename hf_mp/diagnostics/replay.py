@@ -33,21 +33,7 @@ class CannotReplay(RuntimeError):
 
 
 class Replay:
-    """A forward and backward of one micro-batch without side effects.
-
-    Args:
-        runtime: an attached :class:`hf_mp.MixedPrecision` with the weights of the failed step.
-        backward: the kept micro-batch.
-
-    Attributes:
-        origin: of the first inf or NaN; None without one.
-        nonfinite_gradients: the parameters whose gradient had inf or NaN.
-        smaller_scale_helps, largest_finite_scale, finite_in_fp32: as in :class:`OverflowReport`.
-        notes: what could not be done.
-
-    Raises:
-        CannotReplay: for models whose forward communicates with other processes.
-    """
+    """A forward and backward of one micro-batch without side effects."""
 
     def __init__(self, runtime: MixedPrecision, backward: KeptBackward) -> None:
         if runtime.model is None:

@@ -94,11 +94,7 @@ def write_report(run_directory: str | Path, path: str | Path | None = None) -> P
 
 
 def report_command(run_directory: Path, html: Path | None) -> str:
-    """The output of ``hf-mp report``: where the page is, and what is missing in it.
-
-    Raises:
-        ValueError, OSError: as :func:`write_report`, and if ``html`` cannot be written.
-    """
+    """The output of ``hf-mp report``: where the page is, and what is missing in it."""
     run = read_run(run_directory)
     target = run_directory / PAGE_NAME if html is None else html
     check_writable(target)

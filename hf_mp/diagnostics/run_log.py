@@ -42,11 +42,7 @@ _MOST_CHARACTERS = 500
 
 
 class RunLog:
-    """Appends records to the log of a run directory; warns once if it cannot write, and then stops.
-
-    Args:
-        directory: of the run; created with the first record.
-    """
+    """Appends records to the log of a run directory; warns once if it cannot write, and then stops."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / LOG_NAME
@@ -115,36 +111,21 @@ class MemoryRecord:
 
 @dataclass
 class RunRecords:
-    """The records of a run.
+    """The records of a run."""
 
-    Attributes:
-        directory: named as the run.
-        start: the settings of the last start; empty if not recorded.
-        restarts: number of resumes since the last fresh start.
-        steps: in order; of steps repeated after a resume, the last.
-        overflows: overflow reports by step, micro-batch and rank.
-        more_overflows: number of further ones, beyond :data:`MAX_REPORT_BYTES`.
-        shares: what 16 bits would lose, one for each step with histograms; thinned out if there are many.
-        latest, latest_updated: the last histograms, and the last ones of a step that was not skipped.
-        memory: one a step, as for ``shares``.
-        predicted_memory: the training step by category, if predicted.
-        has_ended: whether the last start reached its end.
-        missing: one sentence for each thing that is missing or unreadable.
-    """
-
-    directory: Path
-    start: dict[str, Any] = field(default_factory=dict)
-    restarts: int = 0
-    steps: StepHistory = field(default_factory=StepHistory)
-    overflows: dict[tuple[int, int, int], OverflowReport] = field(default_factory=dict)
-    more_overflows: int = 0
-    shares: dict[int, StepShares] = field(default_factory=dict)
+    directory: Path  # named as the run
+    start: dict[str, Any] = field(default_factory=dict)  # the settings of the last start; empty if not recorded
+    restarts: int = 0  # number of resumes since the last fresh start
+    steps: StepHistory = field(default_factory=StepHistory)  # in order; of steps repeated after a resume, the last
+    overflows: dict[tuple[int, int, int], OverflowReport] = field(default_factory=dict)  # step, micro-batch, rank
+    more_overflows: int = 0  # number of further ones, beyond MAX_REPORT_BYTES
+    shares: dict[int, StepShares] = field(default_factory=dict)  # by step; thinned out if there are many
     latest: StepMagnitudes | None = None
-    latest_updated: StepMagnitudes | None = None
-    memory: dict[int, MemoryRecord] = field(default_factory=dict)
-    predicted_memory: PredictedMemory | None = None
-    has_ended: bool = False
-    missing: list[str] = field(default_factory=list)
+    latest_updated: StepMagnitudes | None = None  # of a step that was not skipped
+    memory: dict[int, MemoryRecord] = field(default_factory=dict)  # one a step, as for `shares`
+    predicted_memory: PredictedMemory | None = None  # the training step by category, if predicted
+    has_ended: bool = False  # whether the last start reached its end
+    missing: list[str] = field(default_factory=list)  # one sentence for each thing that is missing or unreadable
     _why_no_memory: str = ""
     _report_bytes: int = 0
 
@@ -165,9 +146,6 @@ def read_run(directory: Path) -> RunRecords:
     """Read a run directory: our log, else the state in its newest checkpoint, and kept overflow reports.
 
     Nothing outside ``directory`` is read: links that lead out of it count as missing.
-
-    Raises:
-        NoRunError: if the directory does not exist or has none of these.
     """
     if not directory.is_dir():
         raise NoRunError(f"{directory} is not a directory: name the output directory of a training run")
@@ -360,11 +338,7 @@ def _read_trainer_state(run: RunRecords) -> bool:
 
 
 def _bounded_json(path: Path) -> Any:
-    """The content of a JSON file that takes at most a few hundred MB when parsed.
-
-    Raises:
-        ValueError: for a larger one.
-    """
+    """The content of a JSON file that takes at most a few hundred MB when parsed."""
     content = b"" if path.stat().st_size > MAX_JSON_BYTES else path.read_bytes()
     if not content or content.count(b",") + content.count(b"[") + content.count(b"{") > _MOST_VALUES:
         raise ValueError("it is empty, or larger than is read")

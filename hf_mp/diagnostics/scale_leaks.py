@@ -85,15 +85,7 @@ def _own_loss(outputs: Any) -> Tensor:
 
 
 def refuse_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
-    """Run ``backward`` at several scales, and compare the gradients, which are None afterwards.
-
-    Args:
-        runtime: of an attached model with loss scaling and without gradients.
-        backward: deterministic.
-
-    Raises:
-        ScaleLeakError: as :func:`check_gradients`.
-    """
+    """Run ``backward`` at several scales, and compare the gradients, which are None afterwards."""
     with _alone(runtime):
         scale = runtime.scaler.get_scale()
         found = _gradients_at(runtime, scale, backward)

@@ -14,11 +14,6 @@ def is_finding_its_level(state: ScalerState, smallest_scale: float, clean_scale:
     """Whether an overflow in this state is expected, since nothing is known yet about the scale in force.
 
     None at the smallest scale; above it the state of each rule says so.
-
-    Args:
-        state: the scaler's, before the step counts.
-        smallest_scale: the smallest scale that the scaler goes down to.
-        clean_scale: the largest scale of an applied step of this process; None if there was none.
     """
     return state.scale > smallest_scale and state.is_finding_its_level(clean_scale)
 

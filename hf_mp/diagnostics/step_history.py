@@ -30,11 +30,7 @@ def check_step(step: int) -> int:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step; ``cause`` is the reason of a skip, else ``""``.
-
-    Raises:
-        ValueError: for impossible numbers.
-    """
+    """One optimizer step; ``cause`` is the reason of a skip, else ``""``."""
 
     step: int
     loss_scale: float
@@ -51,17 +47,13 @@ class StepRecord:
 
 
 class StepHistory(Mapping[int, StepRecord]):
-    """Steps by their number, ascending.
-
-    Attributes:
-        left_out: number of steps beyond :data:`MOST_STEPS`.
-    """
+    """Steps by their number, ascending."""
 
     def __init__(self, records: Iterable[StepRecord] = ()) -> None:
         self._numbers, self._scales, self._headrooms = array("q"), array("d"), array("d")
         self._causes, self._cause_names = array("i"), list[str]()
         self._cause_numbers: dict[str, int] = {}
-        self.left_out = 0
+        self.left_out = 0  # steps beyond MOST_STEPS
         for record in records:
             self.append(record)
 

@@ -35,45 +35,27 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class TensorMagnitudes:
-    """One tensor of a step.
-
-    Attributes:
-        kind: of tensor.
-        layer: name of the module in the model.
-        tensor: the parameter's name in its module, such as ``"weight"``; ``""`` for an activation.
-        dtype: of the tensor, such as ``"float16"``.
-        stride: every ``stride``-th element was counted.
-        histogram: of the counted elements; gradients are unscaled.
-        swamped_fp16, swamped_bf16: number of counted updates that would leave an FP16 or BF16 weight unchanged.
-    """
+    """One tensor of a step."""
 
     kind: Kind
-    layer: str
-    tensor: str
-    dtype: str
-    stride: int
-    histogram: Histogram
-    swamped_fp16: Swamped = NO_UPDATES
-    swamped_bf16: Swamped = NO_UPDATES
+    layer: str  # name of the module in the model
+    tensor: str  # the parameter's name in its module, such as "weight"; "" for an activation
+    dtype: str  # of the tensor, such as "float16"
+    stride: int  # every `stride`-th element was counted
+    histogram: Histogram  # of the counted elements; gradients are unscaled
+    swamped_fp16: Swamped = NO_UPDATES  # counted updates that would leave an FP16 weight unchanged
+    swamped_bf16: Swamped = NO_UPDATES  # the same for a BF16 weight
 
 
 @dataclass(frozen=True)
 class StepMagnitudes:
-    """The histograms of one step.
+    """The histograms of one step."""
 
-    Attributes:
-        step: number of the optimizer step, from 1.
-        loss_scale: of the step; the histograms are unscaled.
-        skipped: whether the step was skipped; then there are no updates.
-        tensors: in the order of the model.
-        notes: what is missing, and why.
-    """
-
-    step: int
-    loss_scale: float
-    skipped: bool
-    tensors: tuple[TensorMagnitudes, ...]
-    notes: tuple[str, ...] = ()
+    step: int  # number of the optimizer step, from 1
+    loss_scale: float  # of the step; the histograms are unscaled
+    skipped: bool  # whether the step was skipped; then there are no updates
+    tensors: tuple[TensorMagnitudes, ...]  # in the order of the model
+    notes: tuple[str, ...] = ()  # what is missing, and why
 
     @property
     def log2_scale(self) -> int:
@@ -109,18 +91,12 @@ class StepMagnitudes:
 
 @dataclass(frozen=True)
 class StepShares:
-    """What 16 bits would lose of a step: 0 to 1, or None if not recorded.
-
-    Attributes:
-        step: number of the optimizer step.
-        underflowed, underflowed_scaled: of the weight gradients, without loss scaling and at the step's scale.
-        swamped_fp16, swamped_bf16: of the updates, for FP16 or BF16 weights.
-    """
+    """What 16 bits would lose of a step: 0 to 1, or None if not recorded."""
 
     step: int
-    underflowed: float | None
-    underflowed_scaled: float | None
-    swamped_fp16: float | None
+    underflowed: float | None  # of the weight gradients, without loss scaling
+    underflowed_scaled: float | None  # the same at the step's scale
+    swamped_fp16: float | None  # of the updates
     swamped_bf16: float | None
 
     def log_entries(self) -> dict[str, float]:
@@ -166,11 +142,7 @@ def _row(tensor: TensorMagnitudes) -> list[Any]:
 
 
 def from_record(record: Mapping[str, Any]) -> StepMagnitudes:
-    """What :func:`as_record` gave.
-
-    Raises:
-        ValueError, TypeError, KeyError: for anything else.
-    """
+    """What :func:`as_record` gave."""
     rows: Sequence[Any] = record["tensors"]
     first, last = (int(limit) for limit in record["bins"])
     if not 0 <= first <= last <= _BINS:

@@ -16,19 +16,12 @@ import torch
 
 @dataclass(frozen=True)
 class Library:
-    """An optional library.
-
-    Attributes:
-        name: import name.
-        works: whether it does what hf_mp needs.
-        status: version and capability, or the reason why it does not work.
-        notes: messages logged during import.
-    """
+    """An optional library."""
 
     name: str
-    works: bool
-    status: str
-    notes: tuple[str, ...] = ()
+    works: bool  # whether it does what hf_mp needs
+    status: str  # version and capability, or the reason why it does not work
+    notes: tuple[str, ...] = ()  # messages logged during import
 
 
 @contextmanager

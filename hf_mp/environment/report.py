@@ -21,19 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that mixed precision runs on.
-
-    Attributes:
-        versions, hardware: label to readable value.
-        libraries: the optional ones.
-        products: one in each dtype, on each device.
-        advice: the preset to start with.
-    """
+    """The machine that mixed precision runs on."""
 
     versions: dict[str, str]
     hardware: dict[str, str]
     libraries: list[Library]
-    products: list[Product]
+    products: list[Product]  # one in each dtype, on each device
     advice: Advice
 
     def to_json(self) -> str:

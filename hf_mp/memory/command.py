@@ -35,11 +35,7 @@ def run(
     html: Path | None,
     settings: dict[str, Any],
 ) -> str:
-    """Gather the report and return the text to print; with ``html``, write the page.
-
-    Raises:
-        ValueError, ImportError: before anything is written, saying what to change.
-    """
+    """Gather the report and return the text to print; with ``html``, write the page."""
     if as_json and html is not None:
         raise ValueError("--json and --html are both given: choose one, or run twice")
     if html is not None:

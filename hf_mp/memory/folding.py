@@ -11,21 +11,14 @@ from hf_mp.memory.footprint import Kind, ModuleBytes, TensorRow
 
 @dataclass(frozen=True)
 class FoldedRow:
-    """A parameter, or the same parameter of several layers.
+    """A parameter, or the same parameter of several layers."""
 
-    Attributes:
-        name: as ``transformer.h.0 - h.11.ln_1.weight``; the plain name for a single one.
-        count: number of parameters.
-        dtype, device, shape: of each.
-        total_bytes: of all together.
-    """
-
-    name: str
+    name: str  # as `transformer.h.0 - h.11.ln_1.weight`; the plain name for a single one
     count: int
     dtype: str
     device: str
     shape: tuple[int, ...]
-    total_bytes: int
+    total_bytes: int  # of all together
 
 
 @dataclass

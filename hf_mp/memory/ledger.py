@@ -37,15 +37,10 @@ class Phase(StrEnum):
 
 @dataclass
 class Allocation:
-    """One storage.
-
-    Attributes:
-        size_bytes: its size.
-        category: its purpose, which may become known later (a gradient).
-    """
+    """One storage."""
 
     size_bytes: int
-    category: Category
+    category: Category  # may become known later (a gradient)
 
 
 @dataclass(frozen=True)
@@ -83,17 +78,11 @@ class Moment:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """The memory of one training step.
+    """The memory of one training step."""
 
-    Attributes:
-        peak: the moment of highest use.
-        peak_op: the op that reached it.
-        timeline: moments of the step in order; the peak is one of them.
-    """
-
-    peak: Moment
-    peak_op: str
-    timeline: tuple[Moment, ...]
+    peak: Moment  # the moment of highest use
+    peak_op: str  # the op that reached it
+    timeline: tuple[Moment, ...]  # moments of the step in order; the peak is one of them
 
 
 @dataclass
@@ -129,15 +118,7 @@ class Ledger:
 
 
 def profile_step(events: Sequence[Event], moments: int = 240) -> StepProfile:
-    """Add up the events of one step.
-
-    Args:
-        events: of a :class:`Ledger`; those of phase SETUP are the step's initial state.
-        moments: maximum number of moments in the timeline; each shows the highest use in its stretch of events.
-
-    Raises:
-        ValueError: if there are no events.
-    """
+    """Add up the events of one step."""
     if not events:
         raise ValueError("no memory events: nothing was recorded")
     in_use = dict.fromkeys(Category, 0)

@@ -45,15 +45,6 @@ def find_config(model: ModelLike) -> PreTrainedConfig:
     """The configuration of a model: its own, or from a directory, a ``config.json``, the built-in ones, or the Hub.
 
     Never runs code that comes with a model.
-
-    Args:
-        model: a name, a directory, the path of a JSON file, a configuration, or a model.
-
-    Raises:
-        UnknownModelError: for an unknown name; the message lists the built-in ones.
-        ValueError: for a directory or file without a configuration, a model that needs its own code, and more layers
-            than any model has.
-        TypeError: for anything else.
     """
     if isinstance(model, PreTrainedModel):
         model = model.config
@@ -80,11 +71,7 @@ def find_config(model: ModelLike) -> PreTrainedConfig:
 
 
 def _load_config(name: str, **settings: Any) -> PreTrainedConfig:
-    """The configuration in a directory, a file, the cache or on the Hub, validated before it is instantiated.
-
-    Raises:
-        ValueError, OSError: as :func:`find_config`, and those of Transformers.
-    """
+    """The configuration in a directory, a file, the cache or on the Hub, validated before it is instantiated."""
     values, _ = PreTrainedConfig.get_config_dict(name, **settings)
     code = (values.get("auto_map") or {}).get("AutoConfig")
     if code is not None and values.get("model_type") not in CONFIG_MAPPING:
@@ -142,11 +129,7 @@ def _read_config(path: Path) -> PreTrainedConfig:
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class of a configuration: its architecture, or the language model of its type.
-
-    Raises:
-        ValueError: if Transformers has neither.
-    """
+    """The class of a configuration: its architecture, or the language model of its type."""
     bare = {str(getattr(modeling_auto, "MODEL_MAPPING_NAMES", {}).get(config.model_type))}
     for name in getattr(config, "architectures", None) or []:
         found = getattr(transformers, name, None)
@@ -162,11 +145,7 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A model on the meta device; ``config`` is left as it is.
-
-    Raises:
-        ValueError: for one larger than any existing model.
-    """
+    """A model on the meta device; ``config`` is left as it is."""
     try:
         with torch.device("meta"), _counted_parameters():
             model: PreTrainedModel = model_class(config)._from_config(copy.deepcopy(config), dtype=dtype)
@@ -201,11 +180,6 @@ def skeleton(config: PreTrainedConfig, precision: str, *, double_quant: bool = F
     """The model that :func:`hf_mp.load` would load, on the meta device.
 
     bitsandbytes' own functions quantize the weights there, too.
-
-    Args:
-        config: its configuration; left as it is.
-        precision: one of :data:`hf_mp.memory.precisions.PRECISIONS`.
-        double_quant: as for :func:`hf_mp.load`.
     """
     dtype = parse_precision(precision).dtype
     model = meta_model(config, dtype)

@@ -14,17 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadPrecision:
-    """How a model is loaded.
+    """How a model is loaded."""
 
-    Attributes:
-        dtype: of everything that is not quantized.
-        label: for reports.
-        quantization: arguments of ``BitsAndBytesConfig``; None for no quantization.
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  # of everything that is not quantized
     label: str
-    quantization: dict[str, Any] | None = None
+    quantization: dict[str, Any] | None = None  # arguments of `BitsAndBytesConfig`; None for no quantization
 
 
 # 4-bit codes are multiplied in FP16, in which everything else is loaded: bitsandbytes' default would be FP32.
@@ -48,11 +42,7 @@ def parse_precision(precision: str) -> LoadPrecision:
 
 
 def bitsandbytes_config(precision: str, double_quant: bool = False) -> BitsAndBytesConfig | None:
-    """Transformers' configuration for a quantized precision; None for the others.
-
-    Raises:
-        ValueError: for ``double_quant`` without 4-bit quantization.
-    """
+    """Transformers' configuration for a quantized precision; None for the others."""
     quantization = parse_precision(precision).quantization
     if double_quant and (quantization is None or "load_in_4bit" not in quantization):
         raise ValueError(f"double_quant is for nf4 and fp4, it has no meaning with precision={precision!r}")

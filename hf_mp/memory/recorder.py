@@ -30,10 +30,6 @@ class MemoryRecorder(TorchDispatchMode):
 
     Like ``torch.distributed._tools.mem_tracker.MemTracker``, it sees what torch's ops return, real or fake, and not the
     workspace of a kernel.
-
-    Args:
-        device_type: only storages on this type of device count.
-        block_bytes: sizes are rounded up to its multiples.
     """
 
     def __init__(self, device_type: str, block_bytes: int = 1) -> None:

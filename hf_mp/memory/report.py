@@ -25,42 +25,25 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """One training preset in a report.
-
-    Attributes:
-        estimate: predicted.
-        measurement: the same step measured on this machine, if requested.
-        largest_batch: for the report's GPU, if given.
-    """
+    """One training preset in a report."""
 
     estimate: TrainingMemory
-    measurement: TrainingMemory | None = None
-    largest_batch: LargestBatch | None = None
+    measurement: TrainingMemory | None = None  # the same step measured on this machine, if requested
+    largest_batch: LargestBatch | None = None  # for the report's GPU, if given
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The data of a report.
+    """The data of a report."""
 
-    Attributes:
-        model: as named by the user.
-        architecture: its class.
-        parameters: their number.
-        counted_from: ``"loaded weights"`` or ``"configuration"``.
-        footprints: by load precision.
-        training: by :data:`hf_mp.memory.presets.TRAINING_PRESETS`; empty if not requested.
-        unavailable: the reason for each missing precision.
-        gpu_bytes: memory of the GPU, if given.
-    """
-
-    model: str
+    model: str  # as named by the user
     architecture: str
     parameters: int
-    counted_from: str
+    counted_from: str  # "loaded weights" or "configuration"
     footprints: dict[str, MemoryFootprint]
     training: dict[str, TrainingRow] = field(default_factory=dict)
-    unavailable: dict[str, str] = field(default_factory=dict)
-    gpu_bytes: int | None = None
+    unavailable: dict[str, str] = field(default_factory=dict)  # the reason for each missing precision
+    gpu_bytes: int | None = None  # memory of the GPU, if given
 
 
 def gather_report(
@@ -78,20 +61,6 @@ def gather_report(
     """Count, estimate and measure.
 
     A precision whose package is missing (bitsandbytes, peft) is left out, with the reason in ``unavailable``.
-
-    Args:
-        model: as for :func:`hf_mp.estimate_training_memory`.
-        config_only: count from the configuration instead of loading the weights.
-        train: also estimate training in each of ``presets``.
-        measure: also measure each estimate with real steps on this machine (implies ``train``).
-        gpu_bytes: memory of a GPU: the report shows it, and the largest batch that fits.
-        precisions: to load in, of :data:`hf_mp.memory.precisions.PRECISIONS`.
-        presets: to train in.
-        progress: called with a description of the next step.
-        settings: for :func:`hf_mp.estimate_training_memory`: ``batch_size``, ``seq_len`` and so on.
-
-    Raises:
-        ValueError: as :func:`hf_mp.load` and :func:`hf_mp.estimate_training_memory`.
     """
     config = find_config(model)
     unavailable: dict[str, str] = {}

@@ -13,11 +13,7 @@ _DECIMAL = {"KB": "KiB", "MB": "MiB", "GB": "GiB", "TB": "TiB", "K": "KiB", "M":
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of a size such as ``"24GiB"``, ``"512 MiB"`` or ``"1.5 GiB"``; an int is in bytes.
-
-    Raises:
-        ValueError: for an invalid size, a missing unit, or a decimal unit: "24 GB" on a card means 24 GiB.
-    """
+    """Bytes of a size such as ``"24GiB"``, ``"512 MiB"`` or ``"1.5 GiB"``; an int is in bytes."""
     if isinstance(text, int) and not isinstance(text, bool):
         if text <= 0:
             raise ValueError(f"{text} bytes is not a size of memory: it must be above 0")

@@ -226,11 +226,7 @@ def make_settings(
     optimizer: str | None,
     free_gradients: FreeGradients = "step",
 ) -> TrainingSettings:
-    """Validate the arguments and fill in defaults.
-
-    Raises:
-        ValueError: naming the argument and what is allowed.
-    """
+    """Validate the arguments and fill in defaults."""
     preset = parse_preset(precision)
     for name, value in (("batch_size", batch_size), ("accumulation_steps", accumulation_steps)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -306,11 +302,7 @@ def _forward(model: nn.Module, preset: TrainingPreset, device: torch.device) -> 
 
 
 def _with_adapters(model: PreTrainedModel, gradient_checkpointing: bool) -> nn.Module:
-    """A frozen, quantized model with LoRA adapters, as in peft's guide to quantization.
-
-    Raises:
-        ImportError: if peft is missing.
-    """
+    """A frozen, quantized model with LoRA adapters, as in peft's guide to quantization."""
     try:
         from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
     except ImportError as error:
@@ -325,11 +317,7 @@ def _with_adapters(model: PreTrainedModel, gradient_checkpointing: bool) -> nn.M
 
 
 def make_batch(kind: type[PreTrainedModel], settings: TrainingSettings, device: torch.device) -> dict[str, Tensor]:
-    """Token ids and labels, all zeros.
-
-    Raises:
-        ValueError: for a model that does not take token ids.
-    """
+    """Token ids and labels, all zeros."""
     if kind.main_input_name != "input_ids":
         raise ValueError(
             f"{kind.__name__} takes {kind.main_input_name}, not token ids: only text models can be trained here"
@@ -345,11 +333,7 @@ def make_batch(kind: type[PreTrainedModel], settings: TrainingSettings, device: 
 
 
 def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimizer:
-    """The Trainer's optimizer for ``TrainingArguments(optim=name)``, with its two parameter groups.
-
-    Raises:
-        ValueError: for an unknown name, or an optimizer whose package is missing.
-    """
+    """The Trainer's optimizer for ``TrainingArguments(optim=name)``, with its two parameter groups."""
     from transformers import Trainer
 
     try:
@@ -371,11 +355,7 @@ def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimiz
 
 
 def _arguments_of_optimizer(name: str) -> Any:
-    """``TrainingArguments(optim=name)`` without device setup: a real one resets accelerate's state.
-
-    Raises:
-        ValueError: for an unknown name.
-    """
+    """``TrainingArguments(optim=name)`` without device setup: a real one resets accelerate's state."""
     from transformers import TrainingArguments
     from transformers.training_args import OptimizerNames
 
