@@ -43,7 +43,6 @@ class Histogram:
 
     @classmethod
     def empty(cls) -> Histogram:
-        """Of no values."""
         return cls(np.zeros(_BINS, dtype=np.int64))
 
     def __eq__(self, other: object) -> bool:
@@ -53,7 +52,6 @@ class Histogram:
 
     @property
     def total(self) -> int:
-        """All values."""
         return int(self.counts.sum())
 
     @property
@@ -81,7 +79,6 @@ class Histogram:
 
     @property
     def share_zero(self) -> float:
-        """Of all values."""
         return self.zeros / self.total if self.total else 0.0
 
     def share_underflowed(self, log2_scale: int = 0) -> float:
@@ -117,9 +114,6 @@ def histogram(values: Tensor) -> Histogram:
     # The exponent rounded down plus the exponent rounded up: even for powers of two, odd for what lies between.
     bins = (bits >> _MANTISSA_BITS).add_((bits - 1) >> _MANTISSA_BITS).add_(1)
     return Histogram(torch.bincount(bins, minlength=_BINS).cpu().numpy())
-
-
-# Shares
 
 
 @torch.no_grad()
@@ -165,9 +159,6 @@ def swamped(weights: Tensor, updates: Tensor, dtype: torch.dtype = torch.float16
 
 def _ratio(count: int, total: int) -> float:
     return count / total if total else 0.0
-
-
-# Samples
 
 
 def sample(tensor: Tensor, limit: int = SAMPLE_ELEMENTS) -> Tensor:

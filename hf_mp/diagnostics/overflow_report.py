@@ -123,7 +123,6 @@ class OverflowReport:
         return f"No smaller loss scale helps. {what}{stops}"
 
     def to_text(self) -> str:
-        """The report as a few lines of text."""
         rank = f", rank {self.rank}" if self.rank else ""
         where = f"micro-batch {self.micro_batch} of {self.micro_batches}{rank}"
         lines = [f"Step {self.step} ({where}) was skipped at loss scale {self.loss_scale:g}. {self.headline}."]

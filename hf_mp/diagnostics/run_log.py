@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from transformers.utils import logging
 
@@ -92,27 +92,21 @@ class RunLog:
 # Reading
 
 
-@dataclass(frozen=True)
-class MemoryPoint:
+class MemoryPoint(NamedTuple):
     """The memory in use at one moment of a step."""
 
     moment: str
     used_bytes: int
 
 
-@dataclass(frozen=True)
-class MemoryRecord:
-    """The memory in use at moments of one step, and its source."""
-
+class MemoryRecord(NamedTuple):
     step: int
     source: str
-    points: tuple[MemoryPoint, ...]
+    points: list[MemoryPoint]
 
 
 @dataclass
 class RunRecords:
-    """The records of a run."""
-
     directory: Path  # named as the run
     start: dict[str, Any] = field(default_factory=dict)  # the settings of the last start; empty if not recorded
     restarts: int = 0  # number of resumes since the last fresh start
@@ -152,8 +146,8 @@ def read_run(directory: Path) -> RunRecords:
     run = RunRecords(directory)
     has_log = _read_log(run)
     has_state = not run.steps and _read_trainer_state(run)
-    has_reports = _read_kept_reports(run)
-    if not (has_log or has_state or has_reports):
+    _read_kept_reports(run)
+    if not (has_log or has_state or run.overflows):
         found = "".join(f"; {sentence}" for sentence in run.missing)
         raise NoRunError(
             f"{directory} holds no run: neither {LOG_NAME} (MixedPrecisionArguments(precision_report=True) or "
@@ -258,12 +252,9 @@ def _take_step(run: RunRecords, record: Mapping[str, Any]) -> None:
 def _take_back(run: RunRecords, step: int) -> None:
     """Forget everything from ``step`` on: the run was resumed before it, or restarted."""
     run.steps.forget_from(step)
-    of_steps: tuple[dict[int, Any], ...] = (run.shares, run.memory)
-    for records in of_steps:
-        for later in [number for number in records if number >= step]:
-            del records[later]
-    for key in [key for key in run.overflows if key[0] >= step]:
-        del run.overflows[key]
+    run.shares = {number: found for number, found in run.shares.items() if number < step}
+    run.memory = {number: found for number, found in run.memory.items() if number < step}
+    run.overflows = {key: found for key, found in run.overflows.items() if key[0] < step}
     if run.latest is not None and run.latest.step >= step:
         run.latest = None
     if run.latest_updated is not None and run.latest_updated.step >= step:
@@ -291,7 +282,7 @@ def _take_magnitudes(run: RunRecords, record: Mapping[str, Any]) -> None:
 
 
 def _take_memory(run: RunRecords, record: Mapping[str, Any]) -> None:
-    points = tuple(MemoryPoint(str(moment), int(size)) for moment, size in record["points"][:_MOST_MOMENTS])
+    points = [MemoryPoint(str(moment), int(size)) for moment, size in record["points"][:_MOST_MOMENTS]]
     if not all(0 <= point.used_bytes < 2**63 for point in points):
         raise ValueError("no memory has so many bytes")
     step = check_step(int(record["step"]))
@@ -305,18 +296,14 @@ def _take_predicted_memory(run: RunRecords, record: Mapping[str, Any]) -> None:
         run.predicted_memory = from_memory_record(record)
 
 
-def _take_end(run: RunRecords, record: Mapping[str, Any]) -> None:
-    run.has_ended = True
-
-
-_TAKE = {
+_TAKE: dict[str, Callable[[RunRecords, Mapping[str, Any]], None]] = {
     "run": _take_start,
     "step": _take_step,
     "overflow": _take_overflow,
     "magnitudes": _take_magnitudes,
     "memory": _take_memory,
     "predicted memory": _take_predicted_memory,
-    "end": _take_end,
+    "end": lambda run, record: setattr(run, "has_ended", True),
 }
 
 
@@ -325,8 +312,7 @@ def _read_trainer_state(run: RunRecords) -> bool:
     states = [path for path in run.directory.glob("checkpoint-*/trainer_state.json") if _inside(path, run)]
     for path in sorted(states, key=_checkpoint_number, reverse=True):
         try:
-            history = _bounded_json(path)["log_history"]
-            _take_history(run, history)
+            _take_history(run, _bounded_json(path)["log_history"])
         except _DAMAGED as error:
             run.steps.forget_from(0)  # what was read before the damage
             run.missing.append(f"{path.relative_to(run.directory)} cannot be read: {error}")
@@ -361,7 +347,7 @@ def _take_history(run: RunRecords, history: list[Mapping[str, Any]]) -> None:
             skipped = now
 
 
-def _read_kept_reports(run: RunRecords) -> bool:
+def _read_kept_reports(run: RunRecords) -> None:
     paths = [path for path in sorted(run.directory.glob("overflows/*/report.json")) if _inside(path, run)]
     for path in paths:
         try:
@@ -369,4 +355,3 @@ def _read_kept_reports(run: RunRecords) -> bool:
                 _take_overflow(run, {"report": _bounded_json(path)})
         except _DAMAGED as error:
             run.missing.append(f"{path.relative_to(run.directory)} cannot be read: {error}")
-    return bool(run.overflows)

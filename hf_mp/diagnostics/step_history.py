@@ -83,7 +83,6 @@ class StepHistory(Mapping[int, StepRecord]):
         return self._cause_numbers[cause]
 
     def forget_from(self, step: int) -> None:
-        """Forget the steps from ``step`` on."""
         if self.last_number < step:
             return
         first = bisect_left(self._numbers, step)
@@ -112,16 +111,12 @@ class StepHistory(Mapping[int, StepRecord]):
             "" if cause == _APPLIED else self._cause_names[cause],
         )
 
-    # As columns
-
     @property
     def numbers(self) -> NDArray[np.int64]:
-        """The number of each step."""
         return np.array(self._numbers, dtype=np.int64)
 
     @property
     def scales(self) -> NDArray[np.float64]:
-        """The loss scale of each step."""
         return np.array(self._scales, dtype=np.float64)
 
     @property
@@ -131,11 +126,9 @@ class StepHistory(Mapping[int, StepRecord]):
 
     @property
     def is_skipped(self) -> NDArray[np.bool_]:
-        """Whether each step was skipped."""
         return np.array(self._causes, dtype=np.int32) != _APPLIED
 
     def first_skipped(self, count: int) -> list[StepRecord]:
-        """The first ``limit`` skipped steps."""
         return [self._at(int(place)) for place in np.flatnonzero(self.is_skipped)[:count]]
 
     def causes(self) -> list[tuple[str, int]]:

@@ -22,8 +22,6 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Advice:
-    """A recommended preset."""
-
     preset: str  # for PrecisionPolicy.parse
     reason: str
     otherwise: str  # when to choose another preset; continues "Otherwise"

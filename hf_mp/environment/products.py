@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,6 @@ ROUNDS = 5
 
 @dataclass(frozen=True)
 class Product:
-    """One product of two square matrices."""
-
     device: str  # "CPU", or "GPU 0"
     dtype: str  # "FP32", "FP16", "BF16" or "INT8"
     way: str
@@ -31,10 +30,7 @@ class Product:
     rate: float | None  # products a second as a multiple of FP32's on the same device; None if it cannot run
 
 
-@dataclass(frozen=True)
-class Contender:
-    """A product to time, with the call that computes it and the rows of its matrices."""
-
+class Contender(NamedTuple):
     dtype: str
     way: str
     is_native: bool | None
@@ -112,16 +108,12 @@ def _natives(device: torch.device) -> tuple[bool | None, bool | None, bool | Non
 
 def _seconds(multiply: Callable[[], Tensor], device: torch.device) -> float | None:
     """Seconds of one product; None if torch has no such product for this device."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else torch.cpu.synchronize
     try:
-        _wait(device)
+        wait(device)
         began = time.perf_counter()
         multiply()
-        _wait(device)
+        wait(device)
     except (RuntimeError, NotImplementedError):  # how torch says that a kernel is missing
         return None
     return time.perf_counter() - began
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import transformers
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
+from transformers.quantizers import AutoHfQuantizer
 
-from hf_mp.memory.configs import BUILT_IN, built_in_config
-from hf_mp.memory.precisions import parse_precision, quantizer_for
+from hf_mp.environment.libraries import first_line
+from hf_mp.memory.precisions import bitsandbytes_config, parse_precision
 
 ModelLike = str | Path | PreTrainedConfig | PreTrainedModel
 
@@ -29,12 +31,21 @@ _TASKS = (
     modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-
 # Larger than any existing model: DeepNet has 1,000 layers; the largest have 10^13 parameters in 200,000 tensors.
 MOST_LAYERS = 10_000
 MOST_TENSORS = 500_000
 MOST_ELEMENTS = 10**15
 _COUNTS = re.compile(r"(n|num)_.*(layers?|blocks?|experts?)|.*_layers|depth")
+
+# Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", table 2, and the released checkpoints.
+_GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 50257, "n_positions": 1024}
+
+BUILT_IN: dict[str, dict[str, Any]] = {
+    "gpt2": {**_GPT2, "n_layer": 12, "n_embd": 768, "n_head": 12},
+    "gpt2-medium": {**_GPT2, "n_layer": 24, "n_embd": 1024, "n_head": 16},
+    "gpt2-large": {**_GPT2, "n_layer": 36, "n_embd": 1280, "n_head": 20},
+    "gpt2-xl": {**_GPT2, "n_layer": 48, "n_embd": 1600, "n_head": 25},
+}
 
 
 class UnknownModelError(ValueError):
@@ -59,9 +70,8 @@ def find_config(model: ModelLike) -> PreTrainedConfig:
     path = Path(model)
     if path.exists():
         return _read_config(path)
-    built_in = built_in_config(str(model))
-    if built_in is not None:
-        return AutoConfig.for_model(**built_in)
+    if (short_name := str(model).removeprefix("openai-community/")) in BUILT_IN:
+        return AutoConfig.for_model(**BUILT_IN[short_name])
     if (reason := ask_hub(str(model))) is None:
         return _load_config(str(model))
     try:
@@ -93,8 +103,7 @@ def _check_counts(values: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={value:,} is more than any model has: at most {MOST_LAYERS:,} are counted")
 
 
-def unknown_model(name: str, reason: object) -> str:
-    """The message for an unknown name."""
+def unknown_model(name: str, reason: Exception) -> str:
     return (
         f"{name!r} is not a directory, not a file, not in the cache, and the Hub does not give it "
         f"({first_line(reason)}). Ways out: a directory with a config.json (as save_pretrained writes), the path of a "
@@ -109,11 +118,6 @@ def ask_hub(name: str) -> Exception | None:
     except Exception as error:  # no network, no such model, no access, no valid name: each has a type of its own
         return error
     return None
-
-
-def first_line(value: object) -> str:
-    """The first line of a message, or the error's type if it has none."""
-    return next(iter(str(value).strip().splitlines()), type(value).__name__)
 
 
 def _read_config(path: Path) -> PreTrainedConfig:
@@ -183,31 +187,19 @@ def skeleton(config: PreTrainedConfig, precision: str, *, double_quant: bool = F
     """
     dtype = parse_precision(precision).dtype
     model = meta_model(config, dtype)
-    quantizer = quantizer_for(precision, double_quant)
-    if quantizer is None:
+    if (quantization := bitsandbytes_config(precision, double_quant)) is None:
         return model
+    quantizer: Any = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
     quantizer.preprocess_model(model=model, device_map={"": "cpu"}, dtype=dtype)
-    with _own_tables_of_bitsandbytes():
+    from bitsandbytes.functional import name2qmap
+
+    with mock.patch.dict(name2qmap, clear=True):  # a cache for real models, too, and these tables are on meta
         for name, parameter in list(model.named_parameters()):
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
             if quantizer.param_needs_quantization(model, name):
                 cast(Any, parameter)._quantize(torch.device("meta"))
     return cast(PreTrainedModel, quantizer.postprocess_model(model) or model)
-
-
-@contextlib.contextmanager
-def _own_tables_of_bitsandbytes() -> Iterator[None]:
-    """Keep meta tables out of bitsandbytes' cache, which real models use."""
-    from bitsandbytes.functional import name2qmap
-
-    before = dict(name2qmap)
-    name2qmap.clear()
-    try:
-        yield
-    finally:
-        name2qmap.clear()
-        name2qmap.update(before)
 
 
 def replace_tensors(model: nn.Module, device: torch.device) -> nn.Module:

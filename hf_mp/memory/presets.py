@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from hf_mp.policy import mixed_presets
 
-Owner = Literal["none", "hf_mp", "torch.autocast"]
-
 
 @dataclass(frozen=True)
 class TrainingPreset:
-    """One way to train."""
-
     label: str
     loaded: str = "fp32"  # the precision of the loaded model (memory.precisions.PRECISIONS)
     policy: str | None = None  # the PrecisionPolicy preset to attach; None for none

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
-from hf_mp.diagnostics.layers import select_layers
+from hf_mp.diagnostics.magnitude_collector import select_layers
 from hf_mp.diagnostics.overflow import explain_overflows
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.policy import PrecisionPolicy, parse_loss_scale
