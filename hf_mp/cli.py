@@ -1,5 +1,7 @@
 """The ``hf-mp`` command. Each subcommand prints what a function of another module gathered."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -50,6 +52,15 @@ def env(
         console.print(part)
 
 
+@contextmanager
+def _errors_in_one_line(command: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        typer.echo(f"hf-mp {command}: error: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
 @app.command()
 def memory(
     model: Annotated[
@@ -76,34 +87,12 @@ def memory(
     ] = None,
 ) -> None:
     """Show the memory that MODEL takes: loaded in six precisions and, with --train, during fine-tuning."""
+    options = locals()  # all of the above, by name
+
     from hf_mp.memory.command import run
 
-    settings = {
-        "batch_size": batch_size,
-        "seq_len": seq_len,
-        "accumulation_steps": accumulation_steps,
-        "gradient_checkpointing": gradient_checkpointing,
-        "optimizer": optimizer,
-    }
-    try:
-        typer.echo(
-            run(
-                model,
-                train=train,
-                measure=measure,
-                device=device,
-                gpu=gpu,
-                presets=precision,
-                config_only=config_only,
-                as_json=as_json,
-                html=html,
-                settings=settings,
-            ),
-            nl=False,
-        )
-    except (ValueError, ImportError) as error:
-        typer.echo(f"hf-mp memory: error: {error}", err=True)
-        raise typer.Exit(2) from error
+    with _errors_in_one_line("memory"):
+        typer.echo(run(**options), nl=False)
 
 
 @app.command()
@@ -116,11 +105,8 @@ def report(
     """Write an HTML page about the precision of a run: loss scale, overflows, and where its values lie."""
     from hf_mp.diagnostics.report import report_command
 
-    try:
+    with _errors_in_one_line("report"):
         typer.echo(report_command(run_directory, html), nl=False)
-    except (ValueError, OSError) as error:
-        typer.echo(f"hf-mp report: error: {error}", err=True)
-        raise typer.Exit(2) from error
 
 
 if __name__ == "__main__":

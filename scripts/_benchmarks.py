@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_mp.casting.cpu.fp32_products import fp32_product
 from hf_mp.casting.cpu.upcast import runs_natively
-from hf_mp.memory.configs import BUILT_IN, built_in_config
+from hf_mp.memory.models import BUILT_IN
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
 
@@ -63,7 +63,7 @@ class Workload:
             ValueError: for a name that is not known.
         """
         if model is not None:
-            found = built_in_config(model)
+            found = BUILT_IN.get(model.removeprefix("openai-community/"))
             if found is None:
                 raise ValueError(
                     f"--model {model!r} is not known: use one of {', '.join(BUILT_IN)}, or --layers, --width"

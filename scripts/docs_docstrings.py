@@ -7,7 +7,7 @@ Markdown, where roles become links, the second colon goes, and each name has an 
 
 from __future__ import annotations
 
-import ast
+import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -18,8 +18,6 @@ from griffe import (
     Attribute,
     Docstring,
     ExprCall,
-    ExprDict,
-    ExprKeyword,
     Extension,
     NameResolutionError,
     Object,
@@ -101,23 +99,13 @@ def _find(start: str, rest: str, obj: Object) -> str | None:
 
 
 def _read_field(attribute: Attribute) -> None:
-    """Show ``dataclasses.field(...)`` as its default, explained by the ``help`` that HfArgumentParser shows as well."""
-    value = attribute.value
-    if not isinstance(value, ExprCall) or value.canonical_path != "dataclasses.field":
+    """Show a field of a dataclass as its default, explained by the ``help`` that HfArgumentParser shows as well."""
+    if not isinstance(attribute.value, ExprCall) or attribute.parent is None:
         return
-    arguments = {argument.name: argument.value for argument in value.arguments if isinstance(argument, ExprKeyword)}
-    attribute.value = arguments.get("default")
-    metadata = arguments.get("metadata")
-    if attribute.docstring is None and isinstance(metadata, ExprDict):
-        entries = {str(key): text for key, text in zip(metadata.keys, metadata.values, strict=True)}
-        if "'help'" in entries:
-            attribute.docstring = Docstring(_help(attribute, str(entries["'help'"])), parent=attribute)
-
-
-def _help(attribute: Attribute, expression: str) -> str:
-    try:
-        return str(ast.literal_eval(expression))
-    except ValueError:  # an f-string, whose value only the class itself knows
-        assert attribute.parent is not None
-        owner = getattr(import_module(attribute.module.path), attribute.parent.name)
-        return str(owner.__dataclass_fields__[attribute.name].metadata["help"])
+    owner = getattr(import_module(attribute.module.path), attribute.parent.name, None)
+    found = getattr(owner, "__dataclass_fields__", {}).get(attribute.name)
+    if found is None:
+        return
+    attribute.value = None if found.default is dataclasses.MISSING else repr(found.default)
+    if attribute.docstring is None and "help" in found.metadata:
+        attribute.docstring = Docstring(found.metadata["help"], parent=attribute)

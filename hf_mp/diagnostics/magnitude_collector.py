@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hf_mp.casting.nested import named_tensors
-from hf_mp.diagnostics.layers import select_layers
+from hf_mp.casting.nested import tensors_in
 from hf_mp.diagnostics.magnitudes import histogram, sample, sampling_stride, swamped
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
 from hf_mp.scaling.rules import StepReport
@@ -26,17 +26,13 @@ SHARDED = "weights, weight gradients and updates: FSDP gathers and shards the pa
 NO_GRADIENTS = "weight gradients: none were left after the backward (an optimizer-in-backward uses them up)"
 
 
-@dataclass(frozen=True)
-class _Sampled:
-    """Sampled elements of a tensor."""
-
+class _Sampled(NamedTuple):
     dtype: str
     stride: int
     values: Tensor
 
     @classmethod
     def of(cls, tensor: Tensor, factor: Tensor | None = None) -> _Sampled:
-        """Of ``tensor`` times ``factor``."""
         local = local_part(tensor.detach())
         values = sample(local)
         if factor is not None:
@@ -45,7 +41,6 @@ class _Sampled:
 
     @classmethod
     def of_master(cls, parameter: nn.Parameter) -> _Sampled:
-        """Of the FP32 master weight."""
         stride = sampling_stride(tuple(local_part(parameter.detach()).shape))
         return cls("float32", stride, master_sample(parameter, lambda half: sample(local_part(half))))
 
@@ -58,14 +53,6 @@ class MagnitudeCollector:
 
     Activations and their gradients are those of each module's first output in its first call, in the first micro-batch.
     Weight gradients are the sum of all micro-batches, before clipping. Weights and updates are of the FP32 masters.
-
-    Args:
-        runtime: an attached :class:`hf_mp.MixedPrecision`.
-        layers: patterns of module names; default None: every module that directly holds parameters.
-        on_backward_end: called after each backward of a collected step.
-
-    Raises:
-        ValueError: for a pattern that matches no module.
     """
 
     def __init__(
@@ -84,14 +71,10 @@ class MagnitudeCollector:
 
     def _forget_step(self) -> None:
         self.is_active = False
-        self._activations: dict[str, _Sampled] = {}
-        self._activation_gradients: dict[str, _Sampled] = {}
-        self._gradients: dict[tuple[str, str], _Sampled] = {}
-        self._weights: dict[tuple[str, str], _Sampled] = {}
+        self._samples: dict[tuple[Kind, str, str], _Sampled] = {}  # by layer and name of the parameter
         self._asked_for_gradient: set[str] = set()
         self._parameters: dict[tuple[str, str], nn.Parameter] = {}
         self._notes: tuple[str, ...] = ()
-        self._task: int | None = None
 
     def begin(self, forward: AttachedForward) -> None:
         """Collect the step whose first forward begins now."""
@@ -106,7 +89,7 @@ class MagnitudeCollector:
         else:
             self._parameters = _trainable(layers)
             # Before the backward: an optimizer-in-backward updates during it.
-            self._weights = {key: _Sampled.of_master(p) for key, p in self._parameters.items()}
+            self._samples = {(Kind.WEIGHTS, *key): _Sampled.of_master(p) for key, p in self._parameters.items()}
         if _is_compiled(model):
             self._notes = (*self._notes, COMPILED)
             return
@@ -117,13 +100,12 @@ class MagnitudeCollector:
 
     def _forward_hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            found = (t for _, t in named_tensors(output) if t.is_floating_point())
-            tensor = next(found, None)
+            tensor = next((t for t in tensors_in(output) if t.is_floating_point()), None)
             if tensor is None or not self.is_active:
                 return
-            if name not in self._activations:
+            if (key := (Kind.ACTIVATIONS, name, "")) not in self._samples:
                 with torch._C.DisableTorchFunction(), torch.no_grad():
-                    self._activations[name] = _Sampled.of(tensor)
+                    self._samples[key] = _Sampled.of(tensor)
             # Reentrant checkpointing builds a graph only when it computes a module for the second time.
             if tensor.requires_grad and name not in self._asked_for_gradient:
                 self._asked_for_gradient.add(name)
@@ -133,15 +115,15 @@ class MagnitudeCollector:
 
     def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor | None) -> None:
-            if gradient is not None and self.is_active and name not in self._activation_gradients:
+            key = (Kind.ACTIVATION_GRADIENTS, name, "")
+            if gradient is not None and self.is_active and key not in self._samples:
                 with torch._C.DisableTorchFunction(), torch.no_grad():
                     inverse = self._runtime.inverse(gradient.device, None, 0)
-                    self._activation_gradients[name] = _Sampled.of(gradient, inverse)
+                    self._samples[key] = _Sampled.of(gradient, inverse)
 
         return hook
 
     def backward_ended(self) -> None:
-        """Sample the gradients that the first backward left."""
         if not self.is_active:
             return
         self._remove_hooks()
@@ -149,24 +131,24 @@ class MagnitudeCollector:
         for key, parameter in self._parameters.items():
             gradient, factor = gradient_and_factor(parameter)
             if gradient is not None:
-                self._gradients[key] = _Sampled.of(gradient, factor)
+                self._samples[Kind.WEIGHT_GRADIENTS, *key] = _Sampled.of(gradient, factor)
 
     def finish(self, report: StepReport) -> StepMagnitudes:
         """Count the samples of the step, which was just taken or skipped."""
         self._remove_hooks()
-        missing = [] if self._gradients or not self._parameters else [NO_GRADIENTS]
-        found: dict[tuple[str, str, Kind], TensorMagnitudes] = {}
-        for kind, samples in (
-            (Kind.ACTIVATIONS, self._activations),
-            (Kind.ACTIVATION_GRADIENTS, self._activation_gradients),
-        ):
-            found.update({(name, "", kind): _counted(kind, name, "", taken) for name, taken in samples.items()})
-        for kind, of_parameters in ((Kind.WEIGHTS, self._weights), (Kind.WEIGHT_GRADIENTS, self._gradients)):
-            found.update({(*key, kind): _counted(kind, *key, taken) for key, taken in of_parameters.items()})
+        has_gradients = any(kind is Kind.WEIGHT_GRADIENTS for kind, _, _ in self._samples)
+        missing = [] if has_gradients or not self._parameters else [NO_GRADIENTS]
+        found = [
+            TensorMagnitudes(*key, taken.dtype, taken.stride, histogram(taken.values))
+            for key, taken in self._samples.items()
+        ]
         if not report.overflow:
-            found.update(self._updates())
-        order = {layer: place for place, layer in enumerate(self._layers())}
-        tensors = sorted(found.values(), key=lambda t: (order.get(t.layer, len(order)), list(Kind).index(t.kind)))
+            found += self._updates()
+        model = self._runtime.model
+        order = (
+            {} if model is None else {name: place for place, name in enumerate(select_layers(model, self._patterns))}
+        )
+        tensors = sorted(found, key=lambda t: (order.get(t.layer, len(order)), list(Kind).index(t.kind)))
         step = StepMagnitudes(
             step=self._runtime.stats.steps + 1,
             loss_scale=self._runtime.scaler.get_scale(),
@@ -177,29 +159,16 @@ class MagnitudeCollector:
         self._forget_step()
         return step
 
-    def _layers(self) -> list[str]:
-        model = self._runtime.model
-        return [] if model is None else list(select_layers(model, self._patterns))
-
-    def _updates(self) -> dict[tuple[str, str, Kind], TensorMagnitudes]:
-        rows = {}
-        for key, before in self._weights.items():
-            after = _Sampled.of_master(self._parameters[key])
+    def _updates(self) -> Iterator[TensorMagnitudes]:
+        for key, parameter in self._parameters.items():
+            before, after = self._samples[Kind.WEIGHTS, *key], _Sampled.of_master(parameter)
             if after.values.shape != before.values.shape:  # the weight was replaced
                 continue
             update = after.values - before.values
-            if key not in self._gradients and not update.any():
+            if (Kind.WEIGHT_GRADIENTS, *key) not in self._samples and not update.any():
                 continue  # it had no part in the step
-            rows[(*key, Kind.UPDATES)] = TensorMagnitudes(
-                Kind.UPDATES,
-                *key,
-                after.dtype,
-                before.stride,
-                histogram(update),
-                swamped_fp16=swamped(before.values, update, torch.float16),
-                swamped_bf16=swamped(before.values, update, torch.bfloat16),
-            )
-        return rows
+            lost = [swamped(before.values, update, dtype) for dtype in (torch.float16, torch.bfloat16)]
+            yield TensorMagnitudes(Kind.UPDATES, *key, after.dtype, before.stride, histogram(update), *lost)
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:
@@ -207,7 +176,6 @@ class MagnitudeCollector:
         self._handles.clear()
 
     def abandon(self) -> None:
-        """Stop collecting, and remove the hooks."""
         self._remove_hooks()
         self._forget_step()
 
@@ -222,16 +190,9 @@ def _trainable(layers: Mapping[str, nn.Module]) -> dict[tuple[str, str], nn.Para
     return dict(found.values())
 
 
-def _counted(kind: Kind, layer: str, name: str, taken: _Sampled) -> TensorMagnitudes:
-    return TensorMagnitudes(kind, layer, name, taken.dtype, taken.stride, histogram(taken.values))
-
-
 def _is_compiled(model: nn.Module) -> bool:
     """Whether torch.compile compiles a part of ``model`` or its caller."""
-    if any(
-        getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
-        for module in model.modules()
-    ):
+    if any(getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod") for m in model.modules()):
         return True
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -240,3 +201,20 @@ def _is_compiled(model: nn.Module) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def select_layers(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
+    """The modules whose names match ``patterns``, in the order of the model; for None, those that hold parameters."""
+    named = {name: m for name, m in model.named_modules() if name and not isinstance(m, torch.jit.ScriptModule)}
+    if patterns is None:
+        return {name: m for name, m in named.items() if next(m.parameters(recurse=False), None) is not None}
+    if isinstance(patterns, str):
+        raise TypeError(f"layers are several patterns, not one string: write [{patterns!r}]")
+    for pattern in patterns:
+        if not fnmatch.filter(named, pattern):
+            close = difflib.get_close_matches(pattern, named, n=5, cutoff=0.4) or list(named)[:5]
+            raise ValueError(
+                f"layer pattern {pattern!r} matches no module of {type(model).__name__}; close to it are "
+                f"{', '.join(map(repr, close))}"
+            )
+    return {name: m for name, m in named.items() if any(fnmatch.fnmatchcase(name, p) for p in patterns)}

@@ -43,7 +43,6 @@ class Histogram:
 
     @classmethod
     def empty(cls) -> Histogram:
-        """Of no values."""
         return cls(np.zeros(_BINS, dtype=np.int64))
 
     def __eq__(self, other: object) -> bool:
@@ -53,7 +52,6 @@ class Histogram:
 
     @property
     def total(self) -> int:
-        """All values."""
         return int(self.counts.sum())
 
     @property
@@ -81,7 +79,6 @@ class Histogram:
 
     @property
     def share_zero(self) -> float:
-        """Of all values."""
         return self.zeros / self.total if self.total else 0.0
 
     def share_underflowed(self, log2_scale: int = 0) -> float:
@@ -111,18 +108,12 @@ def histogram(values: Tensor) -> Histogram:
     """The magnitudes of all elements of ``values``.
 
     Exponents are read from FP32's bits: a few integer operations an element, and one synchronization with a GPU.
-
-    Args:
-        values: floating or complex (real and imaginary parts apart), of any shape. FP64 values are rounded to FP32
-            first; of a sparse tensor, only the stored elements count.
+    Real and imaginary parts count apart; of a sparse tensor, the stored elements.
     """
     bits = real_values(values.detach()).to(torch.float32).reshape(-1).contiguous().view(torch.int32) & _MAGNITUDE_BITS
     # The exponent rounded down plus the exponent rounded up: even for powers of two, odd for what lies between.
     bins = (bits >> _MANTISSA_BITS).add_((bits - 1) >> _MANTISSA_BITS).add_(1)
     return Histogram(torch.bincount(bins, minlength=_BINS).cpu().numpy())
-
-
-# Shares
 
 
 @torch.no_grad()
@@ -131,14 +122,6 @@ def share_underflowed(values: Tensor, *, dtype: torch.dtype = torch.float16, sca
 
     For FP32 gradients: what FP16 training loses without loss scaling (``scale=1``) or with it. Micikevicius et al. 2017
     (arXiv 1710.03740), figure 3.
-
-    Args:
-        values: floating, of any shape.
-        dtype: ``float16`` (default) or ``bfloat16``.
-        scale: a loss scale.
-
-    Returns:
-        0 to 1; 0 without such values.
     """
     magnitudes = real_values(values.detach()).abs().to(torch.float64)
     counted = (magnitudes > 0.0) & magnitudes.isfinite()
@@ -164,11 +147,6 @@ def swamped(weights: Tensor, updates: Tensor, dtype: torch.dtype = torch.float16
 
     Such an update leaves a weight stored in ``dtype`` unchanged: Micikevicius et al. 2017 (arXiv 1710.03740), section
     3.1. The ulp of a weight is the spacing in its binade; that of zero is the smallest subnormal number.
-
-    Args:
-        weights: before the update, FP32 (or ``dtype``); rounded to ``dtype`` here.
-        updates: to be added, FP32, of the same shape.
-        dtype: ``float16`` (default) or ``bfloat16``.
     """
     limits = torch.finfo(dtype)
     working = weights.detach().to(dtype).to(torch.float32)
@@ -181,9 +159,6 @@ def swamped(weights: Tensor, updates: Tensor, dtype: torch.dtype = torch.float16
 
 def _ratio(count: int, total: int) -> float:
     return count / total if total else 0.0
-
-
-# Samples
 
 
 def sample(tensor: Tensor, limit: int = SAMPLE_ELEMENTS) -> Tensor:

@@ -13,20 +13,21 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from hf_mp.casting.nested import named_tensors
-from hf_mp.diagnostics.kept_calls import IncomingGradient, KeptBackward, KeptCall
+from hf_mp.diagnostics.kept_state import IncomingGradient, KeptBackward, KeptCall
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.replay import Replay
-from hf_mp.diagnostics.scale_level import is_finding_its_level, skips_until_error
 from hf_mp.diagnostics.values import finiteness
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.scaling.events import StepObserver
-from hf_mp.scaling.rules import StepReport
+from hf_mp.scaling.rules import ScalerState, StepReport
+from hf_mp.scaling.scalers import LossScaleError, LossScaler
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.distributed import is_running
 
 logger = logging.get_logger(__name__)
 
+MOST_SKIPS = 10_000  # beyond that, training does not stop in any practical sense
 KEPT_ELEMENTS = 2**16  # incoming gradients up to this size are kept: 256 KiB in FP32
 
 
@@ -46,8 +47,6 @@ class OverflowExplainer(StepObserver):
         self._unclean_steps = 0  # in a row that called for an explanation
         self._keeps_all = False
         self.reports: list[OverflowReport] = []
-
-    # What the runtime tells
 
     def forward(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep the call; returns a callback for its outputs."""
@@ -80,7 +79,6 @@ class OverflowExplainer(StepObserver):
         output.register_hook(gradient_arrives)
 
     def backward_ended(self, largest: Tensor | None) -> None:
-        """Keep the result of the gradient scan, unread."""
         if self._backwards and largest is not None:
             self._backwards[-1].largest = largest
 
@@ -101,7 +99,6 @@ class OverflowExplainer(StepObserver):
             self._publish(self._explain(suspects, backwards))
 
     def detached(self) -> None:
-        """Drop the current step."""
         self._backwards.clear()
 
     def last_words(self) -> str:
@@ -110,8 +107,6 @@ class OverflowExplainer(StepObserver):
             return ""
         # When training stops is no news any more, and the last steps may not have been replayed.
         return f"The last one that was replayed:\n{replace(self.reports[-1], skips_until_stop=None).to_text()}"
-
-    # On request
 
     def explain_now(self) -> OverflowReport | None:
         """Replay the current step's micro-batches, between ``backward()`` and ``step()``.
@@ -124,8 +119,6 @@ class OverflowExplainer(StepObserver):
             return None
         self._publish(report)
         return report
-
-    # How
 
     def _explain(self, suspects: list[KeptBackward], backwards: list[KeptBackward]) -> OverflowReport | None:
         report = None
@@ -156,26 +149,15 @@ class OverflowExplainer(StepObserver):
             return replace(place, notes=(f"the replay failed: {type(error).__name__}: {error}",))
         # What was not kept may be why: it is, for the next failure.
         self._keeps_all = self._keeps_all or replay.origin is None
-        report = replace(
-            place,
-            nonfinite_gradients=replay.nonfinite_gradients,
-            smaller_scale_helps=replay.smaller_scale_helps,
-            largest_finite_scale=replay.largest_finite_scale,
-            finite_in_fp32=replay.finite_in_fp32,
-            notes=tuple(replay.notes),
-        )
+        tried = ("nonfinite_gradients", "smaller_scale_helps", "largest_finite_scale", "finite_in_fp32")
+        found = {name: getattr(replay, name) for name in tried}
         if (origin := replay.origin) is not None:
-            report = replace(
-                report,
-                phase=origin.phase,
-                module=origin.module,
-                op=origin.op,
-                tensor=origin.tensor,
-                inputs=origin.inputs,
-                outputs=origin.outputs,
-                smaller_scale_helps=report.smaller_scale_helps or False,
-                notes=(*origin.notes, *report.notes),
+            found.update(
+                (name, getattr(origin, name)) for name in ("phase", "module", "op", "tensor", "inputs", "outputs")
             )
+            found["smaller_scale_helps"] = replay.smaller_scale_helps or False
+        notes = (*(origin.notes if origin is not None else ()), *replay.notes)
+        report = replace(place, **found, notes=notes)
         if self._keep_batches is not None:
             self._save(self._keep_batches, report, backward)
         return report
@@ -274,3 +256,23 @@ def _has_bad_loss(backward: KeptBackward) -> bool:
     """Whether a loss or its gradient is not finite: then the scale is not the cause."""
     losses = [loss for call in backward.calls for loss in call.losses.values()]
     return any(map(finiteness, losses + [g for entry in backward.incoming if (g := entry.gradient) is not None]))
+
+
+def is_finding_its_level(state: ScalerState, smallest_scale: float, clean_scale: float | None) -> bool:
+    """Whether an overflow in this state, before the step counts, is a scaler's ordinary search for its level.
+
+    ``clean_scale`` is the largest scale of an applied step of this process.
+    """
+    return state.scale > smallest_scale and state.is_finding_its_level(clean_scale)
+
+
+def skips_until_error(scaler: LossScaler[Any]) -> int | None:
+    """Skipped steps in a row from now until :class:`LossScaleError`; None if it is not raised in practice."""
+    probe = object.__new__(type(scaler))
+    probe.__dict__.update(scaler.__dict__, _tensors={})
+    for skips in range(1, MOST_SKIPS):
+        try:
+            probe.record_step(StepReport(overflow=True))
+        except LossScaleError:
+            return skips
+    return None

@@ -123,7 +123,6 @@ class OverflowReport:
         return f"No smaller loss scale helps. {what}{stops}"
 
     def to_text(self) -> str:
-        """The report as a few lines of text."""
         rank = f", rank {self.rank}" if self.rank else ""
         where = f"micro-batch {self.micro_batch} of {self.micro_batches}{rank}"
         lines = [f"Step {self.step} ({where}) was skipped at loss scale {self.loss_scale:g}. {self.headline}."]
@@ -144,11 +143,7 @@ class OverflowReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> OverflowReport:
-        """The report of the fields that :meth:`to_json` wrote.
-
-        Raises:
-            ValueError, TypeError, KeyError: for anything else.
-        """
+        """The report of the fields that :meth:`to_json` wrote."""
         ranges = {
             name: tuple(TensorRange(**{**found, "shape": tuple(map(int, found["shape"]))}) for found in values[name])
             for name in ("inputs", "outputs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -13,13 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.diagnostics.magnitude_collector import MagnitudeCollector
-from hf_mp.diagnostics.memory_in_use import memory_in_use, memory_source
-from hf_mp.diagnostics.overflow import OverflowExplainer, runtime_of
+from hf_mp.diagnostics.overflow import OverflowExplainer, is_finding_its_level, runtime_of
 from hf_mp.diagnostics.overflow_report import OverflowReport
-from hf_mp.diagnostics.predicted_memory import CannotPredictError, predict_memory
-from hf_mp.diagnostics.predicted_memory import as_record as as_memory_record
+from hf_mp.diagnostics.predicted_memory import predicted_record
 from hf_mp.diagnostics.run_log import VERSION, RunLog
-from hf_mp.diagnostics.scale_level import is_finding_its_level
 from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, as_record
 from hf_mp.environment.machine import describe_hardware, package_versions
 from hf_mp.scaling.events import StepObserver
@@ -32,6 +30,8 @@ SEARCH = "the loss scale is finding its level"
 UNEXPLAINED = "a gradient was inf or NaN; the cause was not examined"
 ELSEWHERE = "a gradient was inf or NaN; this process found no cause, another one may have logged it"
 NOT_REPLAYED = "a gradient was inf or NaN; of skipped steps in a row, only the 1st, 2nd, 4th, 8th, ... are replayed"
+
+_STATM = Path("/proc/self/statm")
 
 
 class PrecisionRecorder(StepObserver):
@@ -64,32 +64,25 @@ class PrecisionRecorder(StepObserver):
         self.settings: dict[str, Any] = {}
         self._batch_shape: tuple[int, ...] | None = None
 
-    # What the runtime tells
-
     def forward(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Collect the step if it is due."""
         if self._batch_shape is None and isinstance(ids := kwargs.get("input_ids"), Tensor):
             self._batch_shape = tuple(ids.shape)
-        collector = self._collector
-        if collector is None:
+        if self._collector is None:
             return None
-        if not collector.is_active:
+        if not self._collector.is_active:
             if self._runtime.stats.steps < self._due:
                 return None
             self._due = self._runtime.stats.steps + self.histogram_steps
-            collector.begin(forward)
+            self._collector.begin(forward)
             self._memory = []
             self._note_memory("before forward")
-
         return lambda outputs: self._note_memory("after forward")
 
     def backward_ended(self, largest: Tensor | None) -> None:
-        """Sample the gradients."""
         if self._collector is not None:
             self._collector.backward_ended()
 
     def stepped(self, report: StepReport) -> None:
-        """Record the outcome of the step."""
         self._begin()
         scaler, step = self._runtime.scaler, self._runtime.stats.steps + 1
         scale = scaler.get_scale()
@@ -112,15 +105,13 @@ class PrecisionRecorder(StepObserver):
             self._note_memory("after the update")
             self.latest = self._collector.finish(report)
             self._log.write("magnitudes", **as_record(self.latest))
-            self._log.write("memory", step=step, source=memory_source(self._device), points=self._memory)
+            source = "tensors in CUDA's allocator" if self._device.type == "cuda" else "resident memory of the process"
+            self._log.write("memory", step=step, source=source, points=self._memory)
 
     def detached(self) -> None:
-        """The model is detached."""
         if self._collector is not None:
             self._collector.abandon()
         self._log.close()
-
-    # For who runs it
 
     def predict_memory(self, **settings: Any) -> None:
         """Record the predicted memory over a step by category, for the run's first batch; takes seconds.
@@ -131,12 +122,8 @@ class PrecisionRecorder(StepObserver):
         """
         runtime, device = self._runtime, self._device.type
         self._begin()
-        try:
-            predicted = predict_memory(runtime.model, runtime.policy, self._batch_shape, device=device, **settings)
-        except CannotPredictError as error:
-            self._log.write("predicted memory", reason=str(error))
-        else:
-            self._log.write("predicted memory", **as_memory_record(predicted))
+        record = predicted_record(runtime.model, runtime.policy, self._batch_shape, device=device, **settings)
+        self._log.write("predicted memory", **record)
 
     def end(self) -> None:
         """Record the end of the run."""
@@ -159,8 +146,6 @@ class PrecisionRecorder(StepObserver):
         from hf_mp.diagnostics.report import write_report
 
         return write_report(self.run_directory, path)
-
-    # How
 
     def _begin(self) -> None:
         if self._has_begun:
@@ -191,9 +176,10 @@ class PrecisionRecorder(StepObserver):
         return torch.device("cpu") if parameter is None else parameter.device
 
     def _note_memory(self, moment: str) -> None:
-        used_bytes = memory_in_use(self._device)
-        if used_bytes is not None:
-            self._memory.append((moment, used_bytes))
+        if self._device.type == "cuda":
+            self._memory.append((moment, torch.cuda.memory_allocated(self._device)))
+        elif _STATM.exists():
+            self._memory.append((moment, int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")))
 
     def _explainers(self) -> list[OverflowExplainer]:
         return [observer for observer in self._runtime.observers if isinstance(observer, OverflowExplainer)]

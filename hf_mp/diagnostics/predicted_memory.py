@@ -10,87 +10,48 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_mp.memory.ledger import Category, Moment, Phase
-from hf_mp.memory.training import TrainingMemory, estimate_training_memory
+from hf_mp.memory.training import estimate_training_memory
 from hf_mp.policy import PrecisionPolicy, mixed_presets
 from hf_mp.weights.distributed import is_sharded
 
 
-class CannotPredictError(ValueError):
-    """The memory of this training cannot be predicted."""
-
-
 @dataclass(frozen=True)
 class PredictedMemory:
-    """A predicted training step.
-
-    Attributes:
-        batch_size, seq_len: of a micro-batch.
-        device: ``"cpu"`` or ``"cuda"``.
-        peak_bytes, peak_phase: the peak, and the part of the step that reaches it.
-        timeline: the memory in use, in the order of allocations.
-    """
-
     batch_size: int
     seq_len: int
-    device: str
+    device: str  # "cpu" or "cuda"
     peak_bytes: int
     peak_phase: Phase
-    timeline: tuple[Moment, ...]
+    timeline: tuple[Moment, ...]  # the memory in use, in the order of allocations
 
 
-def predict_memory(
+def predicted_record(
     model: nn.Module | None, policy: PrecisionPolicy, batch_shape: tuple[int, ...] | None, **settings: Any
-) -> PredictedMemory:
-    """Predict the memory of a step of a live run; the model is not changed.
-
-    Args:
-        model: of Transformers, with all of its parameters trainable.
-        policy: one of the presets.
-        batch_shape: of ``input_ids``: sequences and tokens.
-        settings: as for :func:`hf_mp.estimate_training_memory`.
-
-    Raises:
-        CannotPredictError: for anything else, and if the prediction fails, with the reason.
-    """
+) -> dict[str, Any]:
+    """The step of a live run as a record for its log, or the reason why it is not predicted."""
     if not isinstance(model, PreTrainedModel) or not all(p.requires_grad for p in model.parameters()):
-        raise CannotPredictError("it is predicted for whole models of Transformers alone")
+        return {"reason": "it is predicted for whole models of Transformers alone"}
     if is_sharded(model):
-        raise CannotPredictError("it is predicted for one process, not for parameters that FSDP shards")
+        return {"reason": "it is predicted for one process, not for parameters that FSDP shards"}
     if str(policy) not in mixed_presets():
-        raise CannotPredictError(f"it is predicted for precision {', '.join(mixed_presets())}, not {policy}")
+        return {"reason": f"it is predicted for precision {', '.join(mixed_presets())}, not {policy}"}
     if batch_shape is None or len(batch_shape) != 2:
-        raise CannotPredictError("it is predicted for batches of input_ids")
+        return {"reason": "it is predicted for batches of input_ids"}
+    batch_size, seq_len = batch_shape
     try:
-        memory = estimate_training_memory(
-            model, str(policy), batch_size=batch_shape[0], seq_len=batch_shape[1], **settings
-        )
+        found = estimate_training_memory(model, str(policy), batch_size=batch_size, seq_len=seq_len, **settings)
     except Exception as error:  # a custom model may do anything on fake tensors, and the run is over
-        raise CannotPredictError(f"{type(error).__name__}: {error}") from error
-    return _of(memory)
-
-
-def _of(memory: TrainingMemory) -> PredictedMemory:
-    settings = memory.settings
-    return PredictedMemory(
-        settings.batch_size, settings.seq_len, memory.device, memory.peak_bytes, memory.peak_phase, memory.timeline
-    )
-
-
-def as_record(predicted: PredictedMemory) -> dict[str, Any]:
-    """For JSON."""
+        return {"reason": f"{type(error).__name__}: {error}"}
     timeline = [
-        [round(m.position, 4), m.phase.value, {c.value: size for c, size in m.bytes_by_category.items() if size}]
-        for m in predicted.timeline
+        (round(moment.position, 4), moment.phase, {c: size for c, size in moment.bytes_by_category.items() if size})
+        for moment in found.timeline
     ]
-    return {**vars(predicted), "peak_phase": predicted.peak_phase.value, "timeline": timeline}
+    sizes = {"batch_size": batch_size, "seq_len": seq_len, "peak_bytes": found.peak_bytes}
+    return {**sizes, "device": found.device, "peak_phase": found.peak_phase, "timeline": timeline}
 
 
 def from_record(record: Mapping[str, Any]) -> PredictedMemory:
-    """What :func:`as_record` gave.
-
-    Raises:
-        ValueError, TypeError, KeyError, AttributeError: for anything else.
-    """
+    """What a record of :func:`predicted_record` says; an error for any other."""
     timeline = tuple(
         Moment(float(position), Phase(phase), {c: _bytes(sizes.get(c.value, 0)) for c in Category})
         for position, phase, sizes in record["timeline"]
@@ -98,14 +59,8 @@ def from_record(record: Mapping[str, Any]) -> PredictedMemory:
     peak_bytes = _bytes(record["peak_bytes"])
     if not timeline or not all(0.0 <= moment.position <= 1.0 for moment in timeline) or not peak_bytes:
         raise ValueError("no timeline")
-    return PredictedMemory(
-        int(record["batch_size"]),
-        int(record["seq_len"]),
-        str(record["device"]),
-        peak_bytes,
-        Phase(record["peak_phase"]),
-        timeline,
-    )
+    sizes = int(record["batch_size"]), int(record["seq_len"])
+    return PredictedMemory(*sizes, str(record["device"]), peak_bytes, Phase(record["peak_phase"]), timeline)
 
 
 def _bytes(value: Any) -> int:

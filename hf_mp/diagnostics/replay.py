@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
 from hf_mp.casting.nested import apply_to_tensors, named_tensors
-from hf_mp.diagnostics.call_sites import CallSites
-from hf_mp.diagnostics.kept_calls import KeptBackward, KeptCall
-from hf_mp.diagnostics.origins import LargestSeen, Origin, OriginTracker
-from hf_mp.diagnostics.untouched import gradients_set_aside, masters_in_place, untouched
+from hf_mp.diagnostics.kept_state import KeptBackward, KeptCall, gradients_set_aside, masters_in_place, untouched
+from hf_mp.diagnostics.origins import CallSites, LargestSeen, Origin, OriginTracker
 from hf_mp.diagnostics.values import Finiteness, finiteness, ranges_of
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.scaling.borders import output_border
@@ -33,21 +31,7 @@ class CannotReplay(RuntimeError):
 
 
 class Replay:
-    """A forward and backward of one micro-batch without side effects.
-
-    Args:
-        runtime: an attached :class:`hf_mp.MixedPrecision` with the weights of the failed step.
-        backward: the kept micro-batch.
-
-    Attributes:
-        origin: of the first inf or NaN; None without one.
-        nonfinite_gradients: the parameters whose gradient had inf or NaN.
-        smaller_scale_helps, largest_finite_scale, finite_in_fp32: as in :class:`OverflowReport`.
-        notes: what could not be done.
-
-    Raises:
-        CannotReplay: for models whose forward communicates with other processes.
-    """
+    """A forward and backward of one micro-batch without side effects."""
 
     def __init__(self, runtime: MixedPrecision, backward: KeptBackward) -> None:
         if runtime.model is None:
@@ -68,7 +52,6 @@ class Replay:
         self.notes: list[str] = []
 
     def run(self) -> None:
-        """Replay, and fill the attributes."""
         with untouched(self._model), torch.enable_grad(), _eager():
             self._run()
 
@@ -111,7 +94,8 @@ class Replay:
             self._try_smaller_scales(leaving, gradients)
         elif len(leaving) == len(self._backward.incoming):
             self._backward_through(leaving, gradients, None)
-        self._name_weight()
+        if self.origin is not None and self.origin.phase == "weight":
+            self.origin.module = self.origin.tensor.rpartition(".")[0]
         self._note_spoiled_buffers()
         if self.origin is not None and self.origin.phase in ("forward", "backward"):
             del outputs, leaving  # their graph is as large as that of the training step
@@ -187,10 +171,6 @@ class Replay:
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad and tensor.dtype is torch.float32:
             return copies.get(tensor) if tensor in copies else tensor
         return tensor
-
-    def _name_weight(self) -> None:
-        if self.origin is not None and self.origin.phase == "weight":
-            self.origin.module = self.origin.tensor.rpartition(".")[0]
 
     def _note_spoiled_buffers(self) -> None:
         if self.origin is None or self.origin.phase == "weight":

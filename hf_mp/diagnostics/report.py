@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hf_mp.diagnostics import report_charts as charts
-from hf_mp.diagnostics.magnitudes import Swamped
-from hf_mp.diagnostics.predicted_memory import PredictedMemory
+from hf_mp.diagnostics.magnitudes import Histogram, Swamped
 from hf_mp.diagnostics.report_charts import percent
 from hf_mp.diagnostics.run_log import RunRecords, read_run
 from hf_mp.diagnostics.step_history import StepHistory
@@ -19,7 +17,6 @@ from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, StepShares
 from hf_mp.memory import page as memory_page
 from hf_mp.memory.html_page import check_writable, page_template, write_whole
 from hf_mp.memory.ledger import Category
-from hf_mp.memory.sizes import readable
 
 PAGE_NAME = "precision_report.html"
 OPEN_ROWS = 20  # of a table or a list of layers; the rest is folded
@@ -30,49 +27,13 @@ _SCALED = (Kind.ACTIVATION_GRADIENTS, Kind.WEIGHT_GRADIENTS)
 _SHOWN = (Kind.ACTIVATION_GRADIENTS, Kind.WEIGHT_GRADIENTS, Kind.ACTIVATIONS, Kind.WEIGHTS, Kind.UPDATES)
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """A histogram of one or all layers: paths and shares; for gradients, also at the loss scale."""
-
-    name: str
-    true_path: str
-    scaled_path: str
-    zero: str
-    underflowed: str
-    underflowed_scaled: str
-    subnormal: str
-    subnormal_scaled: str
-    not_finite: int
-
-
-@dataclass(frozen=True)
-class Gallery:
-    """The histograms of one kind."""
+class Gallery(NamedTuple):
+    """The histograms of one kind by layer; at the loss scale, they are shifted by ``shift`` octaves."""
 
     kind: str
-    is_scaled: bool
-    total: Drawn
-    layers: tuple[Drawn, ...]
-
-
-@dataclass(frozen=True)
-class SwampedRow:
-    """The updates of a layer that FP16 and BF16 weights would lose: texts, and bars in percent."""
-
-    layer: str
-    fp16: str
-    bf16: str
-    fp16_percent: float
-    bf16_percent: float
-
-
-@dataclass(frozen=True)
-class MemoryRow:
-    """The memory in use at a moment of a step: text, and a bar in percent."""
-
-    moment: str
-    used: str
-    percent: float
+    shift: int
+    total: Histogram
+    layers: list[tuple[str, Histogram]]
 
 
 def write_report(run_directory: str | Path, path: str | Path | None = None) -> Path:
@@ -94,11 +55,7 @@ def write_report(run_directory: str | Path, path: str | Path | None = None) -> P
 
 
 def report_command(run_directory: Path, html: Path | None) -> str:
-    """The output of ``hf-mp report``: where the page is, and what is missing in it.
-
-    Raises:
-        ValueError, OSError: as :func:`write_report`, and if ``html`` cannot be written.
-    """
+    """The output of ``hf-mp report``: where the page is, and what is missing in it."""
     run = read_run(run_directory)
     target = run_directory / PAGE_NAME if html is None else html
     check_writable(target)
@@ -111,7 +68,7 @@ def render_report(run: RunRecords) -> str:
     """The page as text, with all input escaped."""
     updated = run.latest_updated
     latest = updated or run.latest  # a step that overflowed has hardly a value to draw
-    skipped = run.steps.causes()
+    skipped, predicted = run.steps.causes(), run.predicted_memory
     return page_template("diagnostics/report.html.j2").render(
         name=run.directory.resolve().name,
         start=run.start,
@@ -125,18 +82,17 @@ def render_report(run: RunRecords) -> str:
         overflows=list(run.overflows.values())[:OPEN_ROWS],
         more_overflows=max(0, len(run.overflows) - OPEN_ROWS) + run.more_overflows,
         latest=latest,
-        galleries=[] if latest is None else [g for kind in _SHOWN if (g := gallery(latest, kind)) is not None],
+        galleries=[] if latest is None else [g for kind in _SHOWN if (g := gallery(latest, kind)).layers],
         shares=charts.share_history(_shares_over_time(list(run.shares.values()))),
         updated=updated,
         swamped=[] if updated is None else swamped_rows(updated),
-        memory_step=max(run.memory, default=None),
-        memory=memory_rows(run),
-        predicted=run.predicted_memory,
-        timeline=None if run.predicted_memory is None else _drawn_memory(run.predicted_memory),
+        memory=run.memory[max(run.memory)] if run.memory else None,
+        predicted=predicted,
+        timeline=predicted
+        and memory_page.timeline("training step", predicted.timeline, predicted.peak_bytes, predicted.peak_phase),
         timeline_width=memory_page.WIDTH,
         timeline_height=memory_page.HEIGHT,
         category_list=list(Category),
-        memory_source=run.memory[max(run.memory)].source if run.memory else "",
         settings=_settings(run.start),
         charts=charts,
         open_rows=OPEN_ROWS,
@@ -148,12 +104,10 @@ def findings(steps: StepHistory, latest: StepMagnitudes | None, updated: StepMag
     """The findings of the run in a few sentences."""
     found = []
     if steps:
-        scales, headrooms = steps.scales, steps.headrooms
+        scales, headrooms = steps.scales, steps.headrooms[~np.isnan(steps.headrooms)]
         found.append(f"{int(steps.is_skipped.sum()):,} of {len(steps):,} steps skipped.")
-        found.append(
-            f"Loss scale from {scales[0]:,g} to {scales[-1]:,g} (range {scales.min():,g} to {scales.max():,g})."
-        )
-        headrooms = headrooms[~np.isnan(headrooms)]
+        limits = f"range {scales.min():,g} to {scales.max():,g}"
+        found.append(f"Loss scale from {scales[0]:,g} to {scales[-1]:,g} ({limits}).")
         if len(headrooms):
             found.append(
                 f"Headroom {headrooms[-1]:.1f} at the end, {headrooms.min():.1f} at its smallest: doublings of the "
@@ -174,29 +128,9 @@ def findings(steps: StepHistory, latest: StepMagnitudes | None, updated: StepMag
     return found
 
 
-def gallery(step: StepMagnitudes, kind: Kind) -> Gallery | None:
-    """All histograms of one kind; None without any."""
-    found = [layer for layer in step.layers if step.of(kind, layer).total]
-    if not found:
-        return None
-    layers = tuple(_drawn(step, kind, layer) for layer in found)
-    return Gallery(kind.value, kind in _SCALED and step.log2_scale != 0, _drawn(step, kind, None), layers)
-
-
-def _drawn(step: StepMagnitudes, kind: Kind, layer: str | None) -> Drawn:
-    found = step.of(kind, layer)
-    shift = step.log2_scale if kind in _SCALED else 0
-    return Drawn(
-        name="all layers" if layer is None else layer,
-        true_path=charts.silhouette(found),
-        scaled_path=charts.silhouette(found, shift) if shift else "",
-        zero=percent(found.share_zero),
-        underflowed=percent(found.share_underflowed()),
-        underflowed_scaled=percent(found.share_underflowed(shift)),
-        subnormal=percent(found.share_subnormal()),
-        subnormal_scaled=percent(found.share_subnormal(shift)),
-        not_finite=found.inf_count + found.nan_count,
-    )
+def gallery(step: StepMagnitudes, kind: Kind) -> Gallery:
+    layers = [(layer, found) for layer in step.layers if (found := step.of(kind, layer)).total]
+    return Gallery(kind.value, step.log2_scale if kind in _SCALED else 0, step.of(kind), layers)
 
 
 def _shares_over_time(shares: list[StepShares]) -> list[tuple[str, str, list[tuple[int, float]]]]:
@@ -212,27 +146,10 @@ def _shares_over_time(shares: list[StepShares]) -> list[tuple[str, str, list[tup
     ]
 
 
-def swamped_rows(step: StepMagnitudes) -> list[SwampedRow]:
-    """One row for each layer with updates, the largest loss first."""
+def swamped_rows(step: StepMagnitudes) -> list[tuple[str, Swamped, Swamped]]:
+    """The layers with updates, and those that FP16 and BF16 weights would lose; the largest loss first."""
     rows = [(layer, *step.swamped(layer)) for layer in step.layers]
-    return [_swamped_row(*row) for row in sorted(rows, key=lambda row: -row[2].share) if row[1].updates]
-
-
-def _swamped_row(layer: str, fp16: Swamped, bf16: Swamped) -> SwampedRow:
-    return SwampedRow(layer, percent(fp16.share), percent(bf16.share), 100 * fp16.share, 100 * bf16.share)
-
-
-def _drawn_memory(predicted: PredictedMemory) -> memory_page.Timeline:
-    return memory_page.draw_timeline("training step", predicted.timeline, predicted.peak_bytes, predicted.peak_phase)
-
-
-def memory_rows(run: RunRecords) -> list[MemoryRow]:
-    """The moments of the last step that was recorded."""
-    if not run.memory:
-        return []
-    points = run.memory[max(run.memory)].points
-    largest = max((point.used_bytes for point in points), default=0) or 1
-    return [MemoryRow(p.moment, readable(p.used_bytes), 100 * p.used_bytes / largest) for p in points]
+    return sorted([row for row in rows if row[1].updates], key=lambda row: -row[2].share)
 
 
 def _settings(start: dict[str, Any]) -> list[tuple[str, str]]:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_mp.diagnostics.magnitudes import (
-    FP16_OVERFLOW,
-    FP16_SMALLEST,
-    FP16_SMALLEST_NORMAL,
-    Histogram,
-)
+from hf_mp.diagnostics.magnitudes import FP16_OVERFLOW, FP16_SMALLEST, FP16_SMALLEST_NORMAL, Histogram
 from hf_mp.diagnostics.step_history import StepHistory
 
 Steps = NDArray[np.int64]
@@ -30,29 +25,15 @@ MOST_POINTS = 500  # of a curve
 LINE_WIDTH, LINE_HEIGHT = 1000, 200
 
 
-@dataclass(frozen=True)
-class Limit:
-    """A limit of FP16 on the axis: position in percent, and label."""
+class Limit(NamedTuple):
+    """A limit of FP16 on the axis."""
 
-    percent: float
+    percent: float  # from its left end
     log2: int
     text: str
 
 
-def axis_percent(log2: float) -> float:
-    """The position of a magnitude on the axis, in percent of its width."""
-    return 100 * (min(max(log2, LOWEST), HIGHEST) - LOWEST) / (HIGHEST - LOWEST)
-
-
-LIMITS = (
-    Limit(axis_percent(FP16_SMALLEST), FP16_SMALLEST, "smallest"),
-    Limit(axis_percent(FP16_SMALLEST_NORMAL), FP16_SMALLEST_NORMAL, "smallest normal"),
-    Limit(axis_percent(FP16_OVERFLOW), FP16_OVERFLOW, "largest: 65504"),
-)
-
-
-@dataclass(frozen=True)
-class Zone:
+class Zone(NamedTuple):
     """A part of the axis outside FP16's normal range; in units of ``WIDTH``."""
 
     colour: str
@@ -60,24 +41,28 @@ class Zone:
     width: int
 
 
-def _zone(colour: str, first: int, last: int) -> Zone:
-    return Zone(colour, OCTAVE_WIDTH * (first - LOWEST), OCTAVE_WIDTH * (last - first))
+def axis_percent(log2: float) -> float:
+    return 100 * (min(max(log2, LOWEST), HIGHEST) - LOWEST) / (HIGHEST - LOWEST)
 
 
-ZONES = (
-    _zone("lost", LOWEST, FP16_SMALLEST),
-    _zone("subnormal", FP16_SMALLEST, FP16_SMALLEST_NORMAL),
-    _zone("lost", FP16_OVERFLOW, HIGHEST),
+_LABELS = {FP16_SMALLEST: "smallest", FP16_SMALLEST_NORMAL: "smallest normal", FP16_OVERFLOW: "largest: 65504"}
+LIMITS = tuple(Limit(axis_percent(log2), log2, text) for log2, text in _LABELS.items())
+ZONES = tuple(
+    Zone(colour, OCTAVE_WIDTH * (first - LOWEST), OCTAVE_WIDTH * (last - first))
+    for colour, first, last in (
+        ("lost", LOWEST, FP16_SMALLEST),
+        ("subnormal", FP16_SMALLEST, FP16_SMALLEST_NORMAL),
+        ("lost", FP16_OVERFLOW, HIGHEST),
+    )
 )
 TICKS = tuple((axis_percent(log2), log2) for log2 in range(LOWEST + 8, HIGHEST, 8))
 
 
 def silhouette(histogram: Histogram, log2_scale: int = 0) -> str:
     """The histogram, shifted by ``log2_scale``, as an SVG path of bars up to ``HEIGHT``; ``""`` without values."""
-    heights: dict[int, int] = {}
+    heights: Counter[int] = Counter()
     for octave, count in histogram.by_octave().items():
-        place = min(max(octave + log2_scale, LOWEST), HIGHEST - 1)
-        heights[place] = heights.get(place, 0) + count
+        heights[min(max(octave + log2_scale, LOWEST), HIGHEST - 1)] += count
     highest = max(heights.values(), default=0)
     path, open_until = [], None
     for place in sorted(heights):
@@ -89,8 +74,7 @@ def silhouette(histogram: Histogram, log2_scale: int = 0) -> str:
     return "".join([*path, f"V{HEIGHT}"]) if path else ""
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """A line: the points of its polyline, in a frame of ``LINE_WIDTH`` by ``LINE_HEIGHT``."""
 
     colour: str
@@ -98,19 +82,17 @@ class Curve:
     points: str
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """Lines over the steps of a run, with the labels at the ends of the axes."""
 
-    curves: tuple[Curve, ...]
+    curves: list[Curve]
     first_step: int
     last_step: int
     top: str
     bottom: str
 
 
-@dataclass(frozen=True)
-class ScaleHistory:
+class ScaleHistory(NamedTuple):
     """Loss scale and headroom over the steps, and where steps were skipped, in units of ``LINE_WIDTH``."""
 
     scale: Frame
@@ -131,10 +113,12 @@ def scale_history(steps: StepHistory) -> ScaleHistory | None:
     if measured.any():
         left = headrooms[measured]
         top, bottom = math.ceil(left.max()) + 1, min(0, math.floor(left.min()))
-        curve = _curve("headroom", "headroom", _smallest(numbers[measured], left), (first, last), (bottom, top))
-        headroom = Frame((curve,), first, last, str(top), str(bottom))
+        lowest = _of_each_stretch(left, np.argmin)
+        points = _points(numbers[measured][lowest], left[lowest])
+        curve = _curve("headroom", "headroom", points, (first, last), (bottom, top))
+        headroom = Frame([curve], first, last, str(top), str(bottom))
     skips = np.unique((LINE_WIDTH * (numbers[steps.is_skipped] - first) / max(last - first, 1)).round(1))
-    return ScaleHistory(Frame((scale,), first, last, f"2^{high}", f"2^{low}"), headroom, tuple(skips.tolist()))
+    return ScaleHistory(Frame([scale], first, last, f"2^{high}", f"2^{low}"), headroom, tuple(skips.tolist()))
 
 
 def share_history(shares: Iterable[tuple[str, str, Sequence[tuple[int, float]]]]) -> Frame | None:
@@ -145,7 +129,10 @@ def share_history(shares: Iterable[tuple[str, str, Sequence[tuple[int, float]]]]
     first = min(points[0][0] for _, _, points in lines)
     last = max(points[-1][0] for _, _, points in lines)
     top = max([y for _, _, points in lines for _, y in points]) * 1.05 or 0.01
-    curves = tuple(_curve(colour, name, _largest(points), (first, last), (0.0, top)) for colour, name, points in lines)
+    curves = []
+    for colour, name, points in lines:
+        highest = [points[place] for place in _of_each_stretch(np.array([y for _, y in points]), np.argmax)]
+        curves.append(_curve(colour, name, highest, (first, last), (0.0, top)))
     return Frame(curves, first, last, percent(top), "0%")
 
 
@@ -174,15 +161,6 @@ def _staircase(numbers: Steps, values: Values) -> list[tuple[int, float]]:
         kept = _of_each_stretch(values, np.argmin, np.argmax)
         numbers, values = numbers[kept], values[kept]
     return _points(numbers, values)
-
-
-def _smallest(numbers: Steps, values: Values) -> list[tuple[int, float]]:
-    kept = _of_each_stretch(values, np.argmin)
-    return _points(numbers[kept], values[kept])
-
-
-def _largest(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    return [points[place] for place in _of_each_stretch(np.array([y for _, y in points]), np.argmax)]
 
 
 def _of_each_stretch(values: Values, *choices: Callable[[Values], Any]) -> list[int]:

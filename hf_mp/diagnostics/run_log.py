@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from transformers.utils import logging
 
@@ -42,11 +42,7 @@ _MOST_CHARACTERS = 500
 
 
 class RunLog:
-    """Appends records to the log of a run directory; warns once if it cannot write, and then stops.
-
-    Args:
-        directory: of the run; created with the first record.
-    """
+    """Appends records to the log of a run directory; warns once if it cannot write, and then stops."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / LOG_NAME
@@ -96,55 +92,34 @@ class RunLog:
 # Reading
 
 
-@dataclass(frozen=True)
-class MemoryPoint:
+class MemoryPoint(NamedTuple):
     """The memory in use at one moment of a step."""
 
     moment: str
     used_bytes: int
 
 
-@dataclass(frozen=True)
-class MemoryRecord:
-    """The memory in use at moments of one step, and its source."""
-
+class MemoryRecord(NamedTuple):
     step: int
     source: str
-    points: tuple[MemoryPoint, ...]
+    points: list[MemoryPoint]
 
 
 @dataclass
 class RunRecords:
-    """The records of a run.
-
-    Attributes:
-        directory: named as the run.
-        start: the settings of the last start; empty if not recorded.
-        restarts: number of resumes since the last fresh start.
-        steps: in order; of steps repeated after a resume, the last.
-        overflows: overflow reports by step, micro-batch and rank.
-        more_overflows: number of further ones, beyond :data:`MAX_REPORT_BYTES`.
-        shares: what 16 bits would lose, one for each step with histograms; thinned out if there are many.
-        latest, latest_updated: the last histograms, and the last ones of a step that was not skipped.
-        memory: one a step, as for ``shares``.
-        predicted_memory: the training step by category, if predicted.
-        has_ended: whether the last start reached its end.
-        missing: one sentence for each thing that is missing or unreadable.
-    """
-
-    directory: Path
-    start: dict[str, Any] = field(default_factory=dict)
-    restarts: int = 0
-    steps: StepHistory = field(default_factory=StepHistory)
-    overflows: dict[tuple[int, int, int], OverflowReport] = field(default_factory=dict)
-    more_overflows: int = 0
-    shares: dict[int, StepShares] = field(default_factory=dict)
+    directory: Path  # named as the run
+    start: dict[str, Any] = field(default_factory=dict)  # the settings of the last start; empty if not recorded
+    restarts: int = 0  # number of resumes since the last fresh start
+    steps: StepHistory = field(default_factory=StepHistory)  # in order; of steps repeated after a resume, the last
+    overflows: dict[tuple[int, int, int], OverflowReport] = field(default_factory=dict)  # step, micro-batch, rank
+    more_overflows: int = 0  # number of further ones, beyond MAX_REPORT_BYTES
+    shares: dict[int, StepShares] = field(default_factory=dict)  # by step; thinned out if there are many
     latest: StepMagnitudes | None = None
-    latest_updated: StepMagnitudes | None = None
-    memory: dict[int, MemoryRecord] = field(default_factory=dict)
-    predicted_memory: PredictedMemory | None = None
-    has_ended: bool = False
-    missing: list[str] = field(default_factory=list)
+    latest_updated: StepMagnitudes | None = None  # of a step that was not skipped
+    memory: dict[int, MemoryRecord] = field(default_factory=dict)  # one a step, as for `shares`
+    predicted_memory: PredictedMemory | None = None  # the training step by category, if predicted
+    has_ended: bool = False  # whether the last start reached its end
+    missing: list[str] = field(default_factory=list)  # one sentence for each thing that is missing or unreadable
     _why_no_memory: str = ""
     _report_bytes: int = 0
 
@@ -165,17 +140,14 @@ def read_run(directory: Path) -> RunRecords:
     """Read a run directory: our log, else the state in its newest checkpoint, and kept overflow reports.
 
     Nothing outside ``directory`` is read: links that lead out of it count as missing.
-
-    Raises:
-        NoRunError: if the directory does not exist or has none of these.
     """
     if not directory.is_dir():
         raise NoRunError(f"{directory} is not a directory: name the output directory of a training run")
     run = RunRecords(directory)
     has_log = _read_log(run)
     has_state = not run.steps and _read_trainer_state(run)
-    has_reports = _read_kept_reports(run)
-    if not (has_log or has_state or has_reports):
+    _read_kept_reports(run)
+    if not (has_log or has_state or run.overflows):
         found = "".join(f"; {sentence}" for sentence in run.missing)
         raise NoRunError(
             f"{directory} holds no run: neither {LOG_NAME} (MixedPrecisionArguments(precision_report=True) or "
@@ -280,12 +252,9 @@ def _take_step(run: RunRecords, record: Mapping[str, Any]) -> None:
 def _take_back(run: RunRecords, step: int) -> None:
     """Forget everything from ``step`` on: the run was resumed before it, or restarted."""
     run.steps.forget_from(step)
-    of_steps: tuple[dict[int, Any], ...] = (run.shares, run.memory)
-    for records in of_steps:
-        for later in [number for number in records if number >= step]:
-            del records[later]
-    for key in [key for key in run.overflows if key[0] >= step]:
-        del run.overflows[key]
+    run.shares = {number: found for number, found in run.shares.items() if number < step}
+    run.memory = {number: found for number, found in run.memory.items() if number < step}
+    run.overflows = {key: found for key, found in run.overflows.items() if key[0] < step}
     if run.latest is not None and run.latest.step >= step:
         run.latest = None
     if run.latest_updated is not None and run.latest_updated.step >= step:
@@ -313,7 +282,7 @@ def _take_magnitudes(run: RunRecords, record: Mapping[str, Any]) -> None:
 
 
 def _take_memory(run: RunRecords, record: Mapping[str, Any]) -> None:
-    points = tuple(MemoryPoint(str(moment), int(size)) for moment, size in record["points"][:_MOST_MOMENTS])
+    points = [MemoryPoint(str(moment), int(size)) for moment, size in record["points"][:_MOST_MOMENTS]]
     if not all(0 <= point.used_bytes < 2**63 for point in points):
         raise ValueError("no memory has so many bytes")
     step = check_step(int(record["step"]))
@@ -327,18 +296,14 @@ def _take_predicted_memory(run: RunRecords, record: Mapping[str, Any]) -> None:
         run.predicted_memory = from_memory_record(record)
 
 
-def _take_end(run: RunRecords, record: Mapping[str, Any]) -> None:
-    run.has_ended = True
-
-
-_TAKE = {
+_TAKE: dict[str, Callable[[RunRecords, Mapping[str, Any]], None]] = {
     "run": _take_start,
     "step": _take_step,
     "overflow": _take_overflow,
     "magnitudes": _take_magnitudes,
     "memory": _take_memory,
     "predicted memory": _take_predicted_memory,
-    "end": _take_end,
+    "end": lambda run, record: setattr(run, "has_ended", True),
 }
 
 
@@ -347,8 +312,7 @@ def _read_trainer_state(run: RunRecords) -> bool:
     states = [path for path in run.directory.glob("checkpoint-*/trainer_state.json") if _inside(path, run)]
     for path in sorted(states, key=_checkpoint_number, reverse=True):
         try:
-            history = _bounded_json(path)["log_history"]
-            _take_history(run, history)
+            _take_history(run, _bounded_json(path)["log_history"])
         except _DAMAGED as error:
             run.steps.forget_from(0)  # what was read before the damage
             run.missing.append(f"{path.relative_to(run.directory)} cannot be read: {error}")
@@ -360,11 +324,7 @@ def _read_trainer_state(run: RunRecords) -> bool:
 
 
 def _bounded_json(path: Path) -> Any:
-    """The content of a JSON file that takes at most a few hundred MB when parsed.
-
-    Raises:
-        ValueError: for a larger one.
-    """
+    """The content of a JSON file that takes at most a few hundred MB when parsed."""
     content = b"" if path.stat().st_size > MAX_JSON_BYTES else path.read_bytes()
     if not content or content.count(b",") + content.count(b"[") + content.count(b"{") > _MOST_VALUES:
         raise ValueError("it is empty, or larger than is read")
@@ -387,7 +347,7 @@ def _take_history(run: RunRecords, history: list[Mapping[str, Any]]) -> None:
             skipped = now
 
 
-def _read_kept_reports(run: RunRecords) -> bool:
+def _read_kept_reports(run: RunRecords) -> None:
     paths = [path for path in sorted(run.directory.glob("overflows/*/report.json")) if _inside(path, run)]
     for path in paths:
         try:
@@ -395,4 +355,3 @@ def _read_kept_reports(run: RunRecords) -> bool:
                 _take_overflow(run, {"report": _bounded_json(path)})
         except _DAMAGED as error:
             run.missing.append(f"{path.relative_to(run.directory)} cannot be read: {error}")
-    return bool(run.overflows)

@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_mp.diagnostics.kept_calls import RandomStates
+from hf_mp.diagnostics.kept_state import RandomStates, gradients_set_aside, untouched
+from hf_mp.diagnostics.magnitudes import sample
 from hf_mp.diagnostics.overflow import runtime_of
-from hf_mp.diagnostics.untouched import gradients_set_aside, untouched
 from hf_mp.kernels.gradient_scan import largest_magnitude
 from hf_mp.scaling.rules import scale_with_headroom
 from hf_mp.step.mixed_precision import MixedPrecision
@@ -31,13 +31,6 @@ _TRIES = 3  # at scales 2**8 apart, where the one in force overflows
 
 class ScaleLeakError(RuntimeError):
     """Gradients change with the loss scale: some bypass a border of the model. The message names the parameters."""
-
-
-class _Leak(NamedTuple):
-    name: str
-    at_larger: float
-    at_smaller: float
-    at_tiny: float
 
 
 def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> None:
@@ -85,31 +78,22 @@ def _own_loss(outputs: Any) -> Tensor:
 
 
 def refuse_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
-    """Run ``backward`` at several scales, and compare the gradients, which are None afterwards.
-
-    Args:
-        runtime: of an attached model with loss scaling and without gradients.
-        backward: deterministic.
-
-    Raises:
-        ScaleLeakError: as :func:`check_gradients`.
-    """
+    """Run ``backward`` at several scales, and compare the gradients, which are None afterwards."""
     with _alone(runtime):
         scale = runtime.scaler.get_scale()
-        found = _gradients_at(runtime, scale, backward)
-        for _ in range(_TRIES):
-            if found.largest < math.inf:
+        for _ in range(_TRIES + 1):
+            _, largest = _gradients_at(runtime, scale, backward)
+            if largest < math.inf:
                 break
             scale *= 2.0**-8
-            found = _gradients_at(runtime, scale, backward)
-        if not 0.0 < found.largest < math.inf:
+        if not 0.0 < largest < math.inf:
             return  # nothing but zeros, or inf whatever the scale is
-        larger = scale_with_headroom(found.largest, HEADROOM)
+        larger = scale_with_headroom(largest, HEADROOM)
         scales = (larger, larger / APART, *TINY_SCALES)
-        samples = [_gradients_at(runtime, scale, backward).samples for scale in scales]
+        samples = [_gradients_at(runtime, scale, backward)[0] for scale in scales]
     typical = max(_size(sample) for sample in samples[0].values())
     leaks = [
-        _Leak(name, *(_size(found[name]) for found in samples[:3]))
+        f"{name} ({', '.join(f'{_size(found[name]):.3g}' for found in samples[:3])})"
         for name in samples[0]
         if _grows(samples[0][name], samples[1][name], typical) or _shrinks(*(samples[i][name] for i in (0, 2, 3)))
     ]
@@ -138,12 +122,11 @@ def _shrinks(larger: Tensor, tiny: Tensor, tinier: Tensor) -> bool:
     return bool(torch.cosine_similarity(tiny, tinier, dim=0) > 0.9)
 
 
-def _message(leaks: list[_Leak], scales: tuple[float, ...]) -> str:
-    shown = [f"{leak.name} ({leak.at_larger:.3g}, {leak.at_smaller:.3g}, {leak.at_tiny:.3g})" for leak in leaks[:5]]
+def _message(leaks: list[str], scales: tuple[float, ...]) -> str:
     more = f" and {len(leaks) - 5} more" if len(leaks) > 5 else ""
     return (
         f"gradients change with the loss scale, so they are wrong: at {', '.join(f'{scale:g}' for scale in scales)} "
-        f"their root mean squares are, of {', '.join(shown)}{more}. Either the loss is computed from a tensor that "
+        f"their root mean squares are, of {', '.join(leaks[:5])}{more}. Either the loss is computed from a tensor that "
         "forward() does not return (a hook, an attribute): return it. Or an autograd function uses a tensor from "
         "outside the model that is neither an argument nor a parameter: pass it as an argument. A precision without "
         "loss scaling (bf16) needs neither"
@@ -161,28 +144,18 @@ def _alone(runtime: MixedPrecision) -> Iterator[None]:
         runtime.check.forget()
 
 
-class _Gradients(NamedTuple):
+def _gradients_at(
+    runtime: MixedPrecision, scale: float, backward: Callable[[], None]
+) -> tuple[dict[str, Tensor], float]:
     """FP32 samples of the gradients by name, and their largest magnitude."""
-
-    samples: dict[str, Tensor]
-    largest: float
-
-
-def _gradients_at(runtime: MixedPrecision, scale: float, backward: Callable[[], None]) -> _Gradients:
     assert runtime.model is not None
     runtime.scaler.state = replace(runtime.scaler.state, scale=scale)
     try:
         backward()
         named = [(name, p.grad) for name, p in runtime.model.named_parameters() if p.grad is not None]
         largest = largest_magnitude([gradient for _, gradient in named]).item()
-        return _Gradients({name: _sample(gradient) for name, gradient in named}, largest)
+        return {name: sample(gradient, _SAMPLED).float() for name, gradient in named}, largest
     finally:
         runtime.check.forget()
         for parameter in runtime.model.parameters():
             parameter.grad = None
-
-
-def _sample(gradient: Tensor) -> Tensor:
-    values = gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()
-    flat = values.reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLED)].float().clone()

@@ -30,11 +30,7 @@ def check_step(step: int) -> int:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step; ``cause`` is the reason of a skip, else ``""``.
-
-    Raises:
-        ValueError: for impossible numbers.
-    """
+    """One optimizer step; ``cause`` is the reason of a skip, else ``""``."""
 
     step: int
     loss_scale: float
@@ -51,17 +47,13 @@ class StepRecord:
 
 
 class StepHistory(Mapping[int, StepRecord]):
-    """Steps by their number, ascending.
-
-    Attributes:
-        left_out: number of steps beyond :data:`MOST_STEPS`.
-    """
+    """Steps by their number, ascending."""
 
     def __init__(self, records: Iterable[StepRecord] = ()) -> None:
         self._numbers, self._scales, self._headrooms = array("q"), array("d"), array("d")
         self._causes, self._cause_names = array("i"), list[str]()
         self._cause_numbers: dict[str, int] = {}
-        self.left_out = 0
+        self.left_out = 0  # steps beyond MOST_STEPS
         for record in records:
             self.append(record)
 
@@ -91,7 +83,6 @@ class StepHistory(Mapping[int, StepRecord]):
         return self._cause_numbers[cause]
 
     def forget_from(self, step: int) -> None:
-        """Forget the steps from ``step`` on."""
         if self.last_number < step:
             return
         first = bisect_left(self._numbers, step)
@@ -120,16 +111,12 @@ class StepHistory(Mapping[int, StepRecord]):
             "" if cause == _APPLIED else self._cause_names[cause],
         )
 
-    # As columns
-
     @property
     def numbers(self) -> NDArray[np.int64]:
-        """The number of each step."""
         return np.array(self._numbers, dtype=np.int64)
 
     @property
     def scales(self) -> NDArray[np.float64]:
-        """The loss scale of each step."""
         return np.array(self._scales, dtype=np.float64)
 
     @property
@@ -139,11 +126,9 @@ class StepHistory(Mapping[int, StepRecord]):
 
     @property
     def is_skipped(self) -> NDArray[np.bool_]:
-        """Whether each step was skipped."""
         return np.array(self._causes, dtype=np.int32) != _APPLIED
 
     def first_skipped(self, count: int) -> list[StepRecord]:
-        """The first ``limit`` skipped steps."""
         return [self._at(int(place)) for place in np.flatnonzero(self.is_skipped)[:count]]
 
     def causes(self) -> list[tuple[str, int]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
+import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -24,8 +25,6 @@ NO_UPDATES = Swamped(0, 0)
 
 
 class Kind(StrEnum):
-    """The kind of tensor in a histogram."""
-
     ACTIVATIONS = "activations"
     ACTIVATION_GRADIENTS = "activation gradients"
     WEIGHTS = "weights"
@@ -35,45 +34,23 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class TensorMagnitudes:
-    """One tensor of a step.
-
-    Attributes:
-        kind: of tensor.
-        layer: name of the module in the model.
-        tensor: the parameter's name in its module, such as ``"weight"``; ``""`` for an activation.
-        dtype: of the tensor, such as ``"float16"``.
-        stride: every ``stride``-th element was counted.
-        histogram: of the counted elements; gradients are unscaled.
-        swamped_fp16, swamped_bf16: number of counted updates that would leave an FP16 or BF16 weight unchanged.
-    """
-
     kind: Kind
-    layer: str
-    tensor: str
-    dtype: str
-    stride: int
-    histogram: Histogram
-    swamped_fp16: Swamped = NO_UPDATES
-    swamped_bf16: Swamped = NO_UPDATES
+    layer: str  # name of the module in the model
+    tensor: str  # the parameter's name in its module, such as "weight"; "" for an activation
+    dtype: str  # of the tensor, such as "float16"
+    stride: int  # every `stride`-th element was counted
+    histogram: Histogram  # of the counted elements; gradients are unscaled
+    swamped_fp16: Swamped = NO_UPDATES  # counted updates that would leave an FP16 weight unchanged
+    swamped_bf16: Swamped = NO_UPDATES  # the same for a BF16 weight
 
 
 @dataclass(frozen=True)
 class StepMagnitudes:
-    """The histograms of one step.
-
-    Attributes:
-        step: number of the optimizer step, from 1.
-        loss_scale: of the step; the histograms are unscaled.
-        skipped: whether the step was skipped; then there are no updates.
-        tensors: in the order of the model.
-        notes: what is missing, and why.
-    """
-
-    step: int
-    loss_scale: float
-    skipped: bool
-    tensors: tuple[TensorMagnitudes, ...]
-    notes: tuple[str, ...] = ()
+    step: int  # number of the optimizer step, from 1
+    loss_scale: float  # of the step; the histograms are unscaled
+    skipped: bool  # whether the step was skipped; then there are no updates
+    tensors: tuple[TensorMagnitudes, ...]  # in the order of the model
+    notes: tuple[str, ...] = ()  # what is missing, and why
 
     @property
     def log2_scale(self) -> int:
@@ -82,12 +59,15 @@ class StepMagnitudes:
 
     def of(self, kind: Kind, layer: str | None = None) -> Histogram:
         """The histogram of all tensors of a kind (in one layer), weighted by their strides."""
-        return total_histogram(t for t in self.tensors if t.kind is kind and layer in (None, t.layer))
+        found = (t for t in self.tensors if t.kind is kind and layer in (None, t.layer))
+        return Histogram(sum((t.histogram.counts * t.stride for t in found), start=Histogram.empty().counts))
 
     def swamped(self, layer: str | None = None) -> tuple[Swamped, Swamped]:
         """The updates (of one layer) that FP16 weights and BF16 weights would lose, weighted as in :meth:`of`."""
         found = [t for t in self.tensors if t.kind is Kind.UPDATES and layer in (None, t.layer)]
-        return _total((t.swamped_fp16, t.stride) for t in found), _total((t.swamped_bf16, t.stride) for t in found)
+        counts = (t.stride * np.array([t.swamped_fp16, t.swamped_bf16]) for t in found)
+        fp16, bf16 = sum(counts, start=np.zeros((2, 2), np.int64)).tolist()
+        return Swamped(*fp16), Swamped(*bf16)
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -95,7 +75,6 @@ class StepMagnitudes:
         return tuple(dict.fromkeys(tensor.layer for tensor in self.tensors))
 
     def shares(self) -> StepShares:
-        """What 16 bits would lose of this step."""
         gradients, (fp16, bf16) = self.of(Kind.WEIGHT_GRADIENTS), self.swamped()
         has_gradients = gradients.finite_nonzero > 0
         return StepShares(
@@ -109,35 +88,18 @@ class StepMagnitudes:
 
 @dataclass(frozen=True)
 class StepShares:
-    """What 16 bits would lose of a step: 0 to 1, or None if not recorded.
-
-    Attributes:
-        step: number of the optimizer step.
-        underflowed, underflowed_scaled: of the weight gradients, without loss scaling and at the step's scale.
-        swamped_fp16, swamped_bf16: of the updates, for FP16 or BF16 weights.
-    """
+    """What 16 bits would lose of a step: 0 to 1, or None if not recorded."""
 
     step: int
-    underflowed: float | None
-    underflowed_scaled: float | None
-    swamped_fp16: float | None
+    underflowed: float | None  # of the weight gradients, without loss scaling
+    underflowed_scaled: float | None  # the same at the step's scale
+    swamped_fp16: float | None  # of the updates
     swamped_bf16: float | None
 
     def log_entries(self) -> dict[str, float]:
         """For a training log: ``underflowed_share`` at the step's scale, and ``swamped_share`` for FP16 weights."""
         entries = {"underflowed_share": self.underflowed_scaled, "swamped_share": self.swamped_fp16}
         return {name: share for name, share in entries.items() if share is not None}
-
-
-def total_histogram(tensors: Iterable[TensorMagnitudes]) -> Histogram:
-    """Of all elements, extrapolated from the counted ones."""
-    counts = sum((t.histogram.counts * t.stride for t in tensors), start=Histogram.empty().counts)
-    return Histogram(counts)
-
-
-def _total(found: Iterable[tuple[Swamped, int]]) -> Swamped:
-    rows = list(found)
-    return Swamped(sum(s.swamped * stride for s, stride in rows), sum(s.updates * stride for s, stride in rows))
 
 
 # In a log
@@ -160,17 +122,13 @@ def as_record(step: StepMagnitudes) -> dict[str, Any]:
     }
 
 
-def _row(tensor: TensorMagnitudes) -> list[Any]:
-    row = [tensor.kind.value, tensor.layer, tensor.tensor, tensor.dtype, tensor.stride]
-    return [*row, *tensor.swamped_fp16, *tensor.swamped_bf16] if tensor.kind is Kind.UPDATES else row
+def _row(t: TensorMagnitudes) -> list[Any]:
+    lost = [*t.swamped_fp16, *t.swamped_bf16] if t.kind is Kind.UPDATES else []
+    return [t.kind.value, t.layer, t.tensor, t.dtype, t.stride, *lost]
 
 
 def from_record(record: Mapping[str, Any]) -> StepMagnitudes:
-    """What :func:`as_record` gave.
-
-    Raises:
-        ValueError, TypeError, KeyError: for anything else.
-    """
+    """What :func:`as_record` gave."""
     rows: Sequence[Any] = record["tensors"]
     first, last = (int(limit) for limit in record["bins"])
     if not 0 <= first <= last <= _BINS:
@@ -185,22 +143,18 @@ def from_record(record: Mapping[str, Any]) -> StepMagnitudes:
         raise ValueError(f"the counts are damaged: {error}") from error
     if len(packed) != size:
         raise ValueError(f"the counts take {len(packed)} bytes, not the {size} of {len(rows)} histograms")
+    loss_scale = float(record["loss_scale"])
+    if not 0.0 < loss_scale < math.inf:
+        raise ValueError(f"{loss_scale} is no loss scale")
     counts = np.zeros((len(rows), _BINS), dtype=np.int64)
     counts[:, first:last] = np.frombuffer(packed, _COUNT).reshape(len(rows), last - first)
     return StepMagnitudes(
         step=check_step(int(record["step"])),
-        loss_scale=_positive(record["loss_scale"]),
+        loss_scale=loss_scale,
         skipped=bool(record["skipped"]),
         tensors=tuple(_tensor(row, Histogram(found)) for row, found in zip(rows, counts, strict=True)),
         notes=tuple(map(str, record["notes"])),
     )
-
-
-def _positive(value: Any) -> float:
-    number = float(value)
-    if not 0.0 < number < float("inf"):
-        raise ValueError(f"{value!r} is no loss scale")
-    return number
 
 
 def _tensor(row: Sequence[Any], found: Histogram) -> TensorMagnitudes:

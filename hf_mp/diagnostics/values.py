@@ -81,5 +81,4 @@ class TensorRange:
 
 
 def ranges_of(tensors: list[tuple[str, Tensor]]) -> tuple[TensorRange, ...]:
-    """The ranges of the floating tensors among ``tensors``."""
     return tuple(TensorRange.of(name, tensor) for name, tensor in tensors if tensor.dtype in _LOOKED_AT)

@@ -11,35 +11,20 @@ _FP8_CORES = (9, 0)
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The capabilities that a recommendation depends on.
+    """The capabilities that a recommendation depends on."""
 
-    Attributes:
-        gpu: name of the least capable GPU; None without one.
-        compute_capability: NVIDIA's, as (8, 0); None without a GPU and on ROCm.
-        gpu_bf16: whether the GPU has native BF16 arithmetic.
-        cpu_fp16, cpu_bf16: whether the CPU has native products in these dtypes.
-    """
-
-    gpu: str | None = None
-    compute_capability: tuple[int, int] | None = None
-    gpu_bf16: bool = False
+    gpu: str | None = None  # name of the least capable GPU; None without one
+    compute_capability: tuple[int, int] | None = None  # NVIDIA's, as (8, 0); None without a GPU and on ROCm
+    gpu_bf16: bool = False  # whether the GPU has native BF16 arithmetic
     cpu_fp16: bool = False
     cpu_bf16: bool = False
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A recommended preset.
-
-    Attributes:
-        preset: for :meth:`hf_mp.PrecisionPolicy.parse`.
-        reason: one or two sentences.
-        otherwise: when to choose another preset; continues "Otherwise".
-    """
-
-    preset: str
+    preset: str  # for PrecisionPolicy.parse
     reason: str
-    otherwise: str
+    otherwise: str  # when to choose another preset; continues "Otherwise"
 
 
 def advise(machine: Capabilities) -> Advice:

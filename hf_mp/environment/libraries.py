@@ -16,19 +16,10 @@ import torch
 
 @dataclass(frozen=True)
 class Library:
-    """An optional library.
-
-    Attributes:
-        name: import name.
-        works: whether it does what hf_mp needs.
-        status: version and capability, or the reason why it does not work.
-        notes: messages logged during import.
-    """
-
     name: str
-    works: bool
-    status: str
-    notes: tuple[str, ...] = ()
+    works: bool  # whether it does what hf_mp needs
+    status: str  # version and capability, or the reason why it does not work
+    notes: tuple[str, ...] = ()  # messages logged during import
 
 
 @contextmanager
@@ -71,7 +62,7 @@ def _problem_of_quantizing(bitsandbytes: Any) -> str | None:
         packed, state = bitsandbytes.functional.quantize_4bit(weight, quant_type="nf4")
         restored = bitsandbytes.functional.dequantize_4bit(packed, state)
     except Exception as error:  # whatever its native library raises: it does not work here, and that is the answer
-        return f"{bitsandbytes.__version__}, cannot quantize on {device}: {_first_line(error)}"
+        return f"{bitsandbytes.__version__}, cannot quantize on {device}: {first_line(error)}"
     if not torch.equal(restored, weight):
         return f"{bitsandbytes.__version__}, gives wrong numbers on {device}"
     return None
@@ -96,8 +87,8 @@ def _import(name: str) -> tuple[Any, str | None]:
     try:
         return importlib.import_module(name), None
     except Exception as error:  # a broken installation is what this is to find
-        return None, f"cannot be imported: {_first_line(error)}"
+        return None, f"cannot be imported: {first_line(error)}"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -31,14 +31,18 @@ def describe_hardware() -> Mapping[str, str]:
     from hf_mp.casting.cpu.upcast import runs_natively
 
     cpuinfo = _CPUINFO.read_text(encoding="utf-8", errors="replace") if _CPUINFO.exists() else ""
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if torch.cuda.is_available() else 0))
+    # A container or `taskset` may grant fewer CPUs than the machine has.
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    libc = " ".join(platform.libc_ver()).strip()
     return {
-        "platform": _platform(),
+        "platform": f"{platform.system()} {platform.machine()}" + (f", {libc}" if libc else ""),
         "CPU": cpu_model(cpuinfo) or platform.processor() or platform.machine(),
         "CPU instructions": ", ".join([torch.backends.cpu.get_cpu_capability(), *cpu_flags_16_bit(cpuinfo)]),
-        "FP16 products on the CPU": _native_or_not(runs_natively(torch.float16, "cpu")),
-        "BF16 products on the CPU": _native_or_not(runs_natively(torch.bfloat16, "cpu")),
-        "CPU threads": f"{torch.get_num_threads()} of {_usable_cpus()}",
-        **gpu_rows(_gpus()),
+        "FP16 products on the CPU": "native" if runs_natively(torch.float16, "cpu") else "through FP32",
+        "BF16 products on the CPU": "native" if runs_natively(torch.bfloat16, "cpu") else "through FP32",
+        "CPU threads": f"{torch.get_num_threads()} of {usable or 1}",
+        **gpu_rows((gpu.name, gpu.total_memory, (gpu.major, gpu.minor)) for gpu in gpus),
     }
 
 
@@ -48,7 +52,6 @@ def cpu_model(cpuinfo: str) -> str | None:
 
 
 def cpu_flags_16_bit(cpuinfo: str) -> list[str]:
-    """The flags in ``/proc/cpuinfo`` for FP16 or BF16 arithmetic."""
     flags = (_cpuinfo_field(cpuinfo, "flags") or _cpuinfo_field(cpuinfo, "Features") or "").split()
     return [flag for flag in _CPU_FLAGS_16_BIT if flag in flags]
 
@@ -69,35 +72,9 @@ def _installed_version(package: str) -> str:
         return "not installed"
 
 
-def _platform() -> str:
-    libc, libc_version = platform.libc_ver()
-    name = f"{platform.system()} {platform.machine()}"
-    return f"{name}, {libc} {libc_version}" if libc else name
-
-
 def _cpuinfo_field(cpuinfo: str, field: str) -> str | None:
     for line in cpuinfo.splitlines():
         name, _, value = line.partition(":")
         if name.strip() == field and value.strip():
             return value.strip()
     return None
-
-
-def _native_or_not(native: bool) -> str:
-    return "native" if native else "through FP32"
-
-
-def _usable_cpus() -> int:
-    # a container or `taskset` may grant fewer than the machine has
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _gpus() -> list[tuple[str, int, tuple[int, int]]]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return []
-    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [(gpu.name, gpu.total_memory, (gpu.major, gpu.minor)) for gpu in properties]

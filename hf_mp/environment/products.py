@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,27 +23,14 @@ ROUNDS = 5
 
 @dataclass(frozen=True)
 class Product:
-    """One product of two square matrices.
-
-    Attributes:
-        device: ``"CPU"``, or ``"GPU 0"``.
-        dtype: ``"FP32"``, ``"FP16"``, ``"BF16"`` or ``"INT8"``.
-        way: the implementation.
-        is_native: whether the device has arithmetic for it; None if torch does not know.
-        rate: products a second as a multiple of FP32's on the same device; None if it cannot run.
-    """
-
-    device: str
-    dtype: str
+    device: str  # "CPU", or "GPU 0"
+    dtype: str  # "FP32", "FP16", "BF16" or "INT8"
     way: str
-    is_native: bool | None
-    rate: float | None
+    is_native: bool | None  # whether the device has arithmetic for it; None if torch does not know
+    rate: float | None  # products a second as a multiple of FP32's on the same device; None if it cannot run
 
 
-@dataclass(frozen=True)
-class Contender:
-    """A product to time, with the call that computes it and the rows of its matrices."""
-
+class Contender(NamedTuple):
     dtype: str
     way: str
     is_native: bool | None
@@ -54,12 +42,6 @@ def time_products(device: torch.device, size: int | None = None, rounds: int = R
     """Time one product in each dtype on ``device``, in turns; the best of ``rounds`` counts.
 
     On one thread. This shows which dtypes are worthwhile, not how much faster training gets.
-
-    Args:
-        device: a CPU or a CUDA device.
-        size: rows of the square matrices; default 1024 on a CPU, 4096 on a GPU; at most 256 for torch's FP16 product
-            on a CPU without FP16 arithmetic.
-        rounds: timed runs of each, after one warm-up run.
     """
     contenders = list(_contenders(device, size or (CPU_SIZE if device.type == "cpu" else GPU_SIZE)))
     best: dict[int, float] = {}
@@ -126,16 +108,12 @@ def _natives(device: torch.device) -> tuple[bool | None, bool | None, bool | Non
 
 def _seconds(multiply: Callable[[], Tensor], device: torch.device) -> float | None:
     """Seconds of one product; None if torch has no such product for this device."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else torch.cpu.synchronize
     try:
-        _wait(device)
+        wait(device)
         began = time.perf_counter()
         multiply()
-        _wait(device)
+        wait(device)
     except (RuntimeError, NotImplementedError):  # how torch says that a kernel is missing
         return None
     return time.perf_counter() - began
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

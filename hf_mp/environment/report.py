@@ -21,19 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that mixed precision runs on.
-
-    Attributes:
-        versions, hardware: label to readable value.
-        libraries: the optional ones.
-        products: one in each dtype, on each device.
-        advice: the preset to start with.
-    """
-
     versions: dict[str, str]
     hardware: dict[str, str]
     libraries: list[Library]
-    products: list[Product]
+    products: list[Product]  # one in each dtype, on each device
     advice: Advice
 
     def to_json(self) -> str:
@@ -73,30 +64,20 @@ def screen(machine: Machine) -> Iterator[RenderableType]:
     from rich.table import Table
     from rich.text import Text
 
-    rows = {
-        **machine.versions,
-        **{library.name: library.status for library in machine.libraries},
-        **machine.hardware,
-    }
+    libraries = {library.name: library.status for library in machine.libraries}
     environment = Table("environment", "value", show_edge=False)
-    for label, value in rows.items():
+    for label, value in (machine.versions | libraries | machine.hardware).items():
         environment.add_row(label, Text(value))
     yield environment
     yield ""
     products = Table("product on", "in", "by", "arithmetic", show_edge=False)
     products.add_column("rate (FP32 = 1)", justify="right")
     for product in machine.products:
-        products.add_row(product.device, product.dtype, product.way, _arithmetic(product), _rate(product))
+        arithmetic = {True: "native", False: "none", None: ""}[product.is_native]
+        rate = "cannot run" if product.rate is None else f"{product.rate:.3g}"
+        products.add_row(product.device, product.dtype, product.way, arithmetic, rate)
     yield products
     yield ""
     advice = machine.advice
     preset = (f"precision={advice.preset!r}", "bold")
     yield Text.assemble("Advice: ", preset, f". {advice.reason} Otherwise {advice.otherwise}")
-
-
-def _arithmetic(product: Product) -> str:
-    return {True: "native", False: "none", None: ""}[product.is_native]
-
-
-def _rate(product: Product) -> str:
-    return "cannot run" if product.rate is None else f"{product.rate:.3g}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
+import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from transformers.utils import logging as transformers_logging
 
 from hf_mp.memory.html_page import check_writable, write_whole
 from hf_mp.memory.page import render_page
@@ -29,35 +31,31 @@ def run(
     measure: bool,
     device: str | None,
     gpu: str | None,
-    presets: Sequence[str] | None,
+    precision: Sequence[str] | None,
     config_only: bool,
     as_json: bool,
     html: Path | None,
-    settings: dict[str, Any],
+    **settings: Any,
 ) -> str:
-    """Gather the report and return the text to print; with ``html``, write the page.
-
-    Raises:
-        ValueError, ImportError: before anything is written, saying what to change.
-    """
+    """Gather the report and return the text to print; with ``html``, write the page."""
     if as_json and html is not None:
         raise ValueError("--json and --html are both given: choose one, or run twice")
     if html is not None:
         check_writable(html)
     gpu_bytes = None if gpu is None else parse_size(gpu)
-    for preset in presets or ():
+    for preset in precision or ():
         parse_preset(preset)
     quiet_libraries()
     with _told_progress() as tell:
         report = gather_report(
             model,
             config_only=config_only,
-            train=train or gpu is not None or presets is not None,
+            train=train or gpu is not None or precision is not None,
             measure=measure,
             gpu_bytes=gpu_bytes,
-            presets=tuple(presets or TRAINING_PRESETS),
+            presets=tuple(precision or TRAINING_PRESETS),
             progress=tell,
-            device=device or _default_device(measure),
+            device=device or ("cuda" if not measure or torch.cuda.is_available() else "cpu"),
             **settings,
         )
     if as_json:
@@ -70,38 +68,22 @@ def run(
 
 def quiet_libraries() -> None:
     """Silence Transformers and bitsandbytes."""
-    import logging
-
-    from transformers.utils import logging as transformers_logging
-
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
-def _default_device(measure: bool) -> str:
-    if not measure:
-        return "cuda"
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 @contextmanager
 def _told_progress() -> Iterator[Callable[[str], None]]:
     """Show the current step on a line of stderr that disappears at the end; nothing if stderr is not a terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda step: None
-        return
-    with console.status("reading the configuration ...") as status:
+    with Console(stderr=True).status("reading the configuration ...") as status:
         yield lambda step: status.update(f"{step} ...")
 
 
 def _as_text(renderable: Any) -> str:
     on_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if on_terminal else 200
-    console = Console(file=io.StringIO(), width=width, force_terminal=on_terminal)
-    console.print(renderable)
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return text
+    console = Console(width=width, force_terminal=on_terminal)
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get()

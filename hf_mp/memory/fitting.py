@@ -64,9 +64,6 @@ def search_largest(peak: Callable[[int], int], memory_bytes: int) -> int:
 
     Memory is nearly linear in the batch size, so the line through the last two points mostly finds the answer at once;
     if another part of the step becomes the peak, the search continues from there.
-
-    Raises:
-        ValueError: if even ``LARGEST_TRIED`` fits.
     """
     if peak(1) > memory_bytes:
         return 0

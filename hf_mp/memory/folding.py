@@ -11,28 +11,17 @@ from hf_mp.memory.footprint import Kind, ModuleBytes, TensorRow
 
 @dataclass(frozen=True)
 class FoldedRow:
-    """A parameter, or the same parameter of several layers.
+    """A parameter, or the same parameter of several layers."""
 
-    Attributes:
-        name: as ``transformer.h.0 - h.11.ln_1.weight``; the plain name for a single one.
-        count: number of parameters.
-        dtype, device, shape: of each.
-        total_bytes: of all together.
-    """
-
-    name: str
+    name: str  # as `transformer.h.0 - h.11.ln_1.weight`; the plain name for a single one
     count: int
     dtype: str
     device: str
     shape: tuple[int, ...]
-    total_bytes: int
+    total_bytes: int  # of all together
 
 
-@dataclass
-class _Run:
-    first: int
-    last: int
-    rows: list[TensorRow]
+_Run = list[tuple[int | None, TensorRow]]  # of consecutive layers
 
 
 def fold_parameters(rows: Iterable[TensorRow], kind: Kind = Kind.PARAMETER) -> tuple[FoldedRow, ...]:
@@ -40,21 +29,19 @@ def fold_parameters(rows: Iterable[TensorRow], kind: Kind = Kind.PARAMETER) -> t
 
     The layer is the first number in a name. A tensor that shares the memory of an earlier one has no line.
     """
-    runs: dict[tuple[object, ...], list[_Run]] = {}
-    order: list[tuple[tuple[object, ...], _Run]] = []
+    runs: list[_Run] = []
+    latest: dict[tuple[object, ...], _Run] = {}
     for row in rows:
         if row.kind is not kind or row.shared_with is not None:
             continue
         before, layer, after = _split(row.name)
         key = (before, after, row.dtype, row.device, row.shape, row.place)
-        found = runs.setdefault(key, [])
-        if layer is not None and found and found[-1].last + 1 == layer:
-            found[-1].last = layer
-            found[-1].rows.append(row)
+        if layer is not None and key in latest and latest[key][-1][0] == layer - 1:
+            latest[key].append((layer, row))
         else:
-            found.append(_Run(layer or 0, layer or 0, [row]))
-            order.append((key, found[-1]))
-    return tuple(_folded(run) for _, run in order)
+            latest[key] = [(layer, row)]
+            runs.append(latest[key])
+    return tuple(map(_folded, runs))
 
 
 def _split(name: str) -> tuple[str, int | None, str]:
@@ -63,14 +50,14 @@ def _split(name: str) -> tuple[str, int | None, str]:
 
 
 def _folded(run: _Run) -> FoldedRow:
-    row = run.rows[0]
+    (first, row), (last, _) = run[0], run[-1]
     name = row.name
-    if run.last > run.first:
+    if last != first:
         before, _, after = _split(row.name)
         layers = before.rstrip(".").rpartition(".")[2]
-        name = f"{before}{run.first} - {f'{layers}.' if layers else ''}{run.last}{after}"
-    total = sum(one.tensor_bytes for one in run.rows)
-    return FoldedRow(name, len(run.rows), row.dtype, row.device, row.shape, total)
+        name = f"{before}{first} - {f'{layers}.' if layers else ''}{last}{after}"
+    total = sum(one.tensor_bytes for _, one in run)
+    return FoldedRow(name, len(run), row.dtype, row.device, row.shape, total)
 
 
 def fold_tree(tree: ModuleBytes) -> ModuleBytes:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -172,10 +172,7 @@ class MemoryFootprint:
         return dict(totals.most_common())
 
 
-@dataclass(frozen=True)
-class FoundTensor:
-    """A tensor and where it was found."""
-
+class FoundTensor(NamedTuple):
     name: str
     module: str
     kind: Kind

@@ -35,11 +35,7 @@ def _environment() -> jinja2.Environment:
 
 
 def check_writable(path: Path) -> None:
-    """Raise early if ``path`` cannot be written.
-
-    Raises:
-        ValueError: for a directory, and if its parent does not exist or is read-only.
-    """
+    """Raise early if ``path`` cannot be written."""
     if path.is_dir():
         raise ValueError(f"{path} is a directory: name a file, as in {path / 'report.html'}")
     if not path.parent.is_dir():
@@ -49,7 +45,6 @@ def check_writable(path: Path) -> None:
 
 
 def write_whole(path: Path, content: str) -> None:
-    """Write a file atomically."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -5,7 +5,7 @@ Pure bookkeeping without tensors: the recorder feeds it, and :func:`profile_step
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -37,15 +37,8 @@ class Phase(StrEnum):
 
 @dataclass
 class Allocation:
-    """One storage.
-
-    Attributes:
-        size_bytes: its size.
-        category: its purpose, which may become known later (a gradient).
-    """
-
     size_bytes: int
-    category: Category
+    category: Category  # may become known later (a gradient)
 
 
 @dataclass(frozen=True)
@@ -83,16 +76,12 @@ class Moment:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """The memory of one training step.
+    """The memory of one training step; fields as in :class:`hf_mp.TrainingMemory`."""
 
-    Attributes:
-        peak: the moment of highest use.
-        peak_op: the op that reached it.
-        timeline: moments of the step in order; the peak is one of them.
-    """
-
-    peak: Moment
+    peak_bytes: int
+    peak_phase: Phase
     peak_op: str
+    bytes_by_category: dict[Category, int]
     timeline: tuple[Moment, ...]
 
 
@@ -109,7 +98,6 @@ class Ledger:
         self.events = [Event(allocation, 1, Phase.SETUP, "") for allocation in self.live.values()]
 
     def allocate(self, key: int, size_bytes: int, category: Category, op: str) -> None:
-        """Record an allocated storage."""
         allocation = self.live[key] = Allocation(size_bytes, category)
         self.events.append(Event(allocation, 1, self.phase, op))
 
@@ -129,15 +117,7 @@ class Ledger:
 
 
 def profile_step(events: Sequence[Event], moments: int = 240) -> StepProfile:
-    """Add up the events of one step.
-
-    Args:
-        events: of a :class:`Ledger`; those of phase SETUP are the step's initial state.
-        moments: maximum number of moments in the timeline; each shows the highest use in its stretch of events.
-
-    Raises:
-        ValueError: if there are no events.
-    """
+    """Add up the events of one step, in at most ``moments`` moments: each the highest use in its stretch of events."""
     if not events:
         raise ValueError("no memory events: nothing was recorded")
     in_use = dict.fromkeys(Category, 0)
@@ -154,10 +134,6 @@ def profile_step(events: Sequence[Event], moments: int = 240) -> StepProfile:
         bucket = (index - first) * moments // length
         if bucket not in highest or total > highest[bucket][0]:
             highest[bucket] = (total, event.op, Moment((index - first) / length, event.phase, dict(in_use)))
-    _, peak_op, peak = max(highest.values(), key=lambda entry: entry[0])
-    return StepProfile(peak, peak_op, tuple(entry[2] for entry in highest.values()))
-
-
-def total_bytes(allocations: Iterable[Allocation]) -> int:
-    """Bytes of all allocations."""
-    return sum(allocation.size_bytes for allocation in allocations)
+    peak_bytes, peak_op, peak = max(highest.values(), key=lambda entry: entry[0])
+    timeline = tuple(moment for _, _, moment in highest.values())
+    return StepProfile(peak_bytes, peak.phase, peak_op, peak.bytes_by_category, timeline)

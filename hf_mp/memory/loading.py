@@ -7,8 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_mp.memory.models import ask_hub, find_config, first_line, model_class, unknown_model
-from hf_mp.memory.precisions import bitsandbytes_config, check_bitsandbytes, parse_precision
+from hf_mp.environment.libraries import first_line
+from hf_mp.memory.models import ask_hub, find_config, model_class, unknown_model
+from hf_mp.memory.precisions import bitsandbytes_config, parse_precision
 
 
 def load(
@@ -39,9 +40,8 @@ def load(
     for name in ("dtype", "torch_dtype", "quantization_config"):
         if name in settings:
             raise ValueError(f"{name} is decided by precision={precision!r}: leave {name} out, or use from_pretrained")
-    quantization_config = bitsandbytes_config(precision, double_quant)
+    quantization_config = bitsandbytes_config(precision, double_quant, settings.get("device_map"))
     if quantization_config is not None:
-        check_bitsandbytes(precision, settings.get("device_map"))
         settings["quantization_config"] = quantization_config
     config = find_config(model_name_or_path)
     offline = None if Path(model_name_or_path).exists() else ask_hub(str(model_name_or_path))

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_mp.memory.ledger import total_bytes
 from hf_mp.memory.loading import load
 from hf_mp.memory.models import ModelLike, find_config, model_class
 from hf_mp.memory.precisions import parse_precision
@@ -25,9 +24,7 @@ from hf_mp.memory.training import (
     prepare_model,
     record_steps,
     train_one_step,
-    training_memory,
 )
-from hf_mp.weights.optimizer_in_backward import FreeGradients
 
 _PROCESS = Path("/proc/self")
 
@@ -36,14 +33,9 @@ def measure_training_memory(
     model: ModelLike,
     precision: str = "fp16",
     *,
-    batch_size: int = 1,
-    seq_len: int | None = None,
-    accumulation_steps: int = 1,
-    gradient_checkpointing: bool = False,
-    optimizer: str | None = None,
-    free_gradients: FreeGradients = "step",
     device: str | None = None,
     ask_allocator: bool | None = None,
+    **settings: Any,
 ) -> TrainingMemory:
     """Measure the memory of fine-tuning with real steps on this machine.
 
@@ -53,16 +45,11 @@ def measure_training_memory(
     Args:
         model: as for :func:`hf_mp.estimate_training_memory`.
         precision: one of :data:`hf_mp.memory.presets.TRAINING_PRESETS`; default ``"fp16"``.
-        batch_size: sequences in one forward, without padding; default 1.
-        seq_len: tokens in a sequence; default: all positions that the model has, at most 1024.
-        accumulation_steps: micro-batches in one update; default 1.
-        gradient_checkpointing: recompute blocks in backward; default False.
-        optimizer: a name of ``TrainingArguments(optim=...)``; default: the preset's, else the Trainer's
-            ``"adamw_torch_fused"``.
-        free_gradients: as for :func:`hf_mp.estimate_training_memory`; default ``"step"``.
         device: ``"cuda"`` or ``"cpu"``; default: the GPU if there is one.
         ask_allocator: also train unobserved steps and take the peak from the allocator: CUDA's statistics, or torch's
             profiler on a CPU. Default: on a GPU.
+        settings: ``batch_size``, ``seq_len``, ``accumulation_steps``, ``gradient_checkpointing``, ``optimizer`` and
+            ``free_gradients``, as for :func:`hf_mp.estimate_training_memory`.
 
     Returns:
         As :func:`hf_mp.estimate_training_memory`, for real tensors, with ``process_peak_bytes`` on a CPU.
@@ -71,37 +58,28 @@ def measure_training_memory(
         ValueError: as for :func:`hf_mp.estimate_training_memory`, and if there is no GPU.
     """
     config = find_config(model)
-    settings = make_settings(
-        config,
-        precision=precision,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        accumulation_steps=accumulation_steps,
-        gradient_checkpointing=gradient_checkpointing,
-        optimizer=optimizer,
-        free_gradients=free_gradients,
-    )
+    asked = make_settings(config, precision, **settings)
     place = _device(device)
     before = torch.cuda.memory_allocated() if place.type == "cuda" else 0
     reset_process_peak()
     real = _real_model(config, parse_preset(precision).loaded, place)
     kind, parameters = type(real), real.num_parameters()
-    trainee = make_trainee(prepare_model(real, settings).to(place), kind, settings, place)
+    trainee = make_trainee(prepare_model(real, asked).to(place), kind, asked, place)
     recorder = MemoryRecorder.for_device(place)
     profile = record_steps(trainee, recorder)
     process_peak = process_peak_bytes() if place.type == "cpu" else None
     allocator_peak = None
     if ask_allocator or (ask_allocator is None and place.type == "cuda"):
         allocator_peak = _cuda_peak(trainee) - before if place.type == "cuda" else _cpu_peak(trainee, recorder)
-    return training_memory(
+    return TrainingMemory(
         kind.__name__,
         parameters,
-        settings,
+        asked,
         place.type,
-        profile,
         measured=True,
         allocator_peak_bytes=allocator_peak,
         process_peak_bytes=process_peak,
+        **vars(profile),
     )
 
 
@@ -141,7 +119,7 @@ def _cpu_peak(trainee: Trainee, recorder: MemoryRecorder) -> int:
     from torch.profiler import ProfilerActivity, profile
 
     gc.collect()
-    in_use = peak = total_bytes(recorder.ledger.live.values())
+    in_use = peak = sum(allocation.size_bytes for allocation in recorder.ledger.live.values())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         train_one_step(trainee)
     results: Any = profiler.profiler

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import transformers
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
+from transformers.quantizers import AutoHfQuantizer
 
-from hf_mp.memory.configs import BUILT_IN, built_in_config
-from hf_mp.memory.precisions import parse_precision, quantizer_for
+from hf_mp.environment.libraries import first_line
+from hf_mp.memory.precisions import bitsandbytes_config, parse_precision
 
 ModelLike = str | Path | PreTrainedConfig | PreTrainedModel
 
@@ -29,12 +31,21 @@ _TASKS = (
     modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-
 # Larger than any existing model: DeepNet has 1,000 layers; the largest have 10^13 parameters in 200,000 tensors.
 MOST_LAYERS = 10_000
 MOST_TENSORS = 500_000
 MOST_ELEMENTS = 10**15
 _COUNTS = re.compile(r"(n|num)_.*(layers?|blocks?|experts?)|.*_layers|depth")
+
+# Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", table 2, and the released checkpoints.
+_GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 50257, "n_positions": 1024}
+
+BUILT_IN: dict[str, dict[str, Any]] = {
+    "gpt2": {**_GPT2, "n_layer": 12, "n_embd": 768, "n_head": 12},
+    "gpt2-medium": {**_GPT2, "n_layer": 24, "n_embd": 1024, "n_head": 16},
+    "gpt2-large": {**_GPT2, "n_layer": 36, "n_embd": 1280, "n_head": 20},
+    "gpt2-xl": {**_GPT2, "n_layer": 48, "n_embd": 1600, "n_head": 25},
+}
 
 
 class UnknownModelError(ValueError):
@@ -45,15 +56,6 @@ def find_config(model: ModelLike) -> PreTrainedConfig:
     """The configuration of a model: its own, or from a directory, a ``config.json``, the built-in ones, or the Hub.
 
     Never runs code that comes with a model.
-
-    Args:
-        model: a name, a directory, the path of a JSON file, a configuration, or a model.
-
-    Raises:
-        UnknownModelError: for an unknown name; the message lists the built-in ones.
-        ValueError: for a directory or file without a configuration, a model that needs its own code, and more layers
-            than any model has.
-        TypeError: for anything else.
     """
     if isinstance(model, PreTrainedModel):
         model = model.config
@@ -68,9 +70,8 @@ def find_config(model: ModelLike) -> PreTrainedConfig:
     path = Path(model)
     if path.exists():
         return _read_config(path)
-    built_in = built_in_config(str(model))
-    if built_in is not None:
-        return AutoConfig.for_model(**built_in)
+    if (short_name := str(model).removeprefix("openai-community/")) in BUILT_IN:
+        return AutoConfig.for_model(**BUILT_IN[short_name])
     if (reason := ask_hub(str(model))) is None:
         return _load_config(str(model))
     try:
@@ -80,11 +81,7 @@ def find_config(model: ModelLike) -> PreTrainedConfig:
 
 
 def _load_config(name: str, **settings: Any) -> PreTrainedConfig:
-    """The configuration in a directory, a file, the cache or on the Hub, validated before it is instantiated.
-
-    Raises:
-        ValueError, OSError: as :func:`find_config`, and those of Transformers.
-    """
+    """The configuration in a directory, a file, the cache or on the Hub, validated before it is instantiated."""
     values, _ = PreTrainedConfig.get_config_dict(name, **settings)
     code = (values.get("auto_map") or {}).get("AutoConfig")
     if code is not None and values.get("model_type") not in CONFIG_MAPPING:
@@ -106,8 +103,7 @@ def _check_counts(values: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={value:,} is more than any model has: at most {MOST_LAYERS:,} are counted")
 
 
-def unknown_model(name: str, reason: object) -> str:
-    """The message for an unknown name."""
+def unknown_model(name: str, reason: Exception) -> str:
     return (
         f"{name!r} is not a directory, not a file, not in the cache, and the Hub does not give it "
         f"({first_line(reason)}). Ways out: a directory with a config.json (as save_pretrained writes), the path of a "
@@ -124,11 +120,6 @@ def ask_hub(name: str) -> Exception | None:
     return None
 
 
-def first_line(value: object) -> str:
-    """The first line of a message, or the error's type if it has none."""
-    return next(iter(str(value).strip().splitlines()), type(value).__name__)
-
-
 def _read_config(path: Path) -> PreTrainedConfig:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -142,11 +133,7 @@ def _read_config(path: Path) -> PreTrainedConfig:
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class of a configuration: its architecture, or the language model of its type.
-
-    Raises:
-        ValueError: if Transformers has neither.
-    """
+    """The class of a configuration: its architecture, or the language model of its type."""
     bare = {str(getattr(modeling_auto, "MODEL_MAPPING_NAMES", {}).get(config.model_type))}
     for name in getattr(config, "architectures", None) or []:
         found = getattr(transformers, name, None)
@@ -162,11 +149,7 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A model on the meta device; ``config`` is left as it is.
-
-    Raises:
-        ValueError: for one larger than any existing model.
-    """
+    """A model on the meta device; ``config`` is left as it is."""
     try:
         with torch.device("meta"), _counted_parameters():
             model: PreTrainedModel = model_class(config)._from_config(copy.deepcopy(config), dtype=dtype)
@@ -201,39 +184,22 @@ def skeleton(config: PreTrainedConfig, precision: str, *, double_quant: bool = F
     """The model that :func:`hf_mp.load` would load, on the meta device.
 
     bitsandbytes' own functions quantize the weights there, too.
-
-    Args:
-        config: its configuration; left as it is.
-        precision: one of :data:`hf_mp.memory.precisions.PRECISIONS`.
-        double_quant: as for :func:`hf_mp.load`.
     """
     dtype = parse_precision(precision).dtype
     model = meta_model(config, dtype)
-    quantizer = quantizer_for(precision, double_quant)
-    if quantizer is None:
+    if (quantization := bitsandbytes_config(precision, double_quant)) is None:
         return model
+    quantizer: Any = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
     quantizer.preprocess_model(model=model, device_map={"": "cpu"}, dtype=dtype)
-    with _own_tables_of_bitsandbytes():
+    from bitsandbytes.functional import name2qmap
+
+    with mock.patch.dict(name2qmap, clear=True):  # a cache for real models, too, and these tables are on meta
         for name, parameter in list(model.named_parameters()):
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
             if quantizer.param_needs_quantization(model, name):
                 cast(Any, parameter)._quantize(torch.device("meta"))
     return cast(PreTrainedModel, quantizer.postprocess_model(model) or model)
-
-
-@contextlib.contextmanager
-def _own_tables_of_bitsandbytes() -> Iterator[None]:
-    """Keep meta tables out of bitsandbytes' cache, which real models use."""
-    from bitsandbytes.functional import name2qmap
-
-    before = dict(name2qmap)
-    name2qmap.clear()
-    try:
-        yield
-    finally:
-        name2qmap.clear()
-        name2qmap.update(before)
 
 
 def replace_tensors(model: nn.Module, device: torch.device) -> nn.Module:

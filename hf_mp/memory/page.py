@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from hf_mp.environment.machine import describe_hardware, package_versions
 from hf_mp.memory.folding import fold_tree
@@ -20,58 +21,45 @@ from hf_mp.memory.training import TrainingMemory
 
 WIDTH, HEIGHT = 1000, 320  # of a timeline, in the units of its viewBox
 
-# What a bar of a loaded model is made of, and the colour that each dtype has in common with the others.
 _DTYPE_COLOURS = ("float32", "float16", "bfloat16", "int8", "uint8")
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A piece of a bar: colour, width in percent of the scale, label."""
-
+class Segment(NamedTuple):
     colour: str
-    percent: float
+    percent: float  # of the scale
     text: str
 
 
-@dataclass(frozen=True)
-class Bar:
-    """One stacked bar."""
-
+class Bar(NamedTuple):
     label: str
     total: str
-    segments: tuple[Segment, ...]
-    exceeds_gpu: bool
+    segments: list[Segment]
+    exceeds_gpu: bool = False
 
 
-@dataclass(frozen=True)
-class Area:
-    """One category of a timeline: its colour, its name and the points of its polygon."""
-
+class Area(NamedTuple):
     colour: str
     name: str
     points: str
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """A part of a step on a timeline: name, start and width in percent."""
+class Stretch(NamedTuple):
+    """A part of a step on a timeline; start and width in percent."""
 
     name: str
     start: float
     percent: float
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """One training step as stacked areas."""
+class Timeline(NamedTuple):
+    """One training step as stacked areas, one per category."""
 
     label: str
     peak: str
     where: str
-    peak_x: float
     peak_y: float
-    areas: tuple[Area, ...]
-    stretches: tuple[Stretch, ...]
+    areas: list[Area]
+    stretches: list[Stretch]
 
 
 def render_page(report: MemoryReport) -> str:
@@ -80,15 +68,19 @@ def render_page(report: MemoryReport) -> str:
     trained_scale = _scale([e.peak_bytes for e in estimates.values()], report.gpu_bytes)
     loaded_scale = _scale([footprint.total_bytes for footprint in report.footprints.values()], None)
     first = next(iter(estimates.values()), None)
+    dtypes = sorted({dtype for footprint in report.footprints.values() for dtype in footprint.by_dtype})
     return page_template("memory/page.html.j2").render(
         report=report,
         loaded=[loaded_bar(name, footprint, loaded_scale) for name, footprint in report.footprints.items()],
-        dtypes=_dtypes(report.footprints.values()),
+        dtypes=[(_dtype_colour(dtype), dtype) for dtype in dtypes],
         trained=[trained_bar(name, estimate, trained_scale, report.gpu_bytes) for name, estimate in estimates.items()],
-        categories=_categories(estimates.values()),
+        categories=_categories([moment for estimate in estimates.values() for moment in estimate.timeline]),
         gpu_percent=None if report.gpu_bytes is None else 100 * report.gpu_bytes / trained_scale,
         gpu=None if report.gpu_bytes is None else readable(report.gpu_bytes),
-        timelines=[timeline(name, estimate) for name, estimate in estimates.items()],
+        timelines=[
+            timeline(TRAINING_PRESETS[name].label, step.timeline, step.peak_bytes, step.peak_phase)
+            for name, step in estimates.items()
+        ],
         settings=None if first is None else first.settings,
         on_gpu=first is not None and first.device == "cuda",
         fit_header=FIT_HEADER,
@@ -116,10 +108,10 @@ def _scale(sizes: Sequence[int], gpu_bytes: int | None) -> float:
 def loaded_bar(precision: str, footprint: MemoryFootprint, scale: float) -> Bar:
     """A loaded model as a bar, by dtype; ``scale`` bytes are the full width."""
     segments = [
-        Segment(dtype if dtype in _DTYPE_COLOURS else "other", 100 * size / scale, f"{dtype}: {readable(size)}")
+        Segment(_dtype_colour(dtype), 100 * size / scale, f"{dtype}: {readable(size)}")
         for dtype, size in sorted(footprint.by_dtype.items())
     ]
-    return Bar(PRECISIONS[precision].label, readable(footprint.total_bytes), tuple(segments), False)
+    return Bar(PRECISIONS[precision].label, readable(footprint.total_bytes), segments)
 
 
 def trained_bar(preset: str, memory: TrainingMemory, scale: float, gpu_bytes: int | None) -> Bar:
@@ -130,66 +122,45 @@ def trained_bar(preset: str, memory: TrainingMemory, scale: float, gpu_bytes: in
         if size
     ]
     exceeds = gpu_bytes is not None and memory.peak_bytes > gpu_bytes
-    return Bar(TRAINING_PRESETS[preset].label, readable(memory.peak_bytes), tuple(segments), exceeds)
+    return Bar(TRAINING_PRESETS[preset].label, readable(memory.peak_bytes), segments, exceeds)
 
 
-def timeline(preset: str, memory: TrainingMemory) -> Timeline:
+def timeline(label: str, moments: Sequence[Moment], peak_bytes: int, peak_phase: Phase) -> Timeline:
     """A training step as stacked areas, one per category."""
-    return draw_timeline(TRAINING_PRESETS[preset].label, memory.timeline, memory.peak_bytes, memory.peak_phase)
-
-
-def draw_timeline(label: str, moments: Sequence[Moment], peak_bytes: int, peak_phase: Phase) -> Timeline:
-    """As :func:`timeline`, from its parts."""
     top = 1.06 * peak_bytes
     below = [0] * len(moments)
     areas = []
-    for category in _categories_in(moments):
+    for category in _categories(moments):
         above = [low + moment.bytes_by_category[category] for low, moment in zip(below, moments, strict=True)]
         areas.append(Area(slug(category), category.value, _polygon(moments, below, above, top)))
         below = above
-    peak = max(moments, key=lambda moment: moment.total_bytes)
-    return Timeline(
-        label=label,
-        peak=readable(peak_bytes),
-        where=peak_phase.value,
-        peak_x=WIDTH * peak.position,
-        peak_y=HEIGHT * (1 - peak.total_bytes / top),
-        areas=tuple(areas),
-        stretches=_stretches(moments),
-    )
+    peak_y = HEIGHT * (1 - max(moment.total_bytes for moment in moments) / top)
+    return Timeline(label, readable(peak_bytes), peak_phase.value, peak_y, areas, _stretches(moments))
 
 
 def _polygon(moments: Sequence[Moment], below: Sequence[int], above: Sequence[int], top: float) -> str:
-    upper = [(moment.position, size) for moment, size in zip(moments, above, strict=True)]
-    lower = [(moment.position, size) for moment, size in zip(moments, below, strict=True)]
-    points = [*upper, *reversed(lower)]
+    positions = [moment.position for moment in moments]
+    points = [*zip(positions, above, strict=True), *reversed(list(zip(positions, below, strict=True)))]
     return " ".join(f"{WIDTH * x:.1f},{HEIGHT * (1 - size / top):.1f}" for x, size in points)
 
 
-def _stretches(moments: Sequence[Moment]) -> tuple[Stretch, ...]:
-    begins: list[tuple[Phase, float]] = []
-    for moment in moments:
-        if moment.phase is not Phase.SETUP and (not begins or begins[-1][0] is not moment.phase):
-            begins.append((moment.phase, moment.position if begins else 0.0))
-    ends = [*(start for _, start in begins[1:]), 1.0]
-    return tuple(
-        Stretch(phase.value, 100 * start, 100 * (end - start)) for (phase, start), end in zip(begins, ends, strict=True)
-    )
+def _stretches(moments: Sequence[Moment]) -> list[Stretch]:
+    in_step = (moment for moment in moments if moment.phase is not Phase.SETUP)
+    begins = [(phase, next(group).position) for phase, group in itertools.groupby(in_step, lambda m: m.phase)]
+    starts = [0.0, *(position for _, position in begins[1:]), 1.0]
+    return [
+        Stretch(phase.value, 100 * start, 100 * (end - start))
+        for (phase, _), (start, end) in zip(begins, itertools.pairwise(starts), strict=False)
+    ]
 
 
-def _categories(memories: Iterable[TrainingMemory]) -> list[Category]:
-    return _categories_in([moment for memory in memories for moment in memory.timeline])
-
-
-def _categories_in(moments: Sequence[Moment]) -> list[Category]:
+def _categories(moments: Sequence[Moment]) -> list[Category]:
     return [category for category in Category if any(moment.bytes_by_category[category] for moment in moments)]
 
 
-def _dtypes(footprints: Iterable[MemoryFootprint]) -> list[tuple[str, str]]:
-    found = sorted({dtype for footprint in footprints for dtype in footprint.by_dtype})
-    return [(dtype if dtype in _DTYPE_COLOURS else "other", dtype) for dtype in found]
+def _dtype_colour(dtype: str) -> str:
+    return dtype if dtype in _DTYPE_COLOURS else "other"
 
 
 def slug(category: Category) -> str:
-    """The name of a category's colour in the page."""
     return category.value.replace(" ", "-")

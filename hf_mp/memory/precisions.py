@@ -14,17 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadPrecision:
-    """How a model is loaded.
-
-    Attributes:
-        dtype: of everything that is not quantized.
-        label: for reports.
-        quantization: arguments of ``BitsAndBytesConfig``; None for no quantization.
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  # of everything that is not quantized
     label: str
-    quantization: dict[str, Any] | None = None
+    quantization: dict[str, Any] | None = None  # arguments of `BitsAndBytesConfig`; None for no quantization
 
 
 # 4-bit codes are multiplied in FP16, in which everything else is loaded: bitsandbytes' default would be FP32.
@@ -47,17 +39,16 @@ def parse_precision(precision: str) -> LoadPrecision:
     return PRECISIONS[precision]
 
 
-def bitsandbytes_config(precision: str, double_quant: bool = False) -> BitsAndBytesConfig | None:
-    """Transformers' configuration for a quantized precision; None for the others.
-
-    Raises:
-        ValueError: for ``double_quant`` without 4-bit quantization.
-    """
+def bitsandbytes_config(
+    precision: str, double_quant: bool = False, device_map: Any = None
+) -> BitsAndBytesConfig | None:
+    """Transformers' configuration for a quantized precision; None for the others."""
     quantization = parse_precision(precision).quantization
     if double_quant and (quantization is None or "load_in_4bit" not in quantization):
         raise ValueError(f"double_quant is for nf4 and fp4, it has no meaning with precision={precision!r}")
     if quantization is None:
         return None
+    check_bitsandbytes(precision, device_map)
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(**quantization, **({"bnb_4bit_use_double_quant": True} if double_quant else {}))
@@ -82,14 +73,3 @@ def check_bitsandbytes(precision: str, device_map: Any = None) -> None:
                 f"bitsandbytes {bitsandbytes.__version__} does not support {kind!r}: precision={precision!r} works on "
                 f"{', '.join(sorted(supported))}; use fp32, fp16 or bf16 on {kind}"
             )
-
-
-def quantizer_for(precision: str, double_quant: bool = False) -> Any:
-    """Transformers' quantizer for a precision, as in ``from_pretrained``; None for no quantization."""
-    config = bitsandbytes_config(precision, double_quant)
-    if config is None:
-        return None
-    check_bitsandbytes(precision)
-    from transformers.quantizers import AutoHfQuantizer
-
-    return AutoHfQuantizer.from_config(config, pre_quantized=False)

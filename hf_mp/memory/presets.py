@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from hf_mp.policy import mixed_presets
 
-Owner = Literal["none", "hf_mp", "torch.autocast"]
-
 
 @dataclass(frozen=True)
 class TrainingPreset:
-    """One way to train.
-
-    Attributes:
-        label: for reports.
-        loaded: the precision of the loaded model (:data:`hf_mp.memory.precisions.PRECISIONS`).
-        policy: the :class:`hf_mp.PrecisionPolicy` preset to attach; None for none.
-        autocast: the dtype of ``torch.autocast`` around the forward, as with ``fp16=True`` and ``bf16=True``.
-        optimizer: the preset's optimizer; None for any.
-        lora: whether only LoRA adapters (peft) over a frozen model are trained.
-    """
-
     label: str
-    loaded: str = "fp32"
-    policy: str | None = None
-    autocast: torch.dtype | None = None
-    optimizer: str | None = None
-    lora: bool = False
+    loaded: str = "fp32"  # the precision of the loaded model (memory.precisions.PRECISIONS)
+    policy: str | None = None  # the PrecisionPolicy preset to attach; None for none
+    autocast: torch.dtype | None = None  # of torch.autocast around the forward, as with fp16=True and bf16=True
+    optimizer: str | None = None  # the preset's optimizer; None for any
+    lora: bool = False  # whether only LoRA adapters (peft) over a frozen model are trained
 
 
 TRAINING_PRESETS: dict[str, TrainingPreset] = {

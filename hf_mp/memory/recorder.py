@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_mp.casting.nested import tensors_in
 from hf_mp.memory.footprint import Kind, gradients_of, tensors_of
 from hf_mp.memory.ledger import Category, Ledger, Phase
 from hf_mp.policy import LOWER_PRECISION_DTYPES
@@ -30,10 +31,6 @@ class MemoryRecorder(TorchDispatchMode):
 
     Like ``torch.distributed._tools.mem_tracker.MemTracker``, it sees what torch's ops return, real or fake, and not the
     workspace of a kernel.
-
-    Args:
-        device_type: only storages on this type of device count.
-        block_bytes: sizes are rounded up to its multiples.
     """
 
     def __init__(self, device_type: str, block_bytes: int = 1) -> None:
@@ -53,22 +50,13 @@ class MemoryRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self._see(result, func, args)
-        elif isinstance(result, (tuple, list)):
-            for item in result:
-                if isinstance(item, Tensor):
-                    self._see(item, func, args)
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            if tensor.device.type == self.device_type and storage._cdata not in self._references:
+                self._add(storage, self._category(tensor, func, args), str(func))
         return result
 
-    def _see(self, tensor: Tensor, func: Any, args: Any) -> None:
-        if tensor.device.type != self.device_type:
-            return
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._references:
-            self._add(storage, self._category(tensor, func, args), func)
-
-    def _add(self, storage: torch.UntypedStorage, category: Category, func: Any) -> None:
+    def _add(self, storage: torch.UntypedStorage, category: Category, op: str = "") -> None:
         key = storage._cdata
 
         def went(_: Any) -> None:
@@ -77,7 +65,7 @@ class MemoryRecorder(TorchDispatchMode):
 
         self._references[key] = weakref.ref(storage, went)
         blocks = -(-storage.nbytes() // self._block_bytes)
-        self.ledger.allocate(key, blocks * self._block_bytes, category, "" if func is None else str(func))
+        self.ledger.allocate(key, blocks * self._block_bytes, category, op)
 
     def _category(self, tensor: Tensor, func: Any, args: Any) -> Category:
         phase = self.ledger.phase
@@ -105,10 +93,9 @@ class MemoryRecorder(TorchDispatchMode):
             if storage._cdata in self._references:
                 self.ledger.assign(storage._cdata, category)
             else:
-                self._add(storage, category, None)
+                self._add(storage, category)
 
     def start_phase(self, phase: Phase) -> None:
-        """Start a part of the step."""
         self.ledger.phase = phase
         self._take_gradients()
         if phase is not Phase.BACKWARD:  # backward begins with the loss, where forward ended
@@ -117,32 +104,26 @@ class MemoryRecorder(TorchDispatchMode):
     @contextlib.contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
         """Categorize the gradients, weights and logits of ``model``."""
-        handles = []
-        head = output_head(model)
-        if head is not None:
-            handles.append(head.register_forward_pre_hook(self._enter_head))
-        self.take_weights(model)
+        find_head = getattr(model, "get_output_embeddings", lambda: None)
+        hook = head.register_forward_pre_hook(self._enter_head) if (head := find_head()) is not None else None
+        self._take_weights(model)
         self._model = model
         try:
             yield
         finally:
             self._model = None
-            for handle in handles:
-                handle.remove()
+            if hook is not None:
+                hook.remove()
 
-    def take_weights(self, model: nn.Module) -> None:
-        """Categorize the tensors of ``model``."""
+    def _take_weights(self, model: nn.Module) -> None:
         for found in tensors_of(model):
+            category = _CATEGORIES.get(found.kind, Category.INPUTS_AND_BUFFERS)
             if isinstance(found.tensor, nn.Parameter):
                 self._parameters.add(found.tensor.untyped_storage()._cdata)
-                self.take([found.tensor], _weight_category(found.tensor))
-            elif found.kind in _CATEGORIES:
-                self.take([found.tensor], _CATEGORIES[found.kind])
-            else:
-                self.take([found.tensor], Category.INPUTS_AND_BUFFERS)
+                category = _weight_category(found.tensor)
+            self.take([found.tensor], category)
 
     def take_optimizer_state(self, optimizer: Optimizer) -> None:
-        """Categorize the state of an optimizer."""
         for state in optimizer.state.values():
             self.take((value for value in state.values() if isinstance(value, Tensor)), Category.OPTIMIZER_STATE)
 
@@ -159,12 +140,6 @@ class MemoryRecorder(TorchDispatchMode):
 
     def _leave_head(self, gradient: Tensor) -> None:
         self._in_head = False
-
-
-def output_head(model: nn.Module) -> nn.Module | None:
-    """The output layer of a language model, if ``model`` has one."""
-    get = getattr(model, "get_output_embeddings", None)
-    return None if get is None else get()
 
 
 def _weight_category(parameter: Tensor) -> Category:

@@ -11,8 +11,8 @@ from typing import Any
 
 from hf_mp.environment.machine import describe_hardware, package_versions
 from hf_mp.memory.fitting import LargestBatch, largest_batch_size
-from hf_mp.memory.folding import FoldedRow, fold_parameters, fold_tree
-from hf_mp.memory.footprint import MemoryFootprint, ModuleBytes, TensorRow, memory_footprint
+from hf_mp.memory.folding import fold_parameters, fold_tree
+from hf_mp.memory.footprint import MemoryFootprint, ModuleBytes, memory_footprint
 from hf_mp.memory.loading import load
 from hf_mp.memory.measuring import measure_training_memory
 from hf_mp.memory.models import ModelLike, find_config, model_class, skeleton
@@ -25,42 +25,21 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """One training preset in a report.
-
-    Attributes:
-        estimate: predicted.
-        measurement: the same step measured on this machine, if requested.
-        largest_batch: for the report's GPU, if given.
-    """
-
     estimate: TrainingMemory
-    measurement: TrainingMemory | None = None
-    largest_batch: LargestBatch | None = None
+    measurement: TrainingMemory | None = None  # the same step measured on this machine, if requested
+    largest_batch: LargestBatch | None = None  # for the report's GPU, if given
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The data of a report.
-
-    Attributes:
-        model: as named by the user.
-        architecture: its class.
-        parameters: their number.
-        counted_from: ``"loaded weights"`` or ``"configuration"``.
-        footprints: by load precision.
-        training: by :data:`hf_mp.memory.presets.TRAINING_PRESETS`; empty if not requested.
-        unavailable: the reason for each missing precision.
-        gpu_bytes: memory of the GPU, if given.
-    """
-
-    model: str
+    model: str  # as named by the user
     architecture: str
     parameters: int
-    counted_from: str
+    counted_from: str  # "loaded weights" or "configuration"
     footprints: dict[str, MemoryFootprint]
     training: dict[str, TrainingRow] = field(default_factory=dict)
-    unavailable: dict[str, str] = field(default_factory=dict)
-    gpu_bytes: int | None = None
+    unavailable: dict[str, str] = field(default_factory=dict)  # the reason for each missing precision
+    gpu_bytes: int | None = None  # memory of the GPU, if given
 
 
 def gather_report(
@@ -78,20 +57,6 @@ def gather_report(
     """Count, estimate and measure.
 
     A precision whose package is missing (bitsandbytes, peft) is left out, with the reason in ``unavailable``.
-
-    Args:
-        model: as for :func:`hf_mp.estimate_training_memory`.
-        config_only: count from the configuration instead of loading the weights.
-        train: also estimate training in each of ``presets``.
-        measure: also measure each estimate with real steps on this machine (implies ``train``).
-        gpu_bytes: memory of a GPU: the report shows it, and the largest batch that fits.
-        precisions: to load in, of :data:`hf_mp.memory.precisions.PRECISIONS`.
-        presets: to train in.
-        progress: called with a description of the next step.
-        settings: for :func:`hf_mp.estimate_training_memory`: ``batch_size``, ``seq_len`` and so on.
-
-    Raises:
-        ValueError: as :func:`hf_mp.load` and :func:`hf_mp.estimate_training_memory`.
     """
     config = find_config(model)
     unavailable: dict[str, str] = {}
@@ -114,11 +79,7 @@ def gather_report(
             unavailable[preset] = str(error)
     planned = skeleton(config, "fp32")
     return MemoryReport(
-        model=model
-        if isinstance(model, str)
-        else Path(model).name
-        if isinstance(model, Path)
-        else type(planned).__name__,
+        model=model if isinstance(model, str) else model.name if isinstance(model, Path) else type(planned).__name__,
         architecture=model_class(config).__name__,
         parameters=planned.num_parameters(),
         counted_from="configuration" if config_only else "loaded weights",
@@ -134,9 +95,7 @@ def _footprint(model: ModelLike, config: Any, precision: str, config_only: bool)
         return memory_footprint(skeleton(config, precision), as_if_loaded=True)
     if not isinstance(model, (str, Path)):
         raise ValueError("a configuration has no weights to load: pass config_only=True, or a directory or name")
-    loaded = load(model, precision)
-    found = memory_footprint(loaded)
-    del loaded
+    found = memory_footprint(load(model, precision))
     gc.collect()
     return found
 
@@ -149,12 +108,10 @@ def _training_row(
         asked.pop("optimizer", None)
     tell("predicting a training step")
     estimate = estimate_training_memory(model, preset, **asked)
-    measurement = None
+    measurement = largest = None
     if measure:
         tell("measuring a training step")
-        device = asked.get("device", "cuda")
-        measurement = measure_training_memory(model, preset, **{**asked, "device": device})
-    largest = None
+        measurement = measure_training_memory(model, preset, **{"device": "cuda", **asked})
     if gpu_bytes is not None:
         tell("looking for the largest batch")
         asked.pop("batch_size", None)
@@ -189,34 +146,9 @@ def _footprint_json(footprint: MemoryFootprint) -> dict[str, Any]:
         "get_memory_footprint_bytes": footprint.transformers_bytes,
         "differences": [{"reason": one.reason, "bytes": one.size_bytes} for one in footprint.differences],
         "bytes_elsewhere": footprint.not_here,
-        "tensors": [_tensor_json(row) for row in footprint.rows],
-        "folded_parameters": [_folded_json(row) for row in fold_parameters(footprint.rows)],
+        "tensors": [vars(row) for row in footprint.rows],
+        "folded_parameters": [vars(row) for row in fold_parameters(footprint.rows)],
         "modules": _tree_json(fold_tree(footprint.tree)),
-    }
-
-
-def _tensor_json(row: TensorRow) -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "kind": row.kind.value,
-        "dtype": row.dtype,
-        "device": row.device,
-        "shape": list(row.shape),
-        "tensor_bytes": row.tensor_bytes,
-        "counted_bytes": row.counted_bytes,
-        "shared_with": row.shared_with,
-        "place": row.place,
-    }
-
-
-def _folded_json(row: FoldedRow) -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "count": row.count,
-        "dtype": row.dtype,
-        "device": row.device,
-        "shape": list(row.shape),
-        "total_bytes": row.total_bytes,
     }
 
 
@@ -234,23 +166,8 @@ def _training_json(row: TrainingRow) -> dict[str, Any]:
     largest = row.largest_batch
     return {
         "label": TRAINING_PRESETS[row.estimate.settings.precision].label,
-        "estimate": _step_json(row.estimate),
-        "measurement": None if row.measurement is None else _step_json(row.measurement),
+        "estimate": row.estimate.as_dict(),
+        "measurement": None if row.measurement is None else row.measurement.as_dict(),
         "largest_batch_size": None if largest is None else largest.batch_size,
         "largest_batch_peak_bytes": None if largest is None else largest.peak_bytes,
     }
-
-
-def _step_json(memory: TrainingMemory) -> dict[str, Any]:
-    values = memory.as_dict()
-    values["peak_phase"] = memory.peak_phase.value
-    values["bytes_by_category"] = {key.value: size for key, size in memory.bytes_by_category.items()}
-    values["timeline"] = [
-        {
-            "position": round(moment.position, 4),
-            "phase": moment.phase.value,
-            "bytes_by_category": {key.value: size for key, size in moment.bytes_by_category.items() if size},
-        }
-        for moment in memory.timeline
-    ]
-    return values

@@ -9,29 +9,25 @@ from typing import Any
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 _UNIT_BYTES = {"B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 2**40}
-_DECIMAL = {"KB": "KiB", "MB": "MiB", "GB": "GiB", "TB": "TiB", "K": "KiB", "M": "MiB", "G": "GiB", "T": "TiB"}
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of a size such as ``"24GiB"``, ``"512 MiB"`` or ``"1.5 GiB"``; an int is in bytes.
-
-    Raises:
-        ValueError: for an invalid size, a missing unit, or a decimal unit: "24 GB" on a card means 24 GiB.
-    """
+    """Bytes of a size such as ``"24GiB"``, ``"512 MiB"`` or ``"1.5 GiB"``; an int is in bytes."""
     if isinstance(text, int) and not isinstance(text, bool):
         if text <= 0:
             raise ValueError(f"{text} bytes is not a size of memory: it must be above 0")
         return text
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    unit = found.group(2).upper() if found else ""
-    if unit in _DECIMAL:
+    number, unit = found.groups() if found else ("", "")
+    if re.fullmatch("[KMGT]B?", unit.upper()):
+        binary = f"{unit[0].upper()}iB"
         raise ValueError(
-            f"{text!r} has a decimal or incomplete unit: write {_DECIMAL[unit]} for 1024-based sizes, as in "
-            f"'{found.group(1) if found else 24}{_DECIMAL[unit]}' (a card sold as 24 GB has 24 GiB)"
+            f"{text!r} has a decimal or incomplete unit: write {binary} for 1024-based sizes, as in '{number}{binary}' "
+            "(a card sold as 24 GB has 24 GiB)"
         )
-    if not found or unit not in _UNIT_BYTES:
+    if unit.upper() not in _UNIT_BYTES:
         raise ValueError(f"{text!r} is not a size of memory: write a number and KiB, MiB, GiB or TiB, as in '24GiB'")
-    size = round(float(found.group(1)) * _UNIT_BYTES[unit])
+    size = round(float(number) * _UNIT_BYTES[unit.upper()])
     if size <= 0:
         raise ValueError(f"{text!r} is not a size of memory: it must be above 0")
     return size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
+from rich.console import RenderableType, group
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -24,22 +24,18 @@ TRAINING_HEADER = ("trained in", "peak", "in", *(category.value for category in 
 MEASURED_HEADER = ("trained in", "predicted", "measured", "difference", "allocator or process")
 FIT_HEADER = ("trained in", "this batch", "largest batch", "its peak")
 
+# Terminals are narrow.
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 def loaded_rows(footprints: Mapping[str, MemoryFootprint]) -> list[tuple[str, ...]]:
     """One row for each precision, in the order of :data:`LOADED_HEADER`."""
-    return [
-        (
-            PRECISIONS[precision].label,
-            in_mib(footprint.total_bytes),
-            in_mib(footprint.by_kind.get(Kind.PARAMETER.value, 0)),
-            in_mib(footprint.by_kind.get(Kind.BUFFER.value, 0)),
-            in_mib(footprint.by_kind.get(Kind.QUANTIZATION_STATE.value, 0)),
-            in_mib(footprint.transformers_bytes),
-        )
-        for precision, footprint in footprints.items()
-    ]
+    rows = []
+    for precision, footprint in footprints.items():
+        kinds = [footprint.by_kind.get(kind, 0) for kind in (Kind.PARAMETER, Kind.BUFFER, Kind.QUANTIZATION_STATE)]
+        sizes = [footprint.total_bytes, *kinds, footprint.transformers_bytes]
+        rows.append((PRECISIONS[precision].label, *map(in_mib, sizes)))
+    return rows
 
 
 def difference_rows(footprints: Mapping[str, MemoryFootprint]) -> list[tuple[str, ...]]:
@@ -102,12 +98,9 @@ def fit_rows(report: MemoryReport) -> list[tuple[str, ...]]:
     return rows
 
 
-def render(report: MemoryReport) -> RenderableType:
-    """The whole report for a terminal."""
-    return Group(*_parts(report))
-
-
-def _parts(report: MemoryReport) -> Iterator[RenderableType]:
+@group()
+def render(report: MemoryReport) -> Iterator[RenderableType]:
+    """The parts of the report for a terminal, in order."""
     yield Text(
         f"{report.model}: {report.architecture}, {report.parameters:,} parameters, from its {report.counted_from}"
     )
@@ -118,7 +111,6 @@ def _parts(report: MemoryReport) -> Iterator[RenderableType]:
         )
     rows = parameter_rows(report.footprints)
     devices = ", ".join(sorted({row[2] for row in rows}))
-    # short, because terminals are narrow
     shown = [(row[0], *(_SHORT.get(cell, cell) for cell in row[3:])) for row in rows]
     header = ("parameter", *(PRECISIONS[precision].label for precision in report.footprints))
     yield _table(f"Dtype of each parameter (device: {devices})", header, shown, numbers=False)
@@ -131,9 +123,8 @@ def _parts(report: MemoryReport) -> Iterator[RenderableType]:
 def _training_parts(report: MemoryReport) -> Iterator[RenderableType]:
     first = next(iter(report.training.values())).estimate
     s = first.settings
-    title = (
-        f"One training step on {'a GPU' if first.device == 'cuda' else 'a CPU'}: {s.batch_size} x {s.seq_len} tokens"
-    )
+    place = "a GPU" if first.device == "cuda" else "a CPU"
+    title = f"One training step on {place}: {s.batch_size} x {s.seq_len} tokens"
     if s.accumulation_steps > 1:
         title += f", {s.accumulation_steps} micro-batches"
     if s.gradient_checkpointing:

@@ -7,15 +7,18 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import import_utils
 
-from hf_mp.memory.answers import AnswerAsIfAllWentWell, unseen_by_transformers
-from hf_mp.memory.gpu_stand_in import STAND_IN, fused_optimizers, kernels_of_a_gpu
+from hf_mp.memory.fake_tensors import STAND_IN, AnswerAsIfAllWentWell, kernels_of_a_gpu
 from hf_mp.memory.ledger import Category, Moment, Phase, StepProfile, profile_step
 from hf_mp.memory.models import ModelLike, find_config, replace_tensors, skeleton
 from hf_mp.memory.presets import TrainingPreset, parse_preset
@@ -152,7 +155,7 @@ def estimate_training_memory(
     config = find_config(model)
     settings = make_settings(
         config,
-        precision=precision,
+        precision,
         batch_size=batch_size,
         seq_len=seq_len,
         accumulation_steps=accumulation_steps,
@@ -170,7 +173,7 @@ def estimate_training_memory(
     with _fake_tensors(target):
         trainee = make_trainee(replace_tensors(prepared, target), kind, settings, target)
         profile = record_steps(trainee, MemoryRecorder.for_device(target))
-    return training_memory(kind.__name__, parameters, settings, device, profile, measured=False)
+    return TrainingMemory(kind.__name__, parameters, settings, device, measured=False, **vars(profile))
 
 
 @contextlib.contextmanager
@@ -182,55 +185,29 @@ def _fake_tensors(device: torch.device) -> Iterator[None]:
         warnings.filterwarnings("ignore", "MatMul8bitLt: inputs will be cast")  # said of every product
         contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         contexts.enter_context(AnswerAsIfAllWentWell())
-        contexts.enter_context(unseen_by_transformers())
+        # Under tracing, Transformers makes masks that training does not.
+        contexts.enter_context(mock.patch.object(import_utils, "is_fake_tensor", lambda value: False))
         if device == STAND_IN:
             contexts.enter_context(kernels_of_a_gpu())
-            contexts.enter_context(fused_optimizers())
+            fused = [*_get_fused_kernels_supported_devices(), STAND_IN.type]
+            contexts.enter_context(
+                mock.patch.object(torch_optimizer, "_get_fused_kernels_supported_devices", lambda: fused)
+            )
         yield
-
-
-def training_memory(
-    model: str,
-    parameters: int,
-    settings: TrainingSettings,
-    device: str,
-    profile: StepProfile,
-    *,
-    measured: bool,
-    **peaks: int | None,
-) -> TrainingMemory:
-    """The result of a recorded step."""
-    return TrainingMemory(
-        model=model,
-        parameters=parameters,
-        settings=settings,
-        device=device,
-        measured=measured,
-        peak_bytes=profile.peak.total_bytes,
-        peak_phase=profile.peak.phase,
-        peak_op=profile.peak_op,
-        bytes_by_category=profile.peak.bytes_by_category,
-        timeline=profile.timeline,
-        **peaks,
-    )
 
 
 def make_settings(
     config: PreTrainedConfig,
-    *,
     precision: str,
-    batch_size: int,
-    seq_len: int | None,
-    accumulation_steps: int,
-    gradient_checkpointing: bool,
-    optimizer: str | None,
+    *,
+    batch_size: int = 1,
+    seq_len: int | None = None,
+    accumulation_steps: int = 1,
+    gradient_checkpointing: bool = False,
+    optimizer: str | None = None,
     free_gradients: FreeGradients = "step",
 ) -> TrainingSettings:
-    """Validate the arguments and fill in defaults.
-
-    Raises:
-        ValueError: naming the argument and what is allowed.
-    """
+    """Validate the arguments and fill in defaults."""
     preset = parse_preset(precision)
     for name, value in (("batch_size", batch_size), ("accumulation_steps", accumulation_steps)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -306,11 +283,7 @@ def _forward(model: nn.Module, preset: TrainingPreset, device: torch.device) -> 
 
 
 def _with_adapters(model: PreTrainedModel, gradient_checkpointing: bool) -> nn.Module:
-    """A frozen, quantized model with LoRA adapters, as in peft's guide to quantization.
-
-    Raises:
-        ImportError: if peft is missing.
-    """
+    """A frozen, quantized model with LoRA adapters, as in peft's guide to quantization."""
     try:
         from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
     except ImportError as error:
@@ -325,11 +298,7 @@ def _with_adapters(model: PreTrainedModel, gradient_checkpointing: bool) -> nn.M
 
 
 def make_batch(kind: type[PreTrainedModel], settings: TrainingSettings, device: torch.device) -> dict[str, Tensor]:
-    """Token ids and labels, all zeros.
-
-    Raises:
-        ValueError: for a model that does not take token ids.
-    """
+    """Token ids and labels, all zeros."""
     if kind.main_input_name != "input_ids":
         raise ValueError(
             f"{kind.__name__} takes {kind.main_input_name}, not token ids: only text models can be trained here"
@@ -345,11 +314,7 @@ def make_batch(kind: type[PreTrainedModel], settings: TrainingSettings, device: 
 
 
 def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimizer:
-    """The Trainer's optimizer for ``TrainingArguments(optim=name)``, with its two parameter groups.
-
-    Raises:
-        ValueError: for an unknown name, or an optimizer whose package is missing.
-    """
+    """The Trainer's optimizer for ``TrainingArguments(optim=name)``, with its two parameter groups."""
     from transformers import Trainer
 
     try:
@@ -359,23 +324,17 @@ def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimiz
         raise ValueError(f"optimizer={name!r} cannot be made: {error}") from error
     settings = {**settings, "lr": 0.0}  # leaves a given model's weights unchanged
     if kind.__module__.startswith("torch.optim.") and not settings.get("fused"):
-        settings.setdefault(
-            "foreach", device.type != "cpu"
-        )  # torch's default, which it does not choose for fake tensors
+        settings.setdefault("foreach", device.type != "cpu")  # torch's default, but not for fake tensors
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in trained if parameter.dim() >= 2], "weight_decay": 0.01},
         {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0},
     ]
-    return cast(Optimizer, kind([group for group in groups if group["params"]], **settings))
+    return kind([group for group in groups if group["params"]], **settings)
 
 
 def _arguments_of_optimizer(name: str) -> Any:
-    """``TrainingArguments(optim=name)`` without device setup: a real one resets accelerate's state.
-
-    Raises:
-        ValueError: for an unknown name.
-    """
+    """``TrainingArguments(optim=name)`` without device setup: a real one resets accelerate's state."""
     from transformers import TrainingArguments
     from transformers.training_args import OptimizerNames
 
@@ -402,7 +361,7 @@ def record_steps(trainee: Trainee, recorder: MemoryRecorder) -> StepProfile:
             profiles.append(profile_step(recorder.ledger.events))
             updates += trainee.runtime is None or not trainee.runtime.step_was_skipped
     # What every step reaches counts more than what only the first one does, where they are equal.
-    return max(reversed(profiles), key=lambda profile: profile.peak.total_bytes)
+    return max(reversed(profiles), key=lambda profile: profile.peak_bytes)
 
 
 def train_one_step(trainee: Trainee, start_phase: Callable[[Phase], None] = lambda phase: None) -> None:

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from hf_mp.diagnostics.kept_calls import RandomStates
+from hf_mp.diagnostics.kept_state import RandomStates, untouched
 from hf_mp.diagnostics.scale_leaks import refuse_leaks
-from hf_mp.diagnostics.untouched import untouched
 from hf_mp.step.mixed_precision import MixedPrecision
 
 logger = logging.get_logger(__name__)

@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer import SCALER_NAME, TRAINER_STATE_NAME
 from transformers.utils import logging
 
-from hf_mp.diagnostics.layers import select_layers
+from hf_mp.diagnostics.magnitude_collector import select_layers
 from hf_mp.diagnostics.overflow import explain_overflows
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.scaling.events import PrecisionStats

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.casting.nested import named_tensors
-from hf_mp.diagnostics.call_sites import CallSites, Site
-from hf_mp.diagnostics.origins import LargestSeen, Origin, OriginTracker
+from hf_mp.diagnostics.origins import CallSites, LargestSeen, Origin, OriginTracker, Site
 from hf_mp.diagnostics.values import Finiteness, TensorRange, finiteness
 
 INF = float("inf")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_mp import DynamicLossScaler, HeadroomLossScaler, LossScaleError, StaticLossScaler
-from hf_mp.diagnostics.scale_level import is_finding_its_level, skips_until_error
+from hf_mp.diagnostics.overflow import is_finding_its_level, skips_until_error
 from hf_mp.scaling.rules import DynamicState, HeadroomState, ScalerState, StepReport
 
 OVERFLOW = StepReport(overflow=True)

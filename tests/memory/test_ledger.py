@@ -15,12 +15,12 @@ def test_the_peak_is_found_with_what_was_in_use_then():
     ledger.allocate(4, 60, Category.TEMPORARIES, "mm_backward")
     ledger.free(2)
     profile = profile_step(ledger.events)
-    assert profile.peak.total_bytes == 190
-    assert (profile.peak.phase, profile.peak_op) == (Phase.BACKWARD, "mm_backward")
-    in_use = {key: size for key, size in profile.peak.bytes_by_category.items() if size}
+    assert profile.peak_bytes == 190
+    assert (profile.peak_phase, profile.peak_op) == (Phase.BACKWARD, "mm_backward")
+    in_use = {key: size for key, size in profile.bytes_by_category.items() if size}
     assert in_use == {Category.MASTER_WEIGHTS: 100, Category.ACTIVATIONS: 30, Category.TEMPORARIES: 60}
     assert profile.timeline[-1].total_bytes == 160
-    assert set(profile.peak.bytes_by_category) == set(Category)
+    assert set(profile.bytes_by_category) == set(Category)
 
 
 def test_what_forward_frees_itself_was_temporary():
@@ -42,7 +42,7 @@ def test_what_a_storage_turns_out_to_be_for_holds_from_its_beginning():
     ledger = Ledger(phase=Phase.BACKWARD)
     ledger.allocate(1, 8, Category.TEMPORARIES, "mm")
     ledger.assign(1, Category.GRADIENTS)
-    assert profile_step(ledger.events).peak.bytes_by_category[Category.GRADIENTS] == 8
+    assert profile_step(ledger.events).bytes_by_category[Category.GRADIENTS] == 8
 
 
 def test_unknown_storages_are_left_out():
@@ -61,8 +61,8 @@ def test_the_timeline_is_short_and_keeps_the_peak(moments):
         ledger.free(key)
     profile = profile_step(ledger.events, moments)
     assert len(profile.timeline) <= moments
-    assert max(moment.total_bytes for moment in profile.timeline) == profile.peak.total_bytes
-    assert profile.peak.total_bytes == sum(1 + key % 7 for key in range(500))
+    assert max(moment.total_bytes for moment in profile.timeline) == profile.peak_bytes
+    assert profile.peak_bytes == sum(1 + key % 7 for key in range(500))
     positions = [moment.position for moment in profile.timeline]
     assert positions == sorted(positions) and positions[0] >= 0 and positions[-1] < 1
 

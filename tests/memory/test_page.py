@@ -88,7 +88,8 @@ def test_bars_are_as_wide_as_their_bytes(report):
 
 
 def test_a_timeline_is_a_stack_that_fills_the_picture(report):
-    found = timeline("fp16", report.training["fp16"].estimate)
+    step = report.training["fp16"].estimate
+    found = timeline("fp16", step.timeline, step.peak_bytes, step.peak_phase)
     assert [stretch.name for stretch in found.stretches] == ["forward", "backward", "update"]
     assert sum(stretch.percent for stretch in found.stretches) == pytest.approx(100)
     for area in found.areas:

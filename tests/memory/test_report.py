@@ -103,7 +103,7 @@ def test_a_missing_package_leaves_the_rest(saved, monkeypatch):
     def missing(precision, *args):
         raise ImportError("needs bitsandbytes: pip install bitsandbytes")
 
-    monkeypatch.setattr("hf_mp.memory.loading.check_bitsandbytes", missing)
+    monkeypatch.setattr("hf_mp.memory.precisions.check_bitsandbytes", missing)
     found = gather_report(str(saved), config_only=True)
     assert list(found.footprints) == ["fp32", "fp16", "bf16"]
     assert set(found.unavailable) == {"int8", "nf4", "fp4"}

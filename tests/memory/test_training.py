@@ -152,9 +152,7 @@ def test_the_recorder_agrees_with_torchs_own_tracker():
     ours = estimate(device="cpu")
     planned = training.skeleton(config, "fp32")
     cpu = torch.device("cpu")
-    settings = training.make_settings(
-        config, precision="fp32", accumulation_steps=1, gradient_checkpointing=False, optimizer=None, **STEP
-    )
+    settings = training.make_settings(config, "fp32", **STEP)
     prepared = training.prepare_model(planned, settings)
     with FakeTensorMode(allow_non_fake_inputs=True):
         trainee = training.make_trainee(training.replace_tensors(prepared, cpu), type(planned), settings, cpu)

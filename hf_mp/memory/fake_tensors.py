@@ -1,0 +1,149 @@
+"""Has a training step on fake tensors use memory as a real one does.
+
+Code that reads values gets answers, and the meta device stands for a CUDA GPU: autograd over fake CUDA tensors needs a
+CUDA build of torch. Ops have the same shapes and dtypes there, with four exceptions:
+
+- attention runs in the flash or memory-efficient kernel, which save no matrix of scores;
+- dropout saves a mask of one byte an element (torch.native_dropout);
+- ``torch.autocast`` does not support the meta device: :class:`hf_mp.autocast` with torch's CUDA tables replaces it;
+- fused optimizers refuse the meta device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_mp.casting.nested import tensors_in
+from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.weights.split_parameter import SPLIT_CLASSES, SplitParameter
+
+STAND_IN = torch.device("meta")
+
+_FLASH_HEAD_DIM = 256  # the largest that the flash kernel takes
+
+
+@contextlib.contextmanager
+def kernels_of_a_gpu() -> Iterator[None]:
+    """Have attention and dropout on the meta device run as on a CUDA GPU."""
+    # In torch's dispatcher: backward, which recomputes checkpointed blocks, runs outside torch function modes.
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
+    library.impl("dropout", _dropout, "AutogradMeta")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    width = query.shape[-1]
+    if query.dtype in LOWER_PRECISION_DTYPES and attn_mask is None and width <= _FLASH_HEAD_DIM:
+        scale = width**-0.5 if scale is None else scale
+        padded = [F.pad(tensor, (0, -width % 8)) if width % 8 else tensor for tensor in (query, key, value)]
+        flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+        output = flash(*padded, dropout_p, is_causal, False, scale=scale)[0]
+        return output[..., :width] if width % 8 else output
+    if enable_gqa and query.shape[-3] != key.shape[-3]:  # only the flash kernel shares heads
+        mathematics = torch.ops.aten._scaled_dot_product_attention_math.default
+        return mathematics(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)[0]
+    if attn_mask is not None:
+        if attn_mask.dtype is torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(attn_mask.logical_not(), -torch.inf)
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    return efficient(query, key, value, attn_mask, needs_gradient, dropout_p, is_causal, scale=scale)[0]
+
+
+def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    return torch.native_dropout(input, p, True)[0] if train and p > 0.0 else input
+
+
+class FakeSplitParameter(SplitParameter, FakeTensor):
+    """A split parameter without memory."""
+
+
+SPLIT_CLASSES[FakeTensor] = FakeSplitParameter
+
+_aten = torch.ops.aten
+_COPIES = frozenset({_aten.clone.default, _aten.contiguous.default, _aten._to_copy.default})
+
+
+class AnswerAsIfAllWentWell(TorchDispatchMode):
+    """Answers for fake tensors: gradients are finite, nothing is padded or stale, and LLM.int8() finds no outliers.
+
+    FP16 products on a CPU save an FP32 tensor in 16 bits if its values allow it; the origin of the tensor tells whether
+    they do (:class:`hf_mp.casting.cpu.upcast._SavedInputs`).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._exact_in_16_bits: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return _scalar(args[0])
+        if func is _aten.equal.default and isinstance(args[0], FakeTensor):
+            return not args[1].is_floating_point() or args[1].untyped_storage()._cdata in self._exact_in_16_bits
+        if func.namespace == "bitsandbytes" and (found := _without_outliers(func, args)) is not None:
+            return found
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            if result.dtype is torch.float32:
+                self._follow(result, func, args)
+        else:  # new memory, which may lie where some lay that is gone
+            self._exact_in_16_bits.difference_update(t.untyped_storage()._cdata for t in tensors_in(result))
+        return result
+
+    def _follow(self, result: Tensor, func: Any, args: Any) -> None:
+        key = result.untyped_storage()._cdata
+        source = args[0] if args and isinstance(args[0], Tensor) else None
+        source_key = None if source is None else source.untyped_storage()._cdata
+        exact = self._exact_in_16_bits
+        if source_key == key:
+            return
+        if source is not None and func in _COPIES and (source.dtype in LOWER_PRECISION_DTYPES or source_key in exact):
+            exact.add(key)
+        else:
+            exact.discard(key)  # it may lie where one did that is gone
+
+
+def _scalar(tensor: FakeTensor) -> bool | float:
+    if tensor.dtype is torch.bool:
+        return True
+    if tensor.is_floating_point():
+        return 1.0
+    raise ValueError(
+        f"the model reads a value of a {tensor.dtype} tensor and decides by it, so that its memory cannot be known "
+        "without its data: measure it (hf_mp.measure_training_memory)"
+    )
+
+
+def _without_outliers(func: Any, args: Any) -> tuple[Tensor, ...] | None:
+    """What bitsandbytes' two outlier ops return without outliers; None for every other op."""
+    if func is torch.ops.bitsandbytes.int8_vectorwise_quant.default and len(args) == 2:
+        codes, scales, _ = func(args[0])
+        return codes, scales, args[0].new_empty(0, dtype=torch.int64)
+    if func is torch.ops.bitsandbytes.int8_mixed_scaled_mm.default:
+        x, codes, weight, scales, weight_scales, _, bias = (*args, None)[:7]
+        product = torch.ops.bitsandbytes.int8_scaled_mm.default
+        return product(codes, weight, scales, weight_scales, bias=bias, dtype=x.dtype), x.new_empty(0)
+    return None
