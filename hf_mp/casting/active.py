@@ -33,16 +33,9 @@ def active_autocast() -> autocast | None:
 
 
 def enter_island(enabled: bool) -> bool:
-    """Enter an FP32 island in the active autocast, for a ``torch.autocast`` that somebody entered.
+    """Enter an FP32 island in the active autocast, for a ``torch.autocast(enabled=...)`` that somebody entered.
 
-    Args:
-        enabled: whether torch's autocast is to be enabled.
-
-    Returns:
-        False outside of any autocast of ours, where torch's own is meant.
-
-    Raises:
-        RuntimeError: if torch's autocast would be active inside ours.
+    False outside of any autocast of ours, where torch's own is meant; a RuntimeError if torch's would be active inside.
     """
     ours = active_autocast()
     if ours is None:

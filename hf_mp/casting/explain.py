@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -108,9 +108,14 @@ class Recorder:
     def following(self, model: nn.Module) -> Iterator[None]:
         """Know in which of ``model``'s modules a call is made."""
         handles = []
+
+        def leave(*_: Any) -> None:
+            self._modules.pop()
+
         for name, module in model.named_modules():
-            enter = module.register_forward_pre_hook(_enter(self._modules, name), prepend=True)
-            handles += [enter, module.register_forward_hook(_leave(self._modules), always_call=True)]
+            enter = functools.partial(lambda name, *_: self._modules.append(name), name)
+            handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            handles.append(module.register_forward_hook(leave, always_call=True))
         try:
             yield
         finally:
@@ -119,22 +124,7 @@ class Recorder:
 
     def explanation(self) -> Explanation:
         """What was recorded."""
-        return Explanation(tuple(_with_count(op, count) for op, count in self._calls.items()))
-
-
-def _with_count(op: ExplainedOp, count: int) -> ExplainedOp:
-    return ExplainedOp(op.module, op.op, op.rule, op.inputs, op.cast, op.outputs, count)
-
-
-def _enter(modules: list[str], name: str) -> Callable[..., None]:
-    return lambda module, args: modules.append(name)
-
-
-def _leave(modules: list[str]) -> Callable[..., None]:
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        modules.pop()
-
-    return leave
+        return Explanation(tuple(replace(op, count=count) for op, count in self._calls.items()))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -25,6 +25,7 @@ from hf_mp.casting.explain import Explanation, Recorder
 from hf_mp.casting.rules import ParsedRules, Rules, match_modules, parse_rules
 from hf_mp.casting.tables import OPS, TABLES, CastRule, TableName
 from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
+from hf_mp.kernels.identity import version_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -94,7 +95,7 @@ class autocast(TorchFunctionMode):
         self._fp32_modules: list[nn.Module] = []
         if rules and enabled:
             self._take_rules(parse_rules(rules, TABLES[tables]), model)
-        self._casts = CastCache()
+        self._casts: dict[tuple[int, torch.dtype, bool], tuple[Tensor, int, Tensor]] = {}
         self._island_hooks: list[RemovableHandle] = []
         self.observer: Callable[..., Any] | None = None  # makes every call in place of apply(); see explain
 
@@ -170,7 +171,7 @@ class autocast(TorchFunctionMode):
                 return self.run_inside(COMPOSITES[func], args, kwargs)
             if entry.rule is not _UNLISTED and state.active[-1] is not self:
                 entry = None  # an autocast inside this one has decided already, and makes this call
-        if self.observer is None or (entry is not None and entry.rule is CastRule.WRITTEN_OUT):
+        if self.observer is None or (entry is not None and entry.rule is CastRule.DECOMPOSED):
             return self.apply(entry, func, args, kwargs)
         return self.observer(entry, func, args, kwargs)
 
@@ -207,9 +208,7 @@ class autocast(TorchFunctionMode):
         Args:
             function: a model or any function; a model that mixed precision is attached to is explained as it runs.
             inputs: what to call it with.
-            dtype: as for :class:`autocast`, default ``torch.float16``; of no effect for an attached model.
-            tables: as for :class:`autocast`, default ``"cuda"``; of no effect for an attached model.
-            rules: as for :class:`autocast`, default none; of no effect for an attached model.
+            dtype, tables, rules: as for :class:`autocast`; of no effect for an attached model.
             kwargs: what to call it with, by name.
 
         Returns:
@@ -255,9 +254,14 @@ class autocast(TorchFunctionMode):
 
     def convert(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """``tensor`` in another floating dtype; trained weights are cast once while this autocast lasts, as torch's."""
-        if tensor.requires_grad and tensor.is_leaf:
-            return self._casts.get(tensor, dtype)
-        return tensor.to(dtype)
+        if not tensor.requires_grad or not tensor.is_leaf or torch.compiler.is_compiling():
+            return tensor.to(dtype)  # one graph casts a weight once by itself
+        # A cast made without grad must not serve a forward with grad, nor one of an older value serve a newer.
+        key, version = (id(tensor), dtype, torch.is_grad_enabled()), version_of(tensor)
+        kept = self._casts.get(key)
+        if kept is None or kept[1] != version or version == -1:
+            kept = self._casts[key] = (tensor, version, tensor.to(dtype))
+        return kept[2]
 
 
 class _Island(autocast):
@@ -289,33 +293,6 @@ def _make_island(module: nn.Module, outer: autocast) -> tuple[RemovableHandle, R
     )
 
 
-class CastCache:
-    """Casts of parameters, kept while an autocast is active (torch keeps the same cache)."""
-
-    def __init__(self) -> None:
-        self._casts: dict[tuple[int, torch.dtype, bool], tuple[Tensor, int, Tensor]] = {}
-
-    def get(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        if torch.compiler.is_compiling():  # one graph casts a parameter once by itself
-            return parameter.to(dtype)
-        # A cast made without grad must not serve a forward with grad, nor one of an older value serve a newer.
-        key = (id(parameter), dtype, torch.is_grad_enabled())
-        kept = self._casts.get(key)
-        version = _version_of(parameter)
-        if kept is not None and kept[1] == version != -1:
-            return kept[2]
-        made = parameter.to(dtype)
-        self._casts[key] = (parameter, version, made)
-        return made
-
-    def clear(self) -> None:
-        self._casts.clear()
-
-
-def _version_of(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
 def _device_type(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
@@ -325,7 +302,7 @@ def _device_type(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     return ""
 
 
-def _write_out(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _decompose(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make the calls that an op makes inside; where there are none, lower the op as a whole or leave it alone."""
     result = mode.run_inside(decompose, (name, args, kwargs), {})
     if result is not AS_GIVEN and result is not NotImplemented:
@@ -389,16 +366,12 @@ def _fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs
     return func(*args, **{key: mode.cast(arg, torch.float32) for key, arg in kwargs.items()})
 
 
-def _is_eligible(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not torch.float64
-
-
 def _fp32_output(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     while args and args[-1] is None:  # `softmax(x, -1, None)`: a dtype of None, by position
         args = args[:-1]
     names_dtype = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
     first = args[0] if args else kwargs.get("input")
-    if names_dtype or kwargs.get("out") is not None or not _is_eligible(first):
+    if names_dtype or kwargs.get("out") is not None or getattr(first, "dtype", None) not in _CASTABLE:
         return mode.call_unlisted(func, args, kwargs)
     return mode.call_unlisted(func, args, {**kwargs, "dtype": torch.float32})
 
@@ -432,7 +405,7 @@ _HANDLERS: dict[CastRule, Callable[..., Any]] = {
     CastRule.FP32_NORM: _fp32,
     CastRule.WIDEST: _widest,
     CastRule.BANNED: _banned,
-    CastRule.WRITTEN_OUT: _write_out,
+    CastRule.DECOMPOSED: _decompose,
 }
 
 

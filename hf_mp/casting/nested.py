@@ -21,14 +21,9 @@ def apply_to_tensors(function: Callable[[Tensor], Any], value: Any, *, objects: 
     """``value`` with ``function`` applied to its tensors, in containers, dataclasses and namespaces.
 
     What holds no tensor that changes is returned itself; other containers are made anew, because a model may write into
-    those that it is given.
-
-    Args:
-        function: of one tensor.
-        value: of any type.
-        objects: also change the attributes of objects of any other class (``torch.distributions``), in place: they are
-            what others hold. Modules, functions and Transformers' caches are left alone, and what a generator or a
-            closure holds is out of reach.
+    those that it is given. ``objects`` changes the attributes of objects of any other class (``torch.distributions``),
+    too, in place: they are what others hold. Modules, functions and Transformers' caches are left alone, and what a
+    generator or a closure holds is out of reach.
     """
     return _Application(function, objects).to(value)
 

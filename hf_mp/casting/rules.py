@@ -26,15 +26,10 @@ MODULE_RULES = ("fp32",)
 
 @dataclass(frozen=True)
 class ParsedRules:
-    """Rules told apart.
+    """Rules told apart."""
 
-    Attributes:
-        ops: every spelling of an op with its rule and name; None for the rule "unlisted".
-        modules: name patterns of modules that run in FP32.
-    """
-
-    ops: dict[Callable[..., Any], tuple[CastRule, str] | None]
-    modules: tuple[str, ...]
+    ops: dict[Callable[..., Any], tuple[CastRule, str] | None]  # of every spelling; None for the rule "unlisted"
+    modules: tuple[str, ...]  # name patterns of modules that run in FP32
 
 
 def parse_rules(rules: Rules | None, tables: OpTables) -> ParsedRules:
@@ -85,11 +80,7 @@ def _spellings_of(key: Any, tables: OpTables) -> tuple[str, list[Callable[..., A
 
 
 def match_modules(patterns: tuple[str, ...], model: nn.Module) -> list[nn.Module]:
-    """The modules of ``model`` whose names fit the patterns, outermost first.
-
-    Raises:
-        ValueError: for a pattern that fits no module; the message names some that there are.
-    """
+    """The modules of ``model`` whose names fit the patterns, outermost first; a ValueError for one that fits none."""
     named = dict(model.named_modules())
     for pattern in patterns:
         if not fnmatch.filter(named, pattern):

@@ -1,7 +1,6 @@
 """The op tables: which op runs in which dtype, as data.
 
-An op is named once. :func:`op_table` finds every Python spelling of it (``torch.mm``, ``Tensor.mm``, ``@`` …), so
-adding an op to autocast is adding its name to one of the sets below.
+An op is named once, in one of the sets below; :func:`spellings` finds its Python names (``torch.mm``, ``Tensor.mm``).
 
 Source: "Autocast Op Reference" of torch's AMP documentation (https://docs.pytorch.org/docs/stable/amp.html), and for
 what that page leaves out, the registrations in ``ATen/autocast_mode.h`` and ``autocast_mode.cpp`` of torch 2.13.
@@ -33,7 +32,7 @@ class CastRule(Enum):
     BANNED = "banned"  # refuse, with advice
     UNLISTED = "unlisted"  # as if no table spoke of it
     COMPOSITE = "composite"  # a Python function of torch, opened so that the ops inside are seen: see composites.py
-    WRITTEN_OUT = "written out"  # the ops inside are cast, each by its own rule: see written_out.py
+    DECOMPOSED = "decomposed"  # the ops inside are cast, each by its own rule: see decompositions
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class OpTables:
     fp32_output: frozenset[str] = frozenset()
     fp32_norm: frozenset[str] = frozenset()
     widest: frozenset[str] = frozenset()
-    written_out: frozenset[str] = frozenset()
+    decomposed: frozenset[str] = frozenset()
     banned: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -55,17 +54,9 @@ class OpTables:
             raise ValueError(f"ops in two autocast tables at once: {', '.join(twice)}")
 
     def entries(self) -> Iterator[tuple[CastRule, str]]:
-        """Yield each op name with its rule."""
-        for rule, names in (
-            (CastRule.LOWER_PRECISION, self.lower_precision),
-            (CastRule.FP32, self.fp32),
-            (CastRule.FP32_OUTPUT, self.fp32_output),
-            (CastRule.FP32_NORM, self.fp32_norm),
-            (CastRule.WIDEST, self.widest),
-            (CastRule.WRITTEN_OUT, self.written_out),
-            (CastRule.BANNED, self.banned),
-        ):
-            yield from ((rule, name) for name in sorted(names))
+        """Yield each op name with its rule, whose name its set has."""
+        for rule in CastRule:
+            yield from ((rule, name) for name in sorted(getattr(self, rule.name.lower(), ())))
 
 
 def _names(text: str) -> frozenset[str]:
@@ -113,7 +104,7 @@ CUDA_TABLES = OpTables(
     widest=_names("""
         addcdiv addcmul atan2 arctan2 bilinear cross linalg.cross dot vdot grid_sampler index_put tensordot scatter_add
     """),
-    written_out=_names("cov corrcoef inner linalg.matrix_power matrix_power sparse.mm sum_to_size _weight_norm"),
+    decomposed=_names("cov corrcoef inner linalg.matrix_power matrix_power sparse.mm sum_to_size _weight_norm"),
     banned={"binary_cross_entropy": _BANNED_BINARY_CROSS_ENTROPY},
 )
 
@@ -143,7 +134,7 @@ CPU_TABLES = OpTables(
     """)
     | _names_in_this_torch("qr cholesky linalg.matrix_sqrth", "AutocastCPU"),  # before 2.15, and from it
     widest=_names("stack cat concat concatenate index_copy"),
-    written_out=_names("""
+    decomposed=_names("""
         pad einsum inner tensordot linalg.matrix_power matrix_power sparse.mm bilinear cov corrcoef linalg.pinv
         lstm gru lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
         _transformer_encoder_layer_fwd
@@ -168,14 +159,7 @@ _NAMESPACES = (torch, torch.Tensor, F, torch._C._nn, torch._C._VariableFunctions
 
 
 def spellings(name: str) -> list[Callable[..., Any]]:
-    """Every distinct Python callable by which torch's op ``name`` is called.
-
-    Args:
-        name: an op as torch's documentation names it, ``"mm"`` or ``"linalg.multi_dot"``.
-
-    Returns:
-        The callables; none if this torch has no op of that name.
-    """
+    """Every distinct Python callable of torch's op ``name``, as its documentation has it (``"linalg.multi_dot"``)."""
     prefix, _, short = name.rpartition(".")
     namespaces = (getattr(torch, prefix), getattr(torch._C, f"_{prefix}")) if prefix else _NAMESPACES
     names = (short, *_DUNDER_SPELLINGS.get(name, ()))
@@ -215,7 +199,7 @@ def op_table(tables: OpTables) -> dict[Callable[..., Any], tuple[CastRule, str]]
         for rule, name in tables.entries()
         for function in spellings(name)
         # A decomposition calls torch.ops.aten where it means the op as it is.
-        if rule is not CastRule.WRITTEN_OUT or not isinstance(function, (OpOverload, OpOverloadPacket))
+        if rule is not CastRule.DECOMPOSED or not isinstance(function, (OpOverload, OpOverloadPacket))
         if function not in _WEIGHTED
     }
 

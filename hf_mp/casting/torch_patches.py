@@ -274,17 +274,11 @@ def _keep_weights_of_l1_loss(original: Any) -> Any:
 
 @dataclass(frozen=True)
 class Patch:
-    """One attribute of torch to replace.
+    """One attribute of torch to replace."""
 
-    Attributes:
-        places: ``module:attribute``, under the names that torch has given it.
-        replace: gives the replacement for the original.
-        lost: what does not work on a torch that has none of ``places``.
-    """
-
-    places: tuple[str, ...]
-    replace: Callable[[Any], Any]
-    lost: str
+    places: tuple[str, ...]  # ``module:attribute``, under the names that torch has given it
+    replace: Callable[[Any], Any]  # gives the replacement for the original
+    lost: str  # what does not work on a torch that has none of them
 
 
 _ISLANDS = "FP32 islands that models make with torch.autocast(enabled=False) are not honoured"
@@ -371,8 +365,7 @@ class Patches:
     def _put_on(self) -> None:
         _load_compiler()
         for patch in self.table:
-            found = [place for place in patch.places if self._replace(place, patch.replace)]
-            if not found:
+            if not any([self._replace(place, patch.replace) for place in patch.places]):
                 _warn_of_lack(patch)
 
     def _replace(self, place: str, replace: Callable[[Any], Any]) -> bool:

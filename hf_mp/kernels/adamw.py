@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,13 +26,7 @@ _FP16_EXPONENT, _FP16_SMALLEST_BINADE, _FP16_LARGEST_BINADE = 0x7C00, 0x0400, 0x
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """The hyperparameters of one step, as in ``torch.optim.AdamW``.
-
-    Attributes:
-        lr, beta1, beta2, eps, weight_decay: numbers.
-        decoupled: False adds the decay to the gradient, as ``torch.optim.Adam`` does; default True.
-        maximize: default False.
-    """
+    """The hyperparameters of one step, as in ``torch.optim.AdamW``; not decoupled, the decay goes into the gradient."""
 
     lr: float
     beta1: float = 0.9
@@ -49,24 +43,15 @@ class AdamWSettings:
 
 
 class AdamWTensors(NamedTuple):
-    """What belongs to one parameter; all of its shape, but for ``step``.
+    """What belongs to one parameter: tensors of its shape, but for ``step``."""
 
-    Attributes:
-        gradient: FP32, FP16 or BF16.
-        exp_avg, exp_avg_sq: the moments, FP32.
-        step: FP32, of shape (): the steps taken so far.
-        master: FP32; None where it is split.
-        working: the FP16/BF16 working copy; None where there is none beside a master.
-        remainder: int16, the other half of a split master (:mod:`hf_mp.kernels.split`); else None.
-    """
-
-    gradient: Tensor
-    exp_avg: Tensor
+    gradient: Tensor  # FP32, FP16 or BF16
+    exp_avg: Tensor  # the moments, FP32
     exp_avg_sq: Tensor
-    step: Tensor
-    master: Tensor | None = None
-    working: Tensor | None = None
-    remainder: Tensor | None = None
+    step: Tensor  # FP32, of shape (): the steps taken so far
+    master: Tensor | None = None  # FP32; None where it is split
+    working: Tensor | None = None  # the FP16/BF16 working copy; None where there is none beside a master
+    remainder: Tensor | None = None  # int16, the other half of a split master (hf_mp.kernels.split)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> AdamWTensors:
         """``function`` of each tensor that there is."""
@@ -84,20 +69,7 @@ class AdamWTensors(NamedTuple):
 
 @torch.no_grad()
 def adamw_reference(parameters: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None = None) -> None:
-    """Reference of :func:`adamw_`: whole FP32 masters and gradients, and torch's fused AdamW."""
-    for tensors in parameters:
-        tensors.step.add_(1)
-        master = _whole_master(tensors)
-        gradient = tensors.gradient.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        _fused(tensors, [master], [gradient if factor is None else gradient.mul_(factor.squeeze())], settings)
-        _write_working(tensors, master)
-
-
-@torch.no_grad()
-def adamw_written_out(
-    parameters: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None = None
-) -> None:
-    """:func:`adamw_reference` operation by operation, each rounded to FP32: what the Triton kernel gives bit for bit.
+    """:func:`adamw_` operation by operation, each rounded to FP32: what the Triton kernel gives bit for bit.
 
     torch's fused AdamW fuses one product and sum, in the first moment, and so differs from it by rounding.
     """
@@ -117,11 +89,8 @@ def adamw_written_out(
         weight = 1.0 - settings.beta1
         difference = gradient - tensors.exp_avg
         if settings.lerps_from_gradient:
-            tensors.exp_avg.copy_(
-                gradient + difference * (torch.tensor(weight, dtype=torch.float32, device="cpu") - 1.0).item()
-            )
-        else:
-            tensors.exp_avg.copy_(tensors.exp_avg + difference * weight)
+            weight = (torch.tensor(weight, dtype=torch.float32, device="cpu") - 1.0).item()
+        tensors.exp_avg.copy_((gradient if settings.lerps_from_gradient else tensors.exp_avg) + difference * weight)
         square = gradient * (1.0 - settings.beta2) * gradient
         tensors.exp_avg_sq.copy_(tensors.exp_avg_sq * settings.beta2 + square)
         root = tensors.exp_avg_sq.double().sqrt().float()  # torch's FP32 root on a CPU may be off by one ulp
@@ -129,6 +98,15 @@ def adamw_written_out(
         step_size = settings.lr / (1.0 - settings.beta1**steps)
         master.copy_(decayed + tensors.exp_avg * -step_size / denominator)
         _write_working(tensors, master)
+
+
+def adamw_by_torch(tensors: AdamWTensors, settings: AdamWSettings, factor: Tensor | None = None) -> None:
+    """:func:`adamw_` of one parameter by torch's fused AdamW, on a whole FP32 master and a whole FP32 gradient."""
+    tensors.step.add_(1)
+    master = _whole_master(tensors)
+    gradient = tensors.gradient.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    _fused(tensors, master, gradient if factor is None else gradient.mul_(factor.squeeze()), settings)
+    _write_working(tensors, master)
 
 
 def _write_working(tensors: AdamWTensors, master: Tensor) -> None:
@@ -140,14 +118,10 @@ def _write_working(tensors: AdamWTensors, master: Tensor) -> None:
 
 @torch.no_grad()
 def adamw_(parameters: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None = None) -> None:
-    """Take a step of AdamW in place, for tensors of one device.
+    """Take a step of AdamW in place, for tensors of one device; FP32 tensors are contiguous.
 
-    On a CPU, what this writes is bit for bit what :func:`adamw_reference` writes.
-
-    Args:
-        parameters: what belongs to each; FP32 tensors are contiguous.
-        settings: of all of them.
-        factor: FP32, of one element: the inverse loss scale times the clip coefficient; None for 1.
+    On a CPU, what this writes is bit for bit what :func:`adamw_by_torch` writes. ``factor``, FP32 of one element, is
+    the inverse loss scale times the clip coefficient; None for 1.
     """
     read = [tensor for tensors in parameters for tensor in (tensors.gradient, *tensors.floating_state())]
     if (kernel := chosen("adamw", read)) is not None:
@@ -155,7 +129,7 @@ def adamw_(parameters: Sequence[AdamWTensors], settings: AdamWSettings, factor: 
         return
     for tensors in parameters:
         if not _has_blocks(tensors):
-            adamw_reference([tensors], settings, factor)
+            adamw_by_torch(tensors, settings, factor)
             continue
         tensors.step.add_(1)
         update = _update_split_fp16 if tensors.working.dtype is torch.float16 else _update_split_bf16  # type: ignore[union-attr]
@@ -169,23 +143,11 @@ def _whole_master(tensors: AdamWTensors) -> Tensor:
     return merge(tensors.working, tensors.remainder)
 
 
-def _fused(tensors: AdamWTensors, masters: list[Tensor], gradients: list[Tensor], settings: AdamWSettings) -> None:
-    function = torch._fused_adamw_ if settings.decoupled else torch._fused_adam_
-    function(
-        masters,
-        gradients,
-        [tensors.exp_avg],
-        [tensors.exp_avg_sq],
-        [],
-        [tensors.step],
-        lr=settings.lr,
-        beta1=settings.beta1,
-        beta2=settings.beta2,
-        weight_decay=settings.weight_decay,
-        eps=settings.eps,
-        amsgrad=False,
-        maximize=settings.maximize,
-    )
+def _fused(tensors: AdamWTensors, master: Tensor, gradient: Tensor, settings: AdamWSettings) -> None:
+    numbers = {name: value for name, value in vars(settings).items() if name != "decoupled"}
+    state: Any = ([tensors.exp_avg], [tensors.exp_avg_sq], [], [tensors.step])
+    step = torch._fused_adamw_ if settings.decoupled else torch._fused_adam_
+    step([master], [gradient], *state, amsgrad=False, **numbers)
 
 
 # A split master on a CPU: joined, updated and split again while a block of it is in the cache
@@ -247,7 +209,7 @@ def _update_split_fp16(tensors: AdamWTensors, settings: AdamWSettings, factor: T
         # Negated twice, -0.0 stays what it is: -0.0 + -0.0 * unit.
         floats.copy_(torch.neg(remainder, out=shorts))
         master.copy_(working).addcmul_(floats, units, value=_MINUS_UNIT)
-        _fused(part, [master], [gradient], settings)
+        _fused(part, master, gradient, settings)
         working.copy_(master)
         torch.bitwise_and(bits, mask, out=shorts)
         if not is_fake(working) and shorts.max().item() == _FP16_EXPONENT:  # inf or NaN
@@ -264,7 +226,7 @@ def _update_split_bf16(tensors: AdamWTensors, settings: AdamWSettings, factor: T
         bits, lower = master.view(torch.int32), floats.view(torch.int32)
         master.copy_(working)
         bits.add_(lower.copy_(remainder))
-        _fused(part, [master], [gradient], settings)
+        _fused(part, master, gradient, settings)
         if not is_fake(working) and not master.sum().isfinite():  # it may be NaN, which rounds otherwise
             split_into(master, working, remainder)
             continue

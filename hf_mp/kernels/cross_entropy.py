@@ -19,11 +19,9 @@ _BLOCK_ELEMENTS = {"cpu": 2**19}
 _DEFAULT_BLOCK_ELEMENTS = 2**25
 
 
-def cross_entropy_reference(
-    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, reduction: str = "mean"
-) -> Tensor:
+def cross_entropy_reference(logits: Tensor, labels: Tensor, **settings: Any) -> Tensor:
     """Reference of :func:`cross_entropy`, with all of the logits in FP32."""
-    return F.cross_entropy(logits.float(), labels, ignore_index=ignore_index, reduction=reduction)
+    return F.cross_entropy(logits.float(), labels, **settings)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100, reduction: str = "mean") -> Tensor:
@@ -38,10 +36,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100, r
         logits: of shape (rows, classes); FP16, BF16 or FP32.
         labels: int64 of shape (rows,).
         ignore_index: label of rows that do not count; default -100.
-        reduction: ``"mean"`` over the rows that count, or ``"sum"``.
-
-    Returns:
-        The FP32 loss, a scalar.
+        reduction: ``"mean"`` over the rows that count, or ``"sum"``; the result is a FP32 scalar.
 
     Raises:
         ValueError: for other shapes.
@@ -109,16 +104,12 @@ class _CrossEntropy(Function):
             return *torch.autograd.grad(loss, logits, gradient, create_graph=True), None, None, None, None
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         result = torch.empty_like(ctx.logits) if keeps_graph or is_shared(ctx.logits) else ctx.logits
-        _write_gradient(result, ctx, labels, gradient if ctx.count is None else gradient / ctx.count)
+        counted, factor = labels != ctx.ignore_index, gradient if ctx.count is None else gradient / ctx.count
+        targets, factors = torch.where(counted, labels, 0), torch.where(counted, factor, 0.0)
+        _rows(ctx.logits, labels).backward(result, ctx.logits, targets, ctx.denominators, factors)
         if not keeps_graph:
             ctx.logits = ctx.denominators = None  # whoever holds the loss does not hold them
         return result, None, None, None, None
-
-
-def _write_gradient(result: Tensor, ctx: Any, labels: Tensor, factor: Tensor) -> None:
-    counted = labels != ctx.ignore_index
-    targets, factors = torch.where(counted, labels, 0), torch.where(counted, factor, 0.0)
-    _rows(ctx.logits, labels).backward(result, ctx.logits, targets, ctx.denominators, factors)
 
 
 def _rows(logits: Tensor, labels: Tensor) -> Any:
@@ -132,12 +123,7 @@ class Rows:
 
     @staticmethod
     def forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The logarithm of the softmax's denominator of each row, and its loss: FP32, of shape (rows,).
-
-        Args:
-            logits: of shape (rows, classes).
-            targets: int64 of shape (rows,), each a class.
-        """
+        """The logarithm of the softmax's denominator of each row, and its loss: FP32, of shape (rows,)."""
         denominators = logits.new_empty(logits.shape[0], dtype=torch.float32)
         losses = torch.empty_like(denominators)
         for rows in _blocks(logits):
@@ -150,10 +136,7 @@ class Rows:
     def backward(result: Tensor, logits: Tensor, targets: Tensor, denominators: Tensor, factors: Tensor) -> None:
         """Write the gradient of the logits into ``result``, which may be the logits themselves.
 
-        Args:
-            result: of the shape and dtype of the logits.
-            logits, targets: as for :meth:`forward`, and ``denominators`` what that gave.
-            factors: FP32 of shape (rows,): what comes in for each row, the loss scale included; 0 for ignored ones.
+        ``factors``, FP32 of shape (rows,), are what comes in for each row, the loss scale included; 0 for ignored ones.
         """
         hit = torch.full((1, 1), -1.0, dtype=torch.float32, device=logits.device)
         for rows in _blocks(logits):

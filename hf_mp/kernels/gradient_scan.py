@@ -17,15 +17,10 @@ _BLOCK_ELEMENTS_PER_THREAD = 2**17  # in FP32, half of what a core's cache of 1 
 
 
 class Scan(NamedTuple):
-    """What one read of gradients tells: FP32 scalar tensors.
+    """What one read of gradients tells: FP32 scalar tensors."""
 
-    Attributes:
-        largest: the largest magnitude; finite if and only if every element is.
-        norm: the global 2-norm.
-    """
-
-    largest: Tensor
-    norm: Tensor
+    largest: Tensor  # the largest magnitude; finite if and only if every element is
+    norm: Tensor  # the global 2-norm
 
 
 def scan_reference(tensors: Sequence[Tensor]) -> Scan:
@@ -49,13 +44,9 @@ def largest_magnitude_reference(tensors: Iterable[Tensor]) -> Tensor:
 def largest_magnitude(tensors: Iterable[Tensor]) -> Tensor:
     """The largest absolute value in all tensors, which is finite if and only if every element is.
 
-    Args:
-        tensors: floating tensors of any dtype and device; sparse ones count by their values, empty ones not at all.
-
-    Returns:
-        A FP32 scalar tensor on the device of the first tensor: 0 for no elements, ``inf`` or ``nan`` if there is one
-        (``nan`` wins), FP32's largest number for finite FP64 values beyond it. Reading its value is the one
-        synchronisation with a GPU.
+    Tensors are floating, of any dtype and device; sparse ones count by their values. The result is a FP32 scalar on the
+    device of the first: 0 for no elements, ``inf`` or ``nan`` if there is one (``nan`` wins), FP32's largest number for
+    finite FP64 values beyond it. Reading it is the one synchronisation with a GPU.
     """
     values = [values for tensor in tensors if (values := real_values(tensor)).numel()]
     if not values:
@@ -76,10 +67,6 @@ def all_finite(tensors: Iterable[Tensor], limit: float = math.inf) -> bool:
     """Whether all elements are smaller than ``limit`` and none is NaN; on a CPU cheaper than the largest magnitude.
 
     A norm below it says so at once. One that is not may be the sum of squares that left FP32, so it is looked at again.
-
-    Args:
-        tensors: as for :func:`largest_magnitude`.
-        limit: default inf.
     """
     values = [values for tensor in tensors if (values := real_values(tensor)).numel()]
     if all(tensor.device.type == "cpu" and tensor.dtype is torch.float32 for tensor in values):
@@ -93,11 +80,7 @@ def all_finite(tensors: Iterable[Tensor], limit: float = math.inf) -> bool:
 def largest_magnitude_and_norm(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """What :func:`largest_magnitude` and ``torch.nn.utils.get_total_norm`` give, while a tensor is in the CPU's cache.
 
-    Args:
-        tensors: dense FP32 tensors on one device.
-
-    Returns:
-        Two FP32 scalar tensors, on a CPU each bit for bit that of its own function.
+    For dense FP32 tensors on one device; on a CPU each result is bit for bit that of its own function.
     """
     if (kernel := chosen("gradient_scan", tensors)) is not None:
         return kernel(tensors)
@@ -116,16 +99,10 @@ def largest_magnitude_and_norm(tensors: Sequence[Tensor]) -> tuple[Tensor, Tenso
 
 @torch.no_grad()
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """``torch.nn.utils.get_total_norm`` in FP32, without FP32 copies of FP16/BF16 tensors.
+    """``torch.nn.utils.get_total_norm`` in FP32 of floating tensors on one device, without FP32 copies of 16-bit ones.
 
     On a CPU these are cast a block at a time and the norms of the blocks are put together, so the sum is taken in
-    another order: it differs from torch's by rounding.
-
-    Args:
-        tensors: floating, on one device; the norm of a FP64 one is rounded to FP32.
-
-    Returns:
-        A FP32 scalar tensor, 0 for no tensors.
+    another order: it differs from torch's by rounding. 0 for no tensors.
     """
     if not tensors:
         return torch.zeros((), dtype=torch.float32, device="cpu")

@@ -17,8 +17,7 @@ import importlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,51 +28,13 @@ SETTINGS = ("auto", "triton", "reference")
 _SMALLEST_CAPABILITY = (7, 0)  # of a CUDA GPU that Triton compiles for; BF16 is read as integers
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """One kernel.
-
-    Attributes:
-        name: by which it is asked for.
-        triton: the kernel's launcher, as ``module:function``; the module is imported at the first use.
-        check: compares it with its reference on a device, as ``module:function``; returns what differs, or None.
-        dtypes: of the tensors that it reads.
-    """
-
-    name: str
-    triton: str
-    check: str
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
-
-
-KERNELS = {
-    kernel.name: kernel
-    for kernel in (
-        Kernel(
-            "gradient_scan",
-            triton="hf_mp.kernels.triton_gradient_scan:scan",
-            check="hf_mp.kernels.triton_gradient_scan:check",
-        ),
-        Kernel(
-            "adamw",
-            triton="hf_mp.kernels.triton_adamw:adamw_",
-            check="hf_mp.kernels.triton_adamw:check",
-        ),
-        Kernel(
-            "cross_entropy",
-            triton="hf_mp.kernels.triton_cross_entropy:RowKernels",
-            check="hf_mp.kernels.triton_cross_entropy:check",
-        ),
-    )
-}
+# The launcher of each, in hf_mp.kernels.triton_<name>; check(device) there says what differs from the reference.
+KERNELS = {"gradient_scan": "scan", "adamw": "adamw_", "cross_entropy": "RowKernels"}
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # that they read
 
 
 def setting() -> str:
-    """What ``HF_MP_KERNELS`` says.
-
-    Raises:
-        ValueError: for anything but ``auto``, ``triton`` and ``reference``.
-    """
+    """What ``HF_MP_KERNELS`` says; a ValueError for anything but ``auto``, ``triton`` and ``reference``."""
     value = os.environ.get(VARIABLE, "auto")
     if value not in SETTINGS:
         raise ValueError(f"{VARIABLE}={value!r} is not known: use one of {', '.join(SETTINGS)}")
@@ -81,28 +42,21 @@ def setting() -> str:
 
 
 def chosen(name: str, tensors: Sequence[Tensor]) -> Any:
-    """The launcher of a kernel, if this call is to use it; None for the reference.
-
-    Args:
-        name: of an entry of :data:`KERNELS`.
-        tensors: what the kernel would read.
-    """
+    """The launcher of the kernel ``name``, if a call that reads ``tensors`` is to use it; None for the reference."""
     on_gpu = any(tensor.device.type == "cuda" for tensor in tensors)
     if (asked := setting()) == "reference" or (asked == "auto" and not on_gpu) or torch.compiler.is_compiling():
         return None
     if not any(tensor.numel() for tensor in tensors):
         return None
-    kernel = KERNELS[name]
-    reason = why_not(kernel, tensors)
-    if reason is None and asked == "auto":
-        return load(kernel.triton) if _is_right_on(kernel, tensors[0].device) else None
-    if reason is not None and asked == "triton":
+    if (reason := why_not(tensors)) is None:
+        return launcher(name) if asked == "triton" or _is_right_on(name, tensors[0].device) else None
+    if asked == "triton":
         _warn_once(f"{VARIABLE}=triton: the reference of {name} is used, because {reason}")
-    return None if reason is not None else load(kernel.triton)
+    return None
 
 
-def why_not(kernel: Kernel, tensors: Sequence[Tensor]) -> str | None:
-    """Why the kernel cannot run on these tensors; None where it can."""
+def why_not(tensors: Sequence[Tensor]) -> str | None:
+    """Why no kernel can run on these tensors; None where they can."""
     if not _has_triton():
         return "triton is not installed"
     for tensor in tensors:
@@ -110,7 +64,7 @@ def why_not(kernel: Kernel, tensors: Sequence[Tensor]) -> str | None:
             return f"a tensor is a {type(tensor).__name__}"
         if tensor.layout is not torch.strided:
             return f"a tensor is {tensor.layout}"
-        if tensor.dtype not in kernel.dtypes:
+        if tensor.dtype not in _DTYPES:
             return f"a tensor is {tensor.dtype}"
         if not tensor.is_contiguous():
             return f"a tensor of shape {tuple(tensor.shape)} is not contiguous"
@@ -141,24 +95,25 @@ def _why_not_on(device: torch.device) -> str | None:
     return None
 
 
-@functools.cache
-def load(path: str) -> Any:
-    """What ``module:name`` names."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+def launcher(name: str) -> Any:
+    """The launcher of the kernel ``name``, whose module is imported at its first use."""
+    return getattr(module_of(name), KERNELS[name])
+
+
+def module_of(name: str) -> Any:
+    """Where the kernel ``name`` and its check are."""
+    return importlib.import_module(f"hf_mp.kernels.triton_{name}")
 
 
 @functools.cache
-def _is_right_on(kernel: Kernel, device: torch.device) -> bool:
-    """Whether the kernel gives what its reference gives on ``device``; looked at once in a process."""
-    check: Callable[[torch.device], str | None] = load(kernel.check)
+def _is_right_on(name: str, device: torch.device) -> bool:
     try:
-        problem = check(device)
+        problem = module_of(name).check(device)
     except Exception as error:
         # Whatever Triton's compiler or the driver raises: training goes on without it, and says so.
         problem = f"it failed with {type(error).__name__}: {error}"
     if problem is not None:
-        _warn_once(f"the Triton kernel {kernel.name} is not used on {device}: {problem}")
+        _warn_once(f"the Triton kernel {name} is not used on {device}: {problem}")
     return problem is None
 
 

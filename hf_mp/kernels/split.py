@@ -16,6 +16,7 @@ one more than a remainder can tell apart); FP16 rounds them to even, as torch do
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -43,19 +44,9 @@ class Split(NamedTuple):
 
 
 def split(value: Tensor, dtype: torch.dtype) -> Split:
-    """The two halves of ``value``.
-
-    Args:
-        value: FP32, of any shape.
-        dtype: of the working half, ``float16`` or ``bfloat16``.
-
-    Raises:
-        TypeError: for another dtype of ``value`` or of the working half.
-    """
-    halves = Split(
-        torch.empty_like(value, dtype=dtype, memory_format=torch.contiguous_format),
-        torch.empty_like(value, dtype=REMAINDER_DTYPE, memory_format=torch.contiguous_format),
-    )
+    """The two halves of FP32 ``value``, the working half in ``dtype``; a TypeError for another dtype of either."""
+    make = functools.partial(torch.empty_like, value, memory_format=torch.contiguous_format)
+    halves = Split(make(dtype=dtype), make(dtype=REMAINDER_DTYPE))
     split_into(value, *halves)
     return halves
 
@@ -67,37 +58,22 @@ def split_into(value: Tensor, working: Tensor, remainder: Tensor) -> None:
         raise TypeError(f"only FP32 values are split, not {value.dtype}: cast with .float() first")
     form = _format(working.dtype)
     for block in _cache_blocks(value, working, remainder):
-        if not _is_ordinary(block[0]):
-            _split_by_reference(form, *block)
-        else:
+        if block[0].device.type == "cpu" and _is_ordinary(block[0]):
             form.split_ordinary(*block)
-    if not _has_cache_blocks(value, working, remainder):
-        _split_by_reference(form, value, working, remainder)
+        else:
+            halves = form.split(block[0])
+            block[1].copy_(halves.working)
+            block[2].copy_(halves.remainder)
 
 
 @torch.no_grad()
 def merge(working: Tensor, remainder: Tensor) -> Tensor:
-    """The FP32 value of two halves, of their shape.
-
-    Raises:
-        TypeError: for a ``working`` that is neither FP16 nor BF16.
-    """
+    """The FP32 value of two halves, of their shape; a TypeError for a ``working`` that is neither FP16 nor BF16."""
     form = _format(working.dtype)
     value = torch.empty_like(working, dtype=torch.float32, memory_format=torch.contiguous_format)
     for block in _cache_blocks(value, working, remainder):
         form.merge_into(*block)
-    if not _has_cache_blocks(value, working, remainder):
-        value.copy_(form.merge(working, remainder))
     return value
-
-
-def _split_by_reference(form: _Format, value: Tensor, working: Tensor, remainder: Tensor) -> None:
-    halves = form.split(value)
-    working.copy_(halves.working)
-    remainder.copy_(halves.remainder)
-
-
-# References, for every value and device
 
 
 def _split_bf16(value: Tensor) -> Split:
@@ -107,11 +83,6 @@ def _split_bf16(value: Tensor) -> Split:
     working = upper.to(torch.int16).view(torch.bfloat16)
     is_nan = value.isnan()  # the carry would make a zero of some
     return Split(torch.where(is_nan, value.to(torch.bfloat16), working), remainder.masked_fill_(is_nan, 0))
-
-
-def _merge_bf16(working: Tensor, remainder: Tensor) -> Tensor:
-    upper = working.view(torch.int16).to(torch.int32) << 16
-    return (upper + remainder).view(torch.float32)
 
 
 def _split_fp16(value: Tensor) -> Split:
@@ -124,29 +95,19 @@ def _split_fp16(value: Tensor) -> Split:
     return Split(torch.where(is_finite, working, value.to(torch.float16)), remainder)
 
 
-def _merge_fp16(working: Tensor, remainder: Tensor) -> Tensor:
-    rounded = working.float()
-    return (rounded + remainder.float() * _unit(working)).copysign(rounded)  # -0.0 + 0.0 is 0.0
-
-
 def _unit(working: Tensor) -> Tensor:
     """FP32: 2**-25 of the power of two at or below the magnitude of FP16 ``working``, at least 2**-39."""
     exponent = working.float().view(torch.int32) & _EXPONENT_BITS
     return (exponent.clamp_(_SMALLEST_BINADE, _LARGEST_BINADE) - _UNITS_BELOW_BINADE).view(torch.float32)
 
 
-# In place, for blocks that stay in a CPU's cache
-
-
-def _has_cache_blocks(*tensors: Tensor) -> bool:
-    return all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
-
-
-def _cache_blocks(value: Tensor, working: Tensor, remainder: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    if not _has_cache_blocks(value, working, remainder):
+def _cache_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors a block at a time, so that temporaries stay in a CPU's cache; elsewhere in one."""
+    if not all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors):
+        yield tensors
         return
-    flat = [tensor.view(-1) for tensor in (value, working, remainder)]
-    if is_fake(value):  # it has no values, and one block stands for the memory of all
+    flat = [tensor.view(-1) for tensor in tensors]
+    if is_fake(tensors[0]):  # it has no values, and one block stands for the memory of all
         flat = [tensor[:_BLOCK_ELEMENTS] for tensor in flat]
     yield from zip(*(tensor.split(_BLOCK_ELEMENTS) for tensor in flat), strict=True)
 
@@ -189,15 +150,14 @@ def _merge_into_fp16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
 
 
 class _Format(NamedTuple):
-    split: Callable[[Tensor], Split]
-    merge: Callable[[Tensor, Tensor], Tensor]
-    split_ordinary: Callable[[Tensor, Tensor, Tensor], None]
-    merge_into: Callable[[Tensor, Tensor, Tensor], None]
+    split: Callable[[Tensor], Split]  # of every value, on every device
+    split_ordinary: Callable[..., None]  # in place, of what _is_ordinary
+    merge_into: Callable[..., None]
 
 
 _FORMATS = {
-    torch.bfloat16: _Format(_split_bf16, _merge_bf16, _split_ordinary_bf16, _merge_into_bf16),
-    torch.float16: _Format(_split_fp16, _merge_fp16, _split_ordinary_fp16, _merge_into_fp16),
+    torch.bfloat16: _Format(_split_bf16, _split_ordinary_bf16, _merge_into_bf16),
+    torch.float16: _Format(_split_fp16, _split_ordinary_fp16, _merge_into_fp16),
 }
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_written_out
+from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_reference
 from hf_mp.kernels.split import split
 from hf_mp.kernels.triton_tables import (
     BLOCK,
@@ -75,39 +75,19 @@ def split_bf16(value):
 
 @triton.jit
 def adamw_kernel(
-    addresses,
-    numels,
-    block_tensor,
-    block_index,
-    step_sizes,
-    corrections,
-    factor,
-    beta1,
-    beta2,
-    weight1,
-    weight2,
-    eps,
-    keep,
-    weight_decay,
-    tensors,
-    GRADIENT: tl.constexpr,
-    WORKING: tl.constexpr,
-    SPLIT: tl.constexpr,
-    DECOUPLED: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-    FROM_GRADIENT: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    addresses, numels, block_tensor, block_index, step_sizes, corrections, factor,
+    beta1, beta2, weight1, weight2, eps, keep, weight_decay, tensors,
+    GRADIENT: tl.constexpr, WORKING: tl.constexpr, SPLIT: tl.constexpr, DECOUPLED: tl.constexpr,
+    MAXIMIZE: tl.constexpr, FROM_GRADIENT: tl.constexpr, HAS_FACTOR: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
-):
-    """Each program updates one block; the order of operations is that of ``adamw_written_out``."""
+):  # fmt: skip
+    """Each program updates one block; the order of operations is that of ``adamw_reference``."""
     tensor, offsets, mask = place_of(numels, block_tensor, block_index, ALIGNED, BLOCK)
     gradient_address = tl.load(addresses + tensor)
-    exp_avg_address = tl.load(addresses + tensors + tensor)
-    exp_avg_sq_address = tl.load(addresses + 2 * tensors + tensor)
     first_address = tl.load(addresses + 3 * tensors + tensor)  # of the master, or of its working half
     second_address = tl.load(addresses + 4 * tensors + tensor)  # of the working copy, or of the remainder
-    exp_avg_at = places(exp_avg_address, offsets, ALIGNED, tl.pointer_type(tl.float32))
+    exp_avg_at = places(tl.load(addresses + tensors + tensor), offsets, ALIGNED, tl.pointer_type(tl.float32))
+    exp_avg_sq_address = tl.load(addresses + 2 * tensors + tensor)
     exp_avg_sq_at = places(exp_avg_sq_address, offsets, ALIGNED, tl.pointer_type(tl.float32))
 
     gradient = load_as_fp32(gradient_address, offsets, mask, ALIGNED, GRADIENT)
@@ -154,18 +134,16 @@ def adamw_kernel(
     else:
         tl.store(master_at, master, mask=mask)
         if WORKING == 1:
-            tl.store(
-                places(second_address, offsets, ALIGNED, tl.pointer_type(tl.float16)), master.to(tl.float16), mask=mask
-            )
+            copies_at = places(second_address, offsets, ALIGNED, tl.pointer_type(tl.float16))
+            tl.store(copies_at, master.to(tl.float16), mask=mask)
         if WORKING == 2:
-            tl.store(
-                places(second_address, offsets, ALIGNED, tl.pointer_type(tl.int16)), round_to_bf16(master), mask=mask
-            )
+            copies_at = places(second_address, offsets, ALIGNED, tl.pointer_type(tl.int16))
+            tl.store(copies_at, round_to_bf16(master), mask=mask)
 
 
 @torch.no_grad()
 def adamw_(parameters: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None = None) -> None:
-    """As :func:`hf_mp.kernels.adamw.adamw_written_out`, without waiting for the device: one launch a layout."""
+    """As :func:`hf_mp.kernels.adamw.adamw_reference`, without waiting for the device: one launch a layout."""
     torch._foreach_add_([tensors.step for tensors in parameters], 1)
     kinds: dict[tuple[torch.dtype, torch.dtype | None, bool], list[AdamWTensors]] = {}
     for tensors in parameters:
@@ -173,17 +151,13 @@ def adamw_(parameters: Sequence[AdamWTensors], settings: AdamWSettings, factor: 
             working = None if tensors.working is None else tensors.working.dtype
             kinds.setdefault((tensors.gradient.dtype, working, tensors.remainder is not None), []).append(tensors)
     for (gradient, working, is_split), group in kinds.items():
+        codes = {"GRADIENT": DTYPE_CODES[gradient], "WORKING": _WORKING_CODES[working], "SPLIT": is_split}
         with on(group[0].gradient.device):
-            _launch(group, settings, factor, DTYPE_CODES[gradient], _WORKING_CODES[working], is_split)
+            _launch(group, settings, factor, codes)
 
 
 def _launch(
-    parameters: list[AdamWTensors],
-    settings: AdamWSettings,
-    factor: Tensor | None,
-    gradient: int,
-    working: int,
-    is_split: bool,
+    parameters: list[AdamWTensors], settings: AdamWSettings, factor: Tensor | None, codes: dict[str, int]
 ) -> None:
     device = parameters[0].gradient.device
     blocks = blocks_of(tuple(tensors.gradient.numel() for tensors in parameters), device)
@@ -193,31 +167,13 @@ def _launch(
     step_sizes = (-settings.lr / (1.0 - settings.beta1**steps)).float()
     corrections = (1.0 - settings.beta2**steps).sqrt().float()
     adamw_kernel[(blocks.tensor.numel(),)](
-        addresses,
-        *blocks.tables(),
-        step_sizes,
-        corrections,
-        step_sizes if factor is None else factor,
-        settings.beta1,
-        settings.beta2,
-        1.0 - settings.beta1,
-        1.0 - settings.beta2,
-        settings.eps,
-        1.0 - settings.lr * settings.weight_decay,
-        settings.weight_decay,
-        len(parameters),
-        GRADIENT=gradient,
-        WORKING=working,
-        SPLIT=is_split,
-        DECOUPLED=settings.decoupled,
-        MAXIMIZE=settings.maximize,
-        FROM_GRADIENT=settings.lerps_from_gradient,
-        HAS_FACTOR=factor is not None,
-        ALIGNED=is_aligned and blocks.are_whole,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
+        addresses, *blocks.tables(), step_sizes, corrections, step_sizes if factor is None else factor,
+        settings.beta1, settings.beta2, 1.0 - settings.beta1, 1.0 - settings.beta2, settings.eps,
+        1.0 - settings.lr * settings.weight_decay, settings.weight_decay, len(parameters),
+        **codes, DECOUPLED=settings.decoupled, MAXIMIZE=settings.maximize, FROM_GRADIENT=settings.lerps_from_gradient,
+        HAS_FACTOR=factor is not None, ALIGNED=is_aligned and blocks.are_whole, BLOCK=BLOCK, num_warps=WARPS,
         enable_fp_fusion=False,  # each product and sum is rounded, as the reference does
-    )
+    )  # fmt: skip
 
 
 def _weights(tensors: AdamWTensors) -> tuple[Tensor, Tensor]:
@@ -246,12 +202,10 @@ def check(device: torch.device) -> str | None:
         factor = master.new_full((1,), 0.37 / 1024)
         for _ in range(2):
             adamw_([ours], settings, factor.to(device))
-            adamw_written_out([reference], settings, factor)
+            adamw_reference([reference], settings, factor)
         for name, found, expected in zip(sample._fields, ours, reference, strict=True):
-            if (
-                found is not None
-                and expected is not None
-                and not torch.equal(found.cpu().nan_to_num(), expected.nan_to_num())
-            ):
+            if found is None or expected is None:
+                continue
+            if not torch.equal(found.cpu().nan_to_num(), expected.nan_to_num()):
                 return f"{name} of {sample.working.dtype} differs"  # type: ignore[union-attr]
     return None

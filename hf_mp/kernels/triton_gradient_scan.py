@@ -3,6 +3,7 @@
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -16,16 +17,9 @@ from hf_mp.kernels.triton_tables import BLOCK, DTYPE_CODES, WARPS, addresses_of,
 
 @triton.jit
 def scan_kernel(
-    addresses,
-    numels,
-    block_tensor,
-    block_index,
-    largest_bits,
-    squares,
-    DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    addresses, numels, block_tensor, block_index, largest_bits, squares,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Each program: the bits of the largest magnitude of a block, and its sum of squares, in FP32."""
     tensor, offsets, mask = place_of(numels, block_tensor, block_index, ALIGNED, BLOCK)
     values = load_as_fp32(tl.load(addresses + tensor), offsets, mask, ALIGNED, DTYPE)
@@ -38,10 +32,7 @@ def scan_kernel(
 
 @torch.no_grad()
 def scan(tensors: Sequence[Tensor]) -> Scan:
-    """As :func:`hf_mp.kernels.gradient_scan.scan_reference`, one launch a dtype.
-
-    The sum of squares is FP32 within a block of 4096 elements and FP64 across blocks.
-    """
+    """As ``scan_reference``; the sum of squares is FP32 within a block of 4096 elements, FP64 across blocks."""
     device = tensors[0].device
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
@@ -61,15 +52,9 @@ def _scan_of_one_dtype(tensors: list[Tensor], device: torch.device) -> tuple[Ten
     largest_bits = torch.empty(count, dtype=torch.int32, device=device)
     squares = torch.empty(count, dtype=torch.float32, device=device)
     scan_kernel[(count,)](
-        addresses,
-        *blocks.tables(),
-        largest_bits,
-        squares,
-        DTYPE=DTYPE_CODES[tensors[0].dtype],
-        ALIGNED=is_aligned and blocks.are_whole,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
-    )
+        addresses, *blocks.tables(), largest_bits, squares, DTYPE=DTYPE_CODES[tensors[0].dtype],
+        ALIGNED=is_aligned and blocks.are_whole, BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
     return largest_bits, squares
 
 
@@ -77,10 +62,8 @@ def check(device: torch.device) -> str | None:
     """Compare the kernel with its reference on ``device``; what differs, or None."""
     generator = torch.Generator("cpu").manual_seed(0)
     for dtype in DTYPE_CODES:
-        normal = [
-            torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") for size in (3, 2 * BLOCK + 1)
-        ]
-        sample = [values.to(device, dtype) for values in normal]
+        make = functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
+        sample = [make(size).to(device, dtype) for size in (3, 2 * BLOCK + 1)]
         for poison in (None, float("inf"), float("nan")):
             if poison is not None:
                 sample[1][BLOCK] = poison

@@ -20,19 +20,12 @@ WARPS = 8
 
 
 class Blocks(NamedTuple):
-    """The blocks of a list of tensors, on their device.
+    """The blocks of a list of tensors, on their device."""
 
-    Attributes:
-        numels: int64 of shape (tensors,).
-        tensor: int32 of shape (blocks,): which tensor a block belongs to.
-        place: int64 of shape (blocks,): its number there, from 0.
-        are_whole: whether all tensors are whole vectors of 16 elements.
-    """
-
-    numels: Tensor
-    tensor: Tensor
-    place: Tensor
-    are_whole: bool
+    numels: Tensor  # int64 of shape (tensors,)
+    tensor: Tensor  # int32 of shape (blocks,): which tensor a block belongs to
+    place: Tensor  # int64 of shape (blocks,): its number there, from 0
+    are_whole: bool  # whether all tensors are whole vectors of 16 elements
 
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
         """What a kernel is given."""
@@ -55,11 +48,7 @@ def blocks_of(numels: tuple[int, ...], device: torch.device) -> Blocks:
 
 
 def addresses_of(columns: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[Tensor, bool]:
-    """The addresses of some columns of tensors, and whether all are multiples of 16 bytes.
-
-    Returns:
-        int64 of shape (columns, tensors) on ``device``, copied without waiting for it.
-    """
+    """The addresses of columns of tensors, int64 of shape (columns, tensors); whether all are multiples of 16 bytes."""
     addresses = [[tensor.data_ptr() for tensor in column] for column in columns]
     table = torch.tensor(addresses, dtype=torch.int64, device="cpu")
     is_aligned = bool((table % 16 == 0).all())

@@ -25,13 +25,10 @@ class Crossings(Protocol):
     """What a border asks when a gradient crosses it."""
 
     def scale(self, device: torch.device) -> Tensor | None:
-        """S, as FP32 of shape (1,); None where nothing is scaled."""
+        """S, FP32 of shape (1,); None where nothing is scaled."""
 
     def inverse(self, device: torch.device, node: Any, index: int) -> Tensor | None:
-        """1/S, as FP32 of shape (1,), for the gradient that an autograd node hands on by its input ``index``.
-
-        None where nothing is scaled, or where this backward has not come in through an output.
-        """
+        """1/S, FP32 of shape (1,), for what ``node`` hands on by its input ``index``; None where it is not scaled."""
 
     def entered(self, node: Any, gradient: Tensor) -> None:
         """A gradient goes in through the autograd node ``node``, before anything of the model's backward runs."""
@@ -60,12 +57,9 @@ class _Multiply(Function):
 
 
 def multiply(gradient: Tensor, factor: Tensor | None, crossings: Crossings) -> Tensor:
-    """``gradient`` times ``factor`` in FP32, differentiable; itself where the factor is None.
+    """``gradient``, of any floating dtype and layout, times ``factor`` in FP32 (None for 1), differentiable.
 
-    Args:
-        gradient: of any floating dtype and layout.
-        factor: FP32 of shape (1,), or None.
-        crossings: told when a second derivative goes in through this gradient.
+    ``crossings`` is told when a second derivative goes in through this gradient.
     """
     if factor is None:
         return gradient
@@ -140,15 +134,10 @@ def _has_order() -> bool:
 def inward_borders(
     outside: Sequence[Tensor], copies: Sequence[Tensor | None], crossings: Crossings
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Bring tensors inside, in one autograd node for all of them; their gradients leave unscaled.
+    """Bring tensors of one device inside, in one autograd node for all of them; their gradients leave unscaled.
 
-    Args:
-        outside: parameters, or other tensors with grad, on one device.
-        copies: the FP16/BF16 working copy of each, or None where it is not wanted.
-        crossings: asked for 1/S when a gradient leaves.
-
-    Returns:
-        For each of ``outside`` an alias in its own dtype, and one of its copy (None where there is none).
+    ``copies`` are the FP16/BF16 working copies, None where one is not wanted. Gives for each of ``outside`` an alias in
+    its own dtype, and one of its copy (None where there is none).
     """
     inside = _InwardBorders.apply(crossings, copies, *outside)
     if (node := inside[0].grad_fn) is not None and _has_order():
@@ -177,12 +166,8 @@ def output_border(
 ) -> Tensor:
     """``output`` in FP32; its gradient is multiplied by the loss scale before it is cast to ``output``'s dtype.
 
-    FP64 and complex outputs keep their dtype, with their gradient scaled all the same; all others pass.
-
-    Args:
-        output: any tensor.
-        crossings: asked for S when a gradient enters; None where there are no gradients.
-        wrap: makes the FP32 tensor of ``output``; default None: a copy.
+    FP64 and complex outputs keep their dtype, with their gradient scaled all the same; all others pass. ``wrap`` makes
+    the FP32 tensor of ``output``; default None: a copy. Without ``crossings`` there are no gradients.
     """
     if not (output.is_floating_point() or output.is_complex()):
         return output

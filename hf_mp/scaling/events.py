@@ -12,28 +12,19 @@ from hf_mp.scaling.rules import ScalerState, StepReport, headroom_left
 
 
 class StepObserver:
-    """Looks on while an attached model trains; ``MixedPrecision.observers`` holds them. Every method is a no-op here.
-
-    Diagnostics, recorders and the optimizer-in-backward hang on these events, in the order of a step.
-    """
+    """Looks on while an attached model trains, in ``MixedPrecision.observers``; every method is a no-op here."""
 
     def forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], None] | None:
         """A forward with grad begins, on ``forward`` (an :class:`AttachedForward`); returns who takes its outputs."""
 
     def backward_began(self, node: Any, gradient: Tensor) -> None:
-        """A gradient enters the model through an output; nothing of the model's backward has run.
+        """A gradient enters the model through an output, before anything of its backward runs.
 
-        Args:
-            node: the autograd node of the output border.
-            gradient: as it enters: scaled, in the output's dtype inside.
+        ``node`` is the autograd node of the output border; the gradient is scaled, in the output's dtype inside.
         """
 
     def backward_ended(self, largest: Tensor | None) -> None:
-        """A backward has ended.
-
-        Args:
-            largest: the largest magnitude of the gradients, unscaled and not read yet; None where it was not measured.
-        """
+        """A backward has ended, with this largest unscaled magnitude (not read yet); None where not measured."""
 
     def stepped(self, report: StepReport) -> None:
         """An optimizer step was taken or skipped; the scaler has not counted it yet."""
@@ -78,12 +69,10 @@ class PrecisionStats:
 
     @classmethod
     def before_first_step(cls, scale: float) -> PrecisionStats:
-        """The stats of a run that starts at ``scale``."""
         return cls(loss_scale=scale, loss_scale_first=scale, loss_scale_min=scale, loss_scale_max=scale)
 
     @classmethod
     def resumed(cls, state: ScalerState) -> PrecisionStats:
-        """The stats of a run that goes on from a saved state of its scaler."""
         first = cls.before_first_step(state.scale)
         return replace(first, steps=state.steps, skipped_steps=state.skipped_steps)
 

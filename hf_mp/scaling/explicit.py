@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from enum import Enum
 from typing import Any
 
 import torch
@@ -17,11 +16,6 @@ from torch.optim import Optimizer
 
 from hf_mp.kernels.gradient_scan import largest_magnitude
 from hf_mp.scaling.rules import StepReport, to_fp32
-
-
-class _Stage(Enum):
-    UNSCALED = "unscaled"
-    STEPPED = "stepped"
 
 
 class ExplicitScaling:
@@ -39,20 +33,16 @@ class ExplicitScaling:
     """
 
     _enabled: bool
-    _stages: dict[int, _Stage]
-    _reports: dict[int, StepReport | None]
-    _culprits: list[str]
     _was_asked_to_scale: bool
-
     get_scale: Callable[[], float]
     scale_tensors: Callable[[torch.device], Any]
     record_step: Callable[..., None]
     _skips_once_too_often: Callable[[], bool]
 
     def _begin_iteration(self) -> None:
-        self._stages = {}
-        self._reports = {}
-        self._culprits = []
+        self._reports: dict[int, StepReport | None] = {}  # of the optimizers that are unscaled, by identity
+        self._stepped: set[int] = set()
+        self._culprits: list[str] = []
 
     def is_enabled(self) -> bool:
         """Whether this scaler does anything; a disabled one only passes losses through and steps."""
@@ -93,11 +83,10 @@ class ExplicitScaling:
         if not self._enabled:
             return
         self._check_scaled("unscale_")
-        stage = self._stages.get(id(optimizer))
-        if stage is _Stage.UNSCALED:
-            raise RuntimeError("unscale_() has already been called on this optimizer since the last update()")
-        if stage is _Stage.STEPPED:
+        if id(optimizer) in self._stepped:
             raise RuntimeError("unscale_() is being called after step(): call it between backward() and step()")
+        if id(optimizer) in self._reports:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update()")
         if getattr(getattr(optimizer.step, "hf_mp_guard", None), "runtimes", None):
             raise RuntimeError(
                 "this optimizer belongs to an attached model, whose gradients are unscaled already: call "
@@ -107,7 +96,6 @@ class ExplicitScaling:
         if report is not None and report.overflow and self._skips_once_too_often():
             self._culprits += _nonfinite_parameters(optimizer)
         self._reports[id(optimizer)] = report
-        self._stages[id(optimizer)] = _Stage.UNSCALED
 
     @torch.no_grad()
     def _unscale_gradients(self, optimizer: Optimizer) -> StepReport | None:
@@ -148,15 +136,15 @@ class ExplicitScaling:
         if "closure" in kwargs:
             raise RuntimeError("closures are not supported: which of the backwards in it overflowed cannot be undone")
         self._check_scaled("step")
-        if self._stages.get(id(optimizer)) is _Stage.STEPPED:
+        if id(optimizer) in self._stepped:
             raise RuntimeError("step() has already been called since the last update()")
-        if id(optimizer) not in self._stages:
+        if id(optimizer) not in self._reports:
             self.unscale_(optimizer)
         report = self._reports[id(optimizer)]
         if report is None:
             raise RuntimeError("this optimizer has no gradients: call scaler.scale(loss).backward() before step()")
         result = None if report.overflow else optimizer.step(*args, **kwargs)
-        self._stages[id(optimizer)] = _Stage.STEPPED
+        self._stepped.add(id(optimizer))
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -210,10 +198,8 @@ def _multiply(gradients: Iterable[Tensor], factor: float) -> None:
 def _nonfinite_parameters(optimizer: Optimizer) -> list[str]:
     found = []
     for number, group in enumerate(optimizer.param_groups):
-        names = group.get(
-            "param_names", [f"parameter {index} of group {number}" for index in range(len(group["params"]))]
-        )
-        for name, parameter in zip(names, group["params"], strict=True):
+        names = [f"parameter {index} of group {number}" for index in range(len(group["params"]))]
+        for name, parameter in zip(group.get("param_names", names), group["params"], strict=True):
             if parameter.grad is not None and not largest_magnitude([parameter.grad]).item() < float("inf"):
                 found.append(f"{name} of {type(optimizer).__name__}, {tuple(parameter.shape)}")
     return found

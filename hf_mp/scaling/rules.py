@@ -1,7 +1,6 @@
 """The pure rules of loss scaling: functions of frozen values that turn what a step saw into the next scale.
 
-They need no model, Trainer or GPU; :mod:`hf_mp.scaling.scalers` keeps their state. A rule is one entry of
-:data:`RULES`: policies, error messages, argument help, scripts and tests take its name from there.
+A rule is one entry of :data:`RULES`: policies, messages, argument help, scripts and tests take its name from there.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeGuard, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeGuard, TypeVar
 
 import torch
 
@@ -23,36 +22,22 @@ LARGEST_SCALE = 2.0**127
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one optimizer step saw.
+    """What one optimizer step saw."""
 
-    Attributes:
-        overflow: whether a gradient was inf or NaN (or too large to be squared, where a :class:`MixedPrecision` looks),
-            so that the update was not applied.
-        largest_gradient: largest magnitude among the unscaled gradients before clipping; None if it was not measured.
-    """
-
+    # whether a gradient was inf or NaN (or too large to be squared, where a MixedPrecision looks): no update
     overflow: bool
+    # largest magnitude among the unscaled gradients before clipping; None if it was not measured
     largest_gradient: float | None = None
 
 
 @dataclass(frozen=True)
 class ScalerState:
-    """What every scaler remembers between steps; its fields are its saved state.
+    """What every scaler remembers between steps; its fields, which are checked, are its saved state."""
 
-    Attributes:
-        scale: the loss scale in force, rounded to FP32, in which tensors hold it.
-        steps: optimizer steps recorded, skipped ones included.
-        skipped_steps: of those, the ones that were skipped.
-        consecutive_skips: skipped steps since the last applied one.
-
-    Raises:
-        ValueError: for a scale that is none, or a counter that is no whole number.
-    """
-
-    scale: float
-    steps: int = 0
+    scale: float  # the loss scale in force, rounded to FP32, in which tensors hold it
+    steps: int = 0  # optimizer steps recorded, skipped ones included
     skipped_steps: int = 0
-    consecutive_skips: int = 0
+    consecutive_skips: int = 0  # since the last applied step
 
     def __post_init__(self) -> None:
         check_scale(self.scale)
@@ -72,8 +57,7 @@ class ScalerState:
     def is_finding_its_level(self, clean_scale: float | None) -> bool:
         """Whether an overflow is expected now, since nothing is known yet about the scale in force.
 
-        Args:
-            clean_scale: the largest scale of an applied step of this process; None if there was none.
+        ``clean_scale`` is the largest scale of an applied step of this process; None if there was none.
         """
         return False
 
@@ -81,16 +65,6 @@ class ScalerState:
     def upgraded(cls, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         """A saved state in today's fields, if an older version of this rule wrote it."""
         return saved
-
-
-class ScaleSettings(Protocol):
-    """What the settings of a rule, a frozen dataclass, have besides their fields."""
-
-    EXACT: ClassVar[tuple[str, ...]]  # the fields by which scales are multiplied, or to which they are set
-
-    @property
-    def floor(self) -> float:
-        """The smallest scale that overflows lead to."""
 
 
 State = TypeVar("State", bound=ScalerState)
@@ -103,7 +77,8 @@ class ScaleRule(Generic[State]):
     Attributes:
         name: what ``loss_scale=...`` calls it.
         summary: a few words for help texts.
-        settings: a frozen dataclass as :class:`ScaleSettings` describes, whose fields are the keyword arguments.
+        settings: a frozen dataclass whose fields are the keyword arguments, with ``EXACT``, the names of those by which
+            scales are multiplied or to which they are set, and ``floor``, the smallest scale that overflows lead to.
         start: from the settings to the state of the first step, a :class:`ScalerState` or a subclass of it.
         adjust: from state, settings and report to the next state.
     """
@@ -157,15 +132,10 @@ STATIC = ScaleRule("static", "constant", StaticSettings, StaticSettings.start, a
 
 @dataclass(frozen=True)
 class DynamicState(ScalerState):
-    """What :class:`DynamicLossScaler` remembers besides.
+    """What :class:`DynamicLossScaler` remembers besides."""
 
-    Attributes:
-        growth_tracker: clean steps since the last overflow or growth; negative while ``growth_delay`` lasts.
-        hysteresis_left: overflows until the scale is lowered, counting the one that lowers it.
-    """
-
-    growth_tracker: int = 0
-    hysteresis_left: int = 1
+    growth_tracker: int = 0  # clean steps since the last overflow or growth; negative while growth_delay lasts
+    hysteresis_left: int = 1  # overflows until the scale is lowered, counting the one that lowers it
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -194,11 +164,8 @@ class DynamicSettings:
 
     def __post_init__(self) -> None:
         check(lambda x: 1.0 <= x < math.inf, "at least 1.0 and finite", growth_factor=self.growth_factor)
-        check(
-            lambda x: -math.inf < x < 1.0,
-            "below 1.0, so that an overflow lowers it",
-            backoff_factor=self.backoff_factor,
-        )
+        lowers = "below 1.0, so that an overflow lowers it"
+        check(lambda x: -math.inf < x < 1.0, lowers, backoff_factor=self.backoff_factor)
         check_whole(1, growth_interval=self.growth_interval, hysteresis=self.hysteresis)
         check_whole(0, growth_delay=self.growth_delay)
         check_bounds(self.min_scale, self.max_scale)
@@ -245,19 +212,12 @@ _LARGEST_FALL = 8.0  # doublings that one step may count for: a batch of next to
 
 @dataclass(frozen=True)
 class HeadroomState(ScalerState):
-    """What :class:`HeadroomLossScaler` remembers besides.
+    """What :class:`HeadroomLossScaler` remembers besides."""
 
-    Attributes:
-        level: running geometric mean of the largest unscaled gradient magnitude; None until a finite one was seen.
-        headroom: doublings that are kept between the level and FP16's largest number.
-        is_futile: whether more headroom did not help against the overflows that go on.
-        quiet_steps: clean steps since the last overflow that no gradient explained.
-    """
-
-    level: float | None = None
-    headroom: float = 5.0
-    is_futile: bool = False
-    quiet_steps: int = 0
+    level: float | None = None  # running geometric mean of the largest unscaled gradients; None until one was finite
+    headroom: float = 5.0  # doublings that are kept between the level and FP16's largest number
+    is_futile: bool = False  # whether more headroom did not help against the overflows that go on
+    quiet_steps: int = 0  # clean steps since the last overflow that no gradient explained
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -304,12 +264,10 @@ class HeadroomSettings:
 
     @property
     def floor(self) -> float:
-        """The smallest power of two that is at least ``min_scale``."""
         return -power_of_two_below(-max(self.min_scale, SMALLEST_SCALE))
 
     @property
     def ceiling(self) -> float:
-        """The largest power of two that is at most ``max_scale``."""
         return power_of_two_below(LARGEST_SCALE if self.max_scale is None else min(self.max_scale, LARGEST_SCALE))
 
     def start(self) -> HeadroomState:
@@ -361,10 +319,10 @@ def _after_unexplained_overflow(state: HeadroomState) -> HeadroomState:
     return replace(state, headroom=state.headroom + _ABOVE_UNSEEN, quiet_steps=0)
 
 
-HEADROOM = register(
-    ScaleRule("headroom", "follows the gradients", HeadroomSettings, HeadroomSettings.start, adjust_headroom)
-)
-DYNAMIC = register(ScaleRule("dynamic", "torch's algorithm", DynamicSettings, DynamicSettings.start, adjust_dynamic))
+HEADROOM = ScaleRule("headroom", "follows the gradients", HeadroomSettings, HeadroomSettings.start, adjust_headroom)
+DYNAMIC = ScaleRule("dynamic", "torch's algorithm", DynamicSettings, DynamicSettings.start, adjust_dynamic)
+register(HEADROOM)
+register(DYNAMIC)
 
 
 # Numbers

@@ -13,7 +13,6 @@ VERSION = 1
 
 
 def state_of(policy: PrecisionPolicy, scaler: LossScaler[Any]) -> dict[str, Any]:
-    """The state of a run under ``policy``."""
     return {"version": VERSION, "precision": str(policy), "loss_scaler": scaler.state_dict()}
 
 

@@ -1,8 +1,6 @@
 """The loss scalers: what keeps the state of a loss scale, around the rules that adjust it.
 
-A scaler is told once per optimizer step whether a gradient overflowed and how large the largest gradient was
-(:meth:`LossScaler.record_step`); the rules themselves are in :mod:`hf_mp.scaling.rules`. Scalers also have the
-explicit methods of ``torch.amp.GradScaler`` (:mod:`hf_mp.scaling.explicit`).
+The rules are in :mod:`hf_mp.scaling.rules`, the methods of ``torch.amp.GradScaler`` in :mod:`hf_mp.scaling.explicit`.
 """
 
 from __future__ import annotations
@@ -36,7 +34,6 @@ from hf_mp.scaling.rules import (
     StepReport,
     check_scale,
     check_whole,
-    headroom_left,
     is_power_of_two,
     power_of_two_below,
 )
@@ -118,7 +115,7 @@ class LossScaler(ExplicitScaling, Generic[State]):
         return self.settings.floor
 
     def scale_tensors(self, device: torch.device) -> ScaleTensors:
-        """The scale and its inverse on ``device``, which follow the scale from now on without being asked for again."""
+        """The scale and its inverse on ``device``, which follow the scale from now on."""
         if device not in self._tensors:
             with torch.inference_mode(False):  # generate() may be the first to ask
                 scale = torch.tensor([self.get_scale()], dtype=torch.float32, device=device)
@@ -138,11 +135,7 @@ class LossScaler(ExplicitScaling, Generic[State]):
         return copy.deepcopy(self)
 
     def record_step(self, report: StepReport, nonfinite: Callable[[], Sequence[str]] = tuple) -> None:
-        """Take in what an optimizer step saw and set the next scale.
-
-        Args:
-            report: what the step saw.
-            nonfinite: names the gradients that were not finite; called only for the error's message.
+        """Take in what an optimizer step saw and set the next scale; ``nonfinite`` names gradients for the error alone.
 
         Raises:
             LossScaleError: after ``max_consecutive_skips`` skipped steps in a row at the smallest scale.
@@ -152,13 +145,10 @@ class LossScaler(ExplicitScaling, Generic[State]):
         gives_up = report.overflow and self._skips_once_too_often()
         self.state = self.rule.adjust(self.state, self.settings, report)
         if gives_up:
-            skips = self.state.consecutive_skips
-            scale = self.state.scale
-            where = (
-                " without loss scaling"
-                if scale == 1.0 and self.kind == STATIC.name
-                else (f" even at loss scale {scale:g}, the smallest allowed")
-            )
+            skips, scale = self.state.consecutive_skips, self.state.scale
+            where = f" even at loss scale {scale:g}, the smallest allowed"
+            if scale == 1.0 and self.kind == STATIC.name:
+                where = " without loss scaling"
             raise LossScaleError(
                 f"{skips} optimizer steps in a row were skipped (since step {self.state.steps - skips + 1}): gradients "
                 f"are inf or NaN{where}{_listed(nonfinite())}. The model or its data makes them, not the scale: look "
@@ -188,9 +178,8 @@ class LossScaler(ExplicitScaling, Generic[State]):
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"the state of a loss scaler is a mapping, not a {type(state_dict).__name__}")
         if not state_dict:
-            raise RuntimeError(
-                "the state is empty, as that of a disabled scaler is: resume without it, or disable this one"
-            )
+            way_out = "resume without it, or disable this one"
+            raise RuntimeError(f"the state is empty, as that of a disabled scaler is: {way_out}")
         if set(state_dict) == set(_TORCH_KEYS):
             check_scale(state_dict["scale"])
             self._take_over_torch(state_dict)
@@ -241,7 +230,7 @@ class LossScaler(ExplicitScaling, Generic[State]):
                 _warn(f"{name}={value} is no power of two: scaling and unscaling then round gradients")
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._stages:
+        if self._reports:
             raise RuntimeError("a loss scaler is pickled between update() and the next unscale_() or step() only")
         return {**self.__dict__, "_tensors": {}}
 
@@ -274,17 +263,15 @@ class StaticLossScaler(LossScaler[ScalerState]):
     """
 
     def __init__(self, scale: float, *, max_consecutive_skips: int = 50, enabled: bool = True) -> None:
-        settings = StaticSettings(scale)
-        super().__init__(STATIC, settings, max_consecutive_skips=max_consecutive_skips, enabled=enabled)
+        super().__init__(STATIC, StaticSettings(scale), max_consecutive_skips=max_consecutive_skips, enabled=enabled)
 
     @property
     def is_scaling(self) -> bool:
         return self._enabled and self.state.scale != 1.0
 
     def _take_over_torch(self, state_dict: Mapping[str, Any]) -> None:
-        _warn(
-            f"a constant loss scale of {self.state.scale:g} stays: the saved one of {state_dict['scale']:g} is dropped"
-        )
+        kept, saved = self.state.scale, state_dict["scale"]
+        _warn(f"a constant loss scale of {kept:g} stays: the saved one of {saved:g} is dropped")
 
 
 class DynamicLossScaler(LossScaler[DynamicState]):
@@ -336,16 +323,9 @@ class DynamicLossScaler(LossScaler[DynamicState]):
         enabled: bool = True,
     ) -> None:
         settings = DynamicSettings(
-            init_scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            hysteresis,
-            consecutive_hysteresis,
-            growth_delay,
-            min_scale,
-            max_scale,
-        )
+            init_scale, growth_factor, backoff_factor, growth_interval, hysteresis, consecutive_hysteresis,
+            growth_delay, min_scale, max_scale,
+        )  # fmt: skip
         super().__init__(DYNAMIC, settings, max_consecutive_skips=max_consecutive_skips, enabled=enabled)
 
     def state_dict(self) -> dict[str, Any]:
@@ -354,11 +334,8 @@ class DynamicLossScaler(LossScaler[DynamicState]):
             return {}
         values = super().state_dict()
         tracker = values.pop("growth_tracker")
-        return {
-            **values,
-            **{name: getattr(self.settings, name) for name in _TORCH_SETTINGS},
-            "_growth_tracker": tracker,
-        }
+        settings = {name: getattr(self.settings, name) for name in _TORCH_SETTINGS}
+        return {**values, **settings, "_growth_tracker": tracker}
 
     def _take_over_torch(self, state_dict: Mapping[str, Any]) -> None:
         fresh = {"consecutive_skips": 0, "hysteresis_left": self.settings.hysteresis}
@@ -480,12 +457,9 @@ _SCALERS: dict[str, type[LossScaler[Any]]] = {HEADROOM.name: HeadroomLossScaler,
 
 
 def make_loss_scaler(loss_scale: str | float | None, **settings: Any) -> LossScaler[Any]:
-    """The scaler that a policy's ``loss_scale`` names.
+    """The scaler that a policy's ``loss_scale`` names: a rule of ``RULES``, a number, or None (1: the guard remains).
 
-    Args:
-        loss_scale: the name of a rule (:data:`hf_mp.scaling.rules.RULES`: ``"headroom"``, ``"dynamic"``), a number
-            (static) or None (static 1: only the guard remains).
-        settings: of the rule, ``max_consecutive_skips`` and ``enabled``.
+    ``settings`` are those of the rule, ``max_consecutive_skips`` and ``enabled``.
 
     Raises:
         ValueError: for a setting that this scaler does not have; the message lists those it has.
@@ -493,27 +467,13 @@ def make_loss_scaler(loss_scale: str | float | None, **settings: Any) -> LossSca
     kind = parse_loss_scale(loss_scale)
     rule = RULES[kind] if isinstance(kind, str) else STATIC
     own = {field.name for field in fields(rule.settings)} if rule is not STATIC else set()
-    unknown = sorted(settings.keys() - own - {"max_consecutive_skips", "enabled"})
-    if unknown:
-        allowed = ", ".join(sorted(own | {"max_consecutive_skips", "enabled"}))
-        raise ValueError(f"the {rule.name!r} loss scaler has no setting {', '.join(unknown)}: it has {allowed}")
+    allowed = sorted(own | {"max_consecutive_skips", "enabled"})
+    if unknown := sorted(settings.keys() - set(allowed)):
+        names = ", ".join(unknown)
+        raise ValueError(f"the {rule.name!r} loss scaler has no setting {names}: it has {', '.join(allowed)}")
     if rule is STATIC:
         return StaticLossScaler(1.0 if kind is None else float(kind), **settings)
     if rule.name in _SCALERS:
         return _SCALERS[rule.name](**settings)
     ours = {name: settings.pop(name) for name in own & settings.keys()}
     return LossScaler(rule, rule.settings(**ours), **settings)
-
-
-__all__ = [
-    "DynamicLossScaler",
-    "HeadroomLossScaler",
-    "LossScaleError",
-    "LossScaler",
-    "ScaleTensors",
-    "ScalerState",
-    "StaticLossScaler",
-    "StepReport",
-    "headroom_left",
-    "make_loss_scaler",
-]

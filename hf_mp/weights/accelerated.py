@@ -18,8 +18,7 @@ def as_accelerated(optimizer: Any) -> Any:
 def tell_accelerate(optimizer: Any) -> weakref.finalize[..., Any] | None:
     """Have accelerate's wrappers, of which ``optimizer`` does not know, ask it whether its last step was skipped.
 
-    Returns:
-        What ends that; None while accelerate has not been imported, so that there is no wrapper.
+    Gives what ends that; None while accelerate has not been imported, so that there is no wrapper.
     """
     if "accelerate.optimizer" not in sys.modules:
         return None
@@ -36,12 +35,5 @@ def _asking_the_inside(original: Any) -> property:
 
 
 # accelerate and the Trainer hold LR schedulers back by it.
-_WRAPPERS = Patches(
-    (
-        Patch(
-            ("accelerate.optimizer:AcceleratedOptimizer.step_was_skipped",),
-            _asking_the_inside,
-            "LR schedulers advance on skipped steps",
-        ),
-    )
-)
+_PLACE = "accelerate.optimizer:AcceleratedOptimizer.step_was_skipped"
+_WRAPPERS = Patches((Patch((_PLACE,), _asking_the_inside, "LR schedulers advance on skipped steps"),))

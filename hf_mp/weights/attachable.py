@@ -26,12 +26,7 @@ NO_BORDER = (
 
 
 def check_attachable(model: nn.Module) -> None:
-    """Raise where mixed precision cannot be attached to ``model``, in no layout.
-
-    Raises:
-        ValueError: if the model has no floating parameter, is attached already, is wrapped in ``DataParallel``, or is
-            spread over processes in a way that :func:`hf_mp.weights.distributed.check_parallelism` refuses.
-    """
+    """Raise a ValueError where mixed precision cannot be attached to ``model``, in no layout."""
     if isinstance(model, nn.DataParallel):
         raise ValueError("DataParallel replicates a model behind our back: use DistributedDataParallel (torchrun)")
     if not any(parameter.is_floating_point() for parameter in model.parameters()):
@@ -44,12 +39,7 @@ def check_attachable(model: nn.Module) -> None:
 
 
 def check_layout(model: nn.Module, policy: PrecisionPolicy, *, is_scaled: bool) -> None:
-    """Raise where a policy is not for ``model``.
-
-    Raises:
-        ValueError: for a lean layout under DDP, for parameters in the lean layout of another model, and if a part of
-            ``model`` was compiled by TorchScript and has trainable parameters, where the loss is scaled.
-    """
+    """Raise a ValueError where a policy is not for ``model``."""
     if policy.is_lean and isinstance(model, DistributedDataParallel):
         raise ValueError(
             f"precision={str(policy)!r} leaves 16-bit gradients, which DistributedDataParallel would sum: use "
@@ -73,9 +63,8 @@ def check_layout(model: nn.Module, policy: PrecisionPolicy, *, is_scaled: bool) 
 def check_optimizer(optimizer: Optimizer, model: nn.Module | None) -> None:
     """Raise where the steps of ``optimizer`` cannot be guarded for ``model``.
 
-    Raises:
-        TypeError: for anything but one optimizer.
-        ValueError: for an optimizer of another model's parameters, or one that cannot step without a closure (LBFGS).
+    That is a TypeError for anything but one optimizer, and a ValueError for one of another model's parameters, or one
+    that cannot step without a closure (LBFGS).
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(

@@ -1,7 +1,7 @@
 """Several processes: which of them train a model together, and how they come to one decision at each step.
 
-Every process measures its own gradients (under FSDP its own shards), but all of them must skip the same steps and hold
-the same loss scale. One all-reduce of one number at each step does both (:func:`agree`).
+Every process measures its own gradients (under FSDP its own shards), but all must skip the same steps and hold the same
+loss scale: one all-reduce of one number at each step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES
-from hf_mp.scaling.scalers import StepReport
+from hf_mp.scaling.rules import StepReport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not in every build of torch
@@ -29,9 +29,8 @@ def to_number(report: StepReport) -> float:
 
     NaN never appears: the maximum of a NaN and a number depends on their order.
     """
-    if report.overflow or not math.isfinite(_NOT_MEASURED if (found := report.largest_gradient) is None else found):
-        return math.inf
-    return _NOT_MEASURED if found is None else found
+    found = _NOT_MEASURED if report.largest_gradient is None else report.largest_gradient
+    return math.inf if report.overflow or not math.isfinite(found) else found
 
 
 def to_report(number: float) -> StepReport:
@@ -45,13 +44,8 @@ def to_report(number: float) -> StepReport:
 def agree(report: StepReport, groups: Iterable[ProcessGroup], device: torch.device) -> StepReport:
     """The report of all processes: an overflow if any of them saw one, and the largest of their largest gradients.
 
-    A collective call: every process of ``groups`` makes it at the same step.
-
-    Args:
-        report: what this process saw.
-        groups: the groups to agree over, one after the other (the dimensions of a device mesh).
-        device: where the gradients are; the number travels there if the backend of the group can, as gloo does on CPUs
-            and NCCL on GPUs.
+    A collective call, over ``groups`` one after the other (the dimensions of a device mesh). The number travels on
+    ``device`` if the backend of the group can, as gloo does on CPUs and NCCL on GPUs.
     """
     for group in groups:
         number = torch.tensor([to_number(report)], dtype=torch.float32, device=_device_for(group, device))
@@ -155,11 +149,10 @@ def fsdp_modules(model: nn.Module) -> Iterator[Any]:
 
 
 def check_parallelism(model: nn.Module) -> None:
-    """Raise where a model is spread over processes in a way that mixed precision cannot follow.
+    """Raise a ValueError where a model is spread over processes in a way that mixed precision cannot follow.
 
-    Raises:
-        ValueError: for FSDP1, tensor parallelism, FSDP2 with a mixed precision of its own, and FP16/BF16 parameters
-            that DDP or FSDP2 took hold of before they had masters.
+    That is FSDP1, tensor parallelism, FSDP2 with a mixed precision of its own, and FP16/BF16 parameters that DDP or
+    FSDP2 took hold of before they had masters.
     """
     if _is_flattened(model):
         raise ValueError(

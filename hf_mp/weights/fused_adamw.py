@@ -24,10 +24,8 @@ def step_split(optimizer: Optimizer, parameters: list[nn.Parameter]) -> bool:
     """Update those split ``parameters`` of which :func:`hf_mp.kernels.adamw.adamw_` does what ``optimizer`` would.
 
     That is ``torch.optim.AdamW`` and ``Adam`` with ``fused=True``, without ``amsgrad``: on a CPU a parameter at a time,
-    of which the gradient is freed at once; on a GPU all in one launch, where the Triton kernel is used.
-
-    Returns:
-        Whether anything was updated. What was not keeps its gradient.
+    of which the gradient is freed at once; on a GPU all in one launch, where the Triton kernel is used. Tells whether
+    anything was updated; what was not keeps its gradient.
     """
     if not _is_fused_adam(optimizer, vars(optimizer).get("step")):
         return False
@@ -57,10 +55,8 @@ def step_split(optimizer: Optimizer, parameters: list[nn.Parameter]) -> bool:
 def step_whole(optimizer: Optimizer, own_step: Callable[..., Any] | None, copies: WorkingCopies) -> bool:
     """Update FP32 parameters and their working copies in one launch, where the Triton kernel is used for all of them.
 
-    Args:
-        optimizer: steps as it would by itself, if False is returned.
-        own_step: what stood in the place of its class's ``step`` before it was guarded.
-        copies: the working copies; those of updated parameters are fresh afterwards.
+    Where it gives False, ``optimizer`` steps as it would by itself. ``own_step`` is what stood in the place of its
+    class's ``step`` before it was guarded.
     """
     if not _is_fused_adam(optimizer, own_step) or _has_hooks(optimizer):
         return False
@@ -117,8 +113,7 @@ def _split_tensors(optimizer: Optimizer, parameter: nn.Parameter) -> Given | Non
     gradient, factor = gradient_and_factor(parameter)
     if gradient is None or not _is_plain(gradient, parameter):
         return None
-    halves = halves_of(parameter)
-    if halves is None:  # somebody cast the parameter to FP32
+    if (halves := halves_of(parameter)) is None:  # somebody cast the parameter to FP32
         return None
     if gradient.device.type != "cpu" and chosen("adamw", [gradient, halves.working]) is None:
         return None

@@ -25,18 +25,12 @@ from hf_mp.weights.working_copies import WorkingCopies
 class WeightLayout:
     """How the weights of one model are stored while mixed precision is attached: FP32 masters with working copies.
 
-    The model's parameters are the FP32 masters; lower-precision ops read working copies, cast once per update.
-
-    Args:
-        policy: whose ``compute`` is the dtype of the working copies, ``float16`` or ``bfloat16``.
-
-    Attributes:
-        keeps_copies: whether a working copy outlives its use.
-        takes_gradients: whether :meth:`take_gradient` is to be asked.
+    The model's parameters are the FP32 masters; lower-precision ops read working copies, cast once per update to the
+    policy's ``compute``, ``float16`` or ``bfloat16``.
     """
 
-    keeps_copies = True
-    takes_gradients = False
+    keeps_copies = True  # whether a working copy outlives its use
+    takes_gradients = False  # whether take_gradient() is to be asked
 
     def __init__(self, policy: PrecisionPolicy) -> None:
         self.policy = policy
@@ -69,12 +63,7 @@ class WeightLayout:
         self.copies.note_rounded(weight)
 
     def for_parameters(self, parameters: Iterable[Tensor], train_together: bool) -> WeightLayout:
-        """The layout to use on several processes.
-
-        Args:
-            parameters: of the model, or of its optimizer.
-            train_together: whether DDP reduces their gradients.
-        """
+        """The layout to use on several processes; ``train_together`` where DDP reduces gradients of ``parameters``."""
         return TransientLayout(self.policy) if any(map(is_dtensor, parameters)) else self
 
     def trained_parameters(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
@@ -88,10 +77,7 @@ class WeightLayout:
     def take_gradient(self, weight: Tensor, gradients: Sequence[Tensor], inverse: Tensor | None) -> bool:
         """Keep the gradients of the uses of ``weight``, still scaled, in place of autograd's ``.grad``.
 
-        Args:
-            weight: a parameter.
-            gradients: at least one, of the parameter's shape.
-            inverse: the inverse loss scale, FP32 of shape (1,); None where nothing is scaled.
+        ``inverse`` is the inverse loss scale, FP32 of shape (1,); None where nothing is scaled.
         """
         return False
 
@@ -136,12 +122,6 @@ class TransientLayout(WeightLayout):
     def working_copy(self, weight: Tensor) -> Tensor | None:
         is_master = isinstance(weight, nn.Parameter) and weight.dtype is torch.float32
         return self._transient.get(weight) if is_master else None  # type: ignore[arg-type]
-
-    def is_rounded(self, weight: Tensor) -> bool:
-        return False
-
-    def note_rounded(self, weight: Tensor) -> None:
-        pass
 
     def for_parameters(self, parameters: Iterable[Tensor], train_together: bool) -> WeightLayout:
         return self
@@ -216,12 +196,7 @@ def make_layout(policy: PrecisionPolicy) -> WeightLayout:
 
 
 def measure(found: Sequence[tuple[Tensor, Tensor | None]], *, with_norm: bool) -> tuple[Tensor, Tensor | None]:
-    """The largest magnitude of true gradients and, where wanted and possible in one pass, their global 2-norm.
-
-    Args:
-        found: as :meth:`WeightLayout.gradients` gives; at least one.
-        with_norm: whether the norm is wanted; it is measured for dense FP32 gradients alone.
-    """
+    """The largest magnitude of true gradients, at least one; their 2-norm, where wanted and all are dense FP32."""
     if with_norm and all(
         type(gradient) is Tensor and not gradient.is_sparse and gradient.dtype is torch.float32 and factor is None
         for gradient, factor in found
@@ -231,11 +206,7 @@ def measure(found: Sequence[tuple[Tensor, Tensor | None]], *, with_norm: bool) -
 
 
 def largest_true_magnitude(found: Iterable[tuple[Tensor, Tensor | None]]) -> Tensor:
-    """The largest magnitude of gradients times their factors, FP32 of shape (); the gradients are not written to.
-
-    Args:
-        found: gradients, each with the factor that makes it true: FP32 of shape (1,), or None for 1.
-    """
+    """The largest magnitude of gradients times their factors (None for 1), FP32 of shape ()."""
     by_factor: dict[Tensor | None, list[Tensor]] = {}
     for gradient, factor in found:
         by_factor.setdefault(factor, []).append(local_part(gradient))

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp.kernels.gradient_scan import norm_of_one, real_values, total_norm
-from hf_mp.kernels.identity import version_of
 from hf_mp.kernels.split import split
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.early_state import state_to_fp32
@@ -26,10 +25,11 @@ from hf_mp.weights.split_parameter import (
     master_value,
     multiply_gradients,
     open_master,
+    raw_gradient,
     unscaled,
     write_master,
 )
-from hf_mp.weights.working_copies import watch
+from hf_mp.weights.working_copies import seen, watch
 
 MasterLayout = Literal["whole", "split"]
 
@@ -42,6 +42,13 @@ STEPS_BY_PARAMETER = {
     "bitsandbytes.optim": "*",
     "transformers.optimization": "Adafactor",
 }
+
+
+def _of_wrapped(name: str, doc: str) -> Any:
+    """An attribute that is the wrapped optimizer's."""
+    return property(
+        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value), doc=doc
+    )
 
 
 class MasterWeightOptimizer(Optimizer):
@@ -132,32 +139,9 @@ class MasterWeightOptimizer(Optimizer):
             if self.layout == "split" and _needs_master(parameter) and not isinstance(parameter, SplitParameter):
                 make_split(parameter, parameter.dtype)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the wrapped optimizer: hyperparameters, and the model's parameters."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """That of the wrapped optimizer, by the model's parameters; its floating tensors belong to the masters."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """Those of the wrapped optimizer."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optimizer.defaults = defaults
+    param_groups: Any = _of_wrapped("param_groups", "Those of the wrapped optimizer, over the model's parameters.")
+    state: Any = _of_wrapped("state", "That of the wrapped optimizer, by the model's parameters; it is FP32.")
+    defaults: Any = _of_wrapped("defaults", "Those of the wrapped optimizer.")
 
     def __repr__(self) -> str:
         return f"MasterWeightOptimizer({self.optimizer!r}, layout={self.layout!r})"
@@ -169,7 +153,7 @@ class MasterWeightOptimizer(Optimizer):
             return master_value(parameter)
         if not _needs_master(parameter):
             return parameter.detach()
-        return self._whole(parameter).value()
+        return self._whole(parameter).open().detach()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the wrapped optimizer's; FP16/BF16 parameters get masters as well."""
@@ -185,16 +169,10 @@ class MasterWeightOptimizer(Optimizer):
             self.optimizer.zero_grad(set_to_none=False)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the global 2-norm of the gradients.
+        """Clip the global 2-norm of the gradients to ``max_norm``; ``inf`` only measures.
 
         As ``torch.nn.utils.clip_grad_norm_`` (``error_if_nonfinite=False``), without FP32 copies of gradients that are
-        still scaled: those keep the factor, for whoever reads them.
-
-        Args:
-            max_norm: the largest norm to leave; ``inf`` only measures.
-
-        Returns:
-            The norm before, of the unscaled gradients: FP32, of shape ().
+        still scaled: those keep the factor, for whoever reads them. Gives the unscaled norm before: FP32, of shape ().
         """
         return clip_grad_norm_(self._parameters(), max_norm)
 
@@ -208,15 +186,10 @@ class MasterWeightOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the masters, and the parameters with them.
+        """Update the masters, and the parameters with them; returns what the wrapped optimizer's ``step`` returns.
 
-        In the split layout, gradients are freed as they are used.
-
-        Args:
-            closure: recomputes the loss on the parameters and calls ``backward``; as often as the optimizer asks for.
-
-        Returns:
-            What the wrapped optimizer's ``step`` returns.
+        In the split layout, gradients are freed as they are used. ``closure`` recomputes the loss on the parameters and
+        calls ``backward``; as often as the optimizer asks for.
         """
         if closure is not None:
             return self._step_on(self._parameters(), closure)
@@ -224,12 +197,10 @@ class MasterWeightOptimizer(Optimizer):
         parameters = self._parameters()
         for parameter in parameters if self._loaded else ():
             self._take_over_loaded(parameter)
-        if step_split(self.optimizer, parameters) and not any(
-            gradient_and_factor(p)[0] is not None for p in parameters
-        ):
-            return result
-        for bucket in self._buckets():
-            result = self._step_on(bucket)
+        stepped = step_split(self.optimizer, parameters)
+        if not stepped or any(raw_gradient(parameter) is not None for parameter in parameters):
+            for bucket in self._buckets():
+                result = self._step_on(bucket)
         return result
 
     @property
@@ -314,7 +285,7 @@ class MasterWeightOptimizer(Optimizer):
     def _buckets(self) -> list[list[nn.Parameter]]:
         if not _steps_by_parameter(self.optimizer):
             return [self._parameters()]
-        parameters = [p for p in self._parameters() if gradient_and_factor(p)[0] is not None]
+        parameters = [p for p in self._parameters() if raw_gradient(p) is not None]
         if self.layout == "whole":
             return [parameters]
         buckets: list[list[nn.Parameter]] = [[]]
@@ -400,12 +371,11 @@ class MasterWeightOptimizer(Optimizer):
             if tensor.dtype is not torch.float32:
                 raise ValueError(f"masters[{index}] is {tensor.dtype}, but a master weight is torch.float32")
         # torch casts loaded state to the dtype of its parameter: to FP32, if it sees a FP32 one.
-        stand_ins = {
-            p: nn.Parameter(torch.empty(0, dtype=torch.float32, device=p.device))
+        shown = {
+            p: nn.Parameter(torch.empty(0, dtype=torch.float32, device=p.device)) if _needs_master(p) else p
             for p in parameters
-            if _needs_master(p)
         }
-        with self._in_place_of_parameters({p: stand_ins.get(p, p) for p in parameters}):
+        with self._in_place_of_parameters(shown):
             self.optimizer.load_state_dict({key: state_dict[key] for key in state_dict if key != "masters"})
         self._masters.clear()
         self._loaded = {parameters[index]: tensor.detach().clone() for index, tensor in given.items()}
@@ -462,22 +432,23 @@ class _WholeMaster:
 
     def __init__(self, parameter: nn.Parameter) -> None:
         watch(parameter)
-        self._parameter = parameter
+        self._parameter: Any = parameter
         self._master = nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
-        self._version = version_of(parameter)
-        self._address = parameter.data_ptr()
+        self._seen = seen(parameter)
 
+    @torch.no_grad()
     def open(self) -> nn.Parameter:
         """The master, with what was written into the parameter from outside."""
-        parameter = self._parameter
-        if self._master.device != parameter.device:
-            self._master.data = self._master.data.to(parameter.device)
-        if self._may_have_changed():
-            self._let_parameter_win()
-        return self._master
-
-    def value(self) -> Tensor:
-        return self.open().detach()
+        parameter, master = self._parameter, self._master
+        if master.device != parameter.device:
+            master.data = master.data.to(parameter.device)
+        unseen = getattr(parameter, "may_have_changed_unseen", bool)()
+        if unseen or self._seen != seen(parameter):
+            # Element by element: a row that was written does not cost the others their bits.
+            is_rounding = master.to(parameter.dtype) == parameter
+            master.copy_(torch.where(is_rounding, master, parameter.float()))
+            self._seen = seen(parameter)
+        return master
 
     @torch.no_grad()
     def set(self, value: Tensor) -> None:
@@ -487,22 +458,7 @@ class _WholeMaster:
     @torch.no_grad()
     def round_into_parameter(self) -> None:
         self._parameter.copy_(self._master)
-        self._version = version_of(self._parameter)
-        self._address = self._parameter.data_ptr()
-
-    def _may_have_changed(self) -> bool:
-        parameter: Any = self._parameter
-        seen = getattr(parameter, "may_have_changed_unseen", bool)()
-        return seen or self._version != version_of(parameter) or self._address != parameter.data_ptr()
-
-    @torch.no_grad()
-    def _let_parameter_win(self) -> None:
-        # Element by element: a row that was written does not cost the others their bits.
-        parameter = self._parameter.detach()
-        is_rounding = self._master.to(parameter.dtype) == parameter
-        self._master.copy_(torch.where(is_rounding, self._master, parameter.float()))
-        self._version = version_of(self._parameter)
-        self._address = self._parameter.data_ptr()
+        self._seen = seen(self._parameter)
 
 
 def _needs_master(parameter: Tensor) -> bool:

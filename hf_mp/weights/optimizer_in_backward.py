@@ -3,10 +3,9 @@
 Never more than one gradient is there (LOMO, Lv et al. 2023, arXiv 2306.09782, section 3.1), and a step keeps what it
 always keeps: one that overflows changes nothing, and clipping is by the norm of this step's gradients.
 
-Whether to skip and how much to clip depends on the last gradient of a backward, when the first ones are used up. A
-skip could be undone only from what takes more memory than the gradient that is saved (AdamW: 12 bytes a parameter
-beside 2). So where the loss is scaled or gradients are clipped, backward runs twice, as LOMO's does: the first pass
-measures each gradient and drops it, the second updates. Both are inside of the person's ``loss.backward()``. Without
+Both depend on the last gradient of a backward, when the first ones are used up, and undoing an update would take more
+memory than the gradient that is saved. So where the loss is scaled or gradients are clipped, backward runs twice inside
+``loss.backward()``, as LOMO's does: the first pass measures each gradient and drops it, the second updates. Without
 either, one pass will do: it starts only if the loss is finite, and stops with an error at a gradient that is not.
 """
 
@@ -34,7 +33,6 @@ from hf_mp.weights.split_parameter import (
     gradient_and_factor,
     multiply_gradients,
     raw_gradient,
-    split_parameters,
 )
 
 FreeGradients = Literal["step", "backward"]
@@ -63,18 +61,11 @@ class _Backward:
     clip_factor: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class _Watched:
-    node: Any  # where a parameter's gradient is complete; kept, for autograd forgets its hooks with it
-    handle: RemovableHandle
-
-
 class OptimizerInBackward(StepObserver):
     """Updates the parameters of one optimizer inside of backward.
 
-    Args:
-        max_grad_norm: to which the global 2-norm of the gradients is clipped; ``inf`` only measures it, None does not.
-        on_measured: told the largest magnitude after a first pass.
+    ``max_grad_norm`` is what the global 2-norm of the gradients is clipped to; ``inf`` only measures it, None does not.
+    ``on_measured`` is told the largest magnitude after a first pass.
     """
 
     def __init__(self, max_grad_norm: float | None, on_measured: Callable[[Tensor], None]) -> None:
@@ -83,7 +74,8 @@ class OptimizerInBackward(StepObserver):
         self._is_scaled = False
         self._optimizer: MasterWeightOptimizer | None = None
         self._own: set[int] = set()  # the optimizer's parameters, by identity
-        self._watched: dict[int, _Watched] = {}
+        # Where the gradients of parameters are complete, and our hooks there: autograd forgets them with the node.
+        self._watched: dict[int, tuple[Any, RemovableHandle]] = {}
         self._backward: _Backward | None = None
 
     @property
@@ -92,11 +84,7 @@ class OptimizerInBackward(StepObserver):
         return None if self._backward is None else self._backward.norm
 
     def take_optimizer(self, optimizer: Any) -> None:
-        """The optimizer to update with.
-
-        Raises:
-            ValueError: for a second one, and for one that looks at all parameters together.
-        """
+        """The optimizer to update with; a ValueError for a second one, and one that looks at all parameters at once."""
         if self._optimizer is not None and self._optimizer is not optimizer:
             raise ValueError("free_gradients='backward' works with one optimizer: give it all parameters as groups")
         if not optimizer.steps_by_parameter:
@@ -108,11 +96,7 @@ class OptimizerInBackward(StepObserver):
         self._optimizer = optimizer
 
     def forward(self, forward: Any, args: Any, kwargs: Any) -> None:
-        """Watch the parameters' nodes in the graph, again where autograd has made one anew (``model.to``).
-
-        Raises:
-            ValueError: for a trainable parameter that is not split.
-        """
+        """Watch the parameters' nodes in the graph, again where autograd has made one anew (``model.to``)."""
         self._is_scaled = forward.runtime.check.is_scaled
         self._watch(forward.runtime.model.parameters())
 
@@ -125,16 +109,15 @@ class OptimizerInBackward(StepObserver):
             )
         if self._optimizer is not None:
             self._own = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        present = {id(parameter): parameter for parameter in split_parameters(parameters)}
+        present = {id(parameter): parameter for parameter in parameters if isinstance(parameter, SplitParameter)}
         for key in self._watched.keys() - present.keys():  # a node keeps its parameter alive
-            self._watched.pop(key).handle.remove()
+            self._watched.pop(key)[1].remove()
         for parameter in present.values():
             if not parameter.requires_grad:
                 continue
             node = get_gradient_edge(parameter).node
-            known = self._watched.get(id(parameter))
-            if known is None or known.node is not node:
-                self._watched[id(parameter)] = _Watched(node, node.register_hook(self._hook_of(parameter)))
+            if self._watched.get(id(parameter), (None,))[0] is not node:
+                self._watched[id(parameter)] = (node, node.register_hook(self._hook_of(parameter)))
 
     def _hook_of(self, parameter: SplitParameter) -> Callable[..., None]:
         reference = weakref.ref(parameter)
@@ -146,9 +129,8 @@ class OptimizerInBackward(StepObserver):
         return hook
 
     def detached(self) -> None:
-        """Remove all hooks."""
-        for watched in self._watched.values():
-            watched.handle.remove()
+        for _, handle in self._watched.values():
+            handle.remove()
         self._watched.clear()
         self._optimizer, self._backward = None, None
 
@@ -259,7 +241,6 @@ class OptimizerInBackward(StepObserver):
         return StepReport(backward.overflow, backward.largest[0].item() if known else None)
 
     def stepped(self, report: StepReport) -> None:
-        """The optimizer has taken, or skipped, its step."""
         self._backward = None
 
 
@@ -278,11 +259,7 @@ _MORE_THAN_ONCE = (
 
 
 def check_free_gradients(policy: PrecisionPolicy, free_gradients: str, max_grad_norm: float | None = None) -> None:
-    """Raise where gradients cannot be freed as asked for.
-
-    Raises:
-        ValueError: naming the setting and the way out.
-    """
+    """Raise a ValueError, with the way out, where gradients cannot be freed as asked for."""
     if free_gradients not in get_args(FreeGradients):
         allowed = ", ".join(map(repr, get_args(FreeGradients)))
         raise ValueError(f"free_gradients={free_gradients!r} is not known: use one of {allowed}")

@@ -38,10 +38,8 @@ class _Thread(threading.local):
 class Region(autocast):
     """Autocast in an attached forward: reads working copies, and lets no gradient out but through a border.
 
-    Args:
-        layout: how the weights are stored; set again when the processes that train together change it.
-        no_backward: a context in which a backward that starts is not scaled.
-        settings: as for :class:`hf_mp.autocast`.
+    ``layout`` is set again when the processes that train together change it; a backward that starts in ``no_backward``
+    is not scaled.
     """
 
     takes_products = True

@@ -16,10 +16,7 @@ from hf_mp.weights.layout import WeightLayout, measure
 class SeenGradients:
     """Measures gradients when a backward ends, and tells later whether they are still what was measured.
 
-    Args:
-        layout: of the model; set again when the processes that train together change it.
-        ranks: which processes train together.
-        parameters: gives the parameters whose gradients a backward of the model may leave, each once.
+    ``parameters`` gives those whose gradients a backward of the model may leave, each once.
     """
 
     def __init__(self, layout: WeightLayout, ranks: Ranks, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:

@@ -23,23 +23,12 @@ _CONFIG_NAME = "config.json"  # transformers.utils.CONFIG_NAME
 
 
 def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Split what is trainable and not split yet; frozen parameters stay as they are.
+    """Split what is trainable and not split yet, in ``dtype``; tells whether there was anything to split.
 
-    Those of normalizations with running statistics become FP32: torch takes no 16-bit weights beside FP32 statistics.
-
-    ``state_dict()`` of the model and of its parts, and ``save_pretrained()``, then give FP32 masters. Whoever computes
-    with the parameters themselves (``torch.optim.swa_utils.AveragedModel``) computes in FP16/BF16: average
-    :func:`master_value` instead.
-
-    Returns:
-        Whether there was anything to split.
-
-    Args:
-        model: any module.
-        dtype: of the parameters, ``float16`` or ``bfloat16``.
-
-    Raises:
-        TypeError, ValueError: as :func:`make_split`; then nothing is changed.
+    Frozen parameters stay as they are; those of normalizations with running statistics become FP32: torch takes no
+    16-bit weights beside FP32 statistics. ``state_dict()`` of the model and of its parts, and ``save_pretrained()``,
+    then give FP32 masters. Whoever computes with the parameters themselves (``torch.optim.swa_utils.AveragedModel``)
+    computes in FP16/BF16: average :func:`master_value` instead. Raises as :func:`make_split`; then nothing is changed.
     """
     beside_statistics = trained_beside_statistics(model)
     trainable = {

@@ -27,18 +27,6 @@ class ScaledGradient(NamedTuple):
     factor: Tensor | None
 
 
-class _Read(NamedTuple):
-    """The true gradient that a reader of ``.grad`` was given."""
-
-    value: Tensor
-    version: int
-
-
-class _Merged(NamedTuple):
-    value: weakref.ref[Tensor]
-    version: int
-
-
 class SplitParameter(nn.Parameter):
     """A parameter in FP16/BF16 that together with a 16-bit remainder is an FP32 master weight.
 
@@ -59,11 +47,11 @@ class SplitParameter(nn.Parameter):
     remainder_bits: Tensor
     is_saved_in_full: bool
     _scaled: ScaledGradient | None
-    _read: _Read | None
+    _read: tuple[Tensor, int] | None  # the true gradient that a reader of .grad was given, and its version
     _version_seen: int
     _snapshot: Tensor | None
     _wants_true_gradients: bool
-    _merged: _Merged | None
+    _merged: tuple[weakref.ref[Tensor], int] | None  # the master value that a reader was given, and its version
 
     @property
     def data(self) -> Tensor:
@@ -98,7 +86,7 @@ class SplitParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         if self._read is not None:
-            return self._read.value
+            return self._read[0]
         gradient = _GRAD.__get__(self)
         if gradient is not None and gradient.dtype in LOWER_PRECISION_DTYPES:
             gradient = gradient.to(torch.float32)
@@ -106,7 +94,7 @@ class SplitParameter(nn.Parameter):
         if self._scaled is None:
             return gradient
         value = self._true_gradient()
-        self._read = _Read(value, value._version)
+        self._read = (value, value._version)
         return value
 
     @grad.setter
@@ -126,11 +114,12 @@ class SplitParameter(nn.Parameter):
 
     def settle_gradient(self) -> None:
         """Have what was written into a ``.grad`` that was read be the gradient."""
-        if (read := self._read) is None:
+        if self._read is None:
             return
+        value, version = self._read
         # Writes through `.data` and NumPy raise no version counter: values are compared.
-        if read.value._version != read.version or not torch.equal(read.value, self._true_gradient()):
-            self.grad = read.value
+        if value._version != version or not torch.equal(value, self._true_gradient()):
+            self.grad = value
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
         """As ``Tensor.register_hook``; from now on backward leaves true FP32 gradients, which the hook sees."""
@@ -146,9 +135,7 @@ class SplitParameter(nn.Parameter):
     def take_scaled_gradient(self, gradient: Tensor, factor: Tensor | None = None) -> bool:
         """Keep what backward brings, still scaled, or add it to what is there; False where autograd is to do it.
 
-        Args:
-            gradient: of the parameter's shape; not written to.
-            factor: what makes it true, FP32 of shape (1,); None for 1. Its value at the time of reading counts.
+        ``factor``, FP32 of shape (1,), makes it true; None for 1. Its value at the time of reading counts.
         """
         if self._wants_true_gradients or gradient.dtype not in LOWER_PRECISION_DTYPES:
             return False
@@ -224,11 +211,7 @@ _notice_writes()
 
 
 def make_split(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Turn ``parameter`` into a :class:`SplitParameter` of ``dtype``, in place; its FP32 value stays its master.
-
-    Args:
-        parameter: a leaf, FP32, or FP16/BF16 (then it is its own master).
-        dtype: ``float16`` or ``bfloat16``.
+    """Turn a leaf into a :class:`SplitParameter` of ``dtype``, FP16/BF16, in place; its FP32 value stays its master.
 
     Raises:
         TypeError: for a subclass of ``nn.Parameter``, which has a life of its own.
@@ -289,12 +272,12 @@ def unsplit(parameter: SplitParameter) -> None:
 def master_value(parameter: SplitParameter) -> Tensor:
     """The FP32 master weight, of the parameter's shape: a new tensor, or one given before that is still true."""
     _reconcile(parameter)
-    given = parameter._merged
-    merged = None if given is None else given.value()
-    if given is None or merged is None or version_of(merged) != given.version:
-        merged = open_master(parameter)
-        # tied weights of one state dict stay one tensor
-        parameter._merged = _Merged(weakref.ref(merged), version_of(merged))
+    if parameter._merged is not None:  # tied weights of one state dict stay one tensor
+        given, version = parameter._merged[0](), parameter._merged[1]
+        if given is not None and version_of(given) == version:
+            return given
+    merged = open_master(parameter)
+    parameter._merged = weakref.ref(merged), version_of(merged)
     return merged
 
 
@@ -309,17 +292,15 @@ def open_master(parameter: SplitParameter) -> Tensor:
 def master_sample(parameter: nn.Parameter, select: Callable[[Tensor], Tensor]) -> Tensor:
     """What ``select`` takes of the FP32 master weight of any parameter, without putting the whole together.
 
-    Args:
-        parameter: split, or its own master.
-        select: gives elements of a tensor by their places alone; called for each half.
+    ``select`` gives elements of a tensor by their places alone, and is called for each half.
     """
     if not isinstance(parameter, SplitParameter):
         return select(parameter.detach()).to(torch.float32)
     _reconcile(parameter)
     working = _DATA.__get__(parameter)
-    return (
-        select(working) if working.dtype is torch.float32 else merge(select(working), select(parameter.remainder_bits))
-    )
+    if working.dtype is torch.float32:
+        return select(working)
+    return merge(select(working), select(parameter.remainder_bits))
 
 
 @torch.no_grad()
@@ -330,8 +311,7 @@ def write_master(parameter: SplitParameter, value: Tensor) -> None:
         working.copy_(value)
     else:
         split_into(value, working, parameter.remainder_bits)
-    torch.autograd.graph.increment_version(parameter)
-    _mark_seen(parameter)
+    note_written_halves(parameter)
 
 
 def halves_of(parameter: SplitParameter) -> Split | None:
@@ -362,11 +342,6 @@ def raw_gradient(parameter: nn.Parameter) -> Tensor | None:
     return gradient_and_factor(parameter)[0]
 
 
-def raw_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """The gradients that there are, as backward left them."""
-    return [gradient for gradient in map(raw_gradient, parameters) if gradient is not None]
-
-
 def unscaled(gradient: Tensor, factor: Tensor | None, *, like: Tensor) -> Tensor:
     """``gradient`` times ``factor`` (None for 1), as a new tensor in FP32, in memory as ``like``, its parameter.
 
@@ -389,7 +364,7 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> No
             continue
         here = factors.setdefault(gradient.device, factor.to(gradient.device).reshape(1))
         if isinstance(parameter, SplitParameter) and parameter._read is not None:
-            parameter.grad = parameter._read.value.mul_(here.squeeze())
+            parameter.grad = parameter._read[0].mul_(here.squeeze())
         elif isinstance(parameter, SplitParameter) and parameter._scaled is not None:
             if inverse is not None and inverse not in factors:
                 factors[inverse] = inverse * here
@@ -404,10 +379,11 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> No
 def keep_scale_of_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Have gradients that are still scaled remember by how much: the loss scale is about to change."""
     kept: dict[Tensor, Tensor] = {}
-    for parameter in split_parameters(parameters):
-        value, factor = parameter._scaled or (None, None)
-        if value is not None and factor is not None:
-            parameter._scaled = ScaledGradient(value, kept.setdefault(factor, factor.clone()))
+    for parameter in parameters:
+        if isinstance(parameter, SplitParameter) and parameter._scaled is not None:
+            value, factor = parameter._scaled
+            if factor is not None:
+                parameter._scaled = ScaledGradient(value, kept.setdefault(factor, factor.clone()))
 
 
 def put_masters_into_state_dict(
@@ -418,11 +394,6 @@ def put_masters_into_state_dict(
         key = prefix + name
         if isinstance(parameter, SplitParameter) and key in state_dict and state_dict[key] is not parameter:
             state_dict[key] = master_value(parameter)
-
-
-def split_parameters(parameters: Iterable[nn.Parameter]) -> list[SplitParameter]:
-    """Those of ``parameters`` that are split."""
-    return [parameter for parameter in parameters if isinstance(parameter, SplitParameter)]
 
 
 def _mark_seen(parameter: SplitParameter) -> None:

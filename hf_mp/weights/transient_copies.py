@@ -12,11 +12,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 
-class _Transient(NamedTuple):
-    parameter: nn.Parameter
-    copy: weakref.ref[Tensor]
-
-
 class _Rounding(NamedTuple):
     """Stands for (a view of) a copy among the tensors that autograd saves."""
 
@@ -38,14 +33,12 @@ class TransientCopies:
     before backward, without raising their version counters (torch's notes "FSDP tensors" and "FSDP and autograd" in
     ``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``). A copy kept between uses would be stale unseen, and copies
     kept for backward would make every process hold the whole model in 16 bits.
-
-    Args:
-        dtype: dtype of the copies, ``float16`` or ``bfloat16``.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._transient: dict[int, _Transient] = {}  # by the storage of the copy
+        # By the storage of the copy: what it is a copy of, and the copy.
+        self._transient: dict[int, tuple[nn.Parameter, weakref.ref[Tensor]]] = {}
 
     def get(self, parameter: nn.Parameter) -> Tensor:
         """``parameter`` rounded to nearest, as it is now."""
@@ -55,10 +48,10 @@ class TransientCopies:
 
         def forget(reference: weakref.ref[Tensor]) -> None:
             # The address may belong to another copy by now.
-            if key in transient and transient[key].copy is reference:
+            if key in transient and transient[key][1] is reference:
                 del transient[key]
 
-        transient[key] = _Transient(parameter, weakref.ref(copy, forget))
+        transient[key] = parameter, weakref.ref(copy, forget)
         return copy
 
     @contextmanager
@@ -67,7 +60,8 @@ class TransientCopies:
 
         Hooks for saved tensors that are active already (activations offloaded to the CPU) stay the ones that act.
         """
-        if not torch.is_grad_enabled() or _hooks_are_active():
+        top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
+        if not torch.is_grad_enabled() or top_hooks(True) is not None:
             yield
             return
         with saved_tensors_hooks(self._pack, self._unpack):
@@ -78,7 +72,7 @@ class TransientCopies:
         if found is None:
             # Detached: an op's output would otherwise be kept alive by the op itself.
             return _Saved(tensor.detach(), tensor._version)
-        return _Rounding(found.parameter, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return _Rounding(found[0], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _unpack(self, saved: _Rounding | _Saved) -> Tensor:
         if isinstance(saved, _Rounding):
@@ -90,8 +84,3 @@ class TransientCopies:
                 f"shape {list(saved.tensor.shape)} is at version {saved.tensor._version} instead of {saved.version}"
             )
         return saved.tensor
-
-
-def _hooks_are_active() -> bool:
-    top: Any = torch._C._autograd._top_saved_tensors_default_hooks
-    return top(True) is not None

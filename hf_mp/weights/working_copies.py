@@ -71,8 +71,8 @@ def let_optimizers_be_fast(kind: type[nn.Parameter]) -> None:
 
 @functools.cache
 def _warn_of_slow_optimizers() -> None:
-    warnings.warn("torch.optim names its _foreach_supported_types no more: optimizers update tensor by tensor, slower",
-                  stacklevel=4)  # fmt: skip
+    lost = "torch.optim names its _foreach_supported_types no more: optimizers update tensor by tensor, slower"
+    warnings.warn(lost, stacklevel=4)
 
 
 def watch(parameter: nn.Parameter) -> None:
@@ -91,23 +91,24 @@ def unwatch(parameter: nn.Parameter) -> None:
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
+def seen(parameter: Tensor) -> tuple[int, int]:
+    """Version and address, by which a later look tells most writes."""
+    return version_of(parameter), parameter.data_ptr()
+
+
 @dataclass
 class _Entry:
     parameter: weakref.ref[nn.Parameter]
     copy: Tensor
-    version: int
-    address: int
+    seen: tuple[int, int]  # of the parameter, when the copy was made
     is_rounded: bool = False
 
 
 class WorkingCopies:
-    """One working copy per parameter, made at its first use and refreshed when the parameter has changed.
+    """One working copy per parameter, FP16/BF16, made at its first use and refreshed when the parameter has changed.
 
     Outside of ``optimizer.step()``, a copy that :meth:`get` returns equals its parameter rounded to nearest, whoever
     wrote the parameter. Tied weights are one parameter and so have one copy. A copy is released with its parameter.
-
-    Args:
-        dtype: dtype of the copies, ``float16`` or ``bfloat16``.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -120,19 +121,14 @@ class WorkingCopies:
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._entries
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that the copies take."""
-        return sum(entry.copy.nbytes for entry in self._entries.values())
-
     def get(self, parameter: nn.Parameter) -> Tensor:
         """The working copy of ``parameter``, a tensor of its shape without grad; do not write to it."""
         entry = self._entries.get(id(parameter))
         if entry is None or entry.copy.shape != parameter.shape or entry.copy.device != parameter.device:
             return self._make(parameter).copy
-        if _is_stale(entry, parameter):
+        if entry.seen[0] == -1 or entry.seen != seen(parameter):
             _refresh([entry])
-        elif _may_have_changed_unseen(parameter):
+        elif type(parameter) is WatchedParameter and parameter.may_have_changed_unseen():
             _refresh_if_changed(entry, parameter)
         return entry.copy
 
@@ -151,10 +147,8 @@ class WorkingCopies:
 
         Stale or not: optimizers that write through ``.data`` or in a kernel of their own raise no version counter.
         Frozen ones wait until :meth:`get` finds them changed: the base under an adapter is not read at every step.
-
-        Args:
-            parameters: those that the optimizer had gradients of. A graph may have saved the copies of others (a
-                generator's, while its discriminator is updated), which wait likewise. Default None: all.
+        So do those that are not among ``parameters``, which the optimizer had gradients of (default None: all): a graph
+        may have saved their copies (a generator's, while its discriminator is updated).
         """
         wanted = None if parameters is None else set(map(id, parameters))
         _refresh([e for e, p in self._live() if p.requires_grad and (wanted is None or id(p) in wanted)])
@@ -170,7 +164,7 @@ class WorkingCopies:
             torch.autograd.graph.increment_version(parameter)
             if (entry := self._entries.get(id(parameter))) is not None:
                 torch.autograd.graph.increment_version(entry.copy)
-                entry.version, entry.address = version_of(parameter), parameter.data_ptr()
+                entry.seen = seen(parameter)
 
     def clear(self) -> None:
         """Release all copies, and leave the parameters as ordinary ones."""
@@ -198,17 +192,9 @@ class WorkingCopies:
         # be written and differentiated later, also if generate() is the first to ask.
         with torch.inference_mode(False):
             copy = parameter.detach().to(self.dtype, copy=True)
-        entry = _Entry(weakref.ref(parameter, release), copy, version_of(parameter), parameter.data_ptr())
+        entry = _Entry(weakref.ref(parameter, release), copy, seen(parameter))
         entries[key] = entry
         return entry
-
-
-def _is_stale(entry: _Entry, parameter: nn.Parameter) -> bool:
-    return entry.version == -1 or entry.version != version_of(parameter) or entry.address != parameter.data_ptr()
-
-
-def _may_have_changed_unseen(parameter: nn.Parameter) -> bool:
-    return type(parameter) is WatchedParameter and parameter.may_have_changed_unseen()
 
 
 @torch.no_grad()
@@ -227,5 +213,4 @@ def _refresh(entries: list[_Entry]) -> None:
         return
     torch._foreach_copy_([entry.copy for entry, _ in pairs], [parameter.detach() for _, parameter in pairs])
     for entry, parameter in pairs:
-        entry.version = version_of(parameter)
-        entry.address = parameter.data_ptr()
+        entry.seen = seen(parameter)

@@ -39,13 +39,8 @@ class WorkingWeights:
     cross the border as well. What comes in by another way (a closure, an attribute, an object) was made outside if its
     autograd node is older than the forward, and gets its border at its first use.
 
-    Args:
-        layout: how the weights are stored.
-        model: whose parameters are brought in.
-        crossings: what the borders ask.
-        is_scaled: whether the loss is scaled.
-        has_made: whether an earlier forward of the model made an autograd node.
-        group_size: the most small weights that share a border.
+    ``has_made`` tells whether an earlier forward of the model made an autograd node; ``group_size`` is the most small
+    weights that share a border.
     """
 
     def __init__(

@@ -43,8 +43,8 @@ def test_it_is_as_accurate_as_fp32_rounded_once(kind: Any, dtype: torch.dtype) -
     exact.backward(gradient.double())
     exact, exact_gradient = exact.detach(), reference.grad
     ours = errors(ONE_KERNEL[kind.__name__])
-    written_out = errors(lambda leaf: kind()(leaf.float()))
-    for our_error, their_error in zip(ours, written_out, strict=True):
+    step_by_step = errors(lambda leaf: kind()(leaf.float()))
+    for our_error, their_error in zip(ours, step_by_step, strict=True):
         assert our_error.mean() <= 1.05 * their_error.mean()
         assert our_error.max() <= 1.05 * their_error.max()
 

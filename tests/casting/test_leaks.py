@@ -66,7 +66,7 @@ def test_one_autocast_entered_again_and_again(layer: nn.Linear) -> None:
             layer(x)
 
     assert_nothing_stays(once)
-    assert mode._casts._casts == {}
+    assert mode._casts == {}
 
 
 def test_with_backward(layer: nn.Linear) -> None:

@@ -362,8 +362,8 @@ class TestCastsOfParameters:
         outer = autocast()
         with outer, autocast(BF16) as inner:
             layer(random(2, 3))
-            assert inner._casts._casts
-        assert not inner._casts._casts and not outer._casts._casts
+            assert inner._casts
+        assert not inner._casts and not outer._casts
 
     def test_frozen_parameters_work_as_well(self, layer: nn.Linear) -> None:
         layer.requires_grad_(False)

@@ -108,8 +108,7 @@ def test_a_patch_of_somebody_elses_over_ours_is_left(monkeypatch: pytest.MonkeyP
     holder = types.SimpleNamespace(function=lambda: "original")
     monkeypatch.setitem(sys.modules, "a_torch", holder)  # type: ignore[arg-type]
     table = (Patch(("a_torch:function",), lambda original: lambda: "ours", ""),)
-    monkeypatch.setattr(torch_patches, "TABLE", table)
-    patches = Patches()
+    patches = Patches(table)
     patches.acquire()
     assert holder.function() == "ours"
     theirs = holder.function = lambda: "theirs"
@@ -124,8 +123,7 @@ def test_what_a_torch_lacks_costs_one_warning_and_nothing_else(monkeypatch: pyte
         Patch(("a_torch:Gone.method", "a_torch:gone_too"), lambda original: original, "islands are lost"),
         Patch(("a_torch:present",), lambda original: lambda: "ours", ""),
     )
-    monkeypatch.setattr(torch_patches, "TABLE", table)
-    patches = Patches()
+    patches = Patches(table)
     with pytest.warns(
         UserWarning, match=r"has no a_torch\.Gone\.method or a_torch\.gone_too: islands are lost"
     ) as caught:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import hf_mp
 from hf_mp.kernels import registry
-from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_reference, adamw_written_out
+from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, _whole_master, adamw_by_torch, adamw_reference
 from hf_mp.kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from hf_mp.kernels.gradient_scan import (
     all_finite,
@@ -64,22 +64,22 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("kernel", registry.KERNELS.values(), ids=registry.KERNELS)
-def test_the_check_of_first_use_is_passed(kernel: registry.Kernel) -> None:
-    assert registry.load(kernel.check)(torch.device(DEVICE)) is None
+@pytest.mark.parametrize("kernel", registry.KERNELS)
+def test_the_check_of_first_use_is_passed(kernel: str) -> None:
+    assert registry.module_of(kernel).check(torch.device(DEVICE)) is None
 
 
 @pytest.mark.usefixtures("other_default_dtype")
-@pytest.mark.parametrize("kernel", registry.KERNELS.values(), ids=registry.KERNELS)
-def test_the_check_of_first_use_is_passed_whatever_the_default_dtype(kernel: registry.Kernel) -> None:
-    assert registry.load(kernel.check)(torch.device(DEVICE)) is None
+@pytest.mark.parametrize("kernel", registry.KERNELS)
+def test_the_check_of_first_use_is_passed_whatever_the_default_dtype(kernel: str) -> None:
+    assert registry.module_of(kernel).check(torch.device(DEVICE)) is None
 
 
-@pytest.mark.parametrize("kernel", registry.KERNELS.values(), ids=registry.KERNELS)
-def test_the_check_of_first_use_is_passed_whatever_the_default_device(kernel: registry.Kernel) -> None:
+@pytest.mark.parametrize("kernel", registry.KERNELS)
+def test_the_check_of_first_use_is_passed_whatever_the_default_device(kernel: str) -> None:
     blocks_of.cache_clear()
     with torch.device("meta"):
-        assert registry.load(kernel.check)(torch.device(DEVICE)) is None
+        assert registry.module_of(kernel).check(torch.device(DEVICE)) is None
 
 
 class TestGradientScan:
@@ -171,12 +171,12 @@ class TestAdamW:
         self, given: list[AdamWTensors], settings: AdamWSettings = SETTINGS, steps: int = 3, **kwargs: Any
     ) -> Any:
         """Bit for bit the reference of the same order of operations; returns what the kernel left, on the CPU."""
-        adamw_ = registry.load(registry.KERNELS["adamw"].triton)
+        adamw_ = registry.launcher("adamw")
         ours = [tensors.map(lambda tensor: tensor.to(DEVICE, copy=True)) for tensors in given]
         plain = [tensors.map(Tensor.clone) for tensors in given]
         for _ in range(steps):
             adamw_(ours, settings, **{name: tensor.to(DEVICE) for name, tensor in kwargs.items()})
-            adamw_written_out(plain, settings, **kwargs)
+            adamw_reference(plain, settings, **kwargs)
         ours = [tensors.map(Tensor.cpu) for tensors in ours]
         for found, expected in zip(ours, plain, strict=True):
             for name, one, other in zip(found._fields, found, expected, strict=True):
@@ -233,17 +233,17 @@ class TestAdamW:
     def test_torchs_fused_adamw(self, layout: str) -> None:
         """It fuses a product and a sum where the kernel rounds twice: one ulp of the larger of the two."""
         given = make(torch.randn(5000), torch.randn(5000), layout)
-        adamw_ = registry.load(registry.KERNELS["adamw"].triton)
+        adamw_ = registry.launcher("adamw")
         ours, plain = given.map(lambda tensor: tensor.to(DEVICE, copy=True)), given.map(Tensor.clone)
         for _ in range(2):
             adamw_([ours], SETTINGS)
-            adamw_reference([plain], SETTINGS)
+            adamw_by_torch(plain, SETTINGS)
         ulp = 2.0**-23
         for name in ("exp_avg", "exp_avg_sq"):
             difference = (getattr(ours, name).cpu() - getattr(plain, name)).abs()
             bound = ulp * torch.maximum(getattr(plain, name).abs(), given.gradient.abs() * 0.1)
             assert (difference <= bound).all(), name
-        masters = [registry.load("hf_mp.kernels.adamw:_whole_master")(t.map(Tensor.cpu)) for t in (ours, plain)]
+        masters = [_whole_master(t.map(Tensor.cpu)) for t in (ours, plain)]
         assert ((masters[0] - masters[1]).abs() <= ulp * masters[1].abs() + 1e-8).all()
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_mp.kernels import adamw as module
-from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_, adamw_reference
+from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_, adamw_by_torch
 from hf_mp.kernels.split import FP16_LARGEST_MASTER, split
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -52,7 +52,7 @@ def check(tensors: AdamWTensors, settings: AdamWSettings = SETTINGS, steps: int 
     fast, plain = clone(tensors), clone(tensors)
     for _ in range(steps):
         adamw_([fast], settings, **kwargs)
-        adamw_reference([plain], settings, **kwargs)
+        adamw_by_torch(plain, settings, **kwargs)
     for name, found, expected in zip(fast._fields, fast, plain, strict=True):
         if found is not None and expected is not None:
             same = bits(found) == bits(expected)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,7 @@ from torch import nn
 from hf_mp.kernels import registry
 from hf_mp.kernels.cross_entropy import cross_entropy
 from hf_mp.kernels.gradient_scan import largest_magnitude
-from hf_mp.kernels.registry import KERNELS, Kernel, chosen, why_not
-
-SCAN = KERNELS["gradient_scan"]
+from hf_mp.kernels.registry import KERNELS, chosen, why_not
 
 
 @pytest.fixture(autouse=True)
@@ -30,10 +29,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_entry_names_what_exists(name: str) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    kernel = KERNELS[name]
-    assert kernel.name == name
-    for path in (kernel.triton, kernel.check):
-        assert callable(registry.load(path))
+    assert callable(registry.launcher(name))
+    assert callable(registry.module_of(name).check)
 
 
 @pytest.mark.parametrize("setting", [None, "auto", "reference"])
@@ -83,18 +80,18 @@ class Odd(torch.Tensor):
 )
 def test_what_a_kernel_cannot_read_is_named(tensors: Any, reason: str) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    assert re.fullmatch(reason, str(why_not(SCAN, tensors)))
+    assert re.fullmatch(reason, str(why_not(tensors)))
 
 
 def test_a_dtensor_is_named() -> None:
     script = """
 import os, torch, torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
-from hf_mp.kernels.registry import KERNELS, why_not
+from hf_mp.kernels.registry import why_not
 store = dist.HashStore()
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 tensor = distribute_tensor(torch.ones(4), DeviceMesh("cpu", [0]), [Replicate()])
-print(why_not(KERNELS["adamw"], [tensor]))
+print(why_not([tensor]))
 dist.destroy_process_group()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
@@ -103,7 +100,7 @@ dist.destroy_process_group()
 
 def test_without_triton_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_has_triton", lambda: False)
-    assert why_not(SCAN, [torch.ones(3)]) == "triton is not installed"
+    assert why_not([torch.ones(3)]) == "triton is not installed"
 
 
 def differs(device: torch.device) -> str:
@@ -121,20 +118,19 @@ def fits(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("check", "message"),
     [
-        ("differs", "the Triton kernel odd is not used on cpu: the norm differs"),
-        ("breaks", "not used on cpu: it failed with RuntimeError: PTX is not for everybody"),
+        (differs, "the Triton kernel odd is not used on cpu: the norm differs"),
+        (breaks, "not used on cpu: it failed with RuntimeError: PTX is not for everybody"),
     ],
 )
-def test_a_kernel_that_is_wrong_here_is_not_used(check: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = Kernel("odd", "", check)
-    monkeypatch.setattr(registry, "load", globals().__getitem__)
+def test_a_kernel_that_is_wrong_here_is_not_used(check: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "module_of", lambda name: SimpleNamespace(check=check))
     with pytest.warns(UserWarning, match=message):
-        assert not registry._is_right_on(kernel, torch.device("cpu"))
+        assert not registry._is_right_on("odd", torch.device("cpu"))
 
 
 def test_a_kernel_that_is_right_here_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "load", globals().__getitem__)
-    assert registry._is_right_on(Kernel("odd", "", "fits"), torch.device("cpu"))
+    monkeypatch.setattr(registry, "module_of", lambda name: SimpleNamespace(check=fits))
+    assert registry._is_right_on("odd", torch.device("cpu"))
 
 
 def test_nothing_imports_triton_before_it_is_used() -> None:

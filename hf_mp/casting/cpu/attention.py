@@ -33,27 +33,16 @@ ATTENTION = frozenset({F.scaled_dot_product_attention, torch._C._nn.scaled_dot_p
 
 @dataclass(frozen=True)
 class Attention:
-    """A call of ``torch.nn.functional.scaled_dot_product_attention``.
+    """A call of ``torch.nn.functional.scaled_dot_product_attention``."""
 
-    Attributes:
-        query: (batch, heads, L, E), float16 or bfloat16: what the call has before (L, E), as two dimensions.
-        key: (batch, heads or a divisor of it, S, E).
-        value: (batch, as ``key``, S, Ev).
-        mask: broadcast to (batch, heads, L, S); bool (False hides), or added to the scores; None without one.
-        dropout: probability with which a probability is dropped.
-        is_causal: whether row i sees keys up to i.
-        scale: of the scores.
-        leading: shape of the call's result before (L, Ev), where it is not (batch, heads); default None.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    dropout: float
-    is_causal: bool
-    scale: float
-    leading: tuple[int, ...] | None = None
+    query: Tensor  # (batch, heads, L, E), FP16/BF16: what the call has before (L, E), as two dimensions
+    key: Tensor  # (batch, heads or a divisor of it, S, E)
+    value: Tensor  # (batch, as `key`, S, Ev)
+    mask: Tensor | None  # broadcast to (batch, heads, L, S); bool (False hides), or added to the scores
+    dropout: float  # probability with which a probability is dropped
+    is_causal: bool  # whether row i sees keys up to i
+    scale: float  # of the scores
+    leading: tuple[int, ...] | None = None  # the result's shape before (L, Ev), where it is not (batch, heads)
 
 
 def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Attention | None:
@@ -65,16 +54,9 @@ def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Attention 
 
 
 def _read(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Attention | None:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> Attention | None:  # fmt: skip
     tensors = (query, key, value)
     # Nested tensors and DTensors have rows that only their own ops find.
     if any(t.is_nested or is_traceable_wrapper_subclass(t) for t in tensors):
@@ -246,13 +228,7 @@ def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, future: Tens
 class _Attention(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        kept: Tensor | None,
-        settings: _Settings,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kept: Tensor | None, settings: Any
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, mask, kept)
         ctx.settings = settings

@@ -30,19 +30,12 @@ BLOCK_ELEMENTS = 2**20  # 4 MiB in FP32: large enough for full matmul speed, sma
 
 @dataclass(frozen=True)
 class Product:
-    """``x @ weight.T + bias``, as read from a call of an op.
+    """``x @ weight.T + bias``, as read from a call of an op."""
 
-    Attributes:
-        x: (..., K).
-        weight: (N, K), or (K, N) where ``transposed``.
-        bias: (N,), or None.
-        transposed: whether ``weight`` lies the other way round, as in ``addmm``.
-    """
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-    transposed: bool = False
+    x: Tensor  # (..., K)
+    weight: Tensor  # (N, K), or (K, N) where transposed
+    bias: Tensor | None = None  # (N,)
+    transposed: bool = False  # whether the weight lies the other way round, as in addmm
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product:
@@ -95,35 +88,19 @@ def _is_plain(product: Product) -> bool:
 
 
 class Operand(NamedTuple):
-    """A weight or bias on its way into a product.
+    """A weight or bias on its way into a product."""
 
-    Attributes:
-        inside: the operand, as other ops would use it.
-        rounded: its value in 16 bits, without grad.
-        outside: the tensor that receives the gradient, in its own dtype: ``inside``, or a parameter outside.
-        crossings: asked for the inverse loss scale, by which the gradient is multiplied on its way there; None where
-            ``outside`` is ``inside``.
-    """
-
-    inside: Tensor
-    rounded: Tensor
-    outside: Tensor
-    crossings: Crossings | None = None
+    inside: Tensor  # the operand, as other ops would use it
+    rounded: Tensor  # its value in 16 bits, without grad
+    outside: Tensor  # what receives the gradient, in its own dtype: `inside`, or a parameter outside
+    crossings: Crossings | None = None  # asked for the inverse loss scale on the way there; None for `inside`
 
 
 def multiply(x: Tensor, weight: Operand, bias: Operand | None, *, transposed: bool, native: bool = False) -> Tensor:
-    """``x @ weight.T + bias`` of 16-bit tensors, accumulated in FP32 and rounded once to ``x``'s dtype.
+    """``x @ weight.T + bias`` of 16-bit tensors on a CPU, accumulated in FP32 and rounded once to ``x``'s dtype.
 
-    Args:
-        x: (..., K), float16 or bfloat16, on a CPU.
-        weight: (N, K), or (K, N) where ``transposed``.
-        bias: (N,), or None.
-        transposed: which of the two.
-        native: whether the CPU multiplies ``x``'s dtype itself. Then only the way of a weight's gradient to its FP32
-            parameter goes block by block.
-
-    Returns:
-        (..., N) in ``x``'s dtype.
+    ``x`` is (..., K), ``weight`` (N, K), or (K, N) where ``transposed``, ``bias`` (N,). ``native``: whether the CPU
+    multiplies ``x``'s dtype itself. Then only the way of a weight's gradient to its FP32 parameter goes block by block.
     """
     if must_be_plain():
         inside = None if bias is None else bias.inside.to(x.dtype)
@@ -139,15 +116,9 @@ def _plain_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: 
 class _Product(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        outside: Tensor,
-        bias_outside: Tensor | None,
-        weight: Operand,
-        bias: Operand | None,
-        transposed: bool,
-        native: bool,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, outside: Tensor, bias_outside: Tensor | None,
+        weight: Operand, bias: Operand | None, transposed: bool, native: bool,
+    ) -> Tensor:  # fmt: skip
         # The operand is saved besides its rounding for second derivatives only; it takes no memory.
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         weights = (weight.rounded, weight.inside) if needs_x else (None, None)
@@ -172,17 +143,16 @@ class _Product(Function):
         grad_x = gradient.new_empty(ctx.x_shape) if needs_x else None
         grad_weight = gradient.new_empty(ctx.weight.shape, dtype=ctx.weight.dtype) if needs_weight else None
         grad_bias = gradient.new_empty(ctx.bias.shape, dtype=ctx.bias.dtype) if needs_bias else None
-        backward = _Backward(
-            gradient=gradient.reshape(-1, gradient.shape[-1]),
-            x=None if x is None else x.reshape(-1, x.shape[-1]),
-            weight=rounded.t() if rounded is not None and ctx.transposed else rounded,
-            weight_inverse=ctx.weight.inverse(gradient, ctx, 1) if needs_weight else None,
-            bias_inverse=ctx.bias.inverse(gradient, ctx, 2) if needs_bias else None,
-            grad_x=None if grad_x is None else grad_x.view(-1, ctx.x_shape[-1]),
-            grad_weight=grad_weight.t() if grad_weight is not None and ctx.transposed else grad_weight,
-            grad_bias=grad_bias,
+        (_backward_native if ctx.native else _backward_blocks)(
+            gradient.reshape(-1, gradient.shape[-1]),
+            None if x is None else x.reshape(-1, x.shape[-1]),
+            rounded.t() if rounded is not None and ctx.transposed else rounded,
+            None if grad_x is None else grad_x.view(-1, ctx.x_shape[-1]),
+            grad_weight.t() if grad_weight is not None and ctx.transposed else grad_weight,
+            grad_bias,
+            ctx.weight.inverse(gradient, ctx, 1) if needs_weight else None,
+            ctx.bias.inverse(gradient, ctx, 2) if needs_bias else None,
         )
-        (_backward_native if ctx.native else _backward_blocks)(backward)
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
@@ -226,32 +196,15 @@ def _forward_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return result
 
 
-@dataclass(frozen=True)
-class _Backward:
-    """What a product's backward reads, and the gradients that it writes: those that are not None.
+def _backward_blocks(
+    gradient: Tensor, x: Tensor | None, weight: Tensor | None,
+    grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None,
+    weight_inverse: Tensor | None, bias_inverse: Tensor | None,
+) -> None:  # fmt: skip
+    """Write the gradients that are not None, block by block in FP32; of ``weight`` and ``bias`` times their inverses.
 
-    Attributes:
-        gradient: of the result, (rows, N).
-        x: (rows, K), for ``grad_weight``.
-        weight: (N, K), for ``grad_x``.
-        weight_inverse, bias_inverse: what their gradients are multiplied with, or None for 1.
-        grad_x, grad_weight, grad_bias: as ``x`` and ``weight``, and (N,).
+    ``gradient`` is (rows, N), ``x`` (rows, K), which ``grad_weight`` needs, and ``weight`` (N, K), for ``grad_x``.
     """
-
-    gradient: Tensor
-    x: Tensor | None
-    weight: Tensor | None
-    weight_inverse: Tensor | None
-    bias_inverse: Tensor | None
-    grad_x: Tensor | None
-    grad_weight: Tensor | None
-    grad_bias: Tensor | None
-
-
-def _backward_blocks(backward: _Backward) -> None:
-    """Write the gradients, block by block in FP32."""
-    gradient, x, weight = backward.gradient, backward.x, backward.weight
-    grad_x, grad_weight, grad_bias = backward.grad_x, backward.grad_weight, backward.grad_bias
     (rows, outer), dtype = gradient.shape, gradient.dtype
     inner = next((found.shape[1] for found in (grad_x, grad_weight) if found is not None), 1)
     row_blocks = list(_blocks(rows, inner))
@@ -272,7 +225,7 @@ def _backward_blocks(backward: _Backward) -> None:
                 continue
             part = fp32_product(gradient32.t(), x32)
             if sum_weight is None:
-                _leave(part, dtype, backward.weight_inverse, grad_weight[column])
+                _leave(part, dtype, weight_inverse, grad_weight[column])
             elif row.start == 0:
                 sum_weight[column].copy_(part)
             else:
@@ -281,9 +234,9 @@ def _backward_blocks(backward: _Backward) -> None:
             grad_x[row].copy_(sum_x)
     if grad_weight is not None and sum_weight is not None:
         for column in _blocks(outer, inner):
-            _leave(sum_weight[column], dtype, backward.weight_inverse, grad_weight[column])
+            _leave(sum_weight[column], dtype, weight_inverse, grad_weight[column])
     if grad_bias is not None:
-        _leave(sum_bias, dtype, backward.bias_inverse, grad_bias)
+        _leave(sum_bias, dtype, bias_inverse, grad_bias)
 
 
 def _forward_native(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -295,18 +248,20 @@ def _forward_native(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: 
     return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], -1)
 
 
-def _backward_native(backward: _Backward) -> None:
+def _backward_native(
+    gradient: Tensor, x: Tensor | None, weight: Tensor | None,
+    grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None,
+    weight_inverse: Tensor | None, bias_inverse: Tensor | None,
+) -> None:  # fmt: skip
     """As :func:`_backward_blocks`, with the CPU's own products."""
-    gradient, x, weight = backward.gradient, backward.x, backward.weight
-    grad_x, grad_weight, grad_bias = backward.grad_x, backward.grad_weight, backward.grad_bias
     if grad_x is not None and weight is not None:
         torch.mm(gradient, weight, out=grad_x)
     if grad_weight is not None and x is not None:
         for column in _blocks(grad_weight.shape[0], grad_weight.shape[1]):
             part = torch.mm(gradient[:, column].t(), x)
-            _leave(part, gradient.dtype, backward.weight_inverse, grad_weight[column])
+            _leave(part, gradient.dtype, weight_inverse, grad_weight[column])
     if grad_bias is not None:
-        _leave(gradient.sum(0), gradient.dtype, backward.bias_inverse, grad_bias)
+        _leave(gradient.sum(0), gradient.dtype, bias_inverse, grad_bias)
 
 
 def _fp32_like(grad_weight: Tensor) -> Tensor:

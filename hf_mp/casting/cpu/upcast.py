@@ -29,12 +29,7 @@ CPU_PRODUCTS = _cpu_products()
 
 
 def runs_natively(dtype: torch.dtype, device_type: str) -> bool:
-    """Whether products in ``dtype`` are fast on this device; on a CPU, oneDNN is asked.
-
-    Args:
-        dtype: autocast's dtype.
-        device_type: as ``tensor.device.type``.
-    """
+    """Whether products in ``dtype`` are fast on devices of this type; on a CPU, oneDNN is asked."""
     return device_type != "cpu" or CPU_PRODUCTS.get(dtype, False)
 
 
@@ -51,25 +46,18 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         items = [map_tensors(function, item) for item in value]
         # torch.return_types.* and named tuples take their items in one iterable or one by one.
-        if hasattr(value, "_fields"):
-            return type(value)(*items)
-        return type(value)(items)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 
 def run_through_fp32(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
 ) -> Any:
-    """Run an op on ``dtype`` inputs in FP32 and round its floating results to ``dtype``.
+    """Run an op on ``dtype`` inputs, FP16/BF16, in FP32 and round its floating results to ``dtype``.
 
     What autograd saves for backward stays in ``dtype``: an FP32 input of the op is kept as the 16-bit tensor that it
     was made from and is cast again in backward, which is exact. Gradients are rounded to ``dtype`` where they leave the
     op, as the result is.
-
-    Args:
-        function: a torch op.
-        args, kwargs: its arguments; tensors of ``dtype`` are cast to FP32, everything else is passed on.
-        dtype: ``float16`` or ``bfloat16``.
 
     Raises:
         RuntimeError: in backward, if a saved tensor was modified in place meanwhile (as torch itself would).
@@ -81,21 +69,10 @@ def run_through_fp32(
     def round_to_dtype(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
 
-    if torch.is_grad_enabled() and not must_be_plain():
-        result = _run_and_save_inputs(function, args, kwargs, dtype, upcast)
-    else:
+    if not torch.is_grad_enabled() or must_be_plain():
         upcast_kwargs = {name: map_tensors(upcast, arg) for name, arg in kwargs.items()}
         result = function(*[map_tensors(upcast, arg) for arg in args], **upcast_kwargs)
-    return map_tensors(round_to_dtype, result)
-
-
-def _run_and_save_inputs(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    dtype: torch.dtype,
-    upcast: Callable[[Tensor], Tensor],
-) -> Any:
+        return map_tensors(round_to_dtype, result)
     saved = _SavedInputs(dtype)
 
     def remember(tensor: Tensor) -> Tensor:
@@ -106,7 +83,7 @@ def _run_and_save_inputs(
     with saved.hooks():
         result = function(*upcast_args, **upcast_kwargs)
     saved.forget_upcasts()  # the graph holds on to the hooks
-    return result
+    return map_tensors(round_to_dtype, result)
 
 
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]

@@ -1,9 +1,9 @@
-"""Ops whose C++ code calls listed ops inside, written out in Python so that autocast sees those.
+"""Ops whose C++ code calls listed ops inside, decomposed in Python so that autocast sees those.
 
 torch's own autocast sits in the dispatcher and reaches what an op calls; a torch function mode sees the outer call
 only. Each function below makes the calls that the op makes (torch 2.13, ``ATen/native``) in the same order, so that
-dtypes and values agree. Where torch has written an op out itself (``torch._decomp``), that is used. A version that
-has nothing to write out for its arguments returns NotImplemented: the op is then lowered as a whole.
+dtypes and values agree; where torch has a decomposition itself (``torch._decomp``), that is used. One that has nothing
+to decompose for its arguments returns NotImplemented: the op is then lowered as a whole.
 """
 
 from __future__ import annotations
@@ -120,13 +120,9 @@ def _corrcoef(input: Tensor) -> Tensor:
 
 
 def _pinv(
-    input: Tensor,
-    rcond: float | Tensor | None = None,
-    hermitian: bool = False,
-    *,
-    atol: float | Tensor | None = None,
-    rtol: float | Tensor | None = None,
-) -> Any:
+    input: Tensor, rcond: float | Tensor | None = None, hermitian: bool = False, *,
+    atol: float | Tensor | None = None, rtol: float | Tensor | None = None,
+) -> Any:  # fmt: skip
     if input.dim() < 2 or input.dtype in LOWER_PRECISION_DTYPES:
         return AS_GIVEN  # refused
     rtol = rcond if rtol is None else rtol
@@ -156,27 +152,13 @@ def _pinv_value(input: Tensor, atol: Tensor, rtol: Tensor, hermitian: bool) -> T
 
 
 def _transformer_encoder_layer(
-    src: Tensor,
-    embed_dim: int,
-    num_heads: int,
-    qkv_weight: Tensor,
-    qkv_bias: Tensor,
-    proj_weight: Tensor,
-    proj_bias: Tensor,
-    use_gelu: bool,
-    norm_first: bool,
-    eps: float,
-    norm_weight_1: Tensor,
-    norm_bias_1: Tensor,
-    norm_weight_2: Tensor,
-    norm_bias_2: Tensor,
-    ffn_weight_1: Tensor,
-    ffn_bias_1: Tensor,
-    ffn_weight_2: Tensor,
-    ffn_bias_2: Tensor,
-    mask: Tensor | None = None,
-    mask_type: int | None = None,
-) -> Tensor:
+    src: Tensor, embed_dim: int, num_heads: int,
+    qkv_weight: Tensor, qkv_bias: Tensor, proj_weight: Tensor, proj_bias: Tensor,
+    use_gelu: bool, norm_first: bool, eps: float,
+    norm_weight_1: Tensor, norm_bias_1: Tensor, norm_weight_2: Tensor, norm_bias_2: Tensor,
+    ffn_weight_1: Tensor, ffn_bias_1: Tensor, ffn_weight_2: Tensor, ffn_bias_2: Tensor,
+    mask: Tensor | None = None, mask_type: int | None = None,
+) -> Tensor:  # fmt: skip
     attention_weights = (qkv_weight, qkv_bias, proj_weight, proj_bias)
     if src.is_nested:  # torch's own autocast refuses these
         norms = (norm_weight_1, norm_bias_1, norm_weight_2, norm_bias_2)
@@ -203,8 +185,8 @@ def _transformer_encoder_layer(
     return x if norm_first else norm(x, norm_weight_2, norm_bias_2)
 
 
-# Op, as the tables name it -> the op written out.
-WRITTEN_OUT: dict[str, Callable[..., Any]] = {
+# By the op's name in the tables.
+DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
     "pad": _pad,
     "einsum": contractions.einsum,
     "inner": contractions.inner,
@@ -232,15 +214,14 @@ _FLOATING_OF_INTEGERS = ("cov", "corrcoef")  # inside of these, integers become 
 
 
 def decompose(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Make the calls that op ``name`` makes.
+    """Make the calls that op ``name`` makes; NotImplemented if it is to be lowered as a whole.
 
-    Returns:
-        The result; NotImplemented if the op is to be lowered as a whole; None if it is to run as it is given: with
-        ``out=``, with complex tensors, with FP64 or integers alone, and where nothing inside is listed.
+    AS_GIVEN if it is to run as it is given: with ``out=``, with complex tensors, with FP64 or integers alone, and where
+    nothing inside is listed.
     """
     tensors = [value for value in tree_iter((list(args), dict(kwargs))) if isinstance(value, Tensor)]
     floating = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     castable = floating - {torch.float64} or (not floating and name in _FLOATING_OF_INTEGERS)
     if kwargs.get("out") is not None or not castable or any(tensor.is_complex() for tensor in tensors):
         return AS_GIVEN
-    return WRITTEN_OUT[name](*args, **{key: value for key, value in kwargs.items() if key != "out"})
+    return DECOMPOSITIONS[name](*args, **{key: value for key, value in kwargs.items() if key != "out"})

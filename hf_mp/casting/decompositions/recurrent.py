@@ -1,4 +1,4 @@
-"""Recurrent ops written out for :mod:`hf_mp.casting.decompositions.ops`: cells, GRUs, LSTMs with projections or packed.
+"""Decompositions of recurrent ops: cells, GRUs, LSTMs with projections or packed.
 
 Cells and the loop over time are torch's own (``torch._decomp``); its loop over layers is not used, because it leaves
 out the dropout between them.
@@ -24,23 +24,19 @@ def _of_input_and_hidden(input: Tensor, hidden: Tensor, weights: Sequence[Tensor
 
 
 def rnn_tanh_cell(input: Tensor, hx: Tensor, *weights: Tensor) -> Tensor:
-    """``torch.rnn_tanh_cell``."""
     return torch.tanh(_of_input_and_hidden(input, hx, weights))
 
 
 def rnn_relu_cell(input: Tensor, hx: Tensor, *weights: Tensor) -> Tensor:
-    """``torch.rnn_relu_cell``."""
     return torch.relu(_of_input_and_hidden(input, hx, weights))
 
 
 def gru_cell(input: Tensor, hx: Tensor, *weights: Tensor) -> Tensor:
-    """``torch.gru_cell``."""
     ih, hh, ih_bias, hh_bias = (*weights, None, None)[:4]
     return decompositions.gru_cell_data(input, hx, ih, ih_bias, hh, hh_bias)
 
 
 def lstm_cell(input: Tensor, hx: Sequence[Tensor], *weights: Tensor) -> tuple[Tensor, Tensor]:
-    """``torch.lstm_cell``."""
     ih, hh, ih_bias, hh_bias = (*weights, None, None)[:4]
     of_input = F.linear(input, ih, ih_bias)  # type: ignore[arg-type]
     return decompositions.lstm_cell(of_input, hx[0], hx[1], hh, hh_bias, None, chunk_dim=1)
@@ -80,7 +76,6 @@ def _unpacked(args: Sequence[Any]) -> list[Any]:
 
 
 def gru(*args: Any) -> tuple[Tensor, Tensor]:
-    """``torch.gru``."""
     layer = functools.partial(decompositions.one_layer_rnn, hidden_fn=decompositions.gru_cell)
     if isinstance(args[2], Tensor):
         cell = decompositions.gru_cell_data

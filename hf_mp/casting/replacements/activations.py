@@ -1,4 +1,4 @@
-"""Activation functions that Transformers writes out step by step, as the one kernel of torch that computes them.
+"""Activation functions that Transformers computes step by step, as the one kernel of torch that computes them.
 
 GPT-2's GELU is eight operations, one of them a power, which autocast's tables run in FP32: six FP32 tensors of the
 width of the MLP are kept for its backward. torch's own kernel computes the same function in FP32 registers, on FP16

@@ -13,30 +13,20 @@ from hf_mp.casting.tables import TableName
 
 
 class ModelReplacement:
-    """One piece, which computes the same in fewer kernels or less memory.
+    """One piece, which computes the same in fewer kernels or less memory."""
 
-    Attributes:
-        tables: for which of autocast's tables; None for all.
-    """
-
-    tables: ClassVar[tuple[TableName, ...] | None] = None
+    tables: ClassVar[tuple[TableName, ...] | None] = None  # for which of autocast's; None for all
 
     def install(self, model: nn.Module) -> None:
         """Put it wherever ``model`` has the piece."""
         raise NotImplementedError
 
     def remove(self, model: nn.Module) -> None:
-        """Undo :meth:`install`."""
         raise NotImplementedError
 
 
 class ReplacedForward:
-    """Takes the place of a module's ``forward``; a pickled module has its own again, a deep copy one that is new.
-
-    Attributes:
-        module: a weak reference to the module.
-        original: the forward that this replaces.
-    """
+    """Takes the place of a module's ``forward``; a pickled module has its own again, a deep copy one that is new."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = weakref.ref(module)
