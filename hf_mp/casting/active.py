@@ -36,7 +36,7 @@ def enter_island(enabled: bool) -> bool:
     """Enter an FP32 island in the active autocast, for a ``torch.autocast`` that somebody entered.
 
     Args:
-        enabled: whether torch's autocast is to be enabled.
+        enabled: whether that enables torch's autocast.
 
     Returns:
         False outside of any autocast of ours, where torch's own is meant.

@@ -60,7 +60,7 @@ class autocast(TorchFunctionMode):
         enabled: False switches autocast off inside an outer one; default True.
         tables: whose documented op lists apply: ``"cuda"`` (default, on every device) or ``"cpu"``; ``"compact"`` is
             torch's for CUDA without the FP32 copies that kernels do not need (softmax).
-        rules: a person's own rules, by op and by module name (:func:`hf_mp.casting.rules.parse_rules`), for
+        rules: your own rules, by op and by module name (:func:`hf_mp.casting.rules.parse_rules`), for
             example ``{torch.softmax: "unlisted", "lm_head": "fp32"}``; default none.
         model: where the module names in ``rules`` are looked up; default none, for rules by op alone.
 
@@ -170,7 +170,7 @@ class autocast(TorchFunctionMode):
                 return self.run_inside(COMPOSITES[func], args, kwargs)
             if entry.rule is not _UNLISTED and state.active[-1] is not self:
                 entry = None  # an autocast inside this one has decided already, and makes this call
-        if self.observer is None or (entry is not None and entry.rule is CastRule.WRITTEN_OUT):
+        if self.observer is None or (entry is not None and entry.rule is CastRule.DECOMPOSED):
             return self.apply(entry, func, args, kwargs)
         return self.observer(entry, func, args, kwargs)
 
@@ -325,7 +325,7 @@ def _device_type(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     return ""
 
 
-def _write_out(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _decompose(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make the calls that an op makes inside; where there are none, lower the op as a whole or leave it alone."""
     result = mode.run_inside(decompose, (name, args, kwargs), {})
     if result is not AS_GIVEN and result is not NotImplemented:
@@ -432,7 +432,7 @@ _HANDLERS: dict[CastRule, Callable[..., Any]] = {
     CastRule.FP32_NORM: _fp32,
     CastRule.WIDEST: _widest,
     CastRule.BANNED: _banned,
-    CastRule.WRITTEN_OUT: _write_out,
+    CastRule.DECOMPOSED: _decompose,
 }
 
 
@@ -445,6 +445,6 @@ def _plan(ops: Mapping[Callable[..., Any], tuple[CastRule, str] | None]) -> dict
 _COMPOSITE_PLAN = {func: PlannedCall(_COMPOSITE, func.__name__, _banned) for func in COMPOSITES}
 PLANS = {name: {**_COMPOSITE_PLAN, **_plan(ops)} for name, ops in OPS.items()}
 
-# A call of the mode is compiled inside of others only: where compiled code breaks off, ops run one by one, and the
+# A call of the mode is compiled inside other code only: where compiled code breaks off, ops run one by one, and the
 # compiler would take each call of the mode for a function to compile. A composite then mixes up its own variables.
 set_code_exec_strategy(autocast.__torch_function__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))

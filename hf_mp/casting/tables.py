@@ -33,7 +33,7 @@ class CastRule(Enum):
     BANNED = "banned"  # refuse, with advice
     UNLISTED = "unlisted"  # as if no table spoke of it
     COMPOSITE = "composite"  # a Python function of torch, opened so that the ops inside are seen: see composites.py
-    WRITTEN_OUT = "written out"  # the ops inside are cast, each by its own rule: see written_out.py
+    DECOMPOSED = "decomposed"  # the ops inside are cast, each by its own rule: see decompositions
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class OpTables:
     fp32_output: frozenset[str] = frozenset()
     fp32_norm: frozenset[str] = frozenset()
     widest: frozenset[str] = frozenset()
-    written_out: frozenset[str] = frozenset()
+    decomposed: frozenset[str] = frozenset()
     banned: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class OpTables:
             (CastRule.FP32_OUTPUT, self.fp32_output),
             (CastRule.FP32_NORM, self.fp32_norm),
             (CastRule.WIDEST, self.widest),
-            (CastRule.WRITTEN_OUT, self.written_out),
+            (CastRule.DECOMPOSED, self.decomposed),
             (CastRule.BANNED, self.banned),
         ):
             yield from ((rule, name) for name in sorted(names))
@@ -113,7 +113,7 @@ CUDA_TABLES = OpTables(
     widest=_names("""
         addcdiv addcmul atan2 arctan2 bilinear cross linalg.cross dot vdot grid_sampler index_put tensordot scatter_add
     """),
-    written_out=_names("cov corrcoef inner linalg.matrix_power matrix_power sparse.mm sum_to_size _weight_norm"),
+    decomposed=_names("cov corrcoef inner linalg.matrix_power matrix_power sparse.mm sum_to_size _weight_norm"),
     banned={"binary_cross_entropy": _BANNED_BINARY_CROSS_ENTROPY},
 )
 
@@ -143,7 +143,7 @@ CPU_TABLES = OpTables(
     """)
     | _names_in_this_torch("qr cholesky linalg.matrix_sqrth", "AutocastCPU"),  # before 2.15, and from it
     widest=_names("stack cat concat concatenate index_copy"),
-    written_out=_names("""
+    decomposed=_names("""
         pad einsum inner tensordot linalg.matrix_power matrix_power sparse.mm bilinear cov corrcoef linalg.pinv
         lstm gru lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
         _transformer_encoder_layer_fwd
@@ -215,7 +215,7 @@ def op_table(tables: OpTables) -> dict[Callable[..., Any], tuple[CastRule, str]]
         for rule, name in tables.entries()
         for function in spellings(name)
         # A decomposition calls torch.ops.aten where it means the op as it is.
-        if rule is not CastRule.WRITTEN_OUT or not isinstance(function, (OpOverload, OpOverloadPacket))
+        if rule is not CastRule.DECOMPOSED or not isinstance(function, (OpOverload, OpOverloadPacket))
         if function not in _WEIGHTED
     }
 

@@ -148,7 +148,7 @@ class _Product(Function):
         transposed: bool,
         native: bool,
     ) -> Tensor:
-        # The operand is saved besides its rounding for second derivatives only; it takes no memory.
+        # The operand is saved next to its rounding for second derivatives only; it takes no memory.
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         weights = (weight.rounded, weight.inside) if needs_x else (None, None)
         ctx.save_for_backward(x if needs_weight else None, *weights)

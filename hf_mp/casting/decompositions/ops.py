@@ -1,9 +1,9 @@
-"""Ops whose C++ code calls listed ops inside, written out in Python so that autocast sees those.
+"""Ops whose C++ code calls listed ops inside, decomposed in Python so that autocast sees those.
 
 torch's own autocast sits in the dispatcher and reaches what an op calls; a torch function mode sees the outer call
 only. Each function below makes the calls that the op makes (torch 2.13, ``ATen/native``) in the same order, so that
-dtypes and values agree. Where torch has written an op out itself (``torch._decomp``), that is used. A version that
-has nothing to write out for its arguments returns NotImplemented: the op is then lowered as a whole.
+dtypes and values agree. Where torch has decomposed an op itself (``torch._decomp``), that is used. A version that
+has nothing to decompose for its arguments returns NotImplemented: the op is then lowered as a whole.
 """
 
 from __future__ import annotations
@@ -203,8 +203,8 @@ def _transformer_encoder_layer(
     return x if norm_first else norm(x, norm_weight_2, norm_bias_2)
 
 
-# Op, as the tables name it -> the op written out.
-WRITTEN_OUT: dict[str, Callable[..., Any]] = {
+# Op, as the tables name it -> its decomposition.
+DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
     "pad": _pad,
     "einsum": contractions.einsum,
     "inner": contractions.inner,
@@ -228,7 +228,7 @@ WRITTEN_OUT: dict[str, Callable[..., Any]] = {
 }
 
 
-_FLOATING_OF_INTEGERS = ("cov", "corrcoef")  # inside of these, integers become FP32
+_FLOATING_OF_INTEGERS = ("cov", "corrcoef")  # inside these, integers become FP32
 
 
 def decompose(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -243,4 +243,4 @@ def decompose(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     castable = floating - {torch.float64} or (not floating and name in _FLOATING_OF_INTEGERS)
     if kwargs.get("out") is not None or not castable or any(tensor.is_complex() for tensor in tensors):
         return AS_GIVEN
-    return WRITTEN_OUT[name](*args, **{key: value for key, value in kwargs.items() if key != "out"})
+    return DECOMPOSITIONS[name](*args, **{key: value for key, value in kwargs.items() if key != "out"})
