@@ -65,7 +65,7 @@ def custom_fwd(
 def custom_bwd(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the ``backward`` of a ``torch.autograd.Function``: it runs in the autocast that its forward ran in.
 
-    The equivalent of ``torch.amp.custom_bwd``; the ``forward`` is to be decorated with :func:`custom_fwd`.
+    The equivalent of ``torch.amp.custom_bwd``; decorate the ``forward`` with :func:`custom_fwd`.
 
     Args:
         backward: the static method.

@@ -61,7 +61,7 @@ class autocast(TorchFunctionMode):
         enabled: False switches autocast off inside an outer one; default True.
         tables: whose documented op lists apply: ``"cuda"`` (default, on every device) or ``"cpu"``; ``"compact"`` is
             torch's for CUDA without the FP32 copies that kernels do not need (softmax).
-        rules: a person's own rules, by op and by module name (:func:`hf_mp.casting.rules.parse_rules`), for
+        rules: your own rules, by op and by module name (:func:`hf_mp.casting.rules.parse_rules`), for
             example ``{torch.softmax: "unlisted", "lm_head": "fp32"}``; default none.
         model: where the module names in ``rules`` are looked up; default none, for rules by op alone.
 
@@ -418,6 +418,6 @@ def _plan(ops: Mapping[Callable[..., Any], tuple[CastRule, str] | None]) -> dict
 _COMPOSITE_PLAN = {func: PlannedCall(_COMPOSITE, func.__name__, _banned) for func in COMPOSITES}
 PLANS = {name: {**_COMPOSITE_PLAN, **_plan(ops)} for name, ops in OPS.items()}
 
-# A call of the mode is compiled inside of others only: where compiled code breaks off, ops run one by one, and the
+# A call of the mode is compiled inside other code only: where compiled code breaks off, ops run one by one, and the
 # compiler would take each call of the mode for a function to compile. A composite then mixes up its own variables.
 set_code_exec_strategy(autocast.__torch_function__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))

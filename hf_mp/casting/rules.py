@@ -1,4 +1,4 @@
-"""A person's own rules for autocast: "run this op in FP32", "keep ``lm_head`` in FP32"."""
+"""Your own rules for autocast: "run this op in FP32", "keep ``lm_head`` in FP32"."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ParsedRules:
 
 
 def parse_rules(rules: Rules | None, tables: OpTables) -> ParsedRules:
-    """Check a person's rules.
+    """Check the rules.
 
     Args:
         rules: keys are torch functions (``torch.softmax``, ``torch.ops.mylib.op``, a ``torch.library.custom_op``),

@@ -207,7 +207,7 @@ def _call_user_compiler(original: Any) -> Any:
     @functools.wraps(original)
     def call_user_compiler(self: Any, *args: Any, **kwargs: Any) -> Any:
         compiled = original(self, *args, **kwargs)
-        if active_autocast() is None:  # a graph compiled outside of any is not run inside of one
+        if active_autocast() is None:  # a graph compiled outside any is not run inside one
             return compiled
 
         def run(*inputs: Any) -> Any:
@@ -305,7 +305,7 @@ TABLE: tuple[Patch, ...] = (
     Patch(("torch._dynamo.output_graph:OutputGraph.call_user_compiler",), _call_user_compiler,
           "torch.compile with a backend that runs op by op casts twice"),
     Patch(("torch._dynamo.variables.torch_function:dispatch_torch_function",), _dispatch_torch_function,
-          "compiled code casts nothing inside of torch.cond, map and scan"),
+          "compiled code casts nothing inside torch.cond, map and scan"),
     Patch(("torch._dynamo.variables.torch:get_overridable_functions",), _overridable_functions,
           "losses, paddings and interpolations of compiled code run in the dtypes that they get"),
     Patch(("torch._dynamo.variables.functions:UserFunctionVariable.hash_impl",

@@ -18,6 +18,11 @@ from hf_mp.casting import torch_patches
 from hf_mp.casting.torch_patches import PATCHES, TABLE, Patch, Patches
 
 
+@pytest.fixture(autouse=True)
+def _no_model_of_another_test() -> None:
+    gc.collect()  # a model that a test left attached keeps the patches on until it is gone
+
+
 def attributes() -> dict[tuple[str, str], Any]:
     """Every function and class of torch, transformers and accelerate by name, and what the classes hold."""
     found: dict[tuple[str, str], Any] = {}

@@ -5,7 +5,7 @@ their products exist whole, and most of them are kept for backward. Here a block
 softmaxed in FP32, and is computed again in backward from the 16-bit query and key, as FlashAttention does (Dao et al.
 2022, arXiv 2205.14135, section 3.1). What is kept is one bit an element, where dropout needs it.
 
-:func:`attend` is the fast path, :func:`attention_reference` its plain form; both drop what torch's own would drop.
+:func:`attend` is the fast path, :func:`attention_reference` its reference; both drop what torch's own would drop.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def attend(attention: Attention) -> Tensor:
 
 
 def attention_reference(attention: Attention, kept: Tensor | None = None) -> Tensor:
-    """Plain form of :func:`attend`, differentiable any number of times; ``kept`` as :func:`draw_kept` gives it."""
+    """Reference of :func:`attend`, differentiable any number of times; ``kept`` as :func:`draw_kept` gives it."""
     query, key, value = (tensor.float() for tensor in (attention.query, attention.key, attention.value))
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))

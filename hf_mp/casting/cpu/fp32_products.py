@@ -4,7 +4,7 @@
 it leaves AVX512 alone. oneDNN, which torch takes for BF16, has FP32 products as well, in the instructions that the CPU
 says it has: on an EPYC twice as many a second. torch offers them as an op that its compiler emits.
 
-What "FP32" is, a person may have changed: ``torch.set_float32_matmul_precision("medium")``, or
+Users can change what "FP32" is: ``torch.set_float32_matmul_precision("medium")``, or
 ``torch.backends.mkldnn.matmul.fp32_precision = "bf16"``, allows oneDNN to multiply in BF16, here as in ``torch.mm``.
 The EPYC multiplies in FP32 all the same; a CPU with AMX was not measured. The settings are the process's, so they are
 not changed around a product.
@@ -31,7 +31,16 @@ HAS_ONEDNN_PRODUCTS = _has_onednn_products()
 def fp32_product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """``left @ right + bias`` of FP32 tensors of any strides, (rows, K), (K, columns) and (columns,), without a graph.
 
-    The plain form is :func:`fp32_product_reference`; the two add up in another order.
+    <<<<<<< HEAD
+        The plain form is :func:`fp32_product_reference`; the two add up in another order.
+    =======
+        The reference is :func:`fp32_product_reference`; the two add up in another order.
+
+        Args:
+            left: (rows, K), FP32, on a CPU; of any strides, as the others.
+            right: (K, columns).
+            bias: (columns,), or None.
+    >>>>>>> ops
     """
     multiplications = left.shape[0] * left.shape[1] * right.shape[1]
     if not HAS_ONEDNN_PRODUCTS or multiplications < SMALLEST_FOR_ONEDNN or not torch.backends.mkldnn.enabled:
@@ -42,5 +51,5 @@ def fp32_product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Ten
 
 
 def fp32_product_reference(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Plain form of :func:`fp32_product`."""
+    """Reference of :func:`fp32_product`."""
     return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
