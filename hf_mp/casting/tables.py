@@ -54,23 +54,9 @@ class OpTables:
             raise ValueError(f"ops in two autocast tables at once: {', '.join(twice)}")
 
     def entries(self) -> Iterator[tuple[CastRule, str]]:
-<<<<<<< HEAD
         """Yield each op name with its rule, whose name its set has."""
         for rule in CastRule:
             yield from ((rule, name) for name in sorted(getattr(self, rule.name.lower(), ())))
-=======
-        """Yield each op name with its rule."""
-        for rule, names in (
-            (CastRule.LOWER_PRECISION, self.lower_precision),
-            (CastRule.FP32, self.fp32),
-            (CastRule.FP32_OUTPUT, self.fp32_output),
-            (CastRule.FP32_NORM, self.fp32_norm),
-            (CastRule.WIDEST, self.widest),
-            (CastRule.DECOMPOSED, self.decomposed),
-            (CastRule.BANNED, self.banned),
-        ):
-            yield from ((rule, name) for name in sorted(names))
->>>>>>> ops
 
 
 def _names(text: str) -> frozenset[str]:

@@ -406,11 +406,7 @@ class TestTransforms:
             assert torch.equal(functional_call(layer, doubled, (x,)), 2 * layer(x))
 
 
-<<<<<<< HEAD
 DECOMPOSED: dict[str, Function] = {
-=======
-DECOMPOSITIONS: dict[str, Function] = {
->>>>>>> ops
     "einsum of matrices": lambda x: torch.einsum("ij,kj->ik", x, x),
     "einsum of a list": lambda x: torch.einsum("ij,kj->ik", [x, x]),
     "einsum by numbers": lambda x: torch.einsum(x, [0, 1], x, [2, 1], [0, 2]),
@@ -426,15 +422,9 @@ DECOMPOSITIONS: dict[str, Function] = {
 
 
 @pytest.mark.parametrize("tables", ["cpu", "cuda"])
-<<<<<<< HEAD
 @pytest.mark.parametrize("name", DECOMPOSED)
 def test_what_is_decomposed_compiles_to_the_same(name: str, tables: str) -> None:
     function, x = DECOMPOSED[name], torch.randn(3, 8)
-=======
-@pytest.mark.parametrize("name", DECOMPOSITIONS)
-def test_what_is_decomposed_compiles_to_the_same(name: str, tables: str) -> None:
-    function, x = DECOMPOSITIONS[name], torch.randn(3, 8)
->>>>>>> ops
     with autocast(BF16, tables=tables):
         expected = function(x)
         found = torch.compile(function, backend="aot_eager", fullgraph=True)(x)

@@ -116,23 +116,10 @@ def _plain_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: 
 class _Product(Function):
     @staticmethod
     def forward(
-<<<<<<< HEAD
         ctx: Any, x: Tensor, outside: Tensor, bias_outside: Tensor | None,
         weight: Operand, bias: Operand | None, transposed: bool, native: bool,
     ) -> Tensor:  # fmt: skip
         # The operand is saved besides its rounding for second derivatives only; it takes no memory.
-=======
-        ctx: Any,
-        x: Tensor,
-        outside: Tensor,
-        bias_outside: Tensor | None,
-        weight: Operand,
-        bias: Operand | None,
-        transposed: bool,
-        native: bool,
-    ) -> Tensor:
-        # The operand is saved next to its rounding for second derivatives only; it takes no memory.
->>>>>>> ops
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         weights = (weight.rounded, weight.inside) if needs_x else (None, None)
         ctx.save_for_backward(x if needs_weight else None, *weights)

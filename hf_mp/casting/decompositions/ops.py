@@ -2,13 +2,8 @@
 
 torch's own autocast sits in the dispatcher and reaches what an op calls; a torch function mode sees the outer call
 only. Each function below makes the calls that the op makes (torch 2.13, ``ATen/native``) in the same order, so that
-<<<<<<< HEAD
 dtypes and values agree; where torch has a decomposition itself (``torch._decomp``), that is used. One that has nothing
 to decompose for its arguments returns NotImplemented: the op is then lowered as a whole.
-=======
-dtypes and values agree. Where torch has decomposed an op itself (``torch._decomp``), that is used. A version that
-has nothing to decompose for its arguments returns NotImplemented: the op is then lowered as a whole.
->>>>>>> ops
 """
 
 from __future__ import annotations
@@ -190,11 +185,7 @@ def _transformer_encoder_layer(
     return x if norm_first else norm(x, norm_weight_2, norm_bias_2)
 
 
-<<<<<<< HEAD
 # By the op's name in the tables.
-=======
-# Op, as the tables name it -> its decomposition.
->>>>>>> ops
 DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
     "pad": _pad,
     "einsum": contractions.einsum,

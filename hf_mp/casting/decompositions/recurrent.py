@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Decompositions of recurrent ops: cells, GRUs, LSTMs with projections or packed.
-=======
-"""Recurrent ops decomposed for :mod:`hf_mp.casting.decompositions.ops`: cells, GRUs, LSTMs with projections or packed.
->>>>>>> ops
 
 Cells and the loop over time are torch's own (``torch._decomp``); its loop over layers is not used, because it leaves
 out the dropout between them.
