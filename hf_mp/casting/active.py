@@ -35,18 +35,14 @@ def active_autocast() -> autocast | None:
 def enter_island(enabled: bool) -> bool:
     """Enter an FP32 island in the active autocast, for a ``torch.autocast(enabled=...)`` that somebody entered.
 
-    <<<<<<< HEAD
-        False outside of any autocast of ours, where torch's own is meant; a RuntimeError if torch's would be active inside.
-    =======
-        Args:
-            enabled: whether that enables torch's autocast.
+    Args:
+        enabled: whether that enables torch's autocast.
 
-        Returns:
-            False outside of any autocast of ours, where torch's own is meant.
+    Returns:
+        False outside of any autocast of ours, where torch's own is meant.
 
-        Raises:
-            RuntimeError: if torch's autocast would be active inside ours.
-    >>>>>>> ops
+    Raises:
+        RuntimeError: if torch's autocast would be active inside ours.
     """
     ours = active_autocast()
     if ours is None:

@@ -31,16 +31,7 @@ HAS_ONEDNN_PRODUCTS = _has_onednn_products()
 def fp32_product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """``left @ right + bias`` of FP32 tensors of any strides, (rows, K), (K, columns) and (columns,), without a graph.
 
-    <<<<<<< HEAD
         The plain form is :func:`fp32_product_reference`; the two add up in another order.
-    =======
-        The reference is :func:`fp32_product_reference`; the two add up in another order.
-
-        Args:
-            left: (rows, K), FP32, on a CPU; of any strides, as the others.
-            right: (K, columns).
-            bias: (columns,), or None.
-    >>>>>>> ops
     """
     multiplications = left.shape[0] * left.shape[1] * right.shape[1]
     if not HAS_ONEDNN_PRODUCTS or multiplications < SMALLEST_FOR_ONEDNN or not torch.backends.mkldnn.enabled:
