@@ -31,7 +31,7 @@ HAS_ONEDNN_PRODUCTS = _has_onednn_products()
 def fp32_product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """``left @ right + bias`` of FP32 tensors of any strides, (rows, K), (K, columns) and (columns,), without a graph.
 
-        The plain form is :func:`fp32_product_reference`; the two add up in another order.
+    The reference is :func:`fp32_product_reference`; the two add up in another order.
     """
     multiplications = left.shape[0] * left.shape[1] * right.shape[1]
     if not HAS_ONEDNN_PRODUCTS or multiplications < SMALLEST_FOR_ONEDNN or not torch.backends.mkldnn.enabled:
