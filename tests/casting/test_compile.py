@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_mp.casting.mode import active_autocast, autocast
-from hf_mp.scaling.scalers import StaticLossScaler
+from hf_mp.scaling.scalers import DynamicLossScaler, StaticLossScaler
 from hf_mp.step.mixed_precision import MixedPrecision
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -293,7 +293,7 @@ def test_an_attached_model_has_the_gradients_of_eager(
 def test_another_loss_scale_needs_no_compiling_and_changes_no_gradient(
     gpt2: GPT2LMHeadModel, batch: dict[str, Tensor]
 ) -> None:
-    runtime = MixedPrecision("fp16")
+    runtime = MixedPrecision("fp16", loss_scaler=DynamicLossScaler(2.0**10))
     runtime.attach(gpt2)
     optimizer = runtime.attach_optimizer(torch.optim.SGD(gpt2.parameters(), lr=0.1))
     compiled = torch.compile(gpt2, backend="aot_eager")

@@ -159,7 +159,7 @@ def test_a_broken_state_is_named(tmp_path: Path) -> None:
     begun = make("callback", tmp_path / "a", max_steps=2)
     begun.train()
     path = checkpoint(begun, 2) / "trainer_state.json"
-    path.write_text(path.read_text().replace('"growth_tracker"', '"x"').replace('"clean_steps"', '"x"'))
+    path.write_text(path.read_text().replace('"growth_tracker"', '"x"').replace('"level"', '"x"'))
     with pytest.raises(ValueError, match=r"cannot resume the loss scale from trainer_state.json: this state"):
         make("callback", tmp_path / "b").train(resume_from_checkpoint=str(path.parent))
 
