@@ -218,6 +218,7 @@ def on_fake_cuda(call: Call) -> Call:
 # torch cannot fake these on CUDA without a GPU
 NOT_FAKED = {
     *ONLY_CUDNN,
+    *(("_convolution",) if torch.__version__.startswith("2.11.") else ()),
     "lstm",
     "gru",
     "rnn_tanh",
