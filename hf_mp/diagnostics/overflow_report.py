@@ -110,10 +110,8 @@ class OverflowReport:
             "loss outside of the model": "Scale the loss down."
             if self.is_too_large
             else "Look for a division by zero, or a logarithm or root of zero, in the loss.",
-            "forward": f"FP32 was not tried; it may be finite there. {in_fp32}",
-            "backward": f"FP32 was not tried; it may be finite there. {in_fp32}",
-        }[self.phase]
-        if self.finite_in_fp32 is not None and self.finite_in_fp32:
+        }.get(self.phase, f"FP32 was not tried; it may be finite there. {in_fp32}")
+        if self.finite_in_fp32:
             what = f"In FP32 the same micro-batch is finite. {in_fp32}"
         elif self.finite_in_fp32 is not None:
             what = "In FP32 the same micro-batch is not finite either: the cause is the model or its data."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -47,13 +48,10 @@ def largest_batch_size(model: ModelLike, memory: str | int, precision: str = "fp
         raise ValueError("batch_size is what is searched for: leave it out")
     memory_bytes = parse_size(memory)
     config = find_config(model)
-    peaks: dict[int, int] = {}
 
+    @functools.cache
     def peak(batch_size: int) -> int:
-        if batch_size not in peaks:
-            estimated = estimate_training_memory(config, precision, batch_size=batch_size, **settings)
-            peaks[batch_size] = estimated.peak_bytes
-        return peaks[batch_size]
+        return estimate_training_memory(config, precision, batch_size=batch_size, **settings).peak_bytes
 
     found = search_largest(peak, memory_bytes)
     return LargestBatch(found, peak(found) if found else None, peak(found + 1), memory_bytes)

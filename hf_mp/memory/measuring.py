@@ -65,7 +65,7 @@ def measure_training_memory(
     real = _real_model(config, parse_preset(precision).loaded, place)
     kind, parameters = type(real), real.num_parameters()
     trainee = make_trainee(prepare_model(real, asked).to(place), kind, asked, place)
-    recorder = MemoryRecorder.for_device(place)
+    recorder = MemoryRecorder(place)
     profile = record_steps(trainee, recorder)
     process_peak = process_peak_bytes() if place.type == "cpu" else None
     allocator_peak = None

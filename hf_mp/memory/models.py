@@ -148,17 +148,6 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     )
 
 
-def meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A model on the meta device; ``config`` is left as it is."""
-    try:
-        with torch.device("meta"), _counted_parameters():
-            model: PreTrainedModel = model_class(config)._from_config(copy.deepcopy(config), dtype=dtype)
-    except RuntimeError as error:  # a tensor with more bytes than torch can count
-        raise ValueError(f"no {model_class(config).__name__} of this configuration: {first_line(error)}") from error
-    model.tie_weights()
-    return model
-
-
 @contextlib.contextmanager
 def _counted_parameters() -> Iterator[None]:
     """Raise ValueError while a model is created with more tensors or elements than any model has."""
@@ -186,7 +175,13 @@ def skeleton(config: PreTrainedConfig, precision: str, *, double_quant: bool = F
     bitsandbytes' own functions quantize the weights there, too.
     """
     dtype = parse_precision(precision).dtype
-    model = meta_model(config, dtype)
+    kind = model_class(config)
+    try:
+        with torch.device("meta"), _counted_parameters():
+            model: PreTrainedModel = kind._from_config(copy.deepcopy(config), dtype=dtype)
+    except RuntimeError as error:  # a tensor with more bytes than torch can count
+        raise ValueError(f"no {kind.__name__} of this configuration: {first_line(error)}") from error
+    model.tie_weights()
     if (quantization := bitsandbytes_config(precision, double_quant)) is None:
         return model
     quantizer: Any = AutoHfQuantizer.from_config(quantization, pre_quantized=False)

@@ -65,8 +65,8 @@ class Timeline(NamedTuple):
 def render_page(report: MemoryReport) -> str:
     """The page as text, with all input escaped."""
     estimates = {preset: row.estimate for preset, row in report.training.items()}
-    trained_scale = _scale([e.peak_bytes for e in estimates.values()], report.gpu_bytes)
-    loaded_scale = _scale([footprint.total_bytes for footprint in report.footprints.values()], None)
+    trained_scale = 1.02 * max([report.gpu_bytes or 1, *(estimate.peak_bytes for estimate in estimates.values())])
+    loaded_scale = 1.02 * max([1, *(footprint.total_bytes for footprint in report.footprints.values())])
     first = next(iter(estimates.values()), None)
     dtypes = sorted({dtype for footprint in report.footprints.values() for dtype in footprint.by_dtype})
     return page_template("memory/page.html.j2").render(
@@ -99,10 +99,6 @@ def render_page(report: MemoryReport) -> str:
         versions=package_versions(),
         hardware=describe_hardware(),
     )
-
-
-def _scale(sizes: Sequence[int], gpu_bytes: int | None) -> float:
-    return 1.02 * max([*sizes, gpu_bytes or 0, 1])
 
 
 def loaded_bar(precision: str, footprint: MemoryFootprint, scale: float) -> Bar:

@@ -33,20 +33,15 @@ class MemoryRecorder(TorchDispatchMode):
     workspace of a kernel.
     """
 
-    def __init__(self, device_type: str, block_bytes: int = 1) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.ledger = Ledger()
-        self.device_type = device_type
-        self._block_bytes = block_bytes
+        self.device_type = device.type
+        self._block_bytes = _CUDA_BLOCK_BYTES if device.type in ("cuda", "meta") else 1  # meta stands for a GPU
         self._references: dict[int, weakref.ref[Any]] = {}
         self._parameters: set[int] = set()
         self._in_head = False
         self._model: nn.Module | None = None
-
-    @classmethod
-    def for_device(cls, device: torch.device) -> MemoryRecorder:
-        """The recorder for a device; ``meta`` stands for a GPU."""
-        return cls(device.type, _CUDA_BLOCK_BYTES if device.type in ("cuda", "meta") else 1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -172,7 +172,7 @@ def estimate_training_memory(
     prepared = prepare_model(planned, settings)
     with _fake_tensors(target):
         trainee = make_trainee(replace_tensors(prepared, target), kind, settings, target)
-        profile = record_steps(trainee, MemoryRecorder.for_device(target))
+        profile = record_steps(trainee, MemoryRecorder(target))
     return TrainingMemory(kind.__name__, parameters, settings, device, measured=False, **vars(profile))
 
 
@@ -209,14 +209,14 @@ def make_settings(
 ) -> TrainingSettings:
     """Validate the arguments and fill in defaults."""
     preset = parse_preset(precision)
-    for name, value in (("batch_size", batch_size), ("accumulation_steps", accumulation_steps)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} is not possible: use a whole number from 1 on")
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if seq_len is None:
         seq_len = min(positions or 1024, 1024)
-    if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 2:
-        raise ValueError(f"seq_len={seq_len!r} is not possible: use a whole number from 2 on")
+    counts = {"batch_size": batch_size, "accumulation_steps": accumulation_steps, "seq_len": seq_len}
+    for name, value in counts.items():
+        least = 2 if name == "seq_len" else 1
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}={value!r} is not possible: use a whole number from {least} on")
     if positions is not None and seq_len > positions:
         raise ValueError(
             f"seq_len={seq_len} is longer than the {positions} positions that the model has: use at most {positions}"
