@@ -1,7 +1,4 @@
-"""Which autocasts are active in a thread, and what other code does to the innermost of them.
-
-torch.compile traces these functions: their state is read as it is, and changed by side effects that it knows.
-"""
+"""Which autocasts are active in a thread: functions that torch.compile traces, with side effects that it knows."""
 
 from __future__ import annotations
 

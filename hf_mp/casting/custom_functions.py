@@ -1,8 +1,4 @@
-"""Autocast for autograd functions of one's own: ``custom_fwd`` and ``custom_bwd``.
-
-Equivalents of ``torch.amp.custom_fwd`` and ``torch.amp.custom_bwd`` (torch's AMP examples, "Functions with multiple
-inputs or autocastable ops" and "Functions that need a particular dtype").
-"""
+"""Autocast for autograd functions of one's own: equivalents of ``torch.amp.custom_fwd`` and ``custom_bwd``."""
 
 from __future__ import annotations
 
@@ -36,9 +32,6 @@ def custom_fwd(
         forward: the static method, for use as ``@custom_fwd`` without arguments.
         cast_inputs: None (default) runs ``forward`` in the autocast that is active. A dtype casts the floating inputs
             to it and runs ``forward`` with autocast off; outside of any autocast it has no effect.
-
-    Returns:
-        The decorated method; with ``cast_inputs`` and no ``forward``, a decorator for it.
 
     Raises:
         TypeError: if ``cast_inputs`` is not a dtype.

@@ -33,9 +33,8 @@ def can_be_deferred(output: Tensor) -> bool:
 class DeferredOutput(Tensor):
     """A FP32 tensor whose values are those of an FP16/BF16 one, cast at the first operation that needs them.
 
-    Outputs leave a model in FP32, but a training loop that takes the loss never looks at the logits: for GPT-2's
-    vocabulary their cast costs more than a layer. Shape, dtype, device and autograd graph are there from the start, and
-    every operation gives an ordinary tensor. (A wrapper subclass: torch's documentation, "Extending PyTorch".)
+    A training loop that takes the loss never looks at the logits, whose cast costs more than a layer of GPT-2.
+    Shape, dtype, device and graph are there from the start, and every operation gives an ordinary tensor.
     """
 
     _source: Tensor

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hf_mp.casting.cpu.upcast import map_tensors
+from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.tables import CastRule, op_name
 
 Dtypes = tuple[str, ...]
@@ -132,14 +132,5 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _dtypes(value: Any) -> Dtypes:
-    found: list[str] = []
-
-    def take(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
-            found.append(_name(tensor.dtype))
-        return tensor
-
     with torch._C.DisableTorchFunction():
-        for part in value if isinstance(value, tuple) else (value,):
-            map_tensors(take, list(part.values()) if isinstance(part, dict) else part)
-    return tuple(found)
+        return tuple(_name(tensor.dtype) for tensor in tensors_in(value) if tensor.is_floating_point())

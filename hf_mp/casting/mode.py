@@ -335,10 +335,7 @@ def _lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: 
 
 
 def _in_rows(x: Any) -> Any:
-    """The last tokens of sequences as rows one after the other: of a slice, torch would multiply a batch of matrices.
-
-    For that it copies the weight, with the whole vocabulary in it, once a sequence. With grad it does not.
-    """
+    """The last tokens of sequences as rows one after the other: of a slice, torch copies the weight once a sequence."""
     is_last_token = isinstance(x, Tensor) and x.layout is torch.strided and x.dim() == 3 and x.shape[1] == 1
     if is_last_token and x.stride(0) != x.shape[2]:
         return x.reshape(-1, x.shape[-1]).view(x.shape)

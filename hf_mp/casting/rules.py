@@ -21,7 +21,6 @@ OP_RULES = {
     "widest": CastRule.WIDEST,
     "unlisted": None,  # as if no table spoke of it: it runs in the dtypes that it is given
 }
-MODULE_RULES = ("fp32",)
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ def parse_rules(rules: Rules | None, tables: OpTables) -> ParsedRules:
     patterns = []
     for key, value in (rules or {}).items():
         if isinstance(key, str):
-            if value not in MODULE_RULES:
-                raise ValueError(f"rule {key!r}: {value!r} is not known for modules: use {MODULE_RULES[0]!r}")
+            if value != "fp32":
+                raise ValueError(f"rule {key!r}: {value!r} is not known for modules: use 'fp32'")
             patterns.append(key)
             continue
         if not isinstance(value, str) or value not in OP_RULES:

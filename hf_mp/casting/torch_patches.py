@@ -1,9 +1,8 @@
 """What autocast changes in torch while it is in use: one table, put on with the first use and taken off with the last.
 
-torch's own autocast sits in the dispatcher, and other parts of torch know of it by name: gradient checkpointing enters
-it again, models carve FP32 islands out of it, the compiler traces it. They know nothing of a torch function mode. Each
-entry of :data:`TABLE` replaces one attribute of torch; outside of our autocast every replacement does what it replaced.
-A torch that lacks the attribute costs what the entry says, with one warning.
+torch's own autocast sits in the dispatcher, and gradient checkpointing, models with FP32 islands and the compiler know
+of it by name, but nothing of a torch function mode. Each entry of :data:`TABLE` replaces one attribute of torch;
+outside of our autocast each does what it replaced. A torch that lacks the attribute costs what the entry says.
 """
 
 from __future__ import annotations
@@ -316,14 +315,6 @@ TABLE: tuple[Patch, ...] = (
 
 
 @dataclass
-class _Replaced:
-    owner: Any
-    name: str
-    own: Any  # what the owner itself had, not what it inherits
-    replacement: Any
-
-
-@dataclass
 class Patches:
     """Puts a table on with the first :meth:`acquire` and takes it off with the last :meth:`release`."""
 
@@ -331,7 +322,8 @@ class Patches:
     _users: int = 0
     _traced: int = 0  # autocasts that code which is being compiled has entered
     _trace: Any = None
-    _replaced: list[_Replaced] = field(default_factory=list)
+    # Owners and names, what the owner itself had (not what it inherits), and what stands in its place.
+    _replaced: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
     _lock: Any = field(default_factory=threading.RLock)
 
     def acquire(self) -> None:
@@ -377,19 +369,19 @@ class Patches:
         if (original := getattr(owner, name, _MISSING)) is _MISSING:
             return False
         replacement = _replacement(replace, original)
-        self._replaced.append(_Replaced(owner, name, vars(owner).get(name, _MISSING), replacement))
+        self._replaced.append((owner, name, vars(owner).get(name, _MISSING), replacement))
         setattr(owner, name, replacement)
         return True
 
     def _take_off(self) -> None:
         while self._replaced:
-            replaced = self._replaced.pop()
-            if vars(replaced.owner).get(replaced.name) is not replaced.replacement:
+            owner, name, own, replacement = self._replaced.pop()
+            if vars(owner).get(name) is not replacement:
                 continue  # somebody has patched over it: without an active autocast, ours does what it replaced
-            if replaced.own is _MISSING:
-                delattr(replaced.owner, replaced.name)
+            if own is _MISSING:
+                delattr(owner, name)
             else:
-                setattr(replaced.owner, replaced.name, replaced.own)
+                setattr(owner, name, own)
 
 
 @functools.cache
@@ -408,7 +400,7 @@ def _replacement(replace: Callable[[Any], Any], original: Any) -> Any:
 
 @functools.cache
 def _warn_of_lack(patch: Patch) -> None:
-    places = " or ".join(place.replace(":", ".") for place in patch.places)
+    places = " or ".join(patch.places).replace(":", ".")
     warnings.warn(f"torch {torch.__version__} has no {places}: {patch.lost}", stacklevel=5)
 
 

@@ -150,29 +150,14 @@ def _fused(tensors: AdamWTensors, master: Tensor, gradient: Tensor, settings: Ad
     step([master], [gradient], *state, amsgrad=False, **numbers)
 
 
-# A split master on a CPU: joined, updated and split again while a block of it is in the cache
-
-
 def _has_blocks(tensors: AdamWTensors) -> bool:
     gradient = tensors.gradient
     dense = gradient.numel() > 0 and all(tensor.is_contiguous() for tensor in tensors.state())
     return tensors.remainder is not None and gradient.device.type == "cpu" and dense
 
 
-class _Block(NamedTuple):
-    """A block of a parameter, flat, and what it is computed in."""
-
-    tensors: AdamWTensors
-    working: Tensor
-    remainder: Tensor
-    gradient: Tensor  # FP32 and true
-    master: Tensor  # FP32, not filled yet
-    floats: Tensor  # scratch of its size, FP32
-    units: Tensor  # the same
-    shorts: Tensor  # scratch of its size, int16
-
-
-def _blocks(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[_Block]:
+def _blocks(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Flat blocks, each joined, updated and split while in the cache: state, halves, gradient, master and scratch."""
     assert tensors.working is not None and tensors.remainder is not None
     # whole vectors, so that torch's scalar loop for the rest begins where it would in the whole tensor
     elements = _BLOCK_ELEMENTS_PER_THREAD * torch.get_num_threads()
@@ -195,7 +180,7 @@ def _blocks(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[_Block]:
             if factor is not None:
                 true.mul_(factor)
         part = tensors._replace(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-        yield _Block(part, working, remainder, true, master, floats, units, shorts)
+        yield part, working, remainder, true, master, floats, units, shorts
 
 
 def _update_split_fp16(tensors: AdamWTensors, settings: AdamWSettings, factor: Tensor | None) -> None:

@@ -25,26 +25,20 @@ def cross_entropy_reference(logits: Tensor, labels: Tensor, **settings: Any) -> 
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100, reduction: str = "mean") -> Tensor:
-    """``torch.nn.functional.cross_entropy`` whose memory is that of the logits.
+    """``torch.nn.functional.cross_entropy`` whose memory is that of the logits; gives a FP32 scalar.
 
     Blocks of rows are cast to FP32, so neither FP32 logits nor their log-softmax nor their FP32 gradient ever exist as
     a whole. Backward computes the gradient when it knows what comes in, the loss scale included, and rounds it once to
-    the dtype of the logits. It is written in the place of the logits where nobody else holds them and the graph is not
-    kept.
+    the dtype of the logits, in their place where nobody else holds them and the graph is not kept.
 
     Args:
         logits: of shape (rows, classes); FP16, BF16 or FP32.
-        labels: int64 of shape (rows,).
-        ignore_index: label of rows that do not count; default -100.
-        reduction: ``"mean"`` over the rows that count, or ``"sum"``; the result is a FP32 scalar.
-
-    Raises:
-        ValueError: for other shapes.
+        labels: int64 of shape (rows,); those of ``ignore_index`` do not count.
+        reduction: ``"mean"`` over the rows that count, or ``"sum"``.
     """
     if has_torch_function_unary(logits):  # an autocast is active, and may have been asked to explain what it sees
-        return handle_torch_function(
-            cross_entropy, (logits,), logits, labels, ignore_index=ignore_index, reduction=reduction
-        )
+        settings: Any = {"ignore_index": ignore_index, "reduction": reduction}
+        return handle_torch_function(cross_entropy, (logits,), logits, labels, **settings)
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(
             f"logits must be of shape (rows, classes) and labels of shape (rows,), not {tuple(logits.shape)} and "
@@ -134,10 +128,7 @@ class Rows:
 
     @staticmethod
     def backward(result: Tensor, logits: Tensor, targets: Tensor, denominators: Tensor, factors: Tensor) -> None:
-        """Write the gradient of the logits into ``result``, which may be the logits themselves.
-
-        ``factors``, FP32 of shape (rows,), are what comes in for each row, the loss scale included; 0 for ignored ones.
-        """
+        """Write the gradient of the logits into ``result``, which they may be; FP32 ``factors``: what enters a row."""
         hit = torch.full((1, 1), -1.0, dtype=torch.float32, device=logits.device)
         for rows in _blocks(logits):
             values = logits[rows].to(torch.float32, copy=True).sub_(denominators[rows, None]).exp_()

@@ -44,9 +44,9 @@ def largest_magnitude_reference(tensors: Iterable[Tensor]) -> Tensor:
 def largest_magnitude(tensors: Iterable[Tensor]) -> Tensor:
     """The largest absolute value in all tensors, which is finite if and only if every element is.
 
-    Tensors are floating, of any dtype and device; sparse ones count by their values. The result is a FP32 scalar on the
-    device of the first: 0 for no elements, ``inf`` or ``nan`` if there is one (``nan`` wins), FP32's largest number for
-    finite FP64 values beyond it. Reading it is the one synchronisation with a GPU.
+    Tensors are floating, of any dtype and device; sparse ones count by their values. FP32, of shape (), on the first's
+    device: 0 for no elements, ``inf`` or ``nan`` if there is one (``nan`` wins), FP32's largest number for finite FP64
+    values beyond it.
     """
     values = [values for tensor in tensors if (values := real_values(tensor)).numel()]
     if not values:
@@ -78,10 +78,7 @@ def all_finite(tensors: Iterable[Tensor], limit: float = math.inf) -> bool:
 
 @torch.no_grad()
 def largest_magnitude_and_norm(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """What :func:`largest_magnitude` and ``torch.nn.utils.get_total_norm`` give, while a tensor is in the CPU's cache.
-
-    For dense FP32 tensors on one device; on a CPU each result is bit for bit that of its own function.
-    """
+    """What :func:`largest_magnitude` and ``get_total_norm`` give, bit for bit on a CPU, of dense FP32 tensors."""
     if (kernel := chosen("gradient_scan", tensors)) is not None:
         return kernel(tensors)
     if any(tensor.device.type != "cpu" for tensor in tensors):
@@ -101,8 +98,7 @@ def largest_magnitude_and_norm(tensors: Sequence[Tensor]) -> tuple[Tensor, Tenso
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """``torch.nn.utils.get_total_norm`` in FP32 of floating tensors on one device, without FP32 copies of 16-bit ones.
 
-    On a CPU these are cast a block at a time and the norms of the blocks are put together, so the sum is taken in
-    another order: it differs from torch's by rounding. 0 for no tensors.
+    On a CPU these are cast a block at a time, so it differs from torch's by rounding. 0 for no tensors.
     """
     if not tensors:
         return torch.zeros((), dtype=torch.float32, device="cpu")

@@ -1,13 +1,10 @@
 """The Triton kernels, each beside its reference, and which of the two a call uses.
 
-``HF_MP_KERNELS`` in the environment decides, at each call:
-
-- ``auto`` (default): the kernel on a CUDA GPU, once it has shown there that it computes what its reference does
-  (a small sample, at its first use on that device); the reference elsewhere.
-- ``triton``: the kernel without that; where it cannot run, the reference and one warning that says why.
-- ``reference``: always the reference.
-
-The kernels were run in Triton's interpreter and compiled for Hopper; they are not measured on a GPU yet.
+``HF_MP_KERNELS`` in the environment decides, at each call: ``auto`` (default) is the kernel on a CUDA GPU, once it has
+shown there that it computes what its reference does (a small sample, at its first use on that device), and the
+reference elsewhere; ``triton`` the kernel without that, and where it cannot run the reference, with one warning that
+says why; ``reference`` always the reference. The kernels were run in Triton's interpreter and compiled for Hopper; they
+are not measured on a GPU yet.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The split representation: an FP32 value as its FP16/BF16 rounding (the working copy) and a 16-bit remainder.
 
-Together the two take the 4 bytes of the FP32 value, and the half that the forward needs is there without a cast. The
-idea is that of optimizers which store the low bits of BF16 weights apart (FlashOptim's master weight splitting).
-
-BF16 is the upper half of FP32, so the remainder is the difference of the bit patterns: exact for every finite value.
-FP16 has another exponent range. There the remainder counts units of 2**-25 of the working copy's binade:
+Together the two take the 4 bytes of the FP32 value, and the half that the forward needs is there without a cast (the
+idea is FlashOptim's master weight splitting). BF16 is the upper half of FP32, so the remainder is the difference of the
+bit patterns: exact for every finite value. In FP16 it counts units of 2**-25 of the working copy's binade:
 
 - exact where 2**-16 <= abs(value) < 65520, which holds FP16's whole normal range;
 - off by less than 2**-39 below;
@@ -25,8 +23,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 REMAINDER_DTYPE = torch.int16
-FP16_EXACT_FROM = 2.0**-16
-FP16_LARGEST_ERROR = 2.0**-39  # below FP16_EXACT_FROM
 FP16_LARGEST_MASTER = 65520.0 - 2.0**-8  # the largest FP32 number that FP16 rounds to a finite one
 _BLOCK_ELEMENTS = 2**18  # temporaries of a block stay in a CPU's cache
 

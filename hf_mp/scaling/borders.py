@@ -57,10 +57,7 @@ class _Multiply(Function):
 
 
 def multiply(gradient: Tensor, factor: Tensor | None, crossings: Crossings) -> Tensor:
-    """``gradient``, of any floating dtype and layout, times ``factor`` in FP32 (None for 1), differentiable.
-
-    ``crossings`` is told when a second derivative goes in through this gradient.
-    """
+    """``gradient`` times ``factor`` in FP32 (None for 1), differentiable; ``crossings`` hears of second derivatives."""
     if factor is None:
         return gradient
     if torch.is_grad_enabled():  # create_graph=True
@@ -136,8 +133,7 @@ def inward_borders(
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Bring tensors of one device inside, in one autograd node for all of them; their gradients leave unscaled.
 
-    ``copies`` are the FP16/BF16 working copies, None where one is not wanted. Gives for each of ``outside`` an alias in
-    its own dtype, and one of its copy (None where there is none).
+    Gives for each of ``outside`` an alias in its own dtype, and one of its FP16/BF16 copy (None where there is none).
     """
     inside = _InwardBorders.apply(crossings, copies, *outside)
     if (node := inside[0].grad_fn) is not None and _has_order():
@@ -167,7 +163,7 @@ def output_border(
     """``output`` in FP32; its gradient is multiplied by the loss scale before it is cast to ``output``'s dtype.
 
     FP64 and complex outputs keep their dtype, with their gradient scaled all the same; all others pass. ``wrap`` makes
-    the FP32 tensor of ``output``; default None: a copy. Without ``crossings`` there are no gradients.
+    the FP32 tensor of ``output``; default: a copy. Without ``crossings`` there are no gradients.
     """
     if not (output.is_floating_point() or output.is_complex()):
         return output

@@ -18,10 +18,7 @@ class StepObserver:
         """A forward with grad begins, on ``forward`` (an :class:`AttachedForward`); returns who takes its outputs."""
 
     def backward_began(self, node: Any, gradient: Tensor) -> None:
-        """A gradient enters the model through an output, before anything of its backward runs.
-
-        ``node`` is the autograd node of the output border; the gradient is scaled, in the output's dtype inside.
-        """
+        """A gradient, scaled, enters through ``node``, an output border's; nothing of the model's backward has run."""
 
     def backward_ended(self, largest: Tensor | None) -> None:
         """A backward has ended, with this largest unscaled magnitude (not read yet); None where not measured."""

@@ -38,6 +38,7 @@ class ExplicitScaling:
     scale_tensors: Callable[[torch.device], Any]
     record_step: Callable[..., None]
     _skips_once_too_often: Callable[[], bool]
+    _set_scale: Callable[[float | Tensor], None]
 
     def _begin_iteration(self) -> None:
         self._reports: dict[int, StepReport | None] = {}  # of the optimizers that are unscaled, by identity
@@ -170,9 +171,6 @@ class ExplicitScaling:
         measured = [report.largest_gradient for report in reports if report.largest_gradient is not None]
         report = StepReport(any(report.overflow for report in reports), max(measured, default=None))
         self.record_step(report, nonfinite=lambda: culprits)
-
-    def _set_scale(self, new_scale: float | Tensor) -> None:
-        raise NotImplementedError
 
     def _check_scaled(self, method: str) -> None:
         if not self._was_asked_to_scale:

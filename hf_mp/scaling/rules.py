@@ -55,10 +55,7 @@ class ScalerState:
         )
 
     def is_finding_its_level(self, clean_scale: float | None) -> bool:
-        """Whether an overflow is expected now, since nothing is known yet about the scale in force.
-
-        ``clean_scale`` is the largest scale of an applied step of this process; None if there was none.
-        """
+        """Whether an overflow is expected now; ``clean_scale`` is the largest of an applied step of this process."""
         return False
 
     @classmethod
@@ -72,21 +69,14 @@ State = TypeVar("State", bound=ScalerState)
 
 @dataclass(frozen=True)
 class ScaleRule(Generic[State]):
-    """One way of setting the loss scale. :func:`register` makes it a ``loss_scale`` of every policy.
+    """One way of setting the loss scale. :func:`register` makes it a ``loss_scale`` of every policy."""
 
-    Attributes:
-        name: what ``loss_scale=...`` calls it.
-        summary: a few words for help texts.
-        settings: a frozen dataclass whose fields are the keyword arguments, with ``EXACT``, the names of those by which
-            scales are multiplied or to which they are set, and ``floor``, the smallest scale that overflows lead to.
-        start: from the settings to the state of the first step, a :class:`ScalerState` or a subclass of it.
-        adjust: from state, settings and report to the next state.
-    """
-
-    name: str
-    summary: str
+    name: str  # what loss_scale=... calls it
+    summary: str  # a few words for help texts
+    # A frozen dataclass whose fields are the keyword arguments, with EXACT, the names of those by which scales are
+    # multiplied or to which they are set, and floor, the smallest scale that overflows lead to.
     settings: type[Any]
-    start: Callable[[Any], State]
+    start: Callable[[Any], State]  # from the settings to the state of the first step
     adjust: Callable[[State, Any, StepReport], State]
 
 
@@ -98,9 +88,6 @@ def register(rule: ScaleRule[State]) -> ScaleRule[State]:
     """Let policies name ``rule``; before :mod:`hf_mp.trainer` is imported, so that its help texts list it too."""
     RULES[rule.name] = rule
     return rule
-
-
-# A constant scale
 
 
 @dataclass(frozen=True)
@@ -125,9 +112,6 @@ def adjust_static(state: ScalerState, settings: StaticSettings, report: StepRepo
 
 # Not registered: a policy names it by its number.
 STATIC = ScaleRule("static", "constant", StaticSettings, StaticSettings.start, adjust_static)
-
-
-# torch's algorithm
 
 
 @dataclass(frozen=True)
@@ -323,9 +307,6 @@ HEADROOM = ScaleRule("headroom", "follows the gradients", HeadroomSettings, Head
 DYNAMIC = ScaleRule("dynamic", "torch's algorithm", DynamicSettings, DynamicSettings.start, adjust_dynamic)
 register(HEADROOM)
 register(DYNAMIC)
-
-
-# Numbers
 
 
 def scale_with_headroom(magnitude: float, headroom: float) -> float:

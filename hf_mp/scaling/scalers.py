@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from hf_mp.policy import parse_loss_scale
+from hf_mp.policy import PrecisionPolicy, parse_loss_scale
 from hf_mp.scaling.explicit import ExplicitScaling
 from hf_mp.scaling.rules import (
     DYNAMIC,
@@ -76,7 +76,7 @@ class LossScaler(ExplicitScaling, Generic[State]):
         self, rule: ScaleRule[State], settings: Any, *, max_consecutive_skips: int = 50, enabled: bool = True
     ) -> None:
         check_whole(1, max_consecutive_skips=max_consecutive_skips)
-        self.rule = rule
+        self.rule, self.kind = rule, rule.name
         self.settings = settings
         self._state = rule.start(settings)
         self._max_consecutive_skips = max_consecutive_skips
@@ -85,11 +85,6 @@ class LossScaler(ExplicitScaling, Generic[State]):
         self._tensors: dict[torch.device, ScaleTensors] = {}
         self._begin_iteration()
         self._warn_if_inexact(**{name: getattr(settings, name) for name in settings.EXACT})
-
-    @property
-    def kind(self) -> str:
-        """The name of the rule."""
-        return self.rule.name
 
     @property
     def state(self) -> State:
@@ -386,10 +381,9 @@ class DynamicLossScaler(LossScaler[DynamicState]):
 class HeadroomLossScaler(LossScaler[HeadroomState]):
     """A loss scale that follows the gradients instead of probing for an overflow.
 
-    The largest gradient magnitude of each step is known from the pass that looks for inf and NaN, so the scale can be
-    computed: Micikevicius et al. 2017 (section 3.2) choose it such that its product with the maximum absolute
-    gradient stays below 65504, and NVIDIA's "Train With Mixed Precision" guide ("Choosing A Scaling Factor") says the
-    same. Here that choice is made again at every step, and how much headroom gradients need is learned from them::
+    The pass that looks for inf and NaN gives the largest gradient magnitude too, so the scale can be computed, such
+    that their product stays below 65504 (Micikevicius et al. 2017, section 3.2; NVIDIA's "Train With Mixed Precision"
+    guide). Here that choice is made at every step, and how much headroom gradients need is learned from them::
 
         clean step with largest unscaled gradient g:
             rise = log2(g / level)                      # doublings above what is usual
@@ -407,10 +401,9 @@ class HeadroomLossScaler(LossScaler[HeadroomState]):
         overflow:
             scale *= backoff_factor
 
-    A clean step tells how large its gradient was, so the scale after an overflow may be far too low: it is low for one
-    step. What an overflow says depends on the gradient that follows it. A larger one was the reason. A usual one tells
-    of a spike, of a gradient of activations that is larger than any of weights, or of data that no scale can help.
-    The more steps were skipped, the longer headroom is kept: where spikes are rare, it is forgotten soon.
+    A scale that is far too low after an overflow is low for one step. If the gradient that follows is larger, that
+    was the reason; a usual one tells of a spike, of a gradient of activations that is larger than any of weights, or of
+    data that no scale can help. The more steps were skipped, the longer headroom is kept.
 
     Args:
         init_scale: scale of the first step, which is low, as nothing was measured yet; default 2**10.
@@ -459,10 +452,7 @@ _SCALERS: dict[str, type[LossScaler[Any]]] = {HEADROOM.name: HeadroomLossScaler,
 def make_loss_scaler(loss_scale: str | float | None, **settings: Any) -> LossScaler[Any]:
     """The scaler that a policy's ``loss_scale`` names: a rule of ``RULES``, a number, or None (1: the guard remains).
 
-    ``settings`` are those of the rule, ``max_consecutive_skips`` and ``enabled``.
-
-    Raises:
-        ValueError: for a setting that this scaler does not have; the message lists those it has.
+    ``settings`` are those of the rule, ``max_consecutive_skips`` and ``enabled``; a ValueError for others.
     """
     kind = parse_loss_scale(loss_scale)
     rule = RULES[kind] if isinstance(kind, str) else STATIC
@@ -477,3 +467,26 @@ def make_loss_scaler(loss_scale: str | float | None, **settings: Any) -> LossSca
         return _SCALERS[rule.name](**settings)
     ours = {name: settings.pop(name) for name in own & settings.keys()}
     return LossScaler(rule, rule.settings(**ours), **settings)
+
+
+STATE_VERSION = 1
+
+
+def state_of(policy: PrecisionPolicy, scaler: LossScaler[Any]) -> dict[str, Any]:
+    """What a checkpoint of a run under ``policy`` needs besides model and optimizer, as plain values for JSON."""
+    return {"version": STATE_VERSION, "precision": str(policy), "loss_scaler": scaler.state_dict()}
+
+
+def load_state(state: Mapping[str, Any], policy: PrecisionPolicy, scaler: LossScaler[Any]) -> None:
+    """Have ``scaler`` take over what :func:`state_of` gave; one of another loss scaling is left, with a warning."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"a mixed precision state is a mapping, not a {type(state).__name__}")
+    if state.get("version") != STATE_VERSION or "loss_scaler" not in state:
+        found, keys = state.get("version"), sorted(state, key=str)
+        raise ValueError(f"not a mixed precision state of version {STATE_VERSION}: version={found!r}, keys {keys}")
+    saved = PrecisionPolicy.parse(str(state.get("precision", policy)))
+    if saved.loss_scale == policy.loss_scale:
+        scaler.load_state_dict(state["loss_scaler"])
+        return
+    was, now = saved.loss_scale or "none", policy.loss_scale or "none"
+    warnings.warn(f"loss_scale was {was} in the saved run, and is {now} here: the loss scale starts anew", stacklevel=3)

@@ -19,8 +19,7 @@ from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.borders import Crossings, accumulates
 from hf_mp.scaling.events import PrecisionStats, StepObserver
 from hf_mp.scaling.rules import StepReport
-from hf_mp.scaling.saved_state import load_state, state_of
-from hf_mp.scaling.scalers import LossScaleError, LossScaler, make_loss_scaler
+from hf_mp.scaling.scalers import LossScaleError, LossScaler, load_state, make_loss_scaler, state_of
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.gradients import GradientCheck
 from hf_mp.step.update import StepGuard, guard_of

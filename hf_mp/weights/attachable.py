@@ -61,11 +61,7 @@ def check_layout(model: nn.Module, policy: PrecisionPolicy, *, is_scaled: bool) 
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module | None) -> None:
-    """Raise where the steps of ``optimizer`` cannot be guarded for ``model``.
-
-    That is a TypeError for anything but one optimizer, and a ValueError for one of another model's parameters, or one
-    that cannot step without a closure (LBFGS).
-    """
+    """Raise a TypeError or ValueError where the steps of ``optimizer`` cannot be guarded for ``model``."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"attach_optimizer takes one torch optimizer, not {type(optimizer).__name__}: call it once for each"

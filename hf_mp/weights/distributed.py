@@ -25,10 +25,7 @@ _NOT_MEASURED = -1.0
 
 
 def to_number(report: StepReport) -> float:
-    """A report as one number whose maximum over all processes is the report of all: inf for an overflow.
-
-    NaN never appears: the maximum of a NaN and a number depends on their order.
-    """
+    """A report as one number whose maximum over all processes is the report of all: inf for an overflow, never NaN."""
     found = _NOT_MEASURED if report.largest_gradient is None else report.largest_gradient
     return math.inf if report.overflow or not math.isfinite(found) else found
 
@@ -42,10 +39,9 @@ def to_report(number: float) -> StepReport:
 
 @torch.no_grad()
 def agree(report: StepReport, groups: Iterable[ProcessGroup], device: torch.device) -> StepReport:
-    """The report of all processes: an overflow if any of them saw one, and the largest of their largest gradients.
+    """The report of all processes of ``groups``, one after the other (the dimensions of a mesh): a collective call.
 
-    A collective call, over ``groups`` one after the other (the dimensions of a device mesh). The number travels on
-    ``device`` if the backend of the group can, as gloo does on CPUs and NCCL on GPUs.
+    The number travels on ``device`` if the backend of the group can, as gloo does on CPUs and NCCL on GPUs.
     """
     for group in groups:
         number = torch.tensor([to_number(report)], dtype=torch.float32, device=_device_for(group, device))
@@ -92,10 +88,7 @@ class Ranks:
         return layout.for_parameters(parameters, is_ddp)
 
     def gradients_are_final(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether nobody reduces gradients after a backward: DDP and FSDP have done so, or there is one process.
-
-        Other loops of several processes may call ``all_reduce`` on them, which raises no version counter.
-        """
+        """Whether nobody reduces gradients after a backward: a loop's own ``all_reduce`` raises no version counter."""
         return not is_running() or bool(self._groups) or any(is_dtensor(parameter) for parameter in parameters)
 
     def agree(self, report: StepReport, parameters: Iterable[Tensor]) -> StepReport:
@@ -134,9 +127,6 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
-# What FSDP does to a model
-
-
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP2 (``torch.distributed.fsdp.fully_shard``) shards ``model`` or a part of it."""
     return next(fsdp_modules(model), None) is not None
@@ -149,11 +139,7 @@ def fsdp_modules(model: nn.Module) -> Iterator[Any]:
 
 
 def check_parallelism(model: nn.Module) -> None:
-    """Raise a ValueError where a model is spread over processes in a way that mixed precision cannot follow.
-
-    That is FSDP1, tensor parallelism, FSDP2 with a mixed precision of its own, and FP16/BF16 parameters that DDP or
-    FSDP2 took hold of before they had masters.
-    """
+    """Raise a ValueError where a model is spread over processes in a way that mixed precision cannot follow."""
     if _is_flattened(model):
         raise ValueError(
             "FSDP1 (FullyShardedDataParallel) flattens parameters, and there is nothing left to give a working copy: "

@@ -1,7 +1,4 @@
-"""State that an optimizer has before its parameters are given FP32 masters: made by its constructor, or loaded.
-
-torch makes such state in the dtype of the parameters, and FP16 holds no second moment of a small gradient.
-"""
+"""State that an optimizer has before its parameters are given FP32 masters: made by its constructor, or loaded."""
 
 from __future__ import annotations
 
@@ -18,10 +15,9 @@ from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 @torch.no_grad()
 def state_to_fp32(optimizer: Optimizer) -> None:
-    """Cast the FP16/BF16 tensors that ``optimizer`` holds to FP32, in place.
+    """Cast the FP16/BF16 tensors that ``optimizer`` and those inside it hold, wherever they do, to FP32 in place.
 
-    Those are the tensors in its ``state``, in its groups and in its other attributes, and in optimizers among these;
-    parameters and tensor subclasses with a storage of their own (8-bit state) stay as they are. Adagrad's
+    Parameters and tensor subclasses with a storage of their own (8-bit state) stay as they are. Adagrad's
     ``initial_accumulator_value`` is restored to the last bit.
     """
     for each in _with_inner(optimizer):

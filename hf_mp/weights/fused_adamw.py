@@ -23,9 +23,9 @@ Given = tuple[AdamWTensors, Tensor | None]
 def step_split(optimizer: Optimizer, parameters: list[nn.Parameter]) -> bool:
     """Update those split ``parameters`` of which :func:`hf_mp.kernels.adamw.adamw_` does what ``optimizer`` would.
 
-    That is ``torch.optim.AdamW`` and ``Adam`` with ``fused=True``, without ``amsgrad``: on a CPU a parameter at a time,
-    of which the gradient is freed at once; on a GPU all in one launch, where the Triton kernel is used. Tells whether
-    anything was updated; what was not keeps its gradient.
+    That is ``torch.optim.AdamW`` and ``Adam`` with ``fused=True``, without ``amsgrad``: on a CPU one by one, each
+    gradient freed at once; on a GPU in one launch of the Triton kernel. Tells whether any was; what was not keeps its
+    gradient.
     """
     if not _is_fused_adam(optimizer, vars(optimizer).get("step")):
         return False
@@ -55,8 +55,7 @@ def step_split(optimizer: Optimizer, parameters: list[nn.Parameter]) -> bool:
 def step_whole(optimizer: Optimizer, own_step: Callable[..., Any] | None, copies: WorkingCopies) -> bool:
     """Update FP32 parameters and their working copies in one launch, where the Triton kernel is used for all of them.
 
-    Where it gives False, ``optimizer`` steps as it would by itself. ``own_step`` is what stood in the place of its
-    class's ``step`` before it was guarded.
+    ``own_step`` is what stood in the place of its class's ``step`` before it was guarded. False: nothing was done.
     """
     if not _is_fused_adam(optimizer, own_step) or _has_hooks(optimizer):
         return False

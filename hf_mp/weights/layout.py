@@ -54,14 +54,6 @@ class WeightLayout:
         is_master = isinstance(weight, nn.Parameter) and weight.dtype is torch.float32
         return self.copies.get(weight) if is_master else None  # type: ignore[arg-type]
 
-    def is_rounded(self, weight: Tensor) -> bool:
-        """Whether an earlier forward has read the working copy of ``weight``."""
-        return self.copies.is_rounded(weight)
-
-    def note_rounded(self, weight: Tensor) -> None:
-        """Take in that a forward reads the working copy of ``weight``."""
-        self.copies.note_rounded(weight)
-
     def for_parameters(self, parameters: Iterable[Tensor], train_together: bool) -> WeightLayout:
         """The layout to use on several processes; ``train_together`` where DDP reduces gradients of ``parameters``."""
         return TransientLayout(self.policy) if any(map(is_dtensor, parameters)) else self
@@ -75,10 +67,7 @@ class WeightLayout:
         return nullcontext()
 
     def take_gradient(self, weight: Tensor, gradients: Sequence[Tensor], inverse: Tensor | None) -> bool:
-        """Keep the gradients of the uses of ``weight``, still scaled, in place of autograd's ``.grad``.
-
-        ``inverse`` is the inverse loss scale, FP32 of shape (1,); None where nothing is scaled.
-        """
+        """Keep the gradients of the uses of ``weight``, still scaled, and ``inverse``; False where autograd is to."""
         return False
 
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:

@@ -203,11 +203,6 @@ class MasterWeightOptimizer(Optimizer):
                 result = self._step_on(bucket)
         return result
 
-    @property
-    def steps_by_parameter(self) -> bool:
-        """Whether the wrapped optimizer is known to treat each parameter by itself."""
-        return _steps_by_parameter(self.optimizer)
-
     @torch.no_grad()
     def step_on(self, parameters: list[nn.Parameter]) -> None:
         """Update these parameters alone; hooks of the step are not called, :meth:`step` does that."""
@@ -283,7 +278,7 @@ class MasterWeightOptimizer(Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _buckets(self) -> list[list[nn.Parameter]]:
-        if not _steps_by_parameter(self.optimizer):
+        if not steps_by_parameter(self.optimizer):
             return [self._parameters()]
         parameters = [p for p in self._parameters() if raw_gradient(p) is not None]
         if self.layout == "whole":
@@ -465,7 +460,8 @@ def _needs_master(parameter: Tensor) -> bool:
     return parameter.dtype in LOWER_PRECISION_DTYPES
 
 
-def _steps_by_parameter(optimizer: Optimizer) -> bool:
+def steps_by_parameter(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` is known to treat each parameter by itself."""
     kind: Any
     for kind in type(optimizer).__mro__:
         for module, names in STEPS_BY_PARAMETER.items():

@@ -27,7 +27,7 @@ from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.borders import accumulates
 from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import StepReport
-from hf_mp.weights.optimizer import MasterWeightOptimizer, clip_factor, norm_of
+from hf_mp.weights.optimizer import MasterWeightOptimizer, clip_factor, norm_of, steps_by_parameter
 from hf_mp.weights.split_parameter import (
     SplitParameter,
     gradient_and_factor,
@@ -56,7 +56,6 @@ class _Backward:
     norms: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     largest: list[Tensor] = field(default_factory=list)
     updated: set[nn.Parameter] = field(default_factory=set)
-    overflow: bool = False
     norm: Tensor | None = None
     clip_factor: Tensor | None = None
 
@@ -64,7 +63,7 @@ class _Backward:
 class OptimizerInBackward(StepObserver):
     """Updates the parameters of one optimizer inside of backward.
 
-    ``max_grad_norm`` is what the global 2-norm of the gradients is clipped to; ``inf`` only measures it, None does not.
+    Clips the global 2-norm of the gradients to ``max_grad_norm``; ``inf`` only measures it, None does not.
     ``on_measured`` is told the largest magnitude after a first pass.
     """
 
@@ -87,7 +86,7 @@ class OptimizerInBackward(StepObserver):
         """The optimizer to update with; a ValueError for a second one, and one that looks at all parameters at once."""
         if self._optimizer is not None and self._optimizer is not optimizer:
             raise ValueError("free_gradients='backward' works with one optimizer: give it all parameters as groups")
-        if not optimizer.steps_by_parameter:
+        if not steps_by_parameter(optimizer.optimizer):
             raise ValueError(
                 f"free_gradients='backward' updates parameter by parameter, and whether a "
                 f"{type(optimizer.optimizer).__name__} may be stepped so is not known: use one of torch.optim or "
@@ -160,7 +159,7 @@ class OptimizerInBackward(StepObserver):
             return
         if not measures:
             starts = all_finite([gradient]) and (value is None or all_finite([value]))
-            self._backward = _Backward(task, _Phase.UPDATE if starts else _Phase.DISCARD, overflow=not starts)
+            self._backward = _Backward(task, _Phase.UPDATE if starts else _Phase.DISCARD)
             return
         self._backward = _Backward(task, _Phase.MEASURE)
         try:
@@ -180,8 +179,7 @@ class OptimizerInBackward(StepObserver):
         self._on_measured(largest)
         # a norm that leaves FP32 would clip everything to nothing
         is_sound = bool(largest < SQUARES_BELOW) and all_finite(backward.norms.values())
-        backward.overflow = not is_sound
-        backward.phase = _Phase.DISCARD if backward.overflow else _Phase.UPDATE
+        backward.phase = _Phase.UPDATE if is_sound else _Phase.DISCARD
         if self.max_grad_norm is not None and backward.norms:
             assert self._optimizer is not None
             # in the optimizer's order, as it adds them up itself
@@ -237,8 +235,9 @@ class OptimizerInBackward(StepObserver):
         backward = self._backward
         if backward is None:
             return None
-        known = self._is_scaled and backward.largest and not backward.overflow
-        return StepReport(backward.overflow, backward.largest[0].item() if known else None)
+        overflow = backward.phase is _Phase.DISCARD
+        known = self._is_scaled and backward.largest and not overflow
+        return StepReport(overflow, backward.largest[0].item() if known else None)
 
     def stepped(self, report: StepReport) -> None:
         self._backward = None

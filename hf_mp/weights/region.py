@@ -36,11 +36,7 @@ class _Thread(threading.local):
 
 
 class Region(autocast):
-    """Autocast in an attached forward: reads working copies, and lets no gradient out but through a border.
-
-    ``layout`` is set again when the processes that train together change it; a backward that starts in ``no_backward``
-    is not scaled.
-    """
+    """Autocast in an attached forward: reads working copies, and lets no gradient out but through a border."""
 
     takes_products = True
 

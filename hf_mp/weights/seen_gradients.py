@@ -14,10 +14,7 @@ from hf_mp.weights.layout import WeightLayout, measure
 
 
 class SeenGradients:
-    """Measures gradients when a backward ends, and tells later whether they are still what was measured.
-
-    ``parameters`` gives those whose gradients a backward of the model may leave, each once.
-    """
+    """Measures gradients when a backward ends, and tells later whether they are still what was measured."""
 
     def __init__(self, layout: WeightLayout, ranks: Ranks, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
         self.layout, self._ranks, self.parameters = layout, ranks, parameters
@@ -59,10 +56,7 @@ class SeenGradients:
         return bool(gradients)
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
-        """The global 2-norm of the gradients as the backward left them; None where it is not known (any more).
-
-        Bit for bit that of ``torch.nn.utils.get_total_norm``, measured along while ``measures_norm`` is set.
-        """
+        """The global 2-norm as the backward left it, bit for bit ``get_total_norm``'s; None where it is not known."""
         gradients = self.gradients(parameters)
         is_all = self._seen.keys() <= set(map(id, gradients))
         return self._norm if is_all and self.hold(gradients) else None

@@ -25,10 +25,9 @@ _CONFIG_NAME = "config.json"  # transformers.utils.CONFIG_NAME
 def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
     """Split what is trainable and not split yet, in ``dtype``; tells whether there was anything to split.
 
-    Frozen parameters stay as they are; those of normalizations with running statistics become FP32: torch takes no
-    16-bit weights beside FP32 statistics. ``state_dict()`` of the model and of its parts, and ``save_pretrained()``,
-    then give FP32 masters. Whoever computes with the parameters themselves (``torch.optim.swa_utils.AveragedModel``)
-    computes in FP16/BF16: average :func:`master_value` instead. Raises as :func:`make_split`; then nothing is changed.
+    Normalizations with running statistics become FP32: torch takes no 16-bit weights beside FP32 statistics. What the
+    model and its parts save is FP32 then. Code that computes with the parameters themselves
+    (``torch.optim.swa_utils.AveragedModel``) computes in 16 bits: average :func:`master_value` instead.
     """
     beside_statistics = trained_beside_statistics(model)
     trainable = {
@@ -81,10 +80,7 @@ def restore_parameters(model: nn.Module) -> None:
 
 
 def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of a split model's own: its configuration says FP32, as its saved weights are.
-
-    Transformers writes the dtype of the parameters, and would load the weights in it.
-    """
+    """In the place of a split model's own: Transformers writes the parameters' dtype, and weights are saved in FP32."""
     result = type(model).save_pretrained(model, save_directory, *args, **kwargs)
     config = getattr(model, "config", None)
     # An adapter is saved without one.

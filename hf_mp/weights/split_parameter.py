@@ -133,10 +133,7 @@ class SplitParameter(nn.Parameter):
 
     @torch.no_grad()
     def take_scaled_gradient(self, gradient: Tensor, factor: Tensor | None = None) -> bool:
-        """Keep what backward brings, still scaled, or add it to what is there; False where autograd is to do it.
-
-        ``factor``, FP32 of shape (1,), makes it true; None for 1. Its value at the time of reading counts.
-        """
+        """Keep what backward brings, still scaled, or add it to what is there; False where autograd is to do it."""
         if self._wants_true_gradients or gradient.dtype not in LOWER_PRECISION_DTYPES:
             return False
         if self._scaled is None and _GRAD.__get__(self) is None:
@@ -211,12 +208,7 @@ _notice_writes()
 
 
 def make_split(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Turn a leaf into a :class:`SplitParameter` of ``dtype``, FP16/BF16, in place; its FP32 value stays its master.
-
-    Raises:
-        TypeError: for a subclass of ``nn.Parameter``, which has a life of its own.
-        ValueError: for a parameter that FSDP shards.
-    """
+    """Turn a leaf into a :class:`SplitParameter` of ``dtype``, FP16/BF16, in place; its FP32 value stays its master."""
     if isinstance(parameter, SplitParameter):
         return
     check_splittable([parameter])
@@ -290,10 +282,7 @@ def open_master(parameter: SplitParameter) -> Tensor:
 
 @torch.no_grad()
 def master_sample(parameter: nn.Parameter, select: Callable[[Tensor], Tensor]) -> Tensor:
-    """What ``select`` takes of the FP32 master weight of any parameter, without putting the whole together.
-
-    ``select`` gives elements of a tensor by their places alone, and is called for each half.
-    """
+    """What ``select``, which picks elements by place, takes of the FP32 master weight of any parameter."""
     if not isinstance(parameter, SplitParameter):
         return select(parameter.detach()).to(torch.float32)
     _reconcile(parameter)

@@ -29,10 +29,10 @@ class _Saved(NamedTuple):
 class TransientCopies:
     """Rounds a parameter anew at each use, and once more in backward in place of saving the rounding.
 
-    FSDP2 shows a module's whole parameters only while it runs: it frees their memory afterwards and fills it again
-    before backward, without raising their version counters (torch's notes "FSDP tensors" and "FSDP and autograd" in
-    ``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``). A copy kept between uses would be stale unseen, and copies
-    kept for backward would make every process hold the whole model in 16 bits.
+    FSDP2 shows a module's whole parameters only while it runs, and fills their memory again before backward without
+    raising their version counters (``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``, "FSDP and autograd"): a copy
+    kept between uses would be stale unseen, and copies kept for backward would make every process hold the whole model
+    in 16 bits.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -56,10 +56,7 @@ class TransientCopies:
 
     @contextmanager
     def not_saved(self) -> Iterator[None]:
-        """Have autograd save a parameter wherever it would save a copy of it.
-
-        Hooks for saved tensors that are active already (activations offloaded to the CPU) stay the ones that act.
-        """
+        """Have autograd save a parameter for a copy of it, unless other hooks are active (activations offloaded)."""
         top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
         if not torch.is_grad_enabled() or top_hooks(True) is not None:
             yield

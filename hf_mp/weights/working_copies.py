@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -64,15 +63,10 @@ def let_optimizers_be_fast(kind: type[nn.Parameter]) -> None:
     """Have torch's optimizers use their multi-tensor implementations for parameters of ``kind`` as well."""
     types = getattr(optimizers, "_foreach_supported_types", None)
     if types is None:
-        _warn_of_slow_optimizers()
+        lost = "torch.optim names its _foreach_supported_types no more: optimizers update tensor by tensor, slower"
+        warnings.warn(lost, stacklevel=3)
     elif kind not in types:
         types.append(kind)
-
-
-@functools.cache
-def _warn_of_slow_optimizers() -> None:
-    lost = "torch.optim names its _foreach_supported_types no more: optimizers update tensor by tensor, slower"
-    warnings.warn(lost, stacklevel=4)
 
 
 def watch(parameter: nn.Parameter) -> None:
@@ -108,7 +102,7 @@ class WorkingCopies:
     """One working copy per parameter, FP16/BF16, made at its first use and refreshed when the parameter has changed.
 
     Outside of ``optimizer.step()``, a copy that :meth:`get` returns equals its parameter rounded to nearest, whoever
-    wrote the parameter. Tied weights are one parameter and so have one copy. A copy is released with its parameter.
+    wrote the parameter. Tied weights have one copy. A copy is released with its parameter.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -65,7 +65,7 @@ class WorkingWeights:
         places = list(_places(model))
         weights = list({id(weight): weight for _, _, weight in places}.values())
         if not self.has_borders:
-            weights = [weight for weight in weights if layout.is_rounded(weight)]
+            weights = [weight for weight in weights if layout.copies.is_rounded(weight)]
         for group in _groups(weights, group_size):
             self._bring_in(group)
         if self.has_borders:
@@ -80,7 +80,8 @@ class WorkingWeights:
         return weight.inside
 
     def _bring_in(self, group: list[Tensor]) -> None:
-        copies = [self.layout.working_copy(weight) if self.layout.is_rounded(weight) else None for weight in group]
+        layout = self.layout
+        copies = [layout.working_copy(weight) if layout.copies.is_rounded(weight) else None for weight in group]
         insides, rounded = inward_borders(group, copies, self._crossings)
         for weight in map(_Weight, group, insides, rounded):
             self._weights[id(weight.outside)] = self._weights[id(weight.inside)] = weight
@@ -132,7 +133,7 @@ class WorkingWeights:
         if (copy := self.layout.working_copy(outside)) is None or not outside.requires_grad:
             return copy
         # A border for each use: their gradients are summed in FP32.
-        self.layout.note_rounded(outside)
+        self.layout.copies.note_rounded(outside)
         return inward_borders([outside], [copy], self._crossings)[1][0]
 
     def operand(self, tensor: Tensor) -> Operand | None:

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_mp.kernels.split import (
-    FP16_EXACT_FROM,
-    FP16_LARGEST_ERROR,
     FP16_LARGEST_MASTER,
     _format,
     merge,
@@ -20,6 +18,8 @@ from hf_mp.kernels.split import (
     split_into,
 )
 
+FP16_EXACT_FROM = 2.0**-16
+FP16_LARGEST_ERROR = 2.0**-39  # below FP16_EXACT_FROM
 DTYPES = [torch.float16, torch.bfloat16]
 EVERY_WORKING = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
 SPECIAL = [

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_mp import DynamicLossScaler, MasterWeightOptimizer
 from hf_mp.kernels.split import split
-from hf_mp.weights.optimizer import _steps_by_parameter
+from hf_mp.weights.optimizer import steps_by_parameter
 from hf_mp.weights.split_parameter import SplitParameter
 
 DTYPES = [torch.float16, torch.bfloat16]
@@ -754,10 +754,10 @@ def test_a_subclass_with_a_step_of_its_own_is_stepped_as_a_whole(monkeypatch: py
             counts.append(sum(p.grad is not None for group in self.param_groups for p in group["params"]))
 
     ours = parameters([torch.ones(2)] * 3, torch.float16)
-    assert _steps_by_parameter(Renamed(ours)) and _steps_by_parameter(AdamW(ours))
-    assert not _steps_by_parameter(torch.optim.LBFGS(ours))
+    assert steps_by_parameter(Renamed(ours)) and steps_by_parameter(AdamW(ours))
+    assert not steps_by_parameter(torch.optim.LBFGS(ours))
     wrapper = MasterWeightOptimizer(Global(ours), layout="split")
-    assert not _steps_by_parameter(wrapper.optimizer)
+    assert not steps_by_parameter(wrapper.optimizer)
     set_gradients(ours, [torch.ones(2)] * 3)
     wrapper.step()
     assert counts == [3]

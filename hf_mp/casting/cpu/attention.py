@@ -1,11 +1,9 @@
 """Attention of FP16/BF16 tensors on a CPU, some rows of scores at a time in FP32, without keeping probabilities.
 
-With dropout or a mask, torch's CPU attention is its mathematics step by step: scores, probabilities, dropout masks and
-their products exist whole, and most of them are kept for backward. Here a block of scores lives in the cache, is
-softmaxed in FP32, and is computed again in backward from the 16-bit query and key, as FlashAttention does (Dao et al.
-2022, arXiv 2205.14135, section 3.1). What is kept is one bit an element, where dropout needs it.
-
-:func:`attend` is the fast path, :func:`attention_reference` its reference; both drop what torch's own would drop.
+With dropout or a mask, torch's CPU attention keeps scores, probabilities and dropout masks whole. Here a block of
+scores lives in the cache, is softmaxed in FP32, and is computed again in backward from the 16-bit query and key, as
+FlashAttention does (Dao et al. 2022, arXiv 2205.14135, section 3.1). What is kept is one bit an element, where dropout
+needs it. :func:`attention_reference` is the reference of :func:`attend`; both drop what torch's own would drop.
 """
 
 from __future__ import annotations
@@ -264,9 +262,7 @@ class _Attention(Function):
             for heads in readers:
                 for rows, keys, future in rows_of:
                     seen = None if mask is None else mask[batch, heads, rows]
-                    noise = None
-                    if kept is not None:
-                        noise = _noise(kept[batch, heads, rows], settings.dropout, keys.stop)
+                    noise = None if kept is None else _noise(kept[batch, heads, rows], settings.dropout, keys.stop)
                     query32 = query[batch, heads, rows].float().mul_(settings.scale)
                     gradient32 = gradient[batch, heads, rows].float()
                     probabilities = _probabilities(query32, key32[:, keys], seen, future)

@@ -1,13 +1,10 @@
 """FP32 matrix products on a CPU, by the faster of the two libraries that torch brings.
 
 ``torch.mm`` of FP32 tensors is the BLAS library's, which for torch's x86 builds is Intel's MKL: on another maker's CPU
-it leaves AVX512 alone. oneDNN, which torch takes for BF16, has FP32 products as well, in the instructions that the CPU
-says it has: on an EPYC twice as many a second. torch offers them as an op that its compiler emits.
+it leaves AVX512 alone. oneDNN's own, which torch offers as an op that its compiler emits, is twice as fast on an EPYC.
 
-Users can change what "FP32" is: ``torch.set_float32_matmul_precision("medium")``, or
-``torch.backends.mkldnn.matmul.fp32_precision = "bf16"``, allows oneDNN to multiply in BF16, here as in ``torch.mm``.
-The EPYC multiplies in FP32 all the same; a CPU with AMX was not measured. The settings are the process's, so they are
-not changed around a product.
+``torch.set_float32_matmul_precision("medium")`` and ``torch.backends.mkldnn.matmul.fp32_precision = "bf16"`` allow
+oneDNN to multiply in BF16, here as in ``torch.mm``: settings of the process, which are not changed around a product.
 """
 
 from __future__ import annotations

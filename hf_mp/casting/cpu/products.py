@@ -1,11 +1,9 @@
 """Matrix products of FP16 tensors on a CPU without FP16 arithmetic, block by block in FP32.
 
-``y = x @ w.T + bias`` with x, w, y stored in 16 bits: blocks of the operands are cast to FP32, multiplied there, and
-the result is rounded once, as a tensor core does (Micikevicius et al. 2017, section 3.3). No operand or result ever
-exists whole in FP32: on a CPU a fresh large buffer costs more in page faults than the casts do, and it is memory. In
-backward a weight's gradient leaves through the same blocks, rounded, cast to FP32 and unscaled.
-
-:func:`multiply` is the fast path; its plain reference is ``run_through_fp32(torch.nn.functional.linear, ...)``.
+Blocks of 16-bit operands are cast to FP32, multiplied there, and the result is rounded once, as a tensor core does
+(Micikevicius et al. 2017, section 3.3). No operand or result ever exists whole in FP32: on a CPU a fresh large buffer
+costs more in page faults than the casts do. In backward a weight's gradient leaves through the same blocks, rounded,
+cast to FP32 and unscaled. The plain reference is ``run_through_fp32(torch.nn.functional.linear, ...)``.
 """
 
 from __future__ import annotations
@@ -104,13 +102,11 @@ def multiply(x: Tensor, weight: Operand, bias: Operand | None, *, transposed: bo
     """
     if must_be_plain():
         inside = None if bias is None else bias.inside.to(x.dtype)
-        run = _forward_native if native else _plain_multiply
-        return run(x, weight.inside.to(x.dtype), inside, transposed)
+        matrix = weight.inside.to(x.dtype)
+        if native:
+            return _forward_native(x, matrix, inside, transposed)
+        return run_through_fp32(F.linear, (x, matrix.t() if transposed else matrix, inside), {}, x.dtype)
     return _Product.apply(x, weight.outside, None if bias is None else bias.outside, weight, bias, transposed, native)
-
-
-def _plain_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    return run_through_fp32(F.linear, (x, weight.t() if transposed else weight, bias), {}, x.dtype)
 
 
 class _Product(Function):

@@ -1,7 +1,6 @@
 """FP16 (and BF16) ops on hardware that has none: stored in 16 bits, computed in FP32, rounded once.
 
-This is the arithmetic of a tensor core (FP16 operands, FP32 accumulation; Micikevicius et al. 2017, section 3.3), in
-backward as in forward. torch's own FP16 products on a CPU without FP16 arithmetic are some 200 times slower.
+torch's own FP16 products on a CPU without FP16 arithmetic are some 200 times slower.
 """
 
 from __future__ import annotations
@@ -56,11 +55,8 @@ def run_through_fp32(
     """Run an op on ``dtype`` inputs, FP16/BF16, in FP32 and round its floating results to ``dtype``.
 
     What autograd saves for backward stays in ``dtype``: an FP32 input of the op is kept as the 16-bit tensor that it
-    was made from and is cast again in backward, which is exact. Gradients are rounded to ``dtype`` where they leave the
-    op, as the result is.
-
-    Raises:
-        RuntimeError: in backward, if a saved tensor was modified in place meanwhile (as torch itself would).
+    was made from and is cast again in backward, which is exact; a RuntimeError if it was modified in place meanwhile.
+    Gradients are rounded to ``dtype`` where they leave the op, as the result is.
     """
 
     def upcast(tensor: Tensor) -> Tensor:

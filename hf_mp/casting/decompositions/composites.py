@@ -1,8 +1,8 @@
 """Python functions of torch that are made of other ops, opened up so that autocast sees the ops inside.
 
-``torch.nn.functional.multi_head_attention_forward`` and its kind ask first whether a torch function mode wants to take
-the whole call. Ours does not: it wants the products inside. An opened function is the same code whose question is
-always answered with no, so that it runs on, with the mode active.
+``torch.nn.functional.multi_head_attention_forward`` and its kind ask first whether a torch function mode takes the
+whole call. An opened function is the same code whose question is answered with no, so that it runs on, with the mode
+active.
 """
 
 from __future__ import annotations

@@ -56,8 +56,7 @@ def _letters(numbers: Iterable[Any]) -> str:
 def _read_einsum(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], list[Tensor], str] | None:
     """Terms, operands and output with a letter for each dimension; None for what torch refuses.
 
-    A dimension of one element is squeezed where another operand has more, or the output none: what is then left to sum
-    has the same size everywhere.
+    Single elements are squeezed where another operand has more or the output none: sizes of what is summed agree.
     """
     if "." in equation.replace("...", ""):
         return None

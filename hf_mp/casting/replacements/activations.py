@@ -1,41 +1,27 @@
-"""Activation functions that Transformers computes step by step, as the one kernel of torch that computes them.
+"""Activations that Transformers computes step by step, as the one kernel of torch for them; for ``compact`` tables.
 
 GPT-2's GELU is eight operations, one of them a power, which autocast's tables run in FP32: six FP32 tensors of the
-width of the MLP are kept for its backward. torch's own kernel computes the same function in FP32 registers, on FP16
-storage, and keeps its input alone. Part of the ``compact`` tables.
+width of the MLP are kept for its backward. torch's kernel computes in FP32 registers and keeps its FP16 input alone.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_mp.casting.replacements.base import ModelReplacement, ReplacedForward
 
-_gelu_tanh = functools.partial(F.gelu, approximate="tanh")
-
-# The module classes of transformers.activations, and what each computes.
-ONE_KERNEL: dict[str, Callable[[Tensor], Tensor]] = {
-    "NewGELUActivation": _gelu_tanh,
-    "FastGELUActivation": _gelu_tanh,
-    "AccurateGELUActivation": _gelu_tanh,
-}
+ONE_KERNEL = ("NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation")
 _MODULE = "transformers.activations"
 
 
 class OneKernel(ReplacedForward):
     """Takes the place of an activation module's ``forward``."""
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        self._compute = ONE_KERNEL[type(module).__name__]
-
     def __call__(self, input: Tensor) -> Tensor:
-        return self._compute(input)
+        return F.gelu(input, approximate="tanh")
 
 
 class OneKernelActivations(ModelReplacement):

@@ -64,10 +64,7 @@ def _class_forward(module: Any) -> Any:
 
 
 def entry_points(model: nn.Module) -> list[nn.Module]:
-    """The modules whose call is a forward of ``model``: itself, and Transformers models inside it.
-
-    PEFT calls the model that it wraps directly in ``generate``, and users call ``model.base_model``.
-    """
+    """The modules whose call is a forward of ``model``: itself, and Transformers models inside (PEFT calls those)."""
     transformers_models = sys.modules.get("transformers.modeling_utils")
     if transformers_models is None:
         return [model]

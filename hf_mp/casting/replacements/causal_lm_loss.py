@@ -25,26 +25,13 @@ class CausalLMLoss:
     """
 
     def __call__(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        vocab_size: int,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
+        self, logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100, shift_labels: Tensor | None = None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
         is_ordinary = type(logits) is Tensor or is_fake(logits)  # fake ones are those of an estimate of memory
         if not is_ordinary or logits.dtype is torch.float64 or must_be_plain():
-            return _original()(
-                logits,
-                labels,
-                vocab_size,
-                num_items_in_batch=num_items_in_batch,
-                ignore_index=ignore_index,
-                shift_labels=shift_labels,
-                **kwargs,
-            )
+            kwargs.update(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
+            return _original()(logits, labels, vocab_size, **kwargs)
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         shift_labels = shift_labels.reshape(-1).to(logits.device)
