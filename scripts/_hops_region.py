@@ -48,7 +48,7 @@ SCALE = (
     ("the step ends", "step/mixed_precision.py", "MixedPrecision.finish_step"),
     ("the scaler counts it", "scaling/scalers.py", "LossScaler.record_step"),
     ("the rule gives the next state, a pure function", "scaling/rules.py", "adjust_headroom"),
-    ("it is saved", "scaling/saved_state.py", "state_of"),
+    ("it is saved", "scaling/scalers.py", "state_of"),
 )
 
 
