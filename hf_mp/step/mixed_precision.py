@@ -25,7 +25,7 @@ from hf_mp.step.gradients import GradientCheck
 from hf_mp.step.update import StepGuard, guard_of
 from hf_mp.weights.accelerated import as_accelerated
 from hf_mp.weights.attachable import NO_BORDER, check_attachable, check_layout, check_optimizer
-from hf_mp.weights.distributed import Ranks
+from hf_mp.weights.distributed import Ranks, ddp_of
 from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.layout import WeightLayout, make_layout, too_large
 from hf_mp.weights.optimizer_in_backward import FreeGradients, OptimizerInBackward, check_free_gradients
@@ -178,7 +178,8 @@ class MixedPrecision:
 
     def weights_for(self, model: nn.Module, crossings: Crossings) -> WorkingWeights:
         """The weights of one forward of ``model``, whose borders ask ``crossings``."""
-        group_size = GROUP_SIZE if self.in_backward is None else 1
+        # DDP takes a parameter for ready as soon as the border that it shares has run.
+        group_size = GROUP_SIZE if self.in_backward is None and ddp_of(model) is None else 1
         return WorkingWeights(self.layout, model, crossings, self.check.is_scaled, self.region.has_made, group_size)
 
     def _use_layout_for(self, parameters: Iterable[Tensor]) -> None:

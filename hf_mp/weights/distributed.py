@@ -74,7 +74,7 @@ class Ranks:
             return
         if self._stepped:
             self._groups, self._stepped = [], False
-        ddp = model if isinstance(model, DistributedDataParallel) else DistributedDataParallel._get_active_ddp_module()
+        ddp = ddp_of(model)
         # Inside join() other processes may have no batch left and so no step to agree on. There all gradients are
         # those of the all-reduce, and who steps decides alike.
         if ddp is not None and ddp.process_group not in self._groups and not ddp._join_config.enable:
@@ -101,6 +101,12 @@ class Ranks:
         self._stepped = True
         device = next((local_part(p).device for p in parameters), torch.device("cpu"))
         return agree(report, groups, device)
+
+
+def ddp_of(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP in which a forward of ``model`` runs."""
+    is_ddp = isinstance(model, DistributedDataParallel)
+    return model if is_ddp else DistributedDataParallel._get_active_ddp_module()  # type: ignore[return-value]
 
 
 def is_running() -> bool:

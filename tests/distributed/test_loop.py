@@ -111,7 +111,7 @@ def test_headroom_is_that_of_the_process_with_the_largest_gradient(two: Results)
     # Before they are averaged (and the first micro-batch's never are), rank 1's gradients are 30 times larger.
     assert log["skipped"] == [False] * 4
     assert 2**3 <= plain["scale"][0] / log["scale"][0] <= 2**6
-    assert log["headroom"][0] >= 6.0
+    assert log["headroom"][0] >= 5.0  # the rule's headroom at its start
 
 
 def test_processes_without_ddp_or_fsdp_never_wait_for_each_other(two: Results) -> None:

@@ -60,7 +60,7 @@ def test_losses_are_those_of_one_process(one: dict[str, Any], two: Results, kind
 def test_an_overflow_on_one_process_skips_the_step_on_both(two: Results, kind: str) -> None:
     log = assert_ranks_agree(two, f"{kind}overflow")
     assert log["skipped"] == [False, False, False, True, False, False, False, False]
-    assert log["scale"][3] == log["scale"][2] / 2
+    assert log["scale"][3] < log["scale"][2]
     assert log["learning_rate"][3] == log["learning_rate"][2] > log["learning_rate"][4]
 
 

@@ -358,7 +358,7 @@ class TestSteps:
             if parameter in copies:
                 entry = copies._entries[id(parameter)]
                 assert torch.equal(entry.copy, parameter.detach().to(entry.copy.dtype))
-                assert entry.version == parameter._version
+                assert entry.seen == (parameter._version, parameter.data_ptr())
         return [value.detach().cpu().clone() for value in copy.copy(model.state_dict()).values()], state
 
     @staticmethod
