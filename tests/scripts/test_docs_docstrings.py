@@ -1,7 +1,9 @@
 import logging
+import sys
 from pathlib import Path
 
 import griffe
+import pytest
 
 EXTENSION = str(Path(__file__).resolve().parents[2] / "scripts" / "docs_docstrings.py")
 
@@ -34,9 +36,11 @@ def run(settings):
 def load(tmp_path: Path) -> griffe.Module:
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "__init__.py").write_text(MODULE)
-    found = griffe.load(
-        "pkg", search_paths=[tmp_path], extensions=griffe.load_extensions(EXTENSION), docstring_parser="google"
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        patch.delitem(sys.modules, "pkg", raising=False)
+        extensions = griffe.load_extensions(EXTENSION)
+        found = griffe.load("pkg", search_paths=[tmp_path], extensions=extensions, docstring_parser="google")
     assert isinstance(found, griffe.Module)
     return found
 
