@@ -23,6 +23,8 @@ from hf_mp.memory.ledger import Category, Phase
 from hf_mp.memory.training import estimate_training_memory
 from hf_mp.policy import PRESETS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 PUBLIC = sorted(name for name in hf_mp.__all__ if not name.startswith("__"))
 

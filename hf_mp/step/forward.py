@@ -30,9 +30,10 @@ class AttachedForward(ReplacedForward):
     # torch.compile leaves this frame alone and compiles the model's own forward, in the region, as one graph.
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Detached: a library that put its own forward over this one still calls it. Inside another attached forward
-        # this one is a part of it, and the borders are the outer one's.
-        if self.runtime.is_detached or any(isinstance(mode, Region) for mode in autocasts.active):
+        # Detached: a library that put its own forward over this one still calls it. No model: this was a part of one
+        # that is gone. Inside another attached forward this one is a part of it, and the borders are the outer one's.
+        is_inside = any(isinstance(mode, Region) for mode in autocasts.active)
+        if is_inside or self.runtime.is_detached or self.runtime.model is None:
             return self.original(*args, **kwargs)
         passage = _Passage(self, args, kwargs)
         try:
@@ -55,7 +56,7 @@ class _Passage:
         if weights is not None:
             takers = [observer.forward(forward, args, kwargs) for observer in runtime.observers]
             self._takers = [take for take in takers if take is not None]
-            args, kwargs = apply_to_tensors(weights.bring_in, (args, kwargs))
+            args, kwargs = apply_to_tensors(weights.bring_in_argument, (args, kwargs))
         self.args, self.kwargs = args, kwargs
         self._inside = runtime.region.running(weights)
         self._inside.__enter__()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite
 from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.attachable import UNKNOWN_OPTIMIZER
 from hf_mp.weights.distributed import local_part
+from hf_mp.weights.open_backwards import OpenBackwards
 from hf_mp.weights.seen_gradients import SeenGradients
 
 
@@ -29,41 +29,29 @@ class GradientCheck(SeenGradients):
         super().__init__(*seen)
         self._on_ended = on_ended
         self.is_scaled = False  # whether the loss is scaled
-        self.runs = False  # a backward that came in through an output of the model, so that its gradients are scaled
-        self._task: int | None = None  # autograd's number of the backward that runs, or ran last
-        self._versions: dict[int, int] = {}  # of the weights, at its end
+        self.runs = OpenBackwards()
+        self._versions: dict[int, int] = {}  # of the weights, at the end of the last backward
         self._warned: set[str] = set()
 
     def backward_began(self) -> None:
         """A gradient enters the model through an output: the one place where a backward is known to begin."""
-        if (task := torch._C._current_graph_task_id()) == self._task:
+        if not self.runs.begin(task := torch._C._current_graph_task_id()):
             return
-        self._task = task
         if self._largest is not None:
             versions = _versions(parameters := self.parameters())
             if is_used := any(versions.get(weight, seen) != seen for weight, seen in self._versions.items()):
                 self.warn_once(UNKNOWN_OPTIMIZER)
             if is_used or not self.gradients(parameters):
                 self.forget()  # what was measured before was used by another optimizer, or thrown away
-        self.runs = True
         # Two callbacks deep: the first of DDP's follow this one, and its all-reduce may write .grad till then.
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(lambda: queue(self._backward_ended))
+        queue(lambda: queue(lambda: self._backward_ended(task)))
 
-    def _backward_ended(self) -> None:
-        self.runs = False
+    def _backward_ended(self, task: int) -> None:
+        self.runs.end(task)
         largest = self.measure() if self.is_scaled or self.measures_norm else None
         self._versions = _versions(self.parameters())
         self._on_ended(largest)
-
-    @contextmanager
-    def no_backward(self) -> Iterator[None]:
-        """To run forward code in that a backward calls: what it differentiates itself is not scaled."""
-        before, self.runs = self.runs, False
-        try:
-            yield
-        finally:
-            self.runs = before
 
     def warn_once(self, message: str) -> None:
         """Warn of ``message`` unless that was done before."""

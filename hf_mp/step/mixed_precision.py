@@ -103,10 +103,14 @@ class MixedPrecision:
             raise ValueError("this MixedPrecision has a model already: detach() it, or make another one")
         check_attachable(model)
         check_layout(model, self.policy, is_scaled=self.scaler.is_scaling)
-        self._take_model(model)
-        self.layout.prepare(model)
-        self.wrap_forwards()
-        install_replacements(model, self._tables)
+        try:
+            self._take_model(model)
+            self.layout.prepare(model)
+            self.wrap_forwards()
+            install_replacements(model, self._tables)
+        except BaseException:
+            self.detach()
+            raise
         return model
 
     def _take_model(self, model: nn.Module) -> None:
@@ -116,7 +120,7 @@ class MixedPrecision:
         self._patches = weakref.finalize(model, PATCHES.release)
 
     def _make_region(self, model: nn.Module | None) -> Region:
-        return make_region(self.layout, self.check.no_backward, model, self._rules, tables=self._tables)
+        return make_region(self.layout, self.check.runs.paused, model, self._rules, tables=self._tables)
 
     def wrap_forwards(self) -> None:
         """Put the attached forward (again) wherever it is missing: a library may have set one of its own."""
@@ -171,8 +175,7 @@ class MixedPrecision:
             self.scaler.scale_tensors(parameter.device)
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return None
-        if torch._C._current_graph_task_id() == -1:  # after a backward that an exception ended
-            self.check.runs = False
+        self.check.runs.forget_failed()
         self.layout.prepare(model)
         return self.weights_for(model, self)
 

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from hf_mp.weights.accelerated import tell_accelerate
-from hf_mp.weights.attachable import check_no_torch_scaler
+from hf_mp.weights.attachable import check_step
 
 if TYPE_CHECKING:
     from hf_mp.step.mixed_precision import MixedPrecision
@@ -48,7 +48,7 @@ class StepGuard:
         optimizer, runtimes = self.optimizer, list(self.runtimes)
         if not runtimes:
             return self._unguarded(closure, **kwargs) if closure is not None else self._unguarded(**kwargs)
-        check_no_torch_scaler(optimizer)
+        check_step(optimizer, in_scaled_backward=any(r.check.is_scaled and r.check.runs for r in runtimes))
         self._told = self._told or tell_accelerate(optimizer)  # it may have been imported since
         loss = None if closure is None else torch.enable_grad()(closure)()
         reports = [runtime.report(optimizer) for runtime in runtimes]

@@ -228,9 +228,11 @@ class TrainerSession:
 
     def end(self, *, keep_attached: bool = False) -> None:
         """The run has ended, or failed: write its report, and let go of model, references and optimizer."""
-        self.reporting.end(self.args)
-        if not keep_attached:
-            self.detach()
+        try:
+            self.reporting.end(self.args)
+        finally:
+            if not keep_attached:
+                self.detach()
 
     def detach(self) -> None:
         """Leave ordinary FP32 models; the runtime keeps its loss scale and its stats."""

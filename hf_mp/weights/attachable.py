@@ -84,8 +84,13 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module | None) -> None:
         )
 
 
-def check_no_torch_scaler(optimizer: Any) -> None:
-    """Raise a RuntimeError if a ``torch.amp.GradScaler`` is about to step ``optimizer``, as its attributes tell."""
+def check_step(optimizer: Any, *, in_scaled_backward: bool) -> None:
+    """Raise a RuntimeError if a ``torch.amp.GradScaler`` steps ``optimizer``, as its attributes tell, or a backward."""
+    if in_scaled_backward:
+        raise RuntimeError(
+            "optimizer.step() was called in a backward, of which the other gradients would be divided by the next loss "
+            "scale: use free_gradients='backward' in a lean layout, or a precision that scales nothing (bf16)"
+        )
     if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
         optimizer.found_inf = optimizer.grad_scale = None
         raise RuntimeError(

@@ -107,7 +107,11 @@ class Region(autocast):
         if dtype is not self.dtype or torch.compiler.is_dynamo_compiling():
             return tensor.to(dtype)
         weights = self._thread.weights
-        copy = self.layout.working_copy(tensor) if weights is None else weights.rounded(tensor)
+        if weights is None:  # without grad, or where no border is: under functorch
+            needs_graph = tensor.requires_grad and torch.is_grad_enabled()
+            copy = None if needs_graph else self.layout.working_copy(tensor)
+        else:
+            copy = weights.rounded(tensor)
         return tensor.to(dtype) if copy is None else copy
 
     def operand(self, tensor: Tensor) -> Operand:

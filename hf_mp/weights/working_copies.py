@@ -122,6 +122,9 @@ class WorkingCopies:
             return self._make(parameter).copy
         if entry.seen[0] == -1 or entry.seen != seen(parameter):
             _refresh([entry])
+        elif type(parameter) is nn.Parameter:  # another model that has it was detached
+            watch(parameter)
+            _refresh_if_changed(entry, parameter)
         elif type(parameter) is WatchedParameter and parameter.may_have_changed_unseen():
             _refresh_if_changed(entry, parameter)
         return entry.copy

@@ -152,6 +152,16 @@ class WorkingWeights:
             self._bring_in([tensor])
         return self._weights[id(tensor)].inside
 
+    def bring_in_argument(self, tensor: Tensor) -> Tensor:
+        """As :meth:`bring_in`, for what was made before the forward began, in whatever thread: each numbers its own."""
+        if not self.has_borders or not tensor.requires_grad:
+            return tensor
+        if tensor.grad_fn is not None and self._has_made(tensor.grad_fn):
+            return tensor
+        if id(tensor) not in self._weights:
+            self._bring_in([tensor])
+        return self._weights[id(tensor)].inside
+
     def is_outside(self, tensor: Tensor) -> bool:
         """Whether ``tensor``, which has grad, was made before this forward began, and by none of this model."""
         if (node := tensor.grad_fn) is None:

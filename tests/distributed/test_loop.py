@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytestmark = pytest.mark.slow
+
 Results = list[dict[str, Any]]
 
 

@@ -13,6 +13,8 @@ import pytest
 
 import hf_mp
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 CASES = ROOT / "tests" / "gpu" / "test_kernels.py"
 

@@ -6,6 +6,8 @@ from hf_mp.memory.training import estimate_training_memory
 
 from .conftest import CONFIGS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("limit", [0, 99, 100, 109, 110, 111, 500, 1000, 1009, 123456])
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from hf_mp.memory.report import gather_report
 
 from .conftest import CONFIGS
 
+pytestmark = pytest.mark.slow
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 

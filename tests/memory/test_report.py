@@ -16,6 +16,8 @@ from hf_mp.memory.presets import TRAINING_PRESETS
 from hf_mp.memory.report import as_json, gather_report
 from hf_mp.memory.tables import fit_rows, loaded_rows, measured_rows, parameter_rows, training_rows
 
+pytestmark = pytest.mark.slow
+
 STEP = {"batch_size": 2, "seq_len": 16}
 
 

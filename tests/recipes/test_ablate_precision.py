@@ -25,6 +25,8 @@ from ablate_precision import (
     update_and_look,
 )
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 NOTHING_LOST = Shares(0.0, 0.0, 0.0)
 

@@ -16,6 +16,8 @@ from datasets import Dataset, DatasetDict
 import _text
 from _text import file_text, make_blocks, read_text, train_tokenizer, unigram_perplexity, without_repetition
 
+pytestmark = pytest.mark.slow
+
 DIGEST = (
     "import hashlib, _text;"
     "print(hashlib.sha256(repr(list(_text.python_documents())).encode()).hexdigest())"

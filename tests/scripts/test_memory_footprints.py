@@ -1,6 +1,9 @@
+import pytest
 from transformers import GPT2Config
 
 import memory_footprints
+
+pytestmark = pytest.mark.slow
 
 MIB = {
     "fp32": (486.70, 474.70),

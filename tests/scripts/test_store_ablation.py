@@ -2,6 +2,8 @@ import json
 
 from store_ablation import main
 
+pytestmark = pytest.mark.slow
+
 
 def test_what_each_technique_is_worth_is_stored(tmp_path):
     main(["--scale=small", "--seeds=1", "--device=cpu", "--variants", "fp32", "fp16-no-masters"], tmp_path)

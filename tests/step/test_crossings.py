@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import collections
+import copy
+import gc
+import threading
 import types
 import warnings
 from collections.abc import Callable
@@ -14,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_mp
 from hf_mp import MixedPrecision, StaticLossScaler
@@ -454,3 +458,118 @@ def test_weights_that_a_forward_writes_are_honoured() -> None:
         assert torch.equal(one, other)
     assert all(isinstance(p, nn.Parameter) for p in model.parameters())
     assert "weight" not in vars(model.first)
+
+
+def pair_of(*layers: nn.Module, precision: str = "fp16") -> tuple[nn.Module, nn.Module]:
+    reference = nn.Sequential(*layers)
+    model = copy.deepcopy(reference)
+    hf_mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), precision)
+    return model, reference
+
+
+class TestThreads:
+    def test_a_backward_that_ends_elsewhere_leaves_this_one_scaled(self) -> None:
+        class Held(torch.autograd.Function):
+            hold = staticmethod(lambda: None)
+
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, gradient: Tensor) -> Tensor:
+                Held.hold()
+                return gradient
+
+        class Holding(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return Held.apply(x)
+
+        model, reference = pair_of(nn.Linear(8, 8), Holding(), nn.Linear(8, 1))
+        x, reached, go_on = torch.randn(4, 8), threading.Event(), threading.Event()
+        model(x).sum().backward()
+        model.zero_grad()
+        reference(x).sum().backward()
+        loss = model(x).sum()
+        other = model(x).sum()
+        Held.hold = staticmethod(lambda: (reached.set(), go_on.wait(10)))
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        assert reached.wait(10)
+        Held.hold = staticmethod(lambda: None)
+        other.backward()
+        go_on.set()
+        thread.join()
+        for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, 2 * expected.grad, rtol=0.01, atol=0.01)  # type: ignore[operator]
+
+    def test_an_argument_that_another_thread_made_is_outside(self) -> None:
+        model, reference = pair_of(nn.Linear(8, 1))
+        before = nn.Linear(8, 8)
+        for _ in range(50):
+            hidden = before(torch.ones(4, 8))  # autograd numbers nodes by thread
+        thread = threading.Thread(target=lambda: model(hidden).sum().backward())
+        thread.start()
+        thread.join()
+        found = before.weight.grad
+        before.zero_grad()
+        reference(before(torch.ones(4, 8))).sum().backward()
+        torch.testing.assert_close(found, before.weight.grad, rtol=0.01, atol=0.01)
+
+
+class TestWithoutBorders:
+    def test_a_part_of_a_model_that_is_gone_trains_as_an_ordinary_model(self) -> None:
+        inner = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8))
+        ids = torch.arange(8)[None]
+        outer = nn.Sequential(inner)
+        MixedPrecision("bf16").attach(outer)
+        parts = [inner, copy.deepcopy(inner)]
+        del outer
+        gc.collect()
+        for part in parts:
+            part(input_ids=ids, labels=ids).loss.backward()
+            assert all(parameter.grad is not None for parameter in part.parameters())
+
+    def test_vmap_gives_every_weight_its_gradient(self) -> None:
+        model, reference = pair_of(nn.Linear(8, 8), nn.LayerNorm(8))
+        x = torch.randn(4, 8)
+        for each in (model, reference):
+            torch.func.vmap(each)(x)[:, 0].square().sum().backward()
+        for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, expected.grad, rtol=0.02, atol=0.02)
+
+
+def test_a_step_in_the_middle_of_a_scaled_backward_is_refused() -> None:
+    model, _ = pair_of(nn.Linear(8, 8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.forward.runtime.attach_optimizer(optimizer)
+    handle = model[1].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(RuntimeError, match=r"step\(\) was called in a backward.*free_gradients='backward'"):
+        model(torch.randn(4, 8)).sum().backward()
+    handle.remove()
+    model.zero_grad()
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+
+
+def test_attaching_that_fails_leaves_nothing_attached() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    runtime = MixedPrecision("fp16", rules={"nosuch": "fp32"})
+    with pytest.raises(ValueError, match="nosuch"):
+        runtime.attach(model)
+    assert runtime.model is None and "forward" not in model.__dict__
+    MixedPrecision("fp16").attach(model)
+
+
+def test_a_shared_weight_is_watched_on_when_one_of_its_models_is_detached() -> None:
+    shared = nn.Linear(8, 8)
+    first, second = nn.Sequential(shared), nn.Sequential(shared, nn.Tanh())
+    runtimes = [MixedPrecision("fp16") for _ in range(2)]
+    for runtime, model in zip(runtimes, (first, second), strict=True):
+        runtime.attach(model)
+        model(torch.ones(2, 8))
+    runtimes[0].detach()
+    shared.weight.data.zero_()
+    shared.bias.data.zero_()
+    assert not second(torch.ones(2, 8)).any()
