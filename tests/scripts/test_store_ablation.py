@@ -1,5 +1,7 @@
 import json
 
+import pytest
+
 from store_ablation import main
 
 pytestmark = pytest.mark.slow
