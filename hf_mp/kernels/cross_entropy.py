@@ -102,7 +102,7 @@ class _CrossEntropy(Function):
         targets, factors = torch.where(counted, labels, 0), torch.where(counted, factor, 0.0)
         _rows(ctx.logits, labels).backward(result, ctx.logits, targets, ctx.denominators, factors)
         if not keeps_graph:
-            ctx.logits = ctx.denominators = None  # whoever holds the loss does not hold them
+            ctx.logits = ctx.denominators = None  # holding the loss does not hold them
         return result, None, None, None, None
 
 

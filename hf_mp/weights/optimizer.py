@@ -172,7 +172,7 @@ class MasterWeightOptimizer(Optimizer):
         """Clip the global 2-norm of the gradients to ``max_norm``; ``inf`` only measures.
 
         As ``torch.nn.utils.clip_grad_norm_`` (``error_if_nonfinite=False``), without FP32 copies of gradients that are
-        still scaled: those keep the factor, for whoever reads them. Gives the unscaled norm before: FP32, of shape ().
+        still scaled: those keep the factor, for their readers. Gives the unscaled norm before: FP32, of shape ().
         """
         return clip_grad_norm_(self._parameters(), max_norm)
 

@@ -61,7 +61,7 @@ class _Backward:
 
 
 class OptimizerInBackward(StepObserver):
-    """Updates the parameters of one optimizer inside of backward.
+    """Updates the parameters of one optimizer inside backward.
 
     Clips the global 2-norm of the gradients to ``max_grad_norm``; ``inf`` only measures it, None does not.
     ``on_measured`` is told the largest magnitude after a first pass.

@@ -74,7 +74,7 @@ def watch(parameter: nn.Parameter) -> None:
     if type(parameter) is nn.Parameter:
         let_optimizers_be_fast(WatchedParameter)
         parameter.__class__ = WatchedParameter
-        # A parameter inside of a larger buffer is written through that, as FSDP does.
+        # A parameter within a larger buffer is written through that, as FSDP does.
         parameter._data_was_out = is_shared(parameter)  # type: ignore[attr-defined]
 
 
@@ -101,7 +101,7 @@ class _Entry:
 class WorkingCopies:
     """One working copy per parameter, FP16/BF16, made at its first use and refreshed when the parameter has changed.
 
-    Outside of ``optimizer.step()``, a copy that :meth:`get` returns equals its parameter rounded to nearest, whoever
+    Outside of ``optimizer.step()``, a copy that :meth:`get` returns equals its parameter rounded to nearest, whatever
     wrote the parameter. Tied weights have one copy. A copy is released with its parameter.
     """
 
@@ -151,7 +151,7 @@ class WorkingCopies:
         _refresh([e for e, p in self._live() if p.requires_grad and (wanted is None or id(p) in wanted)])
 
     def copy_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """The copy that ``parameter`` has, whether or not it is fresh, for whoever is about to write both."""
+        """The copy that ``parameter`` has, whether or not it is fresh, for a kernel that writes both."""
         entry = self._entries.get(id(parameter))
         return None if entry is None or entry.copy.shape != parameter.shape else entry.copy
 

@@ -100,7 +100,7 @@ class DirectoryLock:
     def _release(self) -> None:
         """Let go of the lock and leave no file behind.
 
-        Removed while it is held: whoever waits for the file that was removed gets its lock, sees that no name leads to
+        Removed while it is held: a waiter that gets the lock of the removed file sees that no name leads to
         it any more, and begins anew (filelock from 3.24 on).
         """
         if self._lock.is_locked and not isinstance(self._lock, SoftFileLock):
