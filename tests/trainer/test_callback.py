@@ -389,7 +389,7 @@ def test_settings_that_a_checkpoint_cannot_hold() -> None:
     [
         ({"bf16": True}, r"bf16=True switches accelerate's mixed precision on.*say bf16=False"),
         ({"fp16_full_eval": True}, r"fp16_full_eval=True casts the FP32 masters away"),
-        ({"optim": "lomo"}, r"optim='lomo' updates inside of backward"),
+        ({"optim": "lomo"}, r"optim='lomo' updates inside backward"),
     ],
     ids=["bf16", "full eval", "lomo"],
 )

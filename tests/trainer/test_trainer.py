@@ -333,8 +333,8 @@ def test_arguments_from_the_command_line_and_from_a_file(tmp_path: Path) -> None
         ({"loss_scale": "-1"}, r"loss_scale='-1' must be a positive, finite number"),
         ({"loss_scale_kwargs": {"speed": 1}}, r"has no setting speed: it has .*headroom"),
         ({"fp16_full_eval": True}, r"casts the FP32 masters away"),
-        ({"optim": "lomo"}, r"optim='lomo' updates inside of backward"),
-        ({"optim": "galore_adamw_layerwise"}, r"updates inside of backward, where an overflow cannot be skipped"),
+        ({"optim": "lomo"}, r"optim='lomo' updates inside backward"),
+        ({"optim": "galore_adamw_layerwise"}, r"updates inside backward, where an overflow cannot be skipped"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_written(
