@@ -155,6 +155,8 @@ class TestIslandsOfTorchsInsideOfAGraph:
     @pytest.mark.parametrize("spelling", ["with", "decorator", "object", "torch.cuda.amp"])
     @pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.autocast:FutureWarning")
     def test_are_in_fp32(self, spelling: str, backend: str) -> None:
+        if spelling == "torch.cuda.amp" and torch.__version__.startswith("2.15"):
+            pytest.skip("torch 2.15 traces no torch.cuda.amp.autocast, also without ours: KeyError: dtype")
         w, made_before = torch.randn(8, 8), torch.autocast("cpu", enabled=False)
 
         def island(x: Tensor) -> Tensor:
