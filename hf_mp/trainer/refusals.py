@@ -51,9 +51,7 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
             "or block.compile()), or use DDP"
         )
     if (optim := str(getattr(args.optim, "value", args.optim))).endswith("layerwise") or "lomo" in optim:
-        raise ValueError(
-            f"optim={optim!r} updates inside backward, where an overflow cannot be skipped: use another"
-        )
+        raise ValueError(f"optim={optim!r} updates inside backward, where an overflow cannot be skipped: use another")
     if policy.is_lean and (args.world_size > 1 or fsdp_version == 2):
         how = "FSDP would reduce" if fsdp_version == 2 else "DistributedDataParallel would sum"
         raise ValueError(

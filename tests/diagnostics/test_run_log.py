@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_what_is_read_is_what_happened(tmp_path: Path) -> None:
     assert read.latest_updated is not None and read.latest_updated.step == 1
     start = read.start
     assert start["settings"] == {"learning_rate": 0.01} and start["precision"] == "fp16"
-    assert start["versions"]["torch"] == torch.__version__
+    assert start["versions"]["torch"] == version("torch")
     moments = [point.moment for point in read.memory[1].points]
     assert moments == ["before forward", "after forward", "after backward", "after the update"]
     assert all(point.used_bytes > 2**20 for point in read.memory[1].points)

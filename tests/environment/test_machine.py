@@ -1,4 +1,5 @@
 from importlib import metadata
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def test_every_row_is_a_readable_string():
 def test_versions_are_those_installed():
     rows = package_versions()
     assert rows["hf_mp"] == __version__
-    assert rows["torch"] == torch.__version__
+    assert rows["torch"] == version("torch")
     assert rows["transformers"] == metadata.version("transformers")
 
 

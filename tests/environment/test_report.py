@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_json_has_the_same():
 
 def test_this_machine():
     machine = examine_machine()
-    assert machine.versions["torch"] == torch.__version__
+    assert machine.versions["torch"] == version("torch")
     assert machine.hardware["CPU"]
     assert machine.products[0].dtype == "FP32"
     assert [library.name for library in machine.libraries] == ["bitsandbytes", "triton"]
