@@ -16,6 +16,8 @@ from hf_mp.memory.training import estimate_training_memory
 
 from .conftest import CONFIGS
 
+pytestmark = pytest.mark.slow
+
 STEP = {"batch_size": 2, "seq_len": 32}
 
 
