@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 
+from _markdown import table
 from _results import ROOT
 from _stored import StoredResults
 
@@ -72,3 +73,18 @@ def line_of(file: str, name: str) -> int:
         kinds = (ast.FunctionDef, ast.ClassDef)
         node = next(n for n in ast.iter_child_nodes(node) if isinstance(n, kinds) and n.name == part)
     return node.lineno  # type: ignore[attr-defined]
+
+
+def host(results: StoredResults) -> str:
+    """What a step costs the host: by a look at each call, by slots, by slots with shared borders."""
+    kinds = {
+        "bench_host_before": "a look at each call's arguments",
+        "bench_host_single_borders": "slots, a border for each weight",
+        "bench_host": "slots, small weights in groups of 16 (built)",
+    }
+    ours = ("hf_mp bf16", "hf_mp fp16", "hf_mp fp16-lean")
+    rows = [
+        [label, *(f"{results(name)['contenders'][who]['step']['ratio_to_torch_autocast'].number:.2f}" for who in ours)]
+        for name, label in kinds.items()
+    ]
+    return table(("way to the parameters", *(f"`{who.removeprefix('hf_mp ')}`" for who in ours)), rows)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from _ablation_region import lost_updates, techniques
 from _docs_regions import checkpoint_cost, faults, footprints, llama_7b, scaler_traces, training_memory
-from _hops_region import hops
+from _hops_region import hops, host
 from _markdown import MIB, hardware, otherwise, paragraph, ratio, script, table, timing, workload
 from _stored import Stored, StoredResults
 from hf_mp.policy import mixed_presets
@@ -404,4 +404,5 @@ REGIONS: dict[str, Region] = {
     "faults": faults,
     "checkpoint cost": checkpoint_cost,
     "hops": hops,
+    "host": host,
 }

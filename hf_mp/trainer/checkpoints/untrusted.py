@@ -38,6 +38,7 @@ _SHARD_CLASSES = {
     "torch": {"Size"},
     "collections": {"OrderedDict"},
     "pathlib": {"Path", "PosixPath", "WindowsPath", "PurePosixPath"},
+    "pathlib._local": {"Path", "PosixPath", "WindowsPath", "PurePosixPath"},  # where Python 3.13 has them
 }
 
 
