@@ -107,7 +107,7 @@ def our_step(workload: Workload, precision: str, make: MakeOptimizer) -> Step:
                 parameter.take_scaled_gradient(gradient, inverse)
             else:
                 parameter.grad = gradient
-        runtime.check.measure()
+        runtime.check.measure(runtime.check.parameters())
         if isinstance(optimizer, hf_mp.MasterWeightOptimizer):
             optimizer.clip_grad_norm_(1.0)
         else:

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
 from hf_mp.casting.active import active_autocast, state
-from hf_mp.casting.cpu.attention import ATTENTION, Attention, attend, read_attention
-from hf_mp.casting.cpu.products import Operand, Product, multiply, read_product
+from hf_mp.casting.cpu.attention import ATTENTION, attend, read_attention
+from hf_mp.casting.cpu.products import OWN_ELEMENTS, Operand, Product, multiply, read_product
 from hf_mp.casting.cpu.upcast import must_be_plain, run_through_fp32, runs_natively
 from hf_mp.casting.decompositions import AS_GIVEN
 from hf_mp.casting.decompositions.composites import COMPOSITES, call
@@ -166,6 +166,8 @@ class autocast(TorchFunctionMode):
         # Every torch call of a model comes here, most of them in no table: one look-up decides.
         kwargs = kwargs or {}
         entry = self._plan.get(func)
+        if entry is None and self.observer is None:
+            return self.call_unlisted(func, args, kwargs)
         if entry is not None:
             if entry.rule is _COMPOSITE:
                 return self.run_inside(COMPOSITES[func], args, kwargs)
@@ -247,7 +249,7 @@ class autocast(TorchFunctionMode):
         if isinstance(value, Tensor):
             found = value.dtype
             return value if found is dtype or found not in _CASTABLE else self.convert(value, dtype)
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple)) and not (value and type(value[0]) is int):  # a shape
             items = [self.cast(item, dtype) for item in value]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         return value
@@ -316,22 +318,27 @@ def _lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: 
         return mode.call_unlisted(func, args, kwargs)
     dtype = mode.dtype
     native = runs_natively(dtype, "cpu") or runs_natively(dtype, _device_type(args, kwargs))
-    # Where the CPU has the product itself, only the gradients' way to the parameters is worth a function of our own.
-    if not native or (mode.takes_products and torch.is_grad_enabled()):
+    # Where the CPU has the product itself, only a large gradient's way to its parameter is worth a function of our own.
+    if not native or (mode.takes_products and torch.is_grad_enabled() and _has_large(args, kwargs)):
         product = read_product(name, func, args, kwargs)
-        if product is not None:
+        if product is not None and (not native or product.weight.numel() >= OWN_ELEMENTS):
             return _multiply(mode, product, native)
     cast = mode.cast
     args = [cast(arg, dtype) for arg in args]
     if kwargs:
         kwargs = {key: cast(arg, dtype) for key, arg in kwargs.items()}
     if func in ATTENTION and (not native or mode.takes_products) and not must_be_plain():
-        attention = read_attention(args, kwargs)
-        if attention is not None and _is_for_us(attention, native):
+        attention = read_attention(args, kwargs, native)
+        # Also without grad, so that what a checkpoint computes again is the same; but for a token that is generated.
+        if attention and (attention.dropout or torch.is_grad_enabled() or attention.query.shape[2] > 1):
             return attend(attention)
     if func is F.linear and args and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         args[0] = _in_rows(args[0])
     return func(*args, **kwargs) if native else run_through_fp32(func, args, kwargs, dtype)
+
+
+def _has_large(args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, Tensor) and value.numel() >= OWN_ELEMENTS for value in (*args, *kwargs.values()))
 
 
 def _in_rows(x: Any) -> Any:
@@ -340,14 +347,6 @@ def _in_rows(x: Any) -> Any:
     if is_last_token and x.stride(0) != x.shape[2]:
         return x.reshape(-1, x.shape[-1]).view(x.shape)
     return x
-
-
-def _is_for_us(attention: Attention, native: bool) -> bool:
-    # Without dropout, a CPU that multiplies in 16 bits has a fused kernel of its own.
-    if native or attention.dropout:
-        return bool(attention.dropout)
-    # Also without grad, so that what a checkpoint computes again is the same; but for a token that is generated.
-    return torch.is_grad_enabled() or attention.query.shape[2] > 1
 
 
 def _multiply(mode: autocast, product: Product, native: bool) -> Tensor:
@@ -359,8 +358,9 @@ def _multiply(mode: autocast, product: Product, native: bool) -> Tensor:
 def _fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if kwargs.get("out") is not None:
         return mode.call_unlisted(func, args, kwargs)
-    args = [mode.cast(arg, torch.float32) for arg in args]
-    return func(*args, **{key: mode.cast(arg, torch.float32) for key, arg in kwargs.items()})
+    cast = mode.cast
+    args = [cast(arg, torch.float32) for arg in args]
+    return func(*args, **{key: cast(arg, torch.float32) for key, arg in kwargs.items()})
 
 
 def _fp32_output(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ from hf_mp.kernels.split import merge, split_into
 
 # Small enough that what one operation leaves is in a core's cache for the next, large enough for some 20 calls a block.
 _BLOCK_ELEMENTS_PER_THREAD = 2**17
+_SMALL_ELEMENTS = 2**14  # parameters up to this size are joined: each call costs more than its work
 _MINUS_UNIT = -(2.0**-25)  # a remainder counts units of 2**-25 of its working copy's binade, and is negated here
 _FP16_EXPONENT, _FP16_SMALLEST_BINADE, _FP16_LARGEST_BINADE = 0x7C00, 0x0400, 0x7800
 
@@ -105,7 +106,7 @@ def adamw_by_torch(tensors: AdamWTensors, settings: AdamWSettings, factor: Tenso
     tensors.step.add_(1)
     master = _whole_master(tensors)
     gradient = tensors.gradient.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    _fused(tensors, master, gradient if factor is None else gradient.mul_(factor.squeeze()), settings)
+    _fused([tensors], master, gradient if factor is None else gradient.mul_(factor.squeeze()), settings)
     _write_working(tensors, master)
 
 
@@ -127,13 +128,14 @@ def adamw_(parameters: Sequence[AdamWTensors], settings: AdamWSettings, factor: 
     if (kernel := chosen("adamw", read)) is not None:
         kernel(parameters, settings, factor)
         return
-    for tensors in parameters:
-        if not _has_blocks(tensors):
-            adamw_by_torch(tensors, settings, factor)
+    for batch in _batches(parameters):
+        if not _has_blocks(batch[0]):
+            adamw_by_torch(batch[0], settings, factor)
             continue
-        tensors.step.add_(1)
-        update = _update_split_fp16 if tensors.working.dtype is torch.float16 else _update_split_bf16  # type: ignore[union-attr]
-        update(tensors, settings, None if factor is None else factor.squeeze())
+        torch._foreach_add_([tensors.step for tensors in batch], 1)
+        is_fp16 = batch[0].working.dtype is torch.float16  # type: ignore[union-attr]
+        update = _update_split_fp16 if is_fp16 else _update_split_bf16
+        update(batch, settings, None if factor is None else factor.squeeze())
 
 
 def _whole_master(tensors: AdamWTensors) -> Tensor:
@@ -143,11 +145,16 @@ def _whole_master(tensors: AdamWTensors) -> Tensor:
     return merge(tensors.working, tensors.remainder)
 
 
-def _fused(tensors: AdamWTensors, master: Tensor, gradient: Tensor, settings: AdamWSettings) -> None:
+def _fused(parts: Sequence[AdamWTensors], master: Tensor, gradient: Tensor, settings: AdamWSettings) -> None:
+    """torch's fused step of ``parts``, whose masters and gradients lie one after the other."""
     numbers = {name: value for name, value in vars(settings).items() if name != "decoupled"}
-    state: Any = ([tensors.exp_avg], [tensors.exp_avg_sq], [], [tensors.step])
-    step = torch._fused_adamw_ if settings.decoupled else torch._fused_adam_
-    step([master], [gradient], *state, amsgrad=False, **numbers)
+    step: Any = torch._fused_adamw_ if settings.decoupled else torch._fused_adam_
+    moments = [part.exp_avg for part in parts], [part.exp_avg_sq for part in parts]
+    whole = [[master], [gradient]]
+    if len(parts) > 1:  # each by itself, so that torch's scalar loop for the rest begins where it would
+        sizes = [moment.numel() for moment in moments[0]]
+        whole = [list(master.split(sizes)), list(gradient.split(sizes))]
+    step(*whole, *moments, [], [part.step for part in parts], amsgrad=False, **numbers)
 
 
 def _has_blocks(tensors: AdamWTensors) -> bool:
@@ -156,11 +163,57 @@ def _has_blocks(tensors: AdamWTensors) -> bool:
     return tensors.remainder is not None and gradient.device.type == "cpu" and dense
 
 
-def _blocks(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Flat blocks, each joined, updated and split while in the cache: state, halves, gradient, master and scratch."""
+def is_small(gradient: Tensor) -> bool:
+    """Whether :func:`adamw_` takes a parameter together with others of its size, given all at once."""
+    return gradient.numel() <= _SMALL_ELEMENTS
+
+
+def _batches(parameters: Sequence[AdamWTensors]) -> Iterator[list[AdamWTensors]]:
+    """The parameters one by one; small ones of the same dtypes together, up to the size of a block."""
+    small: dict[tuple[torch.dtype, ...], list[AdamWTensors]] = {}
+    for tensors in parameters:
+        if len(parameters) == 1 or not (is_small(tensors.gradient) and _has_blocks(tensors)):
+            yield [tensors]
+            continue
+        batch = small.setdefault((tensors.gradient.dtype, tensors.working.dtype), [])  # type: ignore[union-attr]
+        if batch and sum(t.gradient.numel() for t in (*batch, tensors)) > _block_elements():
+            yield list(batch)
+            batch.clear()
+        batch.append(tensors)
+    yield from small.values()
+
+
+def _block_elements() -> int:
+    return _BLOCK_ELEMENTS_PER_THREAD * torch.get_num_threads()
+
+
+def _blocks(batch: Sequence[AdamWTensors], factor: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Flat blocks, each joined, updated and split while in the cache: parts, halves, gradient, master and scratch."""
+    if len(batch) == 1:
+        yield from _blocks_of_one(batch[0], factor)
+        return
+    working, remainder = (
+        torch.cat([getattr(tensors, name).view(-1) for tensors in batch]) for name in ("working", "remainder")
+    )
+    shape, device = working.shape, working.device
+    master, gradient, floats, units = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(4))
+    sizes = [tensors.gradient.numel() for tensors in batch]
+    torch._foreach_copy_(gradient.split(sizes), [tensors.gradient.reshape(-1) for tensors in batch])
+    parts = [
+        tensors._replace(exp_avg=tensors.exp_avg.view(-1), exp_avg_sq=tensors.exp_avg_sq.view(-1)) for tensors in batch
+    ]
+    if factor is not None:
+        gradient.mul_(factor)
+    yield parts, working, remainder, gradient, master, floats, units, torch.empty_like(remainder)
+    # The block is updated: its halves go back to their parameters.
+    for name, halves in (("working", working), ("remainder", remainder)):
+        torch._foreach_copy_([getattr(tensors, name).view(-1) for tensors in batch], halves.split(sizes))
+
+
+def _blocks_of_one(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[tuple[Any, ...]]:
     assert tensors.working is not None and tensors.remainder is not None
     # whole vectors, so that torch's scalar loop for the rest begins where it would in the whole tensor
-    elements = _BLOCK_ELEMENTS_PER_THREAD * torch.get_num_threads()
+    elements = _block_elements()
     given = [tensors.gradient, tensors.exp_avg, tensors.exp_avg_sq, tensors.working, tensors.remainder]
     if is_fake(tensors.gradient):  # it has no values, and one block stands for the memory of all
         given = [tensor.reshape(-1)[:elements] for tensor in given]
@@ -180,21 +233,21 @@ def _blocks(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[tuple[Any,
             if factor is not None:
                 true.mul_(factor)
         part = tensors._replace(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-        yield part, working, remainder, true, master, floats, units, shorts
+        yield [part], working, remainder, true, master, floats, units, shorts
 
 
-def _update_split_fp16(tensors: AdamWTensors, settings: AdamWSettings, factor: Tensor | None) -> None:
-    device = tensors.gradient.device
+def _update_split_fp16(batch: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None) -> None:
+    device = batch[0].gradient.device
     mask = torch.tensor(_FP16_EXPONENT, dtype=torch.int16, device=device)
     zero = torch.zeros((), dtype=torch.float32, device=device)
-    for part, working, remainder, gradient, master, floats, units, shorts in _blocks(tensors, factor):
+    for parts, working, remainder, gradient, master, floats, units, shorts in _blocks(batch, factor):
         bits, binade = working.view(torch.int16), shorts.view(torch.float16)
         torch.bitwise_and(bits, mask, out=shorts).clamp_(_FP16_SMALLEST_BINADE, _FP16_LARGEST_BINADE)
         units.copy_(binade)
         # Negated twice, -0.0 stays what it is: -0.0 + -0.0 * unit.
         floats.copy_(torch.neg(remainder, out=shorts))
         master.copy_(working).addcmul_(floats, units, value=_MINUS_UNIT)
-        _fused(part, master, gradient, settings)
+        _fused(parts, master, gradient, settings)
         working.copy_(master)
         torch.bitwise_and(bits, mask, out=shorts)
         if not is_fake(working) and shorts.max().item() == _FP16_EXPONENT:  # inf or NaN
@@ -205,13 +258,13 @@ def _update_split_fp16(tensors: AdamWTensors, settings: AdamWSettings, factor: T
         remainder.copy_(torch.addcdiv(zero, master.sub_(floats), units, value=2.0**25, out=master))
 
 
-def _update_split_bf16(tensors: AdamWTensors, settings: AdamWSettings, factor: Tensor | None) -> None:
-    half, sixteen = torch.tensor((0x8000, 16), dtype=torch.int32, device=tensors.gradient.device)
-    for part, working, remainder, gradient, master, floats, _, _ in _blocks(tensors, factor):
+def _update_split_bf16(batch: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None) -> None:
+    half, sixteen = torch.tensor((0x8000, 16), dtype=torch.int32, device=batch[0].gradient.device)
+    for parts, working, remainder, gradient, master, floats, _, _ in _blocks(batch, factor):
         bits, lower = master.view(torch.int32), floats.view(torch.int32)
         master.copy_(working)
         bits.add_(lower.copy_(remainder))
-        _fused(part, master, gradient, settings)
+        _fused(parts, master, gradient, settings)
         if not is_fake(working) and not master.sum().isfinite():  # it may be NaN, which rounds otherwise
             split_into(master, working, remainder)
             continue

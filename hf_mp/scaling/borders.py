@@ -84,32 +84,55 @@ def _outside_dtype(dtype: torch.dtype) -> torch.dtype:
 
 class _InwardBorders(Function):
     @staticmethod
-    def forward(ctx: Any, crossings: Crossings, copies: Sequence[Tensor | None], *outside: Tensor) -> Any:
+    def forward(
+        ctx: Any, crossings: Crossings, copies: Sequence[Tensor | None], with_aliases: bool, *outside: Tensor
+    ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.crossings, ctx.outside = crossings, outside
-        ctx.has_copy = [copy is not None for copy in copies]
+        copied = [index for index, copy in enumerate(copies) if copy is not None]
+        ctx.leads_to = [*range(len(outside) if with_aliases else 0), *copied]  # for each result, its place in `outside`
         # Views cannot be written to in place: copies must not be, activations that come in may.
-        return *[tensor.detach() for tensor in outside], *[copy.view_as(copy) for copy in copies if copy is not None]
+        aliases = [tensor.detach() for tensor in outside] if with_aliases else []
+        return *aliases, *[copy.view_as(copy) for copy in copies if copy is not None]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        of_copies = iter(gradients[len(ctx.outside) :])
-        found: list[Tensor | None] = []
-        for index, (outside, has_copy) in enumerate(zip(ctx.outside, ctx.has_copy, strict=True)):
-            uses = (gradients[index], next(of_copies) if has_copy else None)
-            found.append(_leave(ctx, index, outside, [use for use in uses if use is not None]))
-        return None, None, *found
+        uses: list[list[Tensor]] = [[] for _ in ctx.outside]
+        for index, gradient in zip(ctx.leads_to, gradients, strict=True):
+            if gradient is not None:
+                uses[index].append(gradient)
+        return None, None, None, *_leave(ctx, uses)
 
 
-def _leave(ctx: Any, index: int, outside: Tensor, gradients: list[Tensor]) -> Tensor | None:
-    """The gradient of a tensor outside from those of its uses inside: each times 1/S in FP32, then summed."""
-    if not gradients or ctx.crossings.take(outside, gradients, ctx, index):
-        return None
-    inverse = ctx.crossings.inverse(outside.device, ctx, index)
-    dtype = _outside_dtype(outside.dtype)  # of an FP16 activation outside, autograd rounds it
-    first, *others = [multiply(gradient, inverse, ctx.crossings).to(dtype) for gradient in gradients]
-    return functools.reduce(torch.add, others, first)
+def _leave(ctx: Any, uses: list[list[Tensor]]) -> list[Tensor | None]:
+    """The gradients of tensors outside from those of their uses inside: each times 1/S in FP32, then summed."""
+    crossings, outside = ctx.crossings, ctx.outside
+    found: list[Tensor | None] = [None] * len(outside)
+    leaving = [i for i, gradients in enumerate(uses) if gradients and not crossings.take(outside[i], gradients, ctx, i)]
+    # It is the same for all, but told of each is one that leaves unscaled.
+    told = (inverse for i in leaving if (inverse := crossings.inverse(outside[i].device, ctx, i)) is not None)
+    unscaled = iter(_multiply_all([gradient for i in leaving for gradient in uses[i]], next(told, None), crossings))
+    for i in leaving:
+        dtype = _outside_dtype(outside[i].dtype)  # of an FP16 activation outside, autograd rounds it
+        first, *others = [next(unscaled).to(dtype) for _ in uses[i]]
+        found[i] = functools.reduce(torch.add, others, first)
+    return found
 
+
+def _multiply_all(gradients: list[Tensor], factor: Tensor | None, crossings: Crossings) -> list[Tensor]:
+    """:func:`multiply` of each; of several plain ones in two multi-tensor calls."""
+    is_plain = all(type(g) is Tensor and g.layout is torch.strided and g.dtype in _PLAIN_DTYPES for g in gradients)
+    if factor is None or len(gradients) < 2 or not is_plain or torch.is_grad_enabled():
+        return [multiply(gradient, factor, crossings) for gradient in gradients]
+    number = factor.squeeze()
+    rounded = [gradient.float() for gradient in gradients if gradient.dtype is not torch.float32]
+    torch._foreach_mul_(rounded, number) if rounded else None
+    others = [gradient for gradient in gradients if gradient.dtype is torch.float32]
+    of_rounded, of_others = iter(rounded), iter(torch._foreach_mul(others, number) if others else ())
+    return [next(of_others if gradient.dtype is torch.float32 else of_rounded) for gradient in gradients]
+
+
+_PLAIN_DTYPES = (torch.float32, *LOWER_PRECISION_DTYPES)
 
 # Autograd runs what is ready in the order of these numbers, largest first. A border is made before the forward and
 # would come last: all 16-bit gradients would wait for the end of the backward. With AccumulateGrad's, none waits.
@@ -129,17 +152,19 @@ def _has_order() -> bool:
 
 
 def inward_borders(
-    outside: Sequence[Tensor], copies: Sequence[Tensor | None], crossings: Crossings
+    outside: Sequence[Tensor], copies: Sequence[Tensor | None], crossings: Crossings, *, with_aliases: bool = True
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Bring tensors of one device inside, in one autograd node for all of them; their gradients leave unscaled.
 
-    Gives for each of ``outside`` an alias in its own dtype, and one of its FP16/BF16 copy (None where there is none).
+    Gives for each of ``outside`` an alias in its own dtype (itself, without ``with_aliases``), and one of its FP16/BF16
+    copy (None where there is none).
     """
-    inside = _InwardBorders.apply(crossings, copies, *outside)
+    inside = _InwardBorders.apply(crossings, copies, with_aliases, *outside)
     if (node := inside[0].grad_fn) is not None and _has_order():
         node._set_sequence_nr(_AT_ONCE)
-    of_copies = iter(inside[len(outside) :])
-    return list(inside[: len(outside)]), [None if copy is None else next(of_copies) for copy in copies]
+    of_copies = iter(inside[len(outside) if with_aliases else 0 :])
+    aliases = list(inside[: len(outside)] if with_aliases else outside)
+    return aliases, [None if copy is None else next(of_copies) for copy in copies]
 
 
 class _OutputBorder(Function):

@@ -49,8 +49,10 @@ class GradientCheck(SeenGradients):
 
     def _backward_ended(self, task: int) -> None:
         self.runs.end(task)
-        largest = self.measure() if self.is_scaled or self.measures_norm else None
-        self._versions = _versions(self.parameters())
+        largest = None
+        if self.is_scaled or self.measures_norm:
+            largest = self.measure(parameters := self.parameters())
+            self._versions = _versions(parameters)
         self._on_ended(largest)
 
     def warn_once(self, message: str) -> None:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_
+from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_, is_small
 from hf_mp.kernels.registry import chosen
 from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, halves_of, note_written_halves
 from hf_mp.weights.working_copies import WorkingCopies
@@ -23,9 +23,9 @@ Given = tuple[AdamWTensors, Tensor | None]
 def step_split(optimizer: Optimizer, parameters: list[nn.Parameter]) -> bool:
     """Update those split ``parameters`` of which :func:`hf_mp.kernels.adamw.adamw_` does what ``optimizer`` would.
 
-    That is ``torch.optim.AdamW`` and ``Adam`` with ``fused=True``, without ``amsgrad``: on a CPU one by one, each
-    gradient freed at once; on a GPU in one launch of the Triton kernel. Tells whether any was; what was not keeps its
-    gradient.
+    That is ``torch.optim.AdamW`` and ``Adam`` with ``fused=True``, without ``amsgrad``: on a CPU large ones one by one,
+    each gradient freed at once; on a GPU in one launch of the Triton kernel. Tells whether any was; what was not keeps
+    its gradient.
     """
     if not _is_fused_adam(optimizer, vars(optimizer).get("step")):
         return False
@@ -38,7 +38,7 @@ def step_split(optimizer: Optimizer, parameters: list[nn.Parameter]) -> bool:
                 continue
             tensors, factor = given
             stepped = True
-            if parameter.device.type == "cpu":
+            if parameter.device.type == "cpu" and not is_small(tensors.gradient):
                 adamw_([tensors], settings, factor)
                 _finish_split(parameter)
             else:

@@ -15,11 +15,12 @@ from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude, larges
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 from hf_mp.weights.distributed import is_dtensor, local_part
 from hf_mp.weights.fused_adamw import step_whole
+from hf_mp.weights.model_walk import parameters_of
 from hf_mp.weights.optimizer import MasterWeightOptimizer, clip_grad_norm_
 from hf_mp.weights.split_layout import restore_parameters, split_trainable_parameters
 from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, keep_scale_of_gradients
 from hf_mp.weights.transient_copies import TransientCopies
-from hf_mp.weights.working_copies import WorkingCopies
+from hf_mp.weights.working_copies import WorkingCopies, is_parameter
 
 
 class WeightLayout:
@@ -40,7 +41,7 @@ class WeightLayout:
     def prepare(self, model: nn.Module) -> None:
         """Give the trainable parameters of ``model`` FP32 masters where they have none; called before each forward."""
         converted = False
-        for parameter in model.parameters():
+        for parameter in parameters_of(model):
             if parameter.requires_grad and parameter.dtype in LOWER_PRECISION_DTYPES:
                 parameter.data = parameter.data.float()
                 converted = True
@@ -51,7 +52,7 @@ class WeightLayout:
 
     def working_copy(self, weight: Tensor) -> Tensor | None:
         """What lower-precision ops read in the place of ``weight``, without grad; None where they cast it."""
-        is_master = isinstance(weight, nn.Parameter) and weight.dtype is torch.float32
+        is_master = weight.dtype is torch.float32 and is_parameter(weight)
         return self.copies.get(weight) if is_master else None  # type: ignore[arg-type]
 
     def for_parameters(self, parameters: Iterable[Tensor], train_together: bool) -> WeightLayout:
@@ -60,7 +61,7 @@ class WeightLayout:
 
     def trained_parameters(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
         """The parameters whose gradients a backward of ``model`` may leave, each once."""
-        return [] if model is None else list(model.parameters())
+        return [] if model is None else parameters_of(model)
 
     def saving(self) -> AbstractContextManager[None]:
         """To run a forward in: decides what autograd saves of the working copies."""
@@ -91,7 +92,7 @@ class WeightLayout:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         self.copies.refresh_all([parameter for parameter in parameters if parameter.grad is not None])
 
-    def scale_changes(self, parameters: Iterable[nn.Parameter]) -> None:
+    def scale_changes(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
         """Have gradients that are still scaled remember by how much: the loss scale is about to change."""
 
     def restore(self, model: nn.Module | None) -> None:
@@ -109,7 +110,7 @@ class TransientLayout(WeightLayout):
         self._transient = TransientCopies(policy.compute)
 
     def working_copy(self, weight: Tensor) -> Tensor | None:
-        is_master = isinstance(weight, nn.Parameter) and weight.dtype is torch.float32
+        is_master = weight.dtype is torch.float32 and is_parameter(weight)
         return self._transient.get(weight) if is_master else None  # type: ignore[arg-type]
 
     def for_parameters(self, parameters: Iterable[Tensor], train_together: bool) -> WeightLayout:
@@ -170,8 +171,8 @@ class SplitLayout(WeightLayout):
     def updated(self, optimizer: Optimizer) -> None:
         pass  # the update has written both halves
 
-    def scale_changes(self, parameters: Iterable[nn.Parameter]) -> None:
-        keep_scale_of_gradients(parameters)
+    def scale_changes(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
+        keep_scale_of_gradients(parameters())
 
     def restore(self, model: nn.Module | None) -> None:
         super().restore(model)

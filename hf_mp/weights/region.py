@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -91,13 +91,21 @@ class Region(autocast):
     def apply(
         self, entry: PlannedCall | None, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
+        if entry is None:
+            return self.call_unlisted(func, args, kwargs)
         # In compiled code, what comes in from outside is the graph's input: see bring_in().
         weights = None if torch.compiler.is_dynamo_compiling() else self._thread.weights
-        if weights is not None and weights.has_borders and torch.is_grad_enabled():
-            comes_in = _has_outside(weights, args) or (kwargs and _has_outside(weights, kwargs.values()))
-            if comes_in and func not in _OF_THE_TENSOR_ITSELF and not _is_below_autograd(func):
-                args, kwargs = apply_to_tensors(weights.bring_in, (args, dict(kwargs)))
-        return super().apply(entry, func, args, kwargs)
+        if weights is not None and weights.has_borders and func not in _OF_THE_TENSOR_ITSELF:
+            args, kwargs = _brought_in(weights, func, args, kwargs)
+        return entry.handler(self, entry.name, func, args, kwargs)
+
+    def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return super().call_unlisted(func, args, kwargs)
+        weights = self._thread.weights
+        if weights is not None and weights.has_borders and func not in _OF_THE_TENSOR_ITSELF:
+            args, kwargs = _brought_in(weights, func, args, kwargs)
+        return func(*args, **kwargs)
 
     def bring_in(self, tensor: Tensor) -> Tensor:
         weights = self._thread.weights
@@ -141,14 +149,12 @@ def make_region(
     return kind(layout, no_backward, model=model, rules=rules, **settings)
 
 
-def _has_outside(weights: WorkingWeights, values: Iterable[Any]) -> bool:
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.requires_grad and weights.is_outside(value):
-                return True
-        elif isinstance(value, (list, tuple)) and _has_outside(weights, value):
-            return True
-    return False
+def _brought_in(weights: WorkingWeights, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a call, those that come from outside through a border."""
+    comes_in = weights.has_outside(args) or (kwargs and weights.has_outside(kwargs.values()))
+    if comes_in and torch.is_grad_enabled() and not _is_below_autograd(func):
+        return apply_to_tensors(weights.bring_in, (args, dict(kwargs)))
+    return args, kwargs
 
 
 def _is_below_autograd(func: Callable[..., Any]) -> bool:

@@ -36,9 +36,8 @@ class SeenGradients:
         """The gradients that ``parameters`` have, as backward left them."""
         return [gradient for gradient, _ in self.layout.gradients(parameters)]
 
-    def measure(self) -> Tensor | None:
+    def measure(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """The largest magnitude of what a backward left; None for nothing (FSDP accumulates without reducing)."""
-        parameters = self.parameters()
         if not (found := self.layout.gradients(parameters)):
             return None
         largest, norm = measure(found, with_norm=self.measures_norm)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.weights.model_walk import modules_of, parameters_of
 from hf_mp.weights.split_parameter import (
     SplitParameter,
     check_splittable,
@@ -32,7 +33,7 @@ def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
     beside_statistics = trained_beside_statistics(model)
     trainable = {
         parameter: None
-        for parameter in model.parameters()
+        for parameter in parameters_of(model)
         if parameter.requires_grad and parameter.is_floating_point() and parameter not in beside_statistics
     }
     new = [parameter for parameter in trainable if not isinstance(parameter, SplitParameter)]
@@ -59,7 +60,7 @@ def trained_beside_statistics(model: nn.Module) -> dict[nn.Parameter, None]:
     """The trained weights of normalizations with running statistics, in the order of the model."""
     return {
         parameter: None
-        for module in model.modules()
+        for module in modules_of(model)
         if isinstance(module, _NormBase) and module.track_running_stats
         for parameter in module.parameters(recurse=False)
         if parameter.requires_grad

@@ -59,6 +59,11 @@ class WatchedParameter(nn.Parameter):
         return changed
 
 
+def is_parameter(tensor: Tensor) -> bool:
+    """``isinstance(tensor, nn.Parameter)``, which asks in Python."""
+    return type(tensor) is WatchedParameter or isinstance(tensor, nn.Parameter)
+
+
 def let_optimizers_be_fast(kind: type[nn.Parameter]) -> None:
     """Have torch's optimizers use their multi-tensor implementations for parameters of ``kind`` as well."""
     types = getattr(optimizers, "_foreach_supported_types", None)
@@ -208,6 +213,6 @@ def _refresh(entries: list[_Entry]) -> None:
     pairs = [(entry, parameter) for entry in entries if (parameter := entry.parameter()) is not None]
     if not pairs:
         return
-    torch._foreach_copy_([entry.copy for entry, _ in pairs], [parameter.detach() for _, parameter in pairs])
+    torch._foreach_copy_([entry.copy for entry, _ in pairs], [parameter for _, parameter in pairs])
     for entry, parameter in pairs:
         entry.seen = seen(parameter)

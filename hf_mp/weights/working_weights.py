@@ -14,6 +14,7 @@ from hf_mp.casting.cpu.products import Operand
 from hf_mp.scaling.borders import Crossings, inward_borders
 from hf_mp.weights.distributed import fsdp_modules, is_dtensor
 from hf_mp.weights.layout import WeightLayout
+from hf_mp.weights.model_walk import modules_of
 
 GROUP_SIZE = 16  # small weights that share a border: one autograd node instead of as many
 ALONE_ELEMENTS = 2**18  # weights from this size on have a border of their own: their gradients leave at once
@@ -82,7 +83,7 @@ class WorkingWeights:
     def _bring_in(self, group: list[Tensor]) -> None:
         layout = self.layout
         copies = [layout.working_copy(weight) if layout.copies.is_rounded(weight) else None for weight in group]
-        insides, rounded = inward_borders(group, copies, self._crossings)
+        insides, rounded = inward_borders(group, copies, self._crossings, with_aliases=self.has_borders)
         for weight in map(_Weight, group, insides, rounded):
             self._weights[id(weight.outside)] = self._weights[id(weight.inside)] = weight
 
@@ -168,6 +169,16 @@ class WorkingWeights:
             return id(tensor) not in self._carriers
         return node._sequence_nr() < self.first_node and not self._has_made(node)
 
+    def has_outside(self, values: Iterable[Any]) -> bool:
+        """Whether among the arguments of a call is a tensor from outside that wants a gradient."""
+        for value in values:  # every call of a model comes here
+            if isinstance(value, Tensor):
+                if value.requires_grad and self.is_outside(value):
+                    return True
+            elif isinstance(value, (list, tuple)) and self.has_outside(value):
+                return True
+        return False
+
     @contextmanager
     def recomputing(self, args: tuple[Any, ...]) -> Iterator[None]:
         """To run a piece of the forward again in, in a thread that may number nodes anew: all but leaves is inside."""
@@ -181,7 +192,7 @@ class WorkingWeights:
 
 def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     """Where trained weights are looked up: a module's attributes, a name, the weight."""
-    for module in model.modules():
+    for module in modules_of(model):
         for name, weight in module._parameters.items():
             if weight is not None and weight.requires_grad and name not in module.__dict__:
                 yield module.__dict__, name, weight

@@ -286,12 +286,18 @@ class TestWhichCallsAreTaken:
         assert read_attention(inputs, {"attn_mask": torch.zeros(1, 24)}) is not None
 
     @pytest.mark.parametrize(
-        "dtype, dropout, native, taken",
-        [(FP16, 0.0, False, True), (FP16, 0.3, False, True), (BF16, 0.0, True, False), (BF16, 0.3, True, True)],
-        ids=["FP16", "FP16, dropout", "BF16", "BF16, dropout"],
+        "dtype, dropout, rows, native, taken",
+        [
+            (FP16, 0.0, 24, False, True),
+            (FP16, 0.3, 24, False, True),
+            (BF16, 0.0, 256, True, False),
+            (BF16, 0.3, 256, True, True),
+            (BF16, 0.3, 24, True, False),
+        ],
+        ids=["FP16", "FP16, dropout", "BF16", "BF16, dropout", "BF16, dropout, few probabilities"],
     )
     def test_by_the_mode(
-        self, dtype: torch.dtype, dropout: float, native: bool, taken: bool, monkeypatch: pytest.MonkeyPatch
+        self, dtype: torch.dtype, dropout: float, rows: int, native: bool, taken: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         calls: list[Attention] = []
         monkeypatch.setattr(mode, "runs_natively", lambda *_: native)
@@ -300,20 +306,20 @@ class TestWhichCallsAreTaken:
         class Attending(torch.nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.weight = torch.nn.Parameter(random(1, 4, 24, 8).float())
+                self.weight = torch.nn.Parameter(random(1, 4, rows, 8).float())
 
-            def forward(self, x: Tensor, rows: int = 24) -> Tensor:
-                return F.scaled_dot_product_attention((x * self.weight)[:, :, :rows], x, x, dropout_p=dropout)
+            def forward(self, x: Tensor, queries: int = rows) -> Tensor:
+                return F.scaled_dot_product_attention((x * self.weight)[:, :, :queries], x, x, dropout_p=dropout)
 
         model = Attending()
         hf_mp.MixedPrecision("fp16" if dtype is FP16 else "bf16").attach(model)
-        model(random(2, 4, 24, 8).float())
+        model(random(2, 4, rows, 8).float())
         assert bool(calls) == taken
         calls.clear()
         with torch.no_grad():  # as the first forward of a reentrant checkpoint, whose second one is with grad
-            model(random(2, 4, 24, 8).float())
+            model(random(2, 4, rows, 8).float())
         assert bool(calls) == taken
         calls.clear()
         with torch.no_grad():  # as a token is generated
-            model(random(2, 4, 24, 8).float(), rows=1)
-        assert bool(calls) == bool(dropout)
+            model(random(2, 4, rows, 8).float(), queries=1)
+        assert bool(calls) == (bool(dropout) and not native)

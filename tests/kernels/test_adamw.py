@@ -49,17 +49,30 @@ def bits(tensor: Tensor) -> Tensor:
 
 def check(tensors: AdamWTensors, settings: AdamWSettings = SETTINGS, steps: int = 3, **kwargs: Any) -> AdamWTensors:
     """Steps of both forms, which must leave the same bits; returns what the fast one left."""
-    fast, plain = clone(tensors), clone(tensors)
+    return check_together([tensors], settings, steps, **kwargs)[0]
+
+
+def check_together(
+    given: list[AdamWTensors], settings: AdamWSettings = SETTINGS, steps: int = 3, **kwargs: Any
+) -> list[AdamWTensors]:
+    """:func:`check` of parameters that are updated in one call."""
+    fast, plain = [clone(tensors) for tensors in given], [clone(tensors) for tensors in given]
     for _ in range(steps):
-        adamw_([fast], settings, **kwargs)
-        adamw_by_torch(plain, settings, **kwargs)
+        adamw_(fast, settings, **kwargs)
+        for tensors in plain:
+            adamw_by_torch(tensors, settings, **kwargs)
+    for found, expected in zip(fast, plain, strict=True):
+        assert_same_bits(found, expected)
+    return fast
+
+
+def assert_same_bits(fast: AdamWTensors, plain: AdamWTensors) -> None:
     for name, found, expected in zip(fast._fields, fast, plain, strict=True):
         if found is not None and expected is not None:
             same = bits(found) == bits(expected)
             if found.is_floating_point():  # which NaN it is, nobody says
                 same |= found.isnan() & expected.isnan()
             assert same.all(), name
-    return fast
 
 
 @every_dtype
@@ -113,6 +126,24 @@ def test_special_values(where: str, poison: float, dtype: torch.dtype) -> None:
     values, gradient = weights(200), torch.randn(200).to(dtype)
     (gradient if where == "gradient" else values)[70] = poison
     check(split_tensors(values, gradient, dtype))
+
+
+@every_dtype
+@pytest.mark.parametrize("poison", [None, math.nan, math.inf, 2.0**-24])
+def test_small_parameters_are_updated_together(poison: float | None, dtype: torch.dtype) -> None:
+    shapes = [(1,), (15,), (3, 5), (), (0,), (7, 9), (65,), (2, 31), (64,), (5,)]
+    given = [split_tensors(weights(math.prod(s)).view(s), torch.randn(s).to(dtype), dtype) for s in shapes]
+    given[1] = given[1]._replace(gradient=given[1].gradient.float())  # settled by a reader
+    given[5] = given[5]._replace(gradient=torch.randn(9, 7).to(dtype).t())
+    other = torch.float16 if dtype is BF16 else BF16
+    given.append(split_tensors(weights(9), torch.randn(9).to(other), other))
+    given.append(AdamWTensors(torch.randn(9), torch.zeros(9), torch.zeros(9), torch.zeros(()), weights(9)))
+    if poison is not None:
+        given[3].gradient.fill_(poison)
+        given[7].gradient[1, 2] = poison
+    assert max(len(batch) for batch in module._batches(given)) > 2
+    after = check_together(given, factor=torch.tensor([0.37 / 1024]))
+    assert [tensors.step.item() for tensors in after] == [3.0] * len(given)
 
 
 @every_dtype

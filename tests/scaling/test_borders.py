@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from crossings import Crossings
 from torch import Tensor, nn
 
+from hf_mp.scaling import borders
 from hf_mp.scaling.borders import inward_borders
 from hf_mp.scaling.borders import output_border as border_of_output
 from hf_mp.scaling.scalers import StaticLossScaler
@@ -199,3 +201,30 @@ def test_gradients_leave_as_soon_as_they_are_complete() -> None:
         x.register_hook(lambda _, number=number: arrived.append(f"backward {number}"))
     x.sum().backward()
     assert arrived == ["backward 2", "gradient 2", "backward 1", "gradient 1", "backward 0", "gradient 0"]
+
+
+@pytest.mark.parametrize("factor", [None, 2.0**-16])
+def test_several_gradients_are_multiplied_as_one_is(factor: float | None) -> None:
+    special = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 6e-8, 65504.0, -1.5])
+    dtypes = (torch.float16, torch.float32, torch.bfloat16)
+    gradients = [special.to(dtype) for dtype in dtypes] + [torch.randn(3, 5).to(dtype).t() for dtype in dtypes]
+    gradients += [torch.empty(0, 4), torch.empty(0, dtype=torch.float16), torch.tensor(3.0)]
+    before = [gradient.clone() for gradient in gradients]
+    number = None if factor is None else torch.tensor([factor])
+    with torch.no_grad():
+        found = borders._multiply_all(gradients, number, scale())
+        expected = [borders.multiply(gradient, number, scale()) for gradient in gradients]
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype is other.dtype
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(one.signbit(), other.signbit())
+    for gradient, kept in zip(gradients, before, strict=True):  # autograd may have handed it to somebody else
+        torch.testing.assert_close(gradient, kept, rtol=0, atol=0, equal_nan=True)
+
+
+def test_sparse_gradients_and_fp64_are_multiplied_one_by_one() -> None:
+    sparse = torch.sparse_coo_tensor([[1]], [3.0], (4,))
+    with torch.no_grad():
+        found = borders._multiply_all([sparse, torch.ones(2, dtype=torch.float64)], torch.tensor([0.5]), scale())
+    assert found[0].is_sparse and found[0].to_dense().tolist() == [0.0, 1.5, 0.0, 0.0]
+    assert found[1].dtype is torch.float64 and found[1].tolist() == [0.5, 0.5]

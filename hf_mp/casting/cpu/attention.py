@@ -21,6 +21,7 @@ from torch.autograd import Function
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_mp.casting.cpu.fp32_products import fp32_product
+from hf_mp.casting.cpu.products import OWN_ELEMENTS
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 ROW_BLOCK_ELEMENTS = 2**17  # scores in one block: 512 KiB in FP32. Causal rows leave out the keys behind their block
@@ -43,12 +44,21 @@ class Attention:
     leading: tuple[int, ...] | None = None  # the result's shape before (L, Ev), where it is not (batch, heads)
 
 
-def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Attention | None:
-    """The attention that a call computes; None where :func:`attend` is not for it: torch's own then has the word."""
+def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any], native: bool = False) -> Attention | None:
+    """The attention that a call computes; None where :func:`attend` is not for it: torch's own then has the word.
+
+    ``native``: whether the CPU multiplies in 16 bits. Then torch's is better where it keeps no probabilities, or few.
+    """
     try:
-        return _read(*args, **kwargs)
+        return None if native and not _keeps_many(*args, **kwargs) else _read(*args, **kwargs)
     except (TypeError, AttributeError, RuntimeError):
         return None  # not a valid call: torch's own error is the better one
+
+
+def _keeps_many(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any = None, dropout_p: float = 0.0, *_: Any, **__: Any
+) -> bool:
+    return bool(dropout_p) and math.prod(query.shape[:-1]) * key.shape[-2] >= OWN_ELEMENTS
 
 
 def _read(
