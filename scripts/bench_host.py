@@ -3,12 +3,15 @@
     python scripts/bench_host.py                 # FP32, torch.autocast with GradScaler, hf_mp, in turns
     python scripts/bench_host.py --group-size 1  # an inward border for each weight
 
+Times are ratios to torch.autocast with GradScaler in the same run. Beside them stands what one step counts: Python
+calls, autograd nodes written in Python, kernels, and reads of a device value, which do not depend on the machine.
 Stores ``scripts/results/bench_host[_NAME].json``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +19,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
@@ -25,8 +30,8 @@ from _benchmarks import number, show_table
 from _results import RESULTS, median_and_spread, save_result
 
 BARE = "fp32, bare function mode"
-PEER = "torch.autocast bf16"
-SCALED = "torch.autocast bf16, GradScaler"
+UNSCALED = "torch.autocast bf16"
+PEER = "torch.autocast bf16, GradScaler"
 # Scaled in BF16 as well: products of FP16 cost some CPUs more than the host does.
 OURS = {
     "hf_mp bf16": "bf16",
@@ -35,6 +40,7 @@ OURS = {
     "hf_mp bf16-lean": "bf16-lean",
     "hf_mp fp16-lean": "fp16-lean",
 }
+CONTENDERS = ("fp32", BARE, UNSCALED, PEER, *OURS)
 PARTS = ("forward", "backward", "update", "step")
 
 
@@ -56,10 +62,10 @@ def make_step(contender: str, layers: int, width: int, tokens: int) -> Step:
     model = GPT2LMHeadModel(config).train()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     ids = torch.randint(0, 512, (1, tokens))
-    scaler = torch.amp.GradScaler("cpu", enabled=contender == SCALED)
+    scaler = torch.amp.GradScaler("cpu", enabled=contender == PEER)
     if contender in OURS:
         model, optimizer = hf_mp.prepare(model, optimizer, OURS[contender])
-    context: Any = torch.autocast("cpu", torch.bfloat16) if contender in (PEER, SCALED) else contextlib.nullcontext()
+    context: Any = torch.autocast("cpu", torch.bfloat16) if contender in (UNSCALED, PEER) else contextlib.nullcontext()
     context = BareMode() if contender == BARE else context
 
     def step() -> tuple[float, float, float, float]:
@@ -79,6 +85,44 @@ def make_step(contender: str, layers: int, width: int, tokens: int) -> Step:
     return step
 
 
+class _Kernels(TorchDispatchMode):
+    """Counts the operators that compute something, and those that hand a value to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = self.reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.reads += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        self.kernels += not func.is_view
+        name = func.overloadpacket.__name__
+        if name.startswith("_foreach_") and name.endswith("_"):  # under a mode, torch forgets to
+            for tensor in args[0]:
+                torch.autograd.graph.increment_version(tensor)
+        return func(*args, **(kwargs or {}))
+
+
+def count(step: Step) -> dict[str, int]:
+    """What one step of a model that has taken some counts."""
+    for _ in range(3):
+        step()
+    with (kernels := _Kernels()):
+        step()
+    calls = nodes = 0
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        nonlocal calls, nodes
+        calls += event == "call"
+        nodes += event == "call" and frame.f_code is BackwardCFunction.apply.__code__
+
+    sys.setprofile(profile)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return {"python_calls": calls, "python_nodes": nodes, "kernels": kernels.kernels, "host_reads": kernels.reads}
+
+
 def main(
     layers: int = 12,
     width: int = 64,
@@ -88,14 +132,14 @@ def main(
     name: str = "bench_host",
     output_dir: Path = RESULTS,
 ) -> None:
-    """Time the parts of a step on one thread; store medians, spreads and ratios to torch.autocast."""
+    """Time the parts of a step on one thread, and count; store medians, spreads and ratios to torch.autocast."""
     logging.set_verbosity_error()
     torch.set_num_threads(1)
     if group_size:
         from hf_mp.step import mixed_precision
 
         mixed_precision.GROUP_SIZE = group_size
-    steps = {c: make_step(c, layers, width, tokens) for c in ("fp32", BARE, PEER, SCALED, *OURS)}
+    steps = {c: make_step(c, layers, width, tokens) for c in CONTENDERS}
     times: dict[str, dict[str, list[float]]] = {c: {part: [] for part in PARTS} for c in steps}
     for index in range(-5, rounds):
         for contender, step in steps.items():
@@ -110,12 +154,18 @@ def main(
     for parts in rows.values():
         for part, row in parts.items():
             row["ratio_to_torch_autocast"] = row["median_seconds"] / rows[PEER][part]["median_seconds"]
+    counts = {c: count(step) for c, step in steps.items()}
     workload = {"layers": layers, "width": width, "tokens": tokens, "threads": 1, "group_size": group_size}
-    path = save_result(name, {"workload": workload, "contenders": rows}, directory=output_dir)
+    path = save_result(name, {"workload": workload, "contenders": rows, "counts": counts}, directory=output_dir)
     show_table(
         "Milliseconds of the host (times torch.autocast)",
         ("contender", *PARTS),
         [(contender, *map(_cell, parts.values())) for contender, parts in rows.items()],
+    )
+    show_table(
+        "One step",
+        ("contender", "Python calls", "nodes in Python", "kernels", "reads by the host"),
+        [(contender, *map(str, found.values())) for contender, found in counts.items()],
     )
     print(f"stored in {path.name}")
 

@@ -170,17 +170,17 @@ def is_small(gradient: Tensor) -> bool:
 
 def _batches(parameters: Sequence[AdamWTensors]) -> Iterator[list[AdamWTensors]]:
     """The parameters one by one; small ones of the same dtypes together, up to the size of a block."""
+    largest = max(1, _block_elements() // _SMALL_ELEMENTS)
     small: dict[tuple[torch.dtype, ...], list[AdamWTensors]] = {}
     for tensors in parameters:
         if len(parameters) == 1 or not (is_small(tensors.gradient) and _has_blocks(tensors)):
             yield [tensors]
-            continue
-        batch = small.setdefault((tensors.gradient.dtype, tensors.working.dtype), [])  # type: ignore[union-attr]
-        if batch and sum(t.gradient.numel() for t in (*batch, tensors)) > _block_elements():
-            yield list(batch)
-            batch.clear()
-        batch.append(tensors)
-    yield from small.values()
+        else:
+            kind = (tensors.gradient.dtype, tensors.working.dtype)  # type: ignore[union-attr]
+            small.setdefault(kind, []).append(tensors)
+    for batch in small.values():
+        for start in range(0, len(batch), largest):
+            yield batch[start : start + largest]
 
 
 def _block_elements() -> int:

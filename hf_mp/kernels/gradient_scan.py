@@ -50,21 +50,26 @@ def largest_magnitude(tensors: Iterable[Tensor]) -> Tensor:
     device: 0 for no elements, ``inf`` or ``nan`` if there is one (``nan`` wins), FP32's largest number for finite FP64
     values beyond it.
     """
-    values = [values for tensor in tensors if (values := real_values(tensor)).numel()]
-    if not values:
+    if not (values := _filled(tensors)):
         return torch.zeros((), dtype=torch.float32, device="cpu")
     if (kernel := chosen("gradient_scan", values)) is not None:
         return kernel(values).largest
-    if all(tensor.device.type == "cpu" for tensor in values):
+    if all([tensor.device.type == "cpu" for tensor in values]):
         values = _joined(values)
         # One pass a tensor; torch's multi-tensor norm is some 15 times slower on a CPU.
         extremes = [extreme for tensor in values for extreme in torch.aminmax(tensor)]
-        if all(tensor.dtype is torch.float32 for tensor in values):
+        if all([tensor.dtype is torch.float32 for tensor in values]):
             return torch.stack(extremes).abs().max()
     else:
         extremes = list(torch._foreach_norm(values, float("inf")))
     device = values[0].device
     return torch.stack([_to_fp32(extreme.abs()).to(device) for extreme in extremes]).max()
+
+
+def _filled(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """:func:`real_values` of those that have any."""
+    values = [t if t.dtype is torch.float32 and t.layout is torch.strided else real_values(t) for t in tensors]
+    return [value for value in values if value.numel()]
 
 
 def _joined(values: list[Tensor]) -> list[Tensor]:
@@ -84,8 +89,8 @@ def all_finite(tensors: Iterable[Tensor], limit: float = math.inf) -> bool:
 
     A norm below it says so at once. One that is not may be the sum of squares that left FP32, so it is looked at again.
     """
-    values = [values for tensor in tensors if (values := real_values(tensor)).numel()]
-    if all(tensor.device.type == "cpu" and tensor.dtype is torch.float32 for tensor in values):
+    values = _filled(tensors)
+    if all([tensor.dtype is torch.float32 and tensor.device.type == "cpu" for tensor in values]):
         norms = torch._foreach_norm(_joined(values)) if values else ()
         if not norms or (torch.stack(norms) < limit).all():
             return True

@@ -73,7 +73,7 @@ class GradientCheck(SeenGradients):
         if measured is not None and self.measures_norm and self.hold(gradients):
             overflow = not measured < SQUARES_BELOW
         else:
-            overflow = not all_finite(map(local_part, gradients), SQUARES_BELOW)
+            overflow = not all_finite([g if type(g) is Tensor else local_part(g) for g in gradients], SQUARES_BELOW)
         # Clipping by value, or a repair by hand, may have hidden what the backward gave.
         overflow = overflow or (measured is not None and not math.isfinite(measured))
         # Without loss scaling there is no headroom to tell of.

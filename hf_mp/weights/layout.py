@@ -199,7 +199,7 @@ def largest_true_magnitude(found: Iterable[tuple[Tensor, Tensor | None]]) -> Ten
     """The largest magnitude of gradients times their factors (None for 1), FP32 of shape ()."""
     by_factor: dict[Tensor | None, list[Tensor]] = {}
     for gradient, factor in found:
-        by_factor.setdefault(factor, []).append(local_part(gradient))
+        by_factor.setdefault(factor, []).append(gradient if type(gradient) is Tensor else local_part(gradient))
     largest = [
         largest_magnitude(gradients) if factor is None else largest_magnitude(gradients) * factor.squeeze()
         for factor, gradients in by_factor.items()

@@ -95,7 +95,7 @@ class Region(autocast):
             return self.call_unlisted(func, args, kwargs)
         # In compiled code, what comes in from outside is the graph's input: see bring_in().
         weights = None if torch.compiler.is_dynamo_compiling() else self._thread.weights
-        if weights is not None and weights.has_borders and func not in _OF_THE_TENSOR_ITSELF:
+        if weights is not None and weights.has_borders:
             args, kwargs = _brought_in(weights, func, args, kwargs)
         return entry.handler(self, entry.name, func, args, kwargs)
 
@@ -103,7 +103,7 @@ class Region(autocast):
         if torch.compiler.is_dynamo_compiling():
             return super().call_unlisted(func, args, kwargs)
         weights = self._thread.weights
-        if weights is not None and weights.has_borders and func not in _OF_THE_TENSOR_ITSELF:
+        if weights is not None and weights.has_borders and (kwargs or weights.has_outside(args)):
             args, kwargs = _brought_in(weights, func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -152,7 +152,7 @@ def make_region(
 def _brought_in(weights: WorkingWeights, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of a call, those that come from outside through a border."""
     comes_in = weights.has_outside(args) or (kwargs and weights.has_outside(kwargs.values()))
-    if comes_in and torch.is_grad_enabled() and not _is_below_autograd(func):
+    if comes_in and func not in _OF_THE_TENSOR_ITSELF and torch.is_grad_enabled() and not _is_below_autograd(func):
         return apply_to_tensors(weights.bring_in, (args, dict(kwargs)))
     return args, kwargs
 

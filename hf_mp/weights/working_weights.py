@@ -171,9 +171,14 @@ class WorkingWeights:
 
     def has_outside(self, values: Iterable[Any]) -> bool:
         """Whether among the arguments of a call is a tensor from outside that wants a gradient."""
-        for value in values:  # every call of a model comes here
+        for value in values:  # every call of a model comes here: is_outside() is written out
             if isinstance(value, Tensor):
-                if value.requires_grad and self.is_outside(value):
+                if not value.requires_grad:
+                    continue
+                if (node := value.grad_fn) is None:
+                    if id(value) not in self._carriers:
+                        return True
+                elif node._sequence_nr() < self.first_node and not self._has_made(node):
                     return True
             elif isinstance(value, (list, tuple)) and self.has_outside(value):
                 return True

@@ -1,0 +1,45 @@
+"""What a step counts, whatever the machine: figures that must not creep up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import bench_host
+import pytest
+import torch
+
+from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
+
+# Of one more layer of GPT-2, at most: Python calls, autograd nodes written in Python, kernels, reads by the host.
+LIMITS = {
+    "hf_mp bf16": (830, 1, 92, 0),
+    "hf_mp bf16, loss scaled": (940, 1, 98, 0),
+    "hf_mp bf16-lean": (1900, 1, 145, 1),
+}
+
+
+@pytest.fixture(autouse=True)
+def native_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CPU_PRODUCTS, torch.bfloat16, True)  # as on a GPU: no product of ours
+
+
+@pytest.mark.parametrize("contender", LIMITS)
+def test_a_layer_costs_no_more_calls_nodes_kernels_and_reads(contender: str) -> None:
+    fewer, more = (bench_host.count(bench_host.make_step(contender, layers, 32, 8)) for layers in (2, 3))
+    found = [more[name] - fewer[name] for name in fewer]
+    assert all(one <= limit for one, limit in zip(found, LIMITS[contender], strict=True)), found
+
+
+@pytest.mark.parametrize("contender", ["hf_mp bf16", "hf_mp bf16, loss scaled"])
+def test_fewer_kernels_than_torch_autocast(contender: str) -> None:
+    peer, ours = (bench_host.count(bench_host.make_step(c, 3, 32, 8)) for c in (bench_host.PEER, contender))
+    assert ours["kernels"] < peer["kernels"]
+    assert ours["host_reads"] <= peer["host_reads"] + 2  # the guard's verdict, and the magnitude for the loss scale
+
+
+def test_the_counts_are_stored_with_the_times(tmp_path: Path) -> None:
+    bench_host.main(layers=1, width=32, tokens=8, rounds=1, output_dir=tmp_path)
+    stored = json.loads((tmp_path / "bench_host.json").read_text())["result"]
+    assert stored["counts"].keys() == stored["contenders"].keys() == set(bench_host.CONTENDERS)
+    assert stored["contenders"][bench_host.PEER]["step"]["ratio_to_torch_autocast"] == 1.0
