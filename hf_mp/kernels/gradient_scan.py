@@ -84,17 +84,21 @@ def _joined(values: list[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def all_finite(tensors: Iterable[Tensor], limit: float = math.inf) -> bool:
-    """Whether all elements are smaller than ``limit`` and none is NaN; on a CPU cheaper than the largest magnitude.
+def magnitude_bound(tensors: Iterable[Tensor]) -> Tensor:
+    """No less than :func:`largest_magnitude`, which costs more on a CPU: there the largest norm of one tensor.
 
-    A norm below it says so at once. One that is not may be the sum of squares that left FP32, so it is looked at again.
+    FP32, of shape (). That may be inf where all elements are finite: a sum of squares may leave FP32.
     """
     values = _filled(tensors)
-    if all([tensor.dtype is torch.float32 and tensor.device.type == "cpu" for tensor in values]):
-        norms = torch._foreach_norm(_joined(values)) if values else ()
-        if not norms or (torch.stack(norms) < limit).all():
-            return True
-    return bool(largest_magnitude(values) < limit)
+    if values and all([tensor.dtype is torch.float32 and tensor.device.type == "cpu" for tensor in values]):
+        return torch.stack(torch._foreach_norm(_joined(values))).max()
+    return largest_magnitude(values)
+
+
+def all_finite(tensors: Iterable[Tensor], limit: float = math.inf) -> bool:
+    """Whether all elements are smaller than ``limit`` and none is NaN."""
+    given = list(tensors)
+    return bool(magnitude_bound(given) < limit) or bool(largest_magnitude(given) < limit)
 
 
 @torch.no_grad()

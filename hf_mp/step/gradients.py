@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite
+from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, magnitude_bound
 from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.attachable import UNKNOWN_OPTIMIZER
 from hf_mp.weights.distributed import local_part
@@ -68,12 +68,14 @@ class GradientCheck(SeenGradients):
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = self.gradients(parameters)
-        measured = None if self._largest is None else self._largest.item()
+        seen = [] if self._largest is None else [self._largest]
         # In a plain loop, gradients may be written so that no version counter rises (`.data`, NumPy).
-        if measured is not None and self.measures_norm and self.hold(gradients):
-            overflow = not measured < SQUARES_BELOW
-        else:
-            overflow = not all_finite([g if type(g) is Tensor else local_part(g) for g in gradients], SQUARES_BELOW)
+        holds = bool(seen) and self.measures_norm and self.hold(gradients)
+        found = [] if holds else [g if type(g) is Tensor else local_part(g) for g in gradients]
+        numbers = seen if holds else [magnitude_bound(found), *seen]
+        bound, *others = torch.stack([number.to(numbers[0].device) for number in numbers]).tolist()
+        measured = None if not seen else others[0] if others else bound
+        overflow = not bound < SQUARES_BELOW and not all_finite(found, SQUARES_BELOW)
         # Clipping by value, or a repair by hand, may have hidden what the backward gave.
         overflow = overflow or (measured is not None and not math.isfinite(measured))
         # Without loss scaling there is no headroom to tell of.
