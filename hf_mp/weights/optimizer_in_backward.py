@@ -14,7 +14,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Literal, get_args
 
 import torch
@@ -41,18 +40,12 @@ FreeGradients = Literal["step", "backward"]
 _PASSES_AGREE_WITHIN = 0.01
 
 
-class _Phase(Enum):
-    MEASURE = "measure"
-    UPDATE = "update"
-    DISCARD = "discard"
-
-
 @dataclass
 class _Backward:
     """What one backward has found so far."""
 
     task: int
-    phase: _Phase
+    phase: Literal["measure", "update", "discard"]
     norms: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     largest: list[Tensor] = field(default_factory=list)
     updated: set[nn.Parameter] = field(default_factory=set)
@@ -121,9 +114,7 @@ class OptimizerInBackward(StepObserver):
                 self._watched[id(parameter)] = node, handle
 
     def detached(self) -> None:
-        for _, handle in self._watched.values():
-            handle.remove()
-        self._watched.clear()
+        self._watch([])
         self._optimizer, self._backward = None, None
 
     def backward_began(self, node: Any, gradient: Tensor) -> None:
@@ -152,9 +143,9 @@ class OptimizerInBackward(StepObserver):
             return
         if not measures:
             starts = all_finite([gradient]) and (value is None or all_finite([value]))
-            self._backward = _Backward(task, _Phase.UPDATE if starts else _Phase.DISCARD)
+            self._backward = _Backward(task, "update" if starts else "discard")
             return
-        self._backward = _Backward(task, _Phase.MEASURE)
+        self._backward = _Backward(task, "measure")
         try:
             torch.autograd.backward([edge], [gradient], retain_graph=True)
         except BaseException:
@@ -165,14 +156,14 @@ class OptimizerInBackward(StepObserver):
     def _conclude(self, backward: _Backward) -> None:
         """Decide what the second pass does."""
         if not backward.largest:
-            backward.phase = _Phase.UPDATE
+            backward.phase = "update"
             return
         largest = torch.stack([found.to(backward.largest[0].device) for found in backward.largest]).max()
         backward.largest = [largest]
         self._on_measured(largest)
         # a norm that leaves FP32 would clip everything to nothing
         is_sound = bool(largest < SQUARES_BELOW) and all_finite(backward.norms.values())
-        backward.phase = _Phase.UPDATE if is_sound else _Phase.DISCARD
+        backward.phase = "update" if is_sound else "discard"
         if self.max_grad_norm is not None and backward.norms:
             # in the optimizer's order, as it adds them up itself
             order = [p for group in self._optimizer.param_groups for p in group["params"] if p in backward.norms]
@@ -185,14 +176,14 @@ class OptimizerInBackward(StepObserver):
         backward = self._backward
         if parameter is None or backward is None or raw_gradient(parameter) is None:
             return
-        if backward.phase is _Phase.MEASURE:
+        if backward.phase == "measure":
             if parameter in backward.norms:
                 raise RuntimeError(_MORE_THAN_ONCE)
             if id(parameter) in self._own:
                 backward.norms[parameter] = self._optimizer.gradient_norm(parameter)
             backward.largest.append(_largest(parameter))
             parameter.grad = None
-        elif id(parameter) in self._own and backward.phase is _Phase.DISCARD:
+        elif id(parameter) in self._own and backward.phase == "discard":
             parameter.grad = None
         elif id(parameter) in self._own:
             self._update(parameter, backward)
@@ -225,7 +216,7 @@ class OptimizerInBackward(StepObserver):
         backward = self._backward
         if backward is None:
             return None
-        overflow = backward.phase is _Phase.DISCARD
+        overflow = backward.phase == "discard"
         known = self._is_scaled and backward.largest and not overflow
         return StepReport(overflow, backward.largest[0].item() if known else None)
 
