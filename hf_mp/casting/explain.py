@@ -76,16 +76,6 @@ class Recorder:
         self, mode: Any, entry: tuple[CastRule, str] | None, func: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Make a call in place of ``mode.apply`` and take it down."""
-        if entry is None or entry[0] is CastRule.UNLISTED:
-            result = mode.apply(entry, func, args, kwargs)
-            came = _dtypes((args, kwargs))
-            self._record(op_name(func), "unlisted", came, came, result)
-            return result
-        if entry[0] is CastRule.LOWER_PRECISION:  # also where the CPU computes through FP32: the numbers are FP16's
-            result = mode.apply(entry, func, args, kwargs)
-            ran = tuple(len(_dtypes(part)) * (_name(mode.dtype),) for part in (args, kwargs))
-            self._record(entry[1], entry[0].value, _dtypes((args, kwargs)), sum(ran, ()), result)
-            return result
         got: list[Any] = []
 
         @functools.wraps(func)
@@ -93,8 +83,16 @@ class Recorder:
             got.append((cast_args, cast_kwargs))
             return func(*cast_args, **cast_kwargs)
 
-        result = mode.apply(entry, watched, args, kwargs)
-        self._record(entry[1], entry[0].value, _dtypes((args, kwargs)), _dtypes(got[0]), result)
+        came = _dtypes((args, kwargs))
+        if entry is None or entry[0] is CastRule.UNLISTED:
+            result = mode.apply(entry, func, args, kwargs)
+            self._record(op_name(func), "unlisted", came, came, result)
+        elif entry[0] is CastRule.LOWER_PRECISION:  # also where the CPU computes through FP32: the numbers are FP16's
+            result = mode.apply(entry, func, args, kwargs)
+            self._record(entry[1], entry[0].value, came, len(came) * (_name(mode.dtype),), result)
+        else:
+            result = mode.apply(entry, watched, args, kwargs)
+            self._record(entry[1], entry[0].value, came, _dtypes(got[0]), result)
         return result
 
     def _record(self, op: str, rule: str, came: Dtypes, ran: Dtypes, result: Any) -> None:

@@ -47,12 +47,6 @@ class OpTables:
     decomposed: frozenset[str] = frozenset()
     banned: dict[str, str] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        names = [name for _, name in self.entries()]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"ops in two autocast tables at once: {', '.join(twice)}")
-
     def entries(self) -> Iterator[tuple[CastRule, str]]:
         """Yield each op name with its rule, whose name its set has."""
         for rule in CastRule:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Self, TypeGuard, TypeVar
 
@@ -57,11 +57,6 @@ class ScalerState:
     def is_finding_its_level(self, clean_scale: float | None) -> bool:
         """Whether an overflow is expected now; ``clean_scale`` is the largest of an applied step of this process."""
         return False
-
-    @classmethod
-    def upgraded(cls, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A saved state in today's fields, if an older version of this rule wrote it."""
-        return saved
 
 
 State = TypeVar("State", bound=ScalerState)
@@ -214,14 +209,6 @@ class HeadroomState(ScalerState):
 
     def is_finding_its_level(self, clean_scale: float | None) -> bool:
         return self.level is None
-
-    @classmethod
-    def upgraded(cls, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-        if "peak" not in saved:
-            return saved
-        kept = {name: value for name, value in saved.items() if name not in ("peak", "ceiling", "clean_steps")}
-        new = {"headroom": cls.headroom, "is_futile": cls.is_futile, "quiet_steps": cls.quiet_steps}
-        return {"level": saved["peak"], **new, **kept}
 
 
 @dataclass(frozen=True)

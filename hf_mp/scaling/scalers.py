@@ -179,9 +179,8 @@ class LossScaler(ExplicitScaling, Generic[State]):
             check_scale(state_dict["scale"])
             self._take_over_torch(state_dict)
         else:
-            saved = type(self.state).upgraded(state_dict)
-            self._check_keys(saved)
-            self._take_over(saved)
+            self._check_keys(state_dict)
+            self._take_over(state_dict)
         self._warn_if_inexact(scale=self.state.scale)
 
     def _take_over_torch(self, state_dict: Mapping[str, Any]) -> None:

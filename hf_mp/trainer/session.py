@@ -27,7 +27,7 @@ from hf_mp.trainer.first_backward import check_first_backward
 from hf_mp.trainer.reporting import TrainerReporting
 from hf_mp.trainer.settings import SessionSettings
 from hf_mp.weights.attachable import check_attachable
-from hf_mp.weights.reading_layout import make_reading_layout
+from hf_mp.weights.reading_layout import ReadingLayout
 
 logger = logging.get_logger(__name__)
 
@@ -114,7 +114,7 @@ class TrainerSession:
 
     def _attach_to_read(self, model: nn.Module, *, trained_alone: bool) -> MixedPrecision:
         settings = self.settings
-        layout = make_reading_layout(settings.policy, trained_alone=trained_alone)
+        layout = ReadingLayout(settings.policy, trained_alone=trained_alone)
         policy = replace(settings.policy, loss_scale=None)
         runtime = MixedPrecision(policy, tables=settings.tables, rules=settings.rules, layout=layout)
         runtime.attach(model)

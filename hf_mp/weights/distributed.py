@@ -37,19 +37,6 @@ def to_report(number: float) -> StepReport:
     return StepReport(overflow=False, largest_gradient=None if number < 0.0 else number)
 
 
-@torch.no_grad()
-def agree(report: StepReport, groups: Iterable[ProcessGroup], device: torch.device) -> StepReport:
-    """The report of all processes of ``groups``, one after the other (the dimensions of a mesh): a collective call.
-
-    The number travels on ``device`` if the backend of the group can, as gloo does on CPUs and NCCL on GPUs.
-    """
-    for group in groups:
-        number = torch.tensor([to_number(report)], dtype=torch.float32, device=_device_for(group, device))
-        torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=group)
-        report = to_report(number.item())
-    return report
-
-
 def _device_for(group: ProcessGroup, preferred: torch.device) -> torch.device:
     served = [part.partition(":")[0] for part in torch.distributed.get_backend_config(group).split(",")]
     return preferred if preferred.type in served else torch.device(served[0])
@@ -92,15 +79,21 @@ class Ranks:
         return not is_running() or bool(self._groups) or any(is_dtensor(parameter) for parameter in parameters)
 
     def agree(self, report: StepReport, parameters: Iterable[Tensor]) -> StepReport:
-        """:func:`agree` over the processes that train ``parameters``; ``report`` itself on a single process."""
+        """The report of all processes that train ``parameters``: a collective call; ``report`` itself on a single one.
+
+        It travels as one number, on the parameters' device if the group's backend can (gloo on CPUs, NCCL on GPUs).
+        """
         if not is_running():
             return report
         parameters = list(parameters)
-        groups = [*self._groups, *_mesh_groups(parameters)]
-        groups = [group for group in groups if torch.distributed.get_world_size(group) > 1]
         self._stepped = True
         device = next((local_part(p).device for p in parameters), torch.device("cpu"))
-        return agree(report, groups, device)
+        for group in [*self._groups, *_mesh_groups(parameters)]:  # one after the other: the dimensions of a mesh
+            if torch.distributed.get_world_size(group) > 1:
+                number = torch.tensor([to_number(report)], dtype=torch.float32, device=_device_for(group, device))
+                torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=group)
+                report = to_report(number.item())
+        return report
 
 
 def ddp_of(model: nn.Module) -> DistributedDataParallel | None:

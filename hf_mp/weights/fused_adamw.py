@@ -96,8 +96,7 @@ def _has_hooks(optimizer: Any) -> bool:
 def _groups(optimizer: Optimizer) -> Iterator[tuple[AdamWSettings, Sequence[nn.Parameter]]]:
     """The groups whose settings the kernel has."""
     for group in optimizer.param_groups:
-        lr, (beta1, beta2), eps, weight_decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
-        numbers = (lr, beta1, beta2, eps, weight_decay)
+        numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
         on_device = any(isinstance(number, Tensor) and number.device.type != "cpu" for number in numbers)
         if group.get("fused") and not group["amsgrad"] and not group["differentiable"] and not on_device:
             lr, beta1, beta2, eps, weight_decay = map(float, numbers)

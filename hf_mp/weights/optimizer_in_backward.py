@@ -14,7 +14,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Literal, get_args
 
 import torch
@@ -27,7 +26,7 @@ from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.borders import accumulates
 from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import StepReport
-from hf_mp.weights.optimizer import MasterWeightOptimizer, clip_factor, norm_of, steps_by_parameter
+from hf_mp.weights.optimizer import clip_factor, norm_of, steps_by_parameter
 from hf_mp.weights.split_parameter import (
     SplitParameter,
     gradient_and_factor,
@@ -41,18 +40,12 @@ FreeGradients = Literal["step", "backward"]
 _PASSES_AGREE_WITHIN = 0.01
 
 
-class _Phase(Enum):
-    MEASURE = "measure"
-    UPDATE = "update"
-    DISCARD = "discard"
-
-
 @dataclass
 class _Backward:
     """What one backward has found so far."""
 
     task: int
-    phase: _Phase
+    phase: Literal["measure", "update", "discard"]
     norms: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     largest: list[Tensor] = field(default_factory=list)
     updated: set[nn.Parameter] = field(default_factory=set)
@@ -71,7 +64,7 @@ class OptimizerInBackward(StepObserver):
         self.max_grad_norm = max_grad_norm
         self._on_measured = on_measured
         self._is_scaled = False
-        self._optimizer: MasterWeightOptimizer | None = None
+        self._optimizer: Any = None  # a MasterWeightOptimizer
         self._own: set[int] = set()  # the optimizer's parameters, by identity
         # Where the gradients of parameters are complete, and our hooks there: autograd forgets them with the node.
         self._watched: dict[int, tuple[Any, RemovableHandle]] = {}
@@ -116,21 +109,12 @@ class OptimizerInBackward(StepObserver):
                 continue
             node = get_gradient_edge(parameter).node
             if self._watched.get(id(parameter), (None,))[0] is not node:
-                self._watched[id(parameter)] = (node, node.register_hook(self._hook_of(parameter)))
-
-    def _hook_of(self, parameter: SplitParameter) -> Callable[..., None]:
-        reference = weakref.ref(parameter)
-
-        def hook(*_: Any) -> None:
-            if (found := reference()) is not None:
-                self._complete(found)
-
-        return hook
+                reference = weakref.ref(parameter)
+                handle = node.register_hook(lambda *_, reference=reference: self._complete(reference()))
+                self._watched[id(parameter)] = node, handle
 
     def detached(self) -> None:
-        for _, handle in self._watched.values():
-            handle.remove()
-        self._watched.clear()
+        self._watch([])
         self._optimizer, self._backward = None, None
 
     def backward_began(self, node: Any, gradient: Tensor) -> None:
@@ -159,9 +143,9 @@ class OptimizerInBackward(StepObserver):
             return
         if not measures:
             starts = all_finite([gradient]) and (value is None or all_finite([value]))
-            self._backward = _Backward(task, _Phase.UPDATE if starts else _Phase.DISCARD)
+            self._backward = _Backward(task, "update" if starts else "discard")
             return
-        self._backward = _Backward(task, _Phase.MEASURE)
+        self._backward = _Backward(task, "measure")
         try:
             torch.autograd.backward([edge], [gradient], retain_graph=True)
         except BaseException:
@@ -172,42 +156,39 @@ class OptimizerInBackward(StepObserver):
     def _conclude(self, backward: _Backward) -> None:
         """Decide what the second pass does."""
         if not backward.largest:
-            backward.phase = _Phase.UPDATE
+            backward.phase = "update"
             return
         largest = torch.stack([found.to(backward.largest[0].device) for found in backward.largest]).max()
         backward.largest = [largest]
         self._on_measured(largest)
         # a norm that leaves FP32 would clip everything to nothing
         is_sound = bool(largest < SQUARES_BELOW) and all_finite(backward.norms.values())
-        backward.phase = _Phase.UPDATE if is_sound else _Phase.DISCARD
+        backward.phase = "update" if is_sound else "discard"
         if self.max_grad_norm is not None and backward.norms:
-            assert self._optimizer is not None
             # in the optimizer's order, as it adds them up itself
             order = [p for group in self._optimizer.param_groups for p in group["params"] if p in backward.norms]
             backward.norm = norm_of([backward.norms[parameter] for parameter in order])
             backward.clip_factor = clip_factor(backward.norm, self.max_grad_norm)
 
     @torch.no_grad()
-    def _complete(self, parameter: SplitParameter) -> None:
+    def _complete(self, parameter: SplitParameter | None) -> None:
         """A parameter has its gradient, of all its uses."""
         backward = self._backward
-        if backward is None or raw_gradient(parameter) is None:
+        if parameter is None or backward is None or raw_gradient(parameter) is None:
             return
-        if backward.phase is _Phase.MEASURE:
+        if backward.phase == "measure":
             if parameter in backward.norms:
                 raise RuntimeError(_MORE_THAN_ONCE)
             if id(parameter) in self._own:
-                assert self._optimizer is not None
                 backward.norms[parameter] = self._optimizer.gradient_norm(parameter)
             backward.largest.append(_largest(parameter))
             parameter.grad = None
-        elif id(parameter) in self._own and backward.phase is _Phase.DISCARD:
+        elif id(parameter) in self._own and backward.phase == "discard":
             parameter.grad = None
         elif id(parameter) in self._own:
             self._update(parameter, backward)
 
     def _update(self, parameter: SplitParameter, backward: _Backward) -> None:
-        assert self._optimizer is not None
         if parameter in backward.updated:
             raise RuntimeError(_MORE_THAN_ONCE)
         norm = self._optimizer.gradient_norm(parameter)
@@ -235,7 +216,7 @@ class OptimizerInBackward(StepObserver):
         backward = self._backward
         if backward is None:
             return None
-        overflow = backward.phase is _Phase.DISCARD
+        overflow = backward.phase == "discard"
         known = self._is_scaled and backward.largest and not overflow
         return StepReport(overflow, backward.largest[0].item() if known else None)
 

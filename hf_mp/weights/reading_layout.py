@@ -15,44 +15,30 @@ from hf_mp.weights.split_layout import trained_beside_statistics
 
 
 class ReadingLayout(WeightLayout):
-    """Gives the values of the default layout without its masters: 16-bit weights of products stay as they are.
+    """Gives, at equal weights, the values of a model that is trained under ``policy``, without its masters.
 
-    Others become FP32 until :meth:`restore`, so that what they are added to is FP32, as in a model that is trained.
-    """
-
-    def __init__(self, policy: PrecisionPolicy) -> None:
-        super().__init__(policy)
-        self._widened: list[tuple[Tensor, torch.dtype]] = []
-
-    @torch.no_grad()
-    def prepare(self, model: nn.Module) -> None:
-        for tensor in _outside_of_products(model):
-            if tensor.dtype in LOWER_PRECISION_DTYPES and not is_dtensor(tensor):
-                self._widened.append((tensor, tensor.dtype))
-                tensor.data = tensor.data.float()
-
-    def restore(self, model: nn.Module | None) -> None:
-        for tensor, dtype in self._widened:
-            tensor.data = tensor.data.to(dtype)
-        self._widened.clear()
-        super().restore(model)
-
-
-class LeanReadingLayout(WeightLayout):
-    """Gives the values of the lean layouts: FP32 weights are their working copies until :meth:`restore`.
+    Default layout: 16-bit weights of products stay as they are; others are FP32 until :meth:`restore`, so that what
+    they are added to is FP32. Lean layouts: FP32 weights are their working copies until :meth:`restore`.
 
     Args:
-        policy: of a lean layout.
-        trained_alone: whether frozen weights stay in FP32, as in a model that is trained.
+        policy: whose values to give.
+        trained_alone: whether a lean layout leaves frozen weights in FP32, as in a model that is trained.
     """
 
-    def __init__(self, policy: PrecisionPolicy, *, trained_alone: bool) -> None:
+    def __init__(self, policy: PrecisionPolicy, *, trained_alone: bool = True) -> None:
         super().__init__(policy)
         self._trained_alone = trained_alone
+        self._widened: list[tuple[Tensor, torch.dtype]] = []
         self._narrowed: dict[nn.Parameter, tuple[Tensor, int]] = {}  # FP32 values, and the version of their rounding
 
     @torch.no_grad()
     def prepare(self, model: nn.Module) -> None:
+        if self.policy.params is torch.float32:
+            for tensor in _outside_of_products(model):
+                if tensor.dtype in LOWER_PRECISION_DTYPES and not is_dtensor(tensor):
+                    self._widened.append((tensor, tensor.dtype))
+                    tensor.data = tensor.data.float()
+            return
         beside_statistics = trained_beside_statistics(model)
         for parameter in model.parameters():
             is_left = parameter in beside_statistics or (self._trained_alone and not parameter.requires_grad)
@@ -61,18 +47,14 @@ class LeanReadingLayout(WeightLayout):
                 self._narrowed[parameter] = masters, parameter._version
 
     def restore(self, model: nn.Module | None) -> None:
+        for tensor, dtype in self._widened:
+            tensor.data = tensor.data.to(dtype)
         for parameter, (masters, version) in self._narrowed.items():
             # What was written meanwhile (a reference that follows its policy) wins.
             parameter.data = masters if parameter._version == version else parameter.data.float()
+        self._widened.clear()
         self._narrowed.clear()
         super().restore(model)
-
-
-def make_reading_layout(policy: PrecisionPolicy, *, trained_alone: bool = True) -> WeightLayout:
-    """The layout in which a model gives, at equal weights, what one gives that is trained under ``policy``."""
-    if policy.params is torch.float32:
-        return ReadingLayout(policy)
-    return LeanReadingLayout(policy, trained_alone=trained_alone)
 
 
 def _outside_of_products(model: nn.Module) -> Iterator[Tensor]:

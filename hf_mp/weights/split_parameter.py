@@ -275,21 +275,17 @@ def master_value(parameter: SplitParameter) -> Tensor:
 
 def open_master(parameter: SplitParameter) -> Tensor:
     """The FP32 master weight as a new tensor, to change and give to :func:`write_master`."""
-    _reconcile(parameter)
-    working = _DATA.__get__(parameter)
-    return working.clone() if working.dtype is torch.float32 else merge(working, parameter.remainder_bits)
+    halves = halves_of(parameter)
+    return _DATA.__get__(parameter).clone() if halves is None else merge(*halves)
 
 
 @torch.no_grad()
 def master_sample(parameter: nn.Parameter, select: Callable[[Tensor], Tensor]) -> Tensor:
     """What ``select``, which picks elements by place, takes of the FP32 master weight of any parameter."""
-    if not isinstance(parameter, SplitParameter):
+    halves = halves_of(parameter) if isinstance(parameter, SplitParameter) else None
+    if halves is None:
         return select(parameter.detach()).to(torch.float32)
-    _reconcile(parameter)
-    working = _DATA.__get__(parameter)
-    if working.dtype is torch.float32:
-        return select(working)
-    return merge(select(working), select(parameter.remainder_bits))
+    return merge(select(halves.working), select(halves.remainder))
 
 
 @torch.no_grad()

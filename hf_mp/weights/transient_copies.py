@@ -21,11 +21,6 @@ class _Rounding(NamedTuple):
     offset: int
 
 
-class _Saved(NamedTuple):
-    tensor: Tensor
-    version: int
-
-
 class TransientCopies:
     """Rounds a parameter anew at each use, and once more in backward in place of saving the rounding.
 
@@ -37,21 +32,14 @@ class TransientCopies:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        # By the storage of the copy: what it is a copy of, and the copy.
-        self._transient: dict[int, tuple[nn.Parameter, weakref.ref[Tensor]]] = {}
+        self._transient: dict[int, nn.Parameter] = {}  # by the storage of a copy that lives: what it is a copy of
 
     def get(self, parameter: nn.Parameter) -> Tensor:
         """``parameter`` rounded to nearest, as it is now."""
         copy = parameter.detach().to(self.dtype, copy=True)
         key = copy.untyped_storage()._cdata
-        transient = self._transient
-
-        def forget(reference: weakref.ref[Tensor]) -> None:
-            # The address may belong to another copy by now.
-            if key in transient and transient[key][1] is reference:
-                del transient[key]
-
-        transient[key] = parameter, weakref.ref(copy, forget)
+        self._transient[key] = parameter
+        weakref.finalize(copy, self._transient.pop, key)
         return copy
 
     @contextmanager
@@ -64,20 +52,21 @@ class TransientCopies:
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
 
-    def _pack(self, tensor: Tensor) -> _Rounding | _Saved:
+    def _pack(self, tensor: Tensor) -> _Rounding | tuple[Tensor, int]:
         found = self._transient.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
         if found is None:
             # Detached: an op's output would otherwise be kept alive by the op itself.
-            return _Saved(tensor.detach(), tensor._version)
-        return _Rounding(found[0], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            return tensor.detach(), tensor._version
+        return _Rounding(found, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def _unpack(self, saved: _Rounding | _Saved) -> Tensor:
+    def _unpack(self, saved: Any) -> Tensor:
         if isinstance(saved, _Rounding):
             rounded = saved.parameter.detach().to(self.dtype)
             return rounded.as_strided(saved.size, saved.stride, saved.offset)
-        if saved.tensor._version != saved.version:
+        tensor, version = saved
+        if tensor._version != version:
             raise RuntimeError(
-                f"a tensor needed for backward was changed by an in-place operation: a {saved.tensor.dtype} tensor of "
-                f"shape {list(saved.tensor.shape)} is at version {saved.tensor._version} instead of {saved.version}"
+                f"a tensor needed for backward was changed by an in-place operation: a {tensor.dtype} tensor of shape "
+                f"{list(tensor.shape)} is at version {tensor._version} instead of {version}"
             )
-        return saved.tensor
+        return tensor

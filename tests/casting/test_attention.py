@@ -255,7 +255,7 @@ class TestWhichCallsAreTaken:
         assert read_attention(inputs, {}) is None
         assert read_attention(inputs, {"enable_gqa": True}) is not None
         assert read_attention([t.float() for t in inputs], {"enable_gqa": True}) is None
-        assert read_attention([t[0] for t in inputs], {"enable_gqa": True}) is not None
+        assert read_attention([t[0] for t in inputs], {"enable_gqa": True}) is None
         assert read_attention([inputs[0], inputs[1][:, :, :3], inputs[2]], {"enable_gqa": True}) is None
         assert read_attention(inputs[:2], {}) is None
 

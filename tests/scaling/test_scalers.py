@@ -221,13 +221,6 @@ class TestSavedState:
         scaler.load_state_dict({**torch.amp.GradScaler("cpu").state_dict(), "scale": 100.0})
         assert scaler.state == HeadroomState(64.0, 2, 1)
 
-    def test_a_headroom_scaler_goes_on_from_the_state_of_an_older_version(self) -> None:
-        old = {"kind": "headroom", "scale": 64.0, "steps": 9, "skipped_steps": 2, "consecutive_skips": 0,
-               "peak": 3.0, "ceiling": 128.0, "clean_steps": 4}  # fmt: skip
-        scaler = HeadroomLossScaler()
-        scaler.load_state_dict(old)
-        assert scaler.state == HeadroomState(64.0, 9, 2, 0, level=3.0)
-
     def test_a_constant_scale_drops_torchs_with_a_warning(self) -> None:
         scaler = StaticLossScaler(8.0)
         with pytest.warns(UserWarning, match="constant loss scale of 8 stays: the saved one of 65536 is dropped") as w:

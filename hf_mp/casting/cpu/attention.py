@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,18 +29,16 @@ HEAD_BLOCK_ELEMENTS = 2**16  # heads whose scores are smaller are taken several 
 ATTENTION = frozenset({F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention})
 
 
-@dataclass(frozen=True)
-class Attention:
+class Attention(NamedTuple):
     """A call of ``torch.nn.functional.scaled_dot_product_attention``."""
 
-    query: Tensor  # (batch, heads, L, E), FP16/BF16: what the call has before (L, E), as two dimensions
+    query: Tensor  # (batch, heads, L, E), FP16/BF16
     key: Tensor  # (batch, heads or a divisor of it, S, E)
     value: Tensor  # (batch, as `key`, S, Ev)
     mask: Tensor | None  # broadcast to (batch, heads, L, S); bool (False hides), or added to the scores
     dropout: float  # probability with which a probability is dropped
     is_causal: bool  # whether row i sees keys up to i
     scale: float  # of the scores
-    leading: tuple[int, ...] | None = None  # the result's shape before (L, Ev), where it is not (batch, heads)
 
 
 def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any], native: bool = False) -> Attention | None:
@@ -71,7 +68,7 @@ def _read(
         return None
     if any(t.device.type != "cpu" or t.dtype not in LOWER_PRECISION_DTYPES or t.numel() == 0 for t in tensors):
         return None
-    if any(t.dim() < 2 or t.dtype is not query.dtype for t in tensors) or not 0.0 <= dropout_p < 1.0:
+    if any(t.dim() != 4 or t.dtype is not query.dtype for t in tensors) or not 0.0 <= dropout_p < 1.0:
         return None
     if attn_mask is not None:
         if is_causal or attn_mask.requires_grad or attn_mask.dim() < 2:
@@ -79,45 +76,24 @@ def _read(
         # A tokenizer's mask of 0 and 1 is refused by torch: added to the scores, it would hide nothing.
         if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
             return None
-    if enable_gqa and query.dim() > 2 and query.shape[-3] != key.shape[-3]:
-        if query.shape[-3] % key.shape[-3] or value.shape[-3] != key.shape[-3]:
-            return None
-        batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
-        leading, shared = (*batch, query.shape[-3]), (*batch, key.shape[-3])
-    else:
-        leading = shared = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
-    length, keys = query.shape[-2], key.shape[-2]
-    if value.shape[-2] != keys or query.shape[-1] != key.shape[-1]:
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    heads, shared = query.shape[1], key.shape[1]
+    if value.shape[:3] != key.shape[:3] or (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
         return None
-    return Attention(
-        _batch_and_heads(query, leading),
-        _batch_and_heads(key, shared),
-        _batch_and_heads(value, shared),
-        None if attn_mask is None else _batch_and_heads(attn_mask.expand(*leading, length, keys), leading),
-        dropout_p,
-        is_causal,
-        1.0 / math.sqrt(query.shape[-1]) if scale is None else scale,
-        None if len(leading) == 2 else tuple(leading),
-    )
-
-
-def _batch_and_heads(tensor: Tensor, leading: Sequence[int]) -> Tensor:
-    """A tensor broadcast to (*leading, rows, columns), as (batch, heads, rows, columns)."""
-    matrix = tensor.shape[-2:]
-    heads = leading[-1] if leading else 1
-    return tensor.expand(*leading, *matrix).reshape(math.prod(leading[:-1]), heads, *matrix)
+    if heads != shared and not (enable_gqa and heads % shared == 0):
+        return None
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    return Attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
 
 def attend(attention: Attention) -> Tensor:
-    """Softmax(query @ key.T * scale) @ value, (*leading, L, Ev) in the dtype of the query, rounded once.
+    """Softmax(query @ key.T * scale) @ value, (batch, heads, L, Ev) in the dtype of the query, rounded once.
 
     Computed in FP32. Dropout draws from torch's generator what torch's own attention would draw.
     """
-    query, key = attention.query, attention.key
     kept = draw_kept(attention) if attention.dropout else None
-    settings = _Settings(attention.dropout, attention.is_causal, attention.scale)
-    result: Tensor = _Attention.apply(query, key, attention.value, attention.mask, kept, settings)
-    return result if attention.leading is None else result.reshape(*attention.leading, *result.shape[-2:])
+    result: Tensor = _Attention.apply(*attention[:4], kept, attention[4:])
+    return result
 
 
 def attention_reference(attention: Attention, kept: Tensor | None = None) -> Tensor:
@@ -165,33 +141,15 @@ def _noise(kept: Tensor, dropout: float, keys: int) -> Tensor:
     return factors.flatten(-2)[..., :keys]
 
 
-class _Settings(NamedTuple):
-    dropout: float
-    is_causal: bool
-    scale: float
-
-
-class _Rows(NamedTuple):
-    """Some rows of scores, and the keys that they see."""
-
-    rows: slice
-    keys: slice
-    future: Tensor | None  # True where a key lies behind a row, among the last keys
-
-
-def _row_blocks(length: int, keys: int, is_causal: bool) -> list[_Rows]:
+def _row_blocks(length: int, keys: int, is_causal: bool) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Some rows, the keys that they see, and True where one of the last of these lies behind its row."""
     height = max(1, ROW_BLOCK_ELEMENTS // keys)
-    blocks = []
     for start in range(0, length, height):
         rows = slice(start, min(start + height, length))
-        if not is_causal:
-            blocks.append(_Rows(rows, slice(0, keys), None))
-            continue
-        seen = slice(0, min(rows.stop, keys))
-        width = max(0, seen.stop - start)
+        seen = slice(0, min(rows.stop, keys) if is_causal else keys)
+        width = max(0, seen.stop - start) if is_causal else 0
         future = torch.ones(rows.stop - start, width, dtype=torch.bool, device="cpu").triu_(1) if width else None
-        blocks.append(_Rows(rows, seen, future))
-    return blocks
+        yield rows, seen, future
 
 
 def _head_blocks(query: Tensor, key: Tensor) -> Iterator[tuple[int, slice, list[slice]]]:
@@ -201,17 +159,36 @@ def _head_blocks(query: Tensor, key: Tensor) -> Iterator[tuple[int, slice, list[
     for batch in range(query.shape[0]):
         for start in range(0, key.shape[1], several):
             shared = slice(start, min(start + several, key.shape[1]))
-            if groups == 1:
-                yield batch, shared, [shared]
-            else:
-                yield batch, shared, [slice(head, head + 1) for head in range(start * groups, (start + 1) * groups)]
+            readers = [slice(head, head + 1) for head in range(start * groups, (start + 1) * groups)]
+            yield batch, shared, [shared] if groups == 1 else readers
 
 
-def _blocks(query: Tensor, key: Tensor, is_causal: bool) -> tuple[list[tuple[int, slice, list[slice]]], list[_Rows]]:
-    heads, rows = list(_head_blocks(query, key)), _row_blocks(query.shape[2], key.shape[2], is_causal)
+def _blocks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kept: Tensor | None, settings: Any
+) -> Iterator[tuple[tuple[int, slice], Tensor, Tensor, Iterator[Any]]]:
+    """The place of some heads of the key, their key and value in FP32, and the rows of the query that read them.
+
+    Of those rows: their place, the keys that they see, the scaled query in FP32, the probabilities, and the noise.
+    """
+    dropout, is_causal, scale = settings
+    head_blocks = list(_head_blocks(query, key))
+    row_blocks = list(_row_blocks(query.shape[2], key.shape[2], is_causal))
     if is_fake(query):  # it has no values, and the largest block stands for the memory of all
-        return [(batch, shared, readers[:1]) for batch, shared, readers in heads[:1]], rows[-1:]
-    return heads, rows
+        head_blocks = [(batch, shared, readers[:1]) for batch, shared, readers in head_blocks[:1]]
+        row_blocks = row_blocks[-1:]
+
+    def softmaxed(batch: int, readers: list[slice], key32: Tensor) -> Iterator[Any]:
+        for heads in readers:
+            for rows, keys, future in row_blocks:
+                where = batch, heads, rows
+                query32 = query[where].float().mul_(scale)
+                noise = None if kept is None else _noise(kept[where], dropout, keys.stop)
+                seen = None if mask is None else mask[where]
+                yield where, keys, query32, _probabilities(query32, key32[:, keys], seen, future), noise
+
+    for batch, shared, readers in head_blocks:
+        key32, value32 = key[batch, shared].float(), value[batch, shared].float()
+        yield (batch, shared), key32, value32, softmaxed(batch, readers, key32)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -242,48 +219,33 @@ class _Attention(Function):
         ctx.settings = settings
         # Laid out as the query is, which after Transformers' transpose(1, 2) is what the next product reads.
         result = torch.empty_like(query[..., :1].expand(*query.shape[:3], value.shape[-1]))
-        head_blocks, rows_of = _blocks(query, key, settings.is_causal)
-        for batch, shared, readers in head_blocks:
-            key32, value32 = key[batch, shared].float(), value[batch, shared].float()
-            for heads in readers:
-                for rows, keys, future in rows_of:
-                    query32 = query[batch, heads, rows].float().mul_(settings.scale)
-                    seen = None if mask is None else mask[batch, heads, rows]
-                    probabilities = _probabilities(query32, key32[:, keys], seen, future)
-                    if kept is not None:
-                        probabilities.mul_(_noise(kept[batch, heads, rows], settings.dropout, keys.stop))
-                    result[batch, heads, rows].copy_(_product(probabilities, value32[:, keys]))
+        for _, _, value32, rows in _blocks(query, key, value, mask, kept, settings):
+            for where, keys, _, probabilities, noise in rows:
+                used = probabilities if noise is None else probabilities.mul_(noise)
+                result[where].copy_(_product(used, value32[:, keys]))
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, kept = ctx.saved_tensors
-        settings: _Settings = ctx.settings
         if torch.is_grad_enabled():  # create_graph=True
-            whole = Attention(query, key, value, mask, *settings)
+            whole = Attention(query, key, value, mask, *ctx.settings)
             inputs = [t for t, needed in zip((query, key, value), ctx.needs_input_grad, strict=False) if needed]
             found = iter(torch.autograd.grad(attention_reference(whole, kept), inputs, gradient, create_graph=True))
             return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None, None, None
         grad_query, grad_key, grad_value = (torch.empty_like(tensor) for tensor in (query, key, value))
-        head_blocks, rows_of = _blocks(query, key, settings.is_causal)
-        for batch, shared, readers in head_blocks:
-            key32, value32 = key[batch, shared].float(), value[batch, shared].float()
+        for shared, key32, value32, rows in _blocks(query, key, value, mask, kept, ctx.settings):
             sum_key, sum_value = torch.zeros_like(key32), torch.zeros_like(value32)
-            for heads in readers:
-                for rows, keys, future in rows_of:
-                    seen = None if mask is None else mask[batch, heads, rows]
-                    noise = None if kept is None else _noise(kept[batch, heads, rows], settings.dropout, keys.stop)
-                    query32 = query[batch, heads, rows].float().mul_(settings.scale)
-                    gradient32 = gradient[batch, heads, rows].float()
-                    probabilities = _probabilities(query32, key32[:, keys], seen, future)
-                    used = probabilities if noise is None else probabilities * noise
-                    sum_value[:, keys].add_(_product(used.transpose(1, 2), gradient32))
-                    to_scores = _product(gradient32, value32[:, keys].transpose(1, 2))
-                    if noise is not None:
-                        to_scores.mul_(noise)
-                    to_scores = torch._softmax_backward_data(to_scores, probabilities, -1, torch.float32)
-                    sum_key[:, keys].add_(_product(to_scores.transpose(1, 2), query32))
-                    grad_query[batch, heads, rows].copy_(_product(to_scores, key32[:, keys]).mul_(settings.scale))
-            grad_key[batch, shared].copy_(sum_key)
-            grad_value[batch, shared].copy_(sum_value)
+            for where, keys, query32, probabilities, noise in rows:
+                gradient32 = gradient[where].float()
+                used = probabilities if noise is None else probabilities * noise
+                sum_value[:, keys].add_(_product(used.transpose(1, 2), gradient32))
+                to_scores = _product(gradient32, value32[:, keys].transpose(1, 2))
+                if noise is not None:
+                    to_scores.mul_(noise)
+                to_scores = torch._softmax_backward_data(to_scores, probabilities, -1, torch.float32)
+                sum_key[:, keys].add_(_product(to_scores.transpose(1, 2), query32))
+                grad_query[where].copy_(_product(to_scores, key32[:, keys]).mul_(ctx.settings[-1]))
+            grad_key[shared].copy_(sum_key)
+            grad_value[shared].copy_(sum_value)
         return grad_query, grad_key, grad_value, None, None, None

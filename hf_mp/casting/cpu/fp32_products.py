@@ -16,13 +16,11 @@ from torch import Tensor
 SMALLEST_FOR_ONEDNN = 2**21
 
 
-def _has_onednn_products() -> bool:
-    if not (torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability().startswith("AVX")):
-        return False
-    return hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-HAS_ONEDNN_PRODUCTS = _has_onednn_products()
+HAS_ONEDNN_PRODUCTS = (
+    torch.backends.mkldnn.is_available()
+    and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+)
 
 
 def fp32_product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -9,7 +9,6 @@ cast to FP32 and unscaled. The plain reference is ``run_through_fp32(torch.nn.fu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +26,7 @@ OWN_ELEMENTS = 2**18  # of a weight: smaller ones are left to torch where it has
 BLOCK_ELEMENTS = 2**20  # 4 MiB in FP32: large enough for full matmul speed, small enough for caches and malloc
 
 
-@dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """``x @ weight.T + bias``, as read from a call of an op."""
 
     x: Tensor  # (..., K)
@@ -37,25 +35,18 @@ class Product:
     transposed: bool = False  # whether the weight lies the other way round, as in addmm
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product:
-    return Product(input, weight, bias)
-
-
 def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Product | None:
     if beta != 1 or alpha != 1 or input.dim() != 1 or mat1.dim() != 2:
         return None
     return Product(mat1, mat2, input, transposed=True)
 
 
-def _mm(input: Tensor, mat2: Tensor) -> Product | None:
-    return Product(input, mat2, transposed=True) if input.dim() == 2 else None
-
-
-def _matmul(input: Tensor, other: Tensor) -> Product:
-    return Product(input, other, transposed=True)
-
-
-_READ: dict[str, Callable[..., Product | None]] = {"linear": _linear, "addmm": _addmm, "mm": _mm, "matmul": _matmul}
+_READ: dict[str, Callable[..., Product | None]] = {
+    "linear": lambda input, weight, bias=None: Product(input, weight, bias),
+    "addmm": _addmm,
+    "mm": lambda input, mat2: Product(input, mat2, transposed=True) if input.dim() == 2 else None,
+    "matmul": lambda input, other: Product(input, other, transposed=True),
+}
 
 
 def read_product(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Product | None:
@@ -206,7 +197,7 @@ def _backward_blocks(
     inner = next((found.shape[1] for found in (grad_x, grad_weight) if found is not None), 1)
     row_blocks = list(_blocks(rows, inner))
     # Over one block of rows a weight's gradient is complete at once; over several it is summed up in FP32 first.
-    sum_weight = None if grad_weight is None or len(row_blocks) == 1 else _fp32_like(grad_weight)
+    sum_weight = None if grad_weight is None or len(row_blocks) == 1 else grad_weight.float()  # itself if FP32
     sum_bias = gradient.new_zeros(outer, dtype=torch.float32)
     for row in row_blocks:
         x32 = None if x is None else x[row].float()
@@ -259,11 +250,6 @@ def _backward_native(
             _leave(part, gradient.dtype, weight_inverse, grad_weight[column])
     if grad_bias is not None:
         _leave(gradient.sum(0), gradient.dtype, bias_inverse, grad_bias)
-
-
-def _fp32_like(grad_weight: Tensor) -> Tensor:
-    """FP32 memory to sum a weight's gradient up in: its own where it is FP32."""
-    return grad_weight if grad_weight.dtype is torch.float32 else torch.empty_like(grad_weight, dtype=torch.float32)
 
 
 def _leave(gradient: Tensor, dtype: torch.dtype, inverse: Tensor | None, target: Tensor) -> None:

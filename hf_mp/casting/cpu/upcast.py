@@ -6,11 +6,12 @@ torch's own FP16 products on a CPU without FP16 arithmetic are some 200 times sl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 
 def _cpu_products() -> dict[torch.dtype, bool]:
@@ -58,35 +59,25 @@ def run_through_fp32(
     was made from and is cast again in backward, which is exact; a RuntimeError if it was modified in place meanwhile.
     Gradients are rounded to ``dtype`` where they leave the op, as the result is.
     """
+    saved = _SavedInputs(dtype) if torch.is_grad_enabled() and not must_be_plain() else None
 
     def upcast(tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.dtype is dtype else tensor
+        wide = tensor.float() if tensor.dtype is dtype else tensor
+        return wide if saved is None else saved.remember(tensor, wide)
 
-    def round_to_dtype(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
-
-    if not torch.is_grad_enabled() or must_be_plain():
-        upcast_kwargs = {name: map_tensors(upcast, arg) for name, arg in kwargs.items()}
-        result = function(*[map_tensors(upcast, arg) for arg in args], **upcast_kwargs)
-        return map_tensors(round_to_dtype, result)
-    saved = _SavedInputs(dtype)
-
-    def remember(tensor: Tensor) -> Tensor:
-        return saved.remember(tensor, upcast(tensor))
-
-    upcast_args = [map_tensors(remember, arg) for arg in args]
-    upcast_kwargs = {name: map_tensors(remember, arg) for name, arg in kwargs.items()}
-    with saved.hooks():
+    upcast_args = [map_tensors(upcast, arg) for arg in args]
+    upcast_kwargs = {name: map_tensors(upcast, arg) for name, arg in kwargs.items()}
+    with nullcontext() if saved is None else saved_tensors_hooks(saved.pack, saved.unpack):
         result = function(*upcast_args, **upcast_kwargs)
-    saved.forget_upcasts()  # the graph holds on to the hooks
-    return map_tensors(round_to_dtype, result)
+    if saved is not None:
+        saved.sources.clear()  # lets go of the FP32 tensors: the graph holds on to the hooks
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor, result)
 
 
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
-@dataclass(frozen=True)
-class _SavedInput:
+class _SavedInput(NamedTuple):
     """A view of an upcast input, held as the 16-bit tensor that it was cast from."""
 
     source: Any  # the 16-bit tensor, or what an outer saved-tensor hook made of it
@@ -102,7 +93,7 @@ class _SavedInputs:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._sources: dict[int, tuple[Tensor, Tensor]] = {}
+        self.sources: dict[int, tuple[Tensor, Tensor]] = {}
         # Only the innermost hooks run. Those outside (gradient checkpointing, offloading) are called from here.
         self._outer: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
@@ -111,37 +102,28 @@ class _SavedInputs:
             return upcast
         # The upcast is held as well: while it lives, no other storage can be at its place. The address of its data
         # would not do: fake tensors have none.
-        self._sources[upcast.untyped_storage()._cdata] = (source, upcast)
+        self.sources[upcast.untyped_storage()._cdata] = (source, upcast)
         return upcast
 
-    def forget_upcasts(self) -> None:
-        """Let go of the FP32 tensors."""
-        self._sources.clear()
+    def unpack(self, saved: Any) -> Tensor:
+        kept = saved.source if isinstance(saved, _SavedInput) else saved
+        source: Tensor = kept if self._outer is None else self._outer[1](kept)
+        if not isinstance(saved, _SavedInput):
+            return source
+        if self._outer is None and source._version != saved.version:
+            raise RuntimeError(
+                f"a {source.dtype} tensor of shape {tuple(source.shape)} that backward needs was modified by an "
+                f"in-place operation: it is at version {source._version}, version {saved.version} was expected"
+            )
+        upcast = source.float()
+        if upcast.stride() != saved.source_stride:  # an outer hook need not keep the layout
+            upcast = source.new_empty_strided(source.shape, saved.source_stride, dtype=torch.float32).copy_(source)
+        return upcast.as_strided(saved.size, saved.stride, saved.offset)
 
-    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        outer = self._outer
-
-        def unpack(saved: Any) -> Tensor:
-            kept = saved.source if isinstance(saved, _SavedInput) else saved
-            source: Tensor = kept if outer is None else outer[1](kept)
-            if not isinstance(saved, _SavedInput):
-                return source
-            if outer is None and source._version != saved.version:
-                raise RuntimeError(
-                    f"a {source.dtype} tensor of shape {tuple(source.shape)} that backward needs was modified by an "
-                    f"in-place operation: it is at version {source._version}, version {saved.version} was expected"
-                )
-            upcast = source.float()
-            if upcast.stride() != saved.source_stride:  # an outer hook need not keep the layout
-                upcast = source.new_empty_strided(source.shape, saved.source_stride, dtype=torch.float32).copy_(source)
-            return upcast.as_strided(saved.size, saved.stride, saved.offset)
-
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
-
-    def _pack(self, tensor: Tensor) -> Any:
+    def pack(self, tensor: Tensor) -> Any:
         if tensor.dtype is not torch.float32 or tensor.numel() == 0 or tensor.layout is not torch.strided:
             return self._keep(tensor)
-        found = self._sources.get(tensor.untyped_storage()._cdata)
+        found = self.sources.get(tensor.untyped_storage()._cdata)
         if found is not None:
             source, upcast = found[0].detach(), found[1]
             place = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))

@@ -26,10 +26,9 @@ def einsum(equation: Any, *operands: Any, path: Sequence[int] | None = None) -> 
     if path is None and len(operands) > 2 and opt_einsum.enabled:
         pairs = opt_einsum.get_opt_einsum().contract_path(equation, *operands, optimize=opt_einsum.strategy)[0]
         path = [number for pair in pairs for number in pair]
-    spelled = _read_einsum(equation, operands)
-    if spelled is None:
-        return AS_GIVEN  # refused
-    terms, tensors, output = spelled
+    # Refuses what torch refuses, in its words.
+    _ATEN.einsum(equation, [operand.detach().to("meta", torch.float32) for operand in operands])
+    terms, tensors, output = _read_einsum(equation, operands)
     if len(terms) == 2 and not (set(terms[0]) ^ set(terms[1])) - set(output):
         return NotImplemented if set(terms[0]) - set(output) else AS_GIVEN  # a product of matrices, or of elements
     order = list(path or ())
@@ -53,18 +52,14 @@ def _letters(numbers: Iterable[Any]) -> str:
     return "".join("..." if number is Ellipsis else alphabet[number] for number in numbers)
 
 
-def _read_einsum(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], list[Tensor], str] | None:
-    """Terms, operands and output with a letter for each dimension; None for what torch refuses.
+def _read_einsum(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], list[Tensor], str]:
+    """Terms, operands and output of a valid call, with a letter for each dimension.
 
     Single elements are squeezed where another operand has more or the output none: sizes of what is summed agree.
     """
-    if "." in equation.replace("...", ""):
-        return None
     inputs, arrow, output = equation.replace(" ", "").replace("...", ".").partition("->")
     terms, tensors = inputs.split(","), list(operands)
-    hidden = [tensor.dim() - len(term.replace(".", "")) for term, tensor in zip(terms, tensors, strict=False)]
-    if len(terms) != len(tensors) or any(n < 0 or (n and "." not in t) for n, t in zip(hidden, terms, strict=True)):
-        return None
+    hidden = [tensor.dim() - len(term.replace(".", "")) for term, tensor in zip(terms, tensors, strict=True)]
     dots = "".join(letter for letter in string.ascii_letters if letter not in equation)[: max(hidden)]
     letters = inputs.replace(",", "").replace(".", "")
     if not arrow:
@@ -73,14 +68,8 @@ def _read_einsum(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], 
     output = output.replace(".", dots)
     sizes: dict[str, set[int]] = {}
     for term, tensor in zip(terms, tensors, strict=True):
-        if len(set(zip(term, tensor.shape, strict=True))) > len(set(term)):
-            return None  # a diagonal of what is not square
         for letter, size in zip(term, tensor.shape, strict=True):
             sizes.setdefault(letter, set()).add(size)
-    if len(set(output)) < len(output) or any(letter not in sizes for letter in output):
-        return None
-    if any(len(found - {1}) > 1 for found in sizes.values()):
-        return None
     for number, (term, tensor) in enumerate(zip(terms, tensors, strict=True)):
         single = [
             d for d in range(len(term)) if tensor.shape[d] == 1 and not (term[d] in output and sizes[term[d]] == {1})

@@ -102,7 +102,7 @@ def _cov(
     if weights is not None and aweights is not None and correction != 0:
         norm = total - correction * (weights * aweights).sum() / total
     centred = values - mean.unsqueeze(1)
-    product = torch.mm(centred, (centred if weights is None else centred * weights).t().conj())
+    product = torch.mm(centred, (centred if weights is None else centred * weights).t())
     norm = torch.as_tensor(norm, device=input.device)
     return torch.true_divide(product, norm.clamp(min=0)).squeeze()
 
@@ -111,12 +111,8 @@ def _corrcoef(input: Tensor) -> Tensor:
     covariance = torch.cov(input)
     if covariance.dim() == 0:
         return covariance / covariance
-    variance = covariance.diag()
-    deviation = torch.sqrt(variance.real if variance.is_complex() else variance)
-    found = covariance / deviation.view(-1, 1) / deviation.view(1, -1)
-    if found.is_complex():
-        return torch.complex(found.real.clip(-1, 1), found.imag.clip(-1, 1))
-    return found.clip(-1, 1)
+    deviation = torch.sqrt(covariance.diag())
+    return (covariance / deviation.view(-1, 1) / deviation.view(1, -1)).clip(-1, 1)
 
 
 def _pinv(
@@ -145,10 +141,10 @@ def _pinv_value(input: Tensor, atol: Tensor, rtol: Tensor, hermitian: bool) -> T
         largest = sizes.amax(-1, keepdim=True)
     else:
         left, values, right_h = torch.linalg.svd(input, full_matrices=False)
-        right, sizes, largest = right_h.mH, values, values[..., :1]
+        right, sizes, largest = right_h.mT, values, values[..., :1]
     cut = torch.maximum(atol[..., None], rtol[..., None] * largest)
     inverse = torch.where(sizes > cut, values.reciprocal(), 0.0).to(input.dtype)
-    return torch.matmul(right * inverse.unsqueeze(-2), left.mH)
+    return torch.matmul(right * inverse.unsqueeze(-2), left.mT)
 
 
 def _transformer_encoder_layer(
