@@ -75,7 +75,7 @@ class GradientCheck(SeenGradients):
         numbers = seen if holds else [magnitude_bound(found), *seen]
         bound, *others = torch.stack([number.to(numbers[0].device) for number in numbers]).tolist()
         measured = None if not seen else others[0] if others else bound
-        overflow = not bound < SQUARES_BELOW and not all_finite(found, SQUARES_BELOW)
+        overflow = not bound < SQUARES_BELOW and (holds or not all_finite(found, SQUARES_BELOW))
         # Clipping by value, or a repair by hand, may have hidden what the backward gave.
         overflow = overflow or (measured is not None and not math.isfinite(measured))
         # Without loss scaling there is no headroom to tell of.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch.optim import Optimizer
 
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.weights.distributed import check_parallelism, is_dtensor
-from hf_mp.weights.optimizer import needs_closure
 from hf_mp.weights.split_parameter import SplitParameter
 
 UNKNOWN_OPTIMIZER = (
@@ -66,7 +66,8 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module | None) -> None:
         raise TypeError(
             f"attach_optimizer takes one torch optimizer, not {type(optimizer).__name__}: call it once for each"
         )
-    if needs_closure(optimizer):
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
             f"{type(optimizer).__name__} calls its closure several times in a step, and what overflowed in one of "
             "them cannot be skipped: use an optimizer whose step() works without a closure, or precision='fp32'"

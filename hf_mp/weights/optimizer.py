@@ -76,7 +76,7 @@ class MasterWeightOptimizer(Optimizer):
 
     Raises:
         TypeError: for parameters that are not floating, and for anything but an optimizer.
-        ValueError: for an unknown layout, and an optimizer that needs a closure (LBFGS).
+        ValueError: for an unknown layout.
     """
 
     keeps_masters = True  # its FP16 gradients may be unscaled: they become FP32
@@ -93,11 +93,6 @@ class MasterWeightOptimizer(Optimizer):
             raise ValueError(f"layout={layout!r} is not known: use one of {', '.join(get_args(MasterLayout))}")
         if isinstance(optimizer, MasterWeightOptimizer):
             raise TypeError("this optimizer is a MasterWeightOptimizer already: wrap one only once")
-        if needs_closure(optimizer):
-            raise ValueError(
-                f"{type(optimizer).__name__} calls its closure several times in a step, on weights that 16 bits would "
-                "round: use an optimizer whose step() works without a closure, or FP32 parameters"
-            )
         state_to_fp32(optimizer)
         self._wrap(optimizer, layout)
         if hasattr(optimizer, "check_overrides"):
@@ -193,18 +188,19 @@ class MasterWeightOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the masters, and the parameters with them; returns what the wrapped optimizer's ``step`` returns.
 
-        In the split layout, gradients are freed as they are used. ``closure`` recomputes the loss, which is returned
-        then, and calls ``backward``.
+        In the split layout, gradients are freed as they are used. ``closure`` recomputes the loss on the parameters and
+        calls ``backward``; as often as the optimizer asks for.
         """
-        result = None if closure is None else torch.enable_grad()(closure)()
+        if closure is not None:
+            return self._step_on(self._parameters(), closure)
+        result = None
         parameters = self._parameters()
         for parameter in parameters if self._loaded else ():
             self._take_over_loaded(parameter)
         stepped = step_split(self.optimizer, parameters)
         if not stepped or any(raw_gradient(parameter) is not None for parameter in parameters):
             for bucket in self._buckets():
-                returned = self._step_on(bucket)
-                result = returned if closure is None else result
+                result = self._step_on(bucket)
         return result
 
     @torch.no_grad()
@@ -215,29 +211,35 @@ class MasterWeightOptimizer(Optimizer):
         if not step_split(self.optimizer, parameters):
             self._step_on(parameters)
 
-    def _step_on(self, parameters: list[nn.Parameter]) -> Any:
+    def _step_on(self, parameters: list[nn.Parameter], closure: Callable[[], Any] | None = None) -> Any:
         masters = {parameter: self._open(parameter) for parameter in parameters}
         with self._in_place_of_parameters(masters):
-            self._hand_over_gradients(masters)
-            result = self._step_wrapped()
-        for parameter, master in masters.items():
-            if isinstance(parameter, SplitParameter):
-                write_master(parameter, master.detach())
-            elif master is not parameter:
-                self._masters[parameter].round_into_parameter()
-            if master is not parameter:
-                master.grad = None
+            if closure is None:
+                self._hand_over_gradients(masters)
+                result = self._step_wrapped()
+            else:
+                result = self._step_wrapped(lambda: self._evaluate(closure, masters))
+        self._close(masters)
         return result
 
-    def _step_wrapped(self) -> Any:
+    def _step_wrapped(self, *closure: Callable[[], Any]) -> Any:
         optimizer: Any = self.optimizer
         own_step = vars(optimizer).get("step")
         if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
-            return optimizer.step()
+            return optimizer.step(*closure)
         # Around the function that fires hooks: this object's own step does, once however many parts there are.
         optimizer._opt_called = True  # for LR schedulers made before
         step = type(optimizer).step
-        return (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+        return (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, *closure)
+
+    def _evaluate(self, closure: Callable[[], Any], masters: dict[nn.Parameter, nn.Parameter]) -> Any:
+        with torch.no_grad():
+            self._close(masters, keep=True)
+        with self._in_place_of_masters(masters), torch.enable_grad():
+            loss = closure()
+        with torch.no_grad():
+            self._hand_over_gradients(masters)
+        return loss
 
     def _hand_over_gradients(self, masters: dict[nn.Parameter, nn.Parameter]) -> None:
         for parameter, master in masters.items():
@@ -257,6 +259,15 @@ class MasterWeightOptimizer(Optimizer):
         if isinstance(parameter, SplitParameter):
             return nn.Parameter(open_master(parameter), requires_grad=parameter.requires_grad)
         return self._whole(parameter).open() if _needs_master(parameter) else parameter
+
+    def _close(self, masters: dict[nn.Parameter, nn.Parameter], keep: bool = False) -> None:
+        for parameter, master in masters.items():
+            if isinstance(parameter, SplitParameter):
+                write_master(parameter, master.detach())
+            elif master is not parameter:
+                self._masters[parameter].round_into_parameter()
+            if master is not parameter and not keep:
+                master.grad = None
 
     def _whole(self, parameter: nn.Parameter) -> _WholeMaster:
         if parameter not in self._masters:
@@ -286,8 +297,9 @@ class MasterWeightOptimizer(Optimizer):
     def _in_place_of_parameters(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
         """Have the wrapped optimizer see masters; parameters without one are not there."""
         absent = nn.Parameter(torch.empty(0), requires_grad=False)
+        shown = [[masters.get(parameter, absent) for parameter in group["params"]] for group in self.param_groups]
         hidden = [list(group["params"]) for group in self.param_groups]
-        self._show([[masters.get(parameter, absent) for parameter in group] for group in hidden], masters)
+        self._show(shown, masters)
         self._is_stepping = True
         try:
             yield
@@ -295,9 +307,21 @@ class MasterWeightOptimizer(Optimizer):
             self._is_stepping = False
             self._show(hidden, {master: parameter for parameter, master in masters.items()})
 
+    @contextlib.contextmanager
+    def _in_place_of_masters(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
+        """Within :meth:`_in_place_of_parameters`: the person's closure sees the parameters again."""
+        parameters = {master: parameter for parameter, master in masters.items()}
+        shown = [list(group["params"]) for group in self.param_groups]
+        self._show([[parameters[master] for master in group] for group in shown], parameters)
+        try:
+            yield
+        finally:
+            self._show(shown, masters)
+
     def _show(self, groups: list[list[nn.Parameter]], renamed: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        # In place: LBFGS keeps the list of its group.
         for group, parameters in zip(self.param_groups, groups, strict=True):
-            group["params"][:] = parameters  # in place: an optimizer may keep the list
+            group["params"][:] = parameters
         state = self.optimizer.state
         for before, after in renamed.items():
             if before is not after and before in state:
@@ -429,12 +453,6 @@ class _WholeMaster:
 
 def _needs_master(parameter: Tensor) -> bool:
     return parameter.dtype in LOWER_PRECISION_DTYPES
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether a step of ``optimizer`` evaluates the loss several times."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def steps_by_parameter(optimizer: Optimizer) -> bool:

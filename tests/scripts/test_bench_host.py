@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import bench_host
 import pytest
 import torch
 
+import bench_host
 from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
 
 # Of one more layer of GPT-2, at most: Python calls, autograd nodes written in Python, kernels, reads by the host.

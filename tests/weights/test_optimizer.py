@@ -154,10 +154,32 @@ def test_muon(layout: str, dtype: torch.dtype) -> None:
 
 
 @every_layout
-def test_an_optimizer_that_needs_a_closure_is_refused(layout: Any) -> None:
-    lbfgs = torch.optim.LBFGS(parameters(shapes(), torch.float16))
-    with pytest.raises(ValueError, match=r"LBFGS calls its closure several times in a step.* or FP32 parameters"):
-        MasterWeightOptimizer(lbfgs, layout=layout)
+def test_lbfgs_with_its_closure(layout: Any) -> None:
+    target = torch.randn(6)
+    start = torch.randn(6).half().float()
+    ours, reference = parameters([start], torch.float16), parameters([start])
+    settings: dict[str, Any] = {"lr": 0.5, "max_iter": 5, "line_search_fn": "strong_wolfe"}
+    wrapper = MasterWeightOptimizer(torch.optim.LBFGS(ours, **settings), layout=layout)
+    bare = torch.optim.LBFGS(reference, **settings)
+    seen: list[Tensor] = []
+
+    def closure_of(optimizer: Optimizer, parameter: nn.Parameter) -> Callable[[], Tensor]:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            seen.append(parameter.detach().clone())
+            loss = (parameter.float() - target).square().sum()
+            loss.backward()
+            return loss
+
+        return closure
+
+    losses = [wrapper.step(closure_of(wrapper, ours[0])).item() for _ in range(4)]
+    assert len(seen) > 8 and len({tuple(value.tolist()) for value in seen}) > 3  # it saw what LBFGS tried
+    assert all(value.dtype is torch.float16 for value in seen)
+    for _ in range(4):
+        bare.step(closure_of(bare, reference[0]))
+    assert losses[-1] < 1e-4 * losses[0]
+    torch.testing.assert_close(wrapper.master(ours[0]), reference[0].detach(), rtol=2e-3, atol=2e-3)
 
 
 @every_layout
