@@ -8,7 +8,6 @@ import os
 import socket
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from transformers.utils import logging
@@ -85,9 +84,7 @@ class DirectoryLock:
         except OSError as error:
             logger.warning(f"{path} cannot be written ({error}): another run will not be told who holds the lock")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if not self._held:
             return
         self._held = False
