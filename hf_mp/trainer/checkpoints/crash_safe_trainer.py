@@ -17,24 +17,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
+from hf_mp.trainer.checkpoints import inspection, loaded_state
 from hf_mp.trainer.checkpoints.atomic import clear, make_staging_folder, publish, recover, staging_folder
-from hf_mp.trainer.checkpoints.inspection import (
-    find_newest_whole,
-    find_problems,
-    is_damaged,
-    is_finished,
-    list_checkpoints,
-    rotate,
-    step_of,
-    warn_of_missing_state,
-)
-from hf_mp.trainer.checkpoints.loaded_state import (
-    check_optimizer,
-    check_parameters,
-    check_scheduler,
-    check_weights_file,
-    naming,
-)
 from hf_mp.trainer.checkpoints.lock import DirectoryLock
 from hf_mp.trainer.checkpoints.manifest import (
     MANIFEST_NAME,
@@ -128,7 +112,7 @@ class CrashSafe(_Base):
         def begin() -> int:
             lock.__enter__()
             try:
-                for path in recover(run_directory, is_finished):
+                for path in recover(run_directory, inspection.is_finished):
                     logger.warning(f"{path} was saved by a run that was killed before it could be put in its place")
             except OSError as error:
                 logger.warning(f"{run_directory} cannot be cleared of what a killed run left ({error})")
@@ -146,7 +130,7 @@ class CrashSafe(_Base):
         if self._resumed_from is not None and self._resumed_from.is_dir():
             _warn_of_other_world_size(self._resumed_from, self.args.world_size)
             if self.args.should_save and not self.is_deepspeed_enabled:
-                warn_of_missing_state(self._resumed_from, self.args.world_size)
+                inspection.warn_of_missing_state(self._resumed_from, self.args.world_size)
         return checkpoint
 
     def _last_checkpoint(self, *, save: bool) -> Path | None:
@@ -307,7 +291,7 @@ class CrashSafe(_Base):
         best = self.state.best_model_checkpoint
         keep = [Path(path) for path in (best, self._before_trouble) if path]
         try:
-            rotate(written.parent, self.args.save_total_limit, written=written, keep=keep)
+            inspection.rotate(written.parent, self.args.save_total_limit, written=written, keep=keep)
         except OSError as error:
             logger.warning(f"older checkpoints in {written.parent} could not be removed ({error})")
 
@@ -316,26 +300,26 @@ class CrashSafe(_Base):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         checkpoint, loaded = Path(resume_from_checkpoint), self.model if model is None else model
         assert loaded is not None
-        with naming(checkpoint, "the model"):
+        with loaded_state.naming(checkpoint, "the model"):
             if (weights := checkpoint / SAFE_WEIGHTS_NAME).is_file() and not is_sharded(loaded):
-                check_weights_file(weights, loaded)
+                loaded_state.check_weights_file(weights, loaded)
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        check_parameters(checkpoint, loaded)
+        loaded_state.check_parameters(checkpoint, loaded)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         known = set(self.lr_scheduler.state_dict()) if self.lr_scheduler is not None else set()
-        with naming(checkpoint, "the state of the optimizer or the scheduler"):
+        with loaded_state.naming(checkpoint, "the state of the optimizer or the scheduler"):
             super()._load_optimizer_and_scheduler(checkpoint)
         if self.optimizer is not None:
-            check_optimizer(checkpoint, self.optimizer)
+            loaded_state.check_optimizer(checkpoint, self.optimizer)
         if self.lr_scheduler is not None:
-            check_scheduler(checkpoint, self.lr_scheduler, known)
+            loaded_state.check_scheduler(checkpoint, self.lr_scheduler, known)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with naming(str(checkpoint), "the state of the random numbers"):
+        with loaded_state.naming(str(checkpoint), "the state of the random numbers"):
             super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
@@ -353,7 +337,7 @@ class CrashSafe(_Base):
         if resumed is None or said is None:
             return
         places = [folder / Path(said).name for folder in (resumed.parent, Path(str(self.args.output_dir)))]
-        found = [place for place in places if step_of(place) is not None and place.is_dir()]
+        found = [place for place in places if inspection.step_of(place) is not None and place.is_dir()]
         if any(place.resolve() == Path(said).resolve() for place in found):
             return
         self.state.best_model_checkpoint = str(found[0]) if found else None
@@ -363,7 +347,7 @@ class CrashSafe(_Base):
 
 
 def _choose(run_directory: Path) -> int:
-    chosen, passed_over = find_newest_whole(run_directory)
+    chosen, passed_over = inspection.find_newest_whole(run_directory)
     message = f"No valid checkpoint found in output directory ({run_directory})"
     if chosen is None and not passed_over:
         raise NoCheckpointError(f"{message}: there is none yet. Train without resume_from_checkpoint to begin anew")
@@ -374,11 +358,11 @@ def _choose(run_directory: Path) -> int:
         )
     if passed_over:
         logger.warning(f"resuming from {chosen}; newer ones were passed over:\n{passed_over}")
-    return step_of(chosen) or 0
+    return inspection.step_of(chosen) or 0
 
 
 def _refuse_problems(checkpoint: Path) -> None:
-    if checkpoint.is_dir() and (problems := find_problems(checkpoint)):
+    if checkpoint.is_dir() and (problems := inspection.find_problems(checkpoint)):
         has_manifest = (checkpoint / MANIFEST_NAME).is_file()
         raise CheckpointError(
             f"{checkpoint.name}: {'; '.join(problems)}\n{checkpoint} is not loaded: take another checkpoint "
@@ -401,7 +385,7 @@ def _warn_of_other_world_size(checkpoint: Path, world_size: int) -> None:
 
 def _last_whole(run_directory: Path) -> str:
     try:
-        found = [path for path in list_checkpoints(run_directory) if not is_damaged(path)]
+        found = [path for path in inspection.list_checkpoints(run_directory) if not inspection.is_damaged(path)]
     except OSError as error:
         return f"not known ({error})"
     return str(found[-1]) if found else "none yet"

@@ -25,21 +25,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import logging
 
-from hf_mp.trainer.checkpoints.atomic import (
-    REPLACED,
-    discard,
-    make_staging_folder,
-    recover,
-    remove,
-    set_aside,
-    staging_folder,
-)
-from hf_mp.trainer.checkpoints.inspection import (
-    find_newest_whole,
-    find_problems,
-    list_checkpoints,
-    warn_of_missing_state,
-)
+from hf_mp.trainer.checkpoints import atomic, inspection
 from hf_mp.trainer.checkpoints.lock import DirectoryLock
 from hf_mp.trainer.checkpoints.manifest import (
     MANIFEST_NAME,
@@ -127,12 +113,12 @@ def _begin(checkpoint: Path, world_size: int) -> _Save:
     """Put a marked, empty directory in the place of a checkpoint, in one step."""
     lock = DirectoryLock(checkpoint.parent).__enter__()
     try:
-        staged = make_staging_folder(checkpoint.parent) / checkpoint.name
+        staged = atomic.make_staging_folder(checkpoint.parent) / checkpoint.name
         shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir()
         (staged / UNFINISHED_NAME).write_text(json.dumps({"world_size": world_size}))
         if checkpoint.exists():
-            set_aside(checkpoint)
+            atomic.set_aside(checkpoint)
         os.rename(staged, checkpoint)
     except OSError:
         lock.__exit__()
@@ -145,16 +131,16 @@ def _withdraw(args: TrainingArguments) -> None:
     if (save := _announced.pop(_key(args), None)) is None:
         return
     checkpoint = save.checkpoint
-    replaced = staging_folder(checkpoint.parent) / (REPLACED + checkpoint.name)
+    replaced = atomic.staging_folder(checkpoint.parent) / (atomic.REPLACED + checkpoint.name)
     try:
         if (checkpoint / TRAINER_STATE_NAME).is_file():
             (checkpoint / UNFINISHED_NAME).unlink(missing_ok=True)
-            discard(replaced)
+            atomic.discard(replaced)
         elif [path.name for path in checkpoint.iterdir()] == [UNFINISHED_NAME]:
-            remove(checkpoint)
+            atomic.remove(checkpoint)
             if replaced.exists():
                 os.rename(replaced, checkpoint)
-                discard(replaced)
+                atomic.discard(replaced)
     except OSError as error:
         logger.warning(f"{checkpoint} cannot be cleared of its mark ({error}): the next start looks at it")
     finally:
@@ -187,28 +173,28 @@ def clear_up(args: TrainingArguments) -> None:
 
 
 def _has_leftovers(directory: Path) -> bool:
-    return directory.is_dir() and (staging_folder(directory).is_dir() or bool(_marked(directory)))
+    return directory.is_dir() and (atomic.staging_folder(directory).is_dir() or bool(_marked(directory)))
 
 
 def _marked(directory: Path) -> list[Path]:
-    return [path for path in list_checkpoints(directory) if (path / UNFINISHED_NAME).is_file()]
+    return [path for path in inspection.list_checkpoints(directory) if (path / UNFINISHED_NAME).is_file()]
 
 
 def _clear_up(directory: Path) -> None:
     for checkpoint in _marked(directory):
-        if problems := [*find_problems(checkpoint, marked=True), *_missing_random_numbers(checkpoint)]:
+        if problems := [*inspection.find_problems(checkpoint, marked=True), *_missing_random_numbers(checkpoint)]:
             logger.warning(f"{checkpoint} is half-written by a run that was killed ({problems[0]}): it is removed")
-            remove(checkpoint)
+            atomic.remove(checkpoint)
         else:
             (checkpoint / UNFINISHED_NAME).unlink()
             logger.warning(f"{checkpoint} was written to its end by a run that was killed before it could say so")
-    for checkpoint in recover(directory, lambda path: not find_problems(path)):
+    for checkpoint in atomic.recover(directory, lambda path: not inspection.find_problems(path)):
         logger.warning(f"{checkpoint} is put back: a run that was killed was about to write over it")
     logger.warning(_newest_whole(directory))
 
 
 def _newest_whole(directory: Path) -> str:
-    newest, _ = find_newest_whole(directory)
+    newest, _ = inspection.find_newest_whole(directory)
     if newest is None:
         return f"there is no whole checkpoint in {directory}"
     return f"the newest whole checkpoint in {directory} is {newest.name}"
@@ -244,7 +230,7 @@ def refuse_damaged(args: TrainingArguments, state: TrainerState) -> None:
             f"({_newest_whole(checkpoint.parent)}); if you changed a file yourself, remove {MANIFEST_NAME}"
         )
     if args.should_save:
-        warn_of_missing_state(checkpoint, args.world_size)
+        inspection.warn_of_missing_state(checkpoint, args.world_size)
 
 
 def _missing_random_numbers(checkpoint: Path) -> list[str]:
