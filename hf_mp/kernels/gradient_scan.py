@@ -26,20 +26,9 @@ class Scan(NamedTuple):
 
 
 def scan_reference(tensors: Sequence[Tensor]) -> Scan:
-    """What the kernel ``gradient_scan`` computes, of dense tensors of one device."""
-    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors if tensor.numel()]
-    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float32, device="cpu")
-    return Scan(largest_magnitude_reference(tensors), norm)
-
-
-def largest_magnitude_reference(tensors: Iterable[Tensor]) -> Tensor:
-    """Reference of :func:`largest_magnitude`."""
-    largest = torch.zeros((), dtype=torch.float32, device="cpu")
-    for tensor in tensors:
-        values = real_values(tensor)
-        if values.numel():
-            largest = torch.maximum(largest, _to_fp32(values.detach().abs().max()).to("cpu"))
-    return largest
+    """What the kernel ``gradient_scan`` computes, of dense tensors up to FP32 on one device."""
+    values = torch.cat([tensor.float().flatten() for tensor in tensors])
+    return Scan(torch.linalg.vector_norm(values, math.inf), torch.linalg.vector_norm(values))
 
 
 @torch.no_grad()

@@ -30,18 +30,16 @@ KERNELS = {"gradient_scan": "scan", "adamw": "adamw_", "cross_entropy": "RowKern
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # that they read
 
 
-def setting() -> str:
-    """What ``HF_MP_KERNELS`` says; a ValueError for anything but ``auto``, ``triton`` and ``reference``."""
-    value = os.environ.get(VARIABLE, "auto")
-    if value not in SETTINGS:
-        raise ValueError(f"{VARIABLE}={value!r} is not known: use one of {', '.join(SETTINGS)}")
-    return value
-
-
 def chosen(name: str, tensors: Sequence[Tensor]) -> Any:
-    """The launcher of the kernel ``name``, if a call that reads ``tensors`` is to use it; None for the reference."""
+    """The launcher of the kernel ``name``, if a call that reads ``tensors`` is to use it; None for the reference.
+
+    Raises:
+        ValueError: for an ``HF_MP_KERNELS`` that is not ``auto``, ``triton`` or ``reference``.
+    """
+    if (asked := os.environ.get(VARIABLE, "auto")) not in SETTINGS:
+        raise ValueError(f"{VARIABLE}={asked!r} is not known: use one of {', '.join(SETTINGS)}")
     on_gpu = bool(tensors) and tensors[0].device.type == "cuda"  # as all are, or there is no kernel for them
-    if (asked := setting()) == "reference" or (asked == "auto" and not on_gpu) or torch.compiler.is_compiling():
+    if asked == "reference" or (asked == "auto" and not on_gpu) or torch.compiler.is_compiling():
         return None
     if not any(tensor.numel() for tensor in tensors):
         return None

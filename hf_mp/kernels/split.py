@@ -53,13 +53,14 @@ def split_into(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     if value.dtype is not torch.float32:
         raise TypeError(f"only FP32 values are split, not {value.dtype}: cast with .float() first")
     form = _format(working.dtype)
-    for block in _cache_blocks(value, working, remainder):
-        if block[0].device.type == "cpu" and _is_ordinary(block[0]):
-            form.split_ordinary(*block)
-        else:
-            halves = form.split(block[0])
-            block[1].copy_(halves.working)
-            block[2].copy_(halves.remainder)
+    for whole, upper, lower in _cache_blocks(value, working, remainder):
+        if whole.device.type == "cpu" and _is_ordinary(whole):
+            form.split(whole, upper, lower)
+            continue
+        is_odd = ~whole.isfinite()
+        form.split(whole.clamp(-form.largest, form.largest), upper, lower)
+        upper.copy_(torch.where(is_odd, whole.to(upper.dtype), upper))
+        lower.masked_fill_(is_odd, 0)
 
 
 @torch.no_grad()
@@ -70,31 +71,6 @@ def merge(working: Tensor, remainder: Tensor) -> Tensor:
     for block in _cache_blocks(value, working, remainder):
         form.merge_into(*block)
     return value
-
-
-def _split_bf16(value: Tensor) -> Split:
-    bits = value.view(torch.int32)
-    upper = (bits + 0x8000) >> 16
-    remainder = (bits - (upper << 16)).to(REMAINDER_DTYPE)
-    working = upper.to(torch.int16).view(torch.bfloat16)
-    is_nan = value.isnan()  # the carry would make a zero of some
-    return Split(torch.where(is_nan, value.to(torch.bfloat16), working), remainder.masked_fill_(is_nan, 0))
-
-
-def _split_fp16(value: Tensor) -> Split:
-    is_finite = value.isfinite()
-    bounded = value.clamp(-FP16_LARGEST_MASTER, FP16_LARGEST_MASTER)
-    working = bounded.to(torch.float16)
-    units = (bounded - working.float()) / _unit(working)
-    # Towards zero: rounded up to the half-way point, it would make a master that rounds to another working copy.
-    remainder = units.masked_fill_(~is_finite, 0).to(REMAINDER_DTYPE)
-    return Split(torch.where(is_finite, working, value.to(torch.float16)), remainder)
-
-
-def _unit(working: Tensor) -> Tensor:
-    """FP32: 2**-25 of the power of two at or below the magnitude of FP16 ``working``, at least 2**-39."""
-    exponent = working.float().view(torch.int32) & _EXPONENT_BITS
-    return (exponent.clamp_(_SMALLEST_BINADE, _LARGEST_BINADE) - _UNITS_BELOW_BINADE).view(torch.float32)
 
 
 def _cache_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -116,7 +92,7 @@ def _is_ordinary(value: Tensor) -> bool:
     return max(-smallest.item(), largest.item()) <= FP16_LARGEST_MASTER and smallest.item() == smallest.item()
 
 
-def _split_ordinary_bf16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
+def _split_bf16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     bits = value.view(torch.int32)
     remainder.copy_(bits)  # the lower half: integer casts wrap around
     upper = (bits + 0x8000).bitwise_right_shift_(16)
@@ -128,12 +104,13 @@ def _merge_into_bf16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     bits.copy_(working.view(torch.int16)).bitwise_left_shift_(16).add_(remainder)
 
 
-def _split_ordinary_fp16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
+def _split_fp16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     working.copy_(value)
     rounded = working.float()
     units = value - rounded
     exponent = rounded.view(torch.int32).bitwise_and_(_EXPONENT_BITS).clamp_(min=_SMALLEST_BINADE)
     exponent.sub_(_UNITS_BELOW_BINADE)
+    # Towards zero: rounded up to the half-way point, it would make a master that rounds to another working copy.
     remainder.copy_(units.div_(rounded))
 
 
@@ -146,14 +123,14 @@ def _merge_into_fp16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
 
 
 class _Format(NamedTuple):
-    split: Callable[[Tensor], Split]  # of every value, on every device
-    split_ordinary: Callable[..., None]  # in place, of what _is_ordinary
+    split: Callable[..., None]  # in place, of finite values up to `largest`
     merge_into: Callable[..., None]
+    largest: float
 
 
 _FORMATS = {
-    torch.bfloat16: _Format(_split_bf16, _split_ordinary_bf16, _merge_into_bf16),
-    torch.float16: _Format(_split_fp16, _split_ordinary_fp16, _merge_into_fp16),
+    torch.bfloat16: _Format(_split_bf16, _merge_into_bf16, torch.inf),
+    torch.float16: _Format(_split_fp16, _merge_into_fp16, FP16_LARGEST_MASTER),
 }
 
 

@@ -26,9 +26,6 @@ from hf_mp.kernels.triton_tables import (
     round_to_bf16,
 )
 
-NONE, FP16, BF16 = 0, 1, 2  # the dtype of working copies
-_WORKING_CODES = {None: NONE, torch.float16: FP16, torch.bfloat16: BF16}
-
 
 @triton.jit
 def unit_bits(rounded):
@@ -145,13 +142,14 @@ def adamw_kernel(
 def adamw_(parameters: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None = None) -> None:
     """As :func:`hf_mp.kernels.adamw.adamw_reference`, without waiting for the device: one launch a layout."""
     torch._foreach_add_([tensors.step for tensors in parameters], 1)
-    kinds: dict[tuple[torch.dtype, torch.dtype | None, bool], list[AdamWTensors]] = {}
+    kinds: dict[tuple[int, int, bool], list[AdamWTensors]] = {}
     for tensors in parameters:
         if tensors.gradient.numel():
-            working = None if tensors.working is None else tensors.working.dtype
-            kinds.setdefault((tensors.gradient.dtype, working, tensors.remainder is not None), []).append(tensors)
-    for (gradient, working, is_split), group in kinds.items():
-        codes = {"GRADIENT": DTYPE_CODES[gradient], "WORKING": _WORKING_CODES[working], "SPLIT": is_split}
+            working = 0 if tensors.working is None else DTYPE_CODES[tensors.working.dtype]
+            kind = (DTYPE_CODES[tensors.gradient.dtype], working, tensors.remainder is not None)
+            kinds.setdefault(kind, []).append(tensors)
+    for kind, group in kinds.items():
+        codes = dict(zip(("GRADIENT", "WORKING", "SPLIT"), kind, strict=True))
         with on(group[0].gradient.device):
             _launch(group, settings, factor, codes)
 
@@ -167,7 +165,7 @@ def _launch(
     step_sizes = (-settings.lr / (1.0 - settings.beta1**steps)).float()
     corrections = (1.0 - settings.beta2**steps).sqrt().float()
     adamw_kernel[(blocks.tensor.numel(),)](
-        addresses, *blocks.tables(), step_sizes, corrections, step_sizes if factor is None else factor,
+        addresses, *blocks[:3], step_sizes, corrections, step_sizes if factor is None else factor,
         settings.beta1, settings.beta2, 1.0 - settings.beta1, 1.0 - settings.beta2, settings.eps,
         1.0 - settings.lr * settings.weight_decay, settings.weight_decay, len(parameters),
         **codes, DECOUPLED=settings.decoupled, MAXIMIZE=settings.maximize, FROM_GRADIENT=settings.lerps_from_gradient,

@@ -52,7 +52,7 @@ def _scan_of_one_dtype(tensors: list[Tensor], device: torch.device) -> tuple[Ten
     largest_bits = torch.empty(count, dtype=torch.int32, device=device)
     squares = torch.empty(count, dtype=torch.float32, device=device)
     scan_kernel[(count,)](
-        addresses, *blocks.tables(), largest_bits, squares, DTYPE=DTYPE_CODES[tensors[0].dtype],
+        addresses, *blocks[:3], largest_bits, squares, DTYPE=DTYPE_CODES[tensors[0].dtype],
         ALIGNED=is_aligned and blocks.are_whole, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return largest_bits, squares

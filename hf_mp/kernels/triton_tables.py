@@ -27,10 +27,6 @@ class Blocks(NamedTuple):
     place: Tensor  # int64 of shape (blocks,): its number there, from 0
     are_whole: bool  # whether all tensors are whole vectors of 16 elements
 
-    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What a kernel is given."""
-        return self.numels, self.tensor, self.place
-
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """To launch in: Triton launches on the current device."""

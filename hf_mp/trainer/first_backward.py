@@ -42,25 +42,20 @@ def check_first_backward(runtime: MixedPrecision, args: TrainingArguments, accel
 
     def checked(loss: Tensor, **kwargs: Any) -> None:
         restore()
-        _check(runtime, lambda: backward(loss, **{**kwargs, "retain_graph": True}))
+        model = runtime.model
+        if model is not None and all(parameter.grad is None for parameter in model.parameters()):
+            with untouched(model):
+                states = RandomStates.now()
+
+                def again() -> None:
+                    states.restore()  # recomputation and autograd functions may draw
+                    backward(loss, **{**kwargs, "retain_graph": True})
+
+                refuse_leaks(runtime, again)
         backward(loss, **kwargs)
 
     accelerator.backward = checked
     return restore
-
-
-def _check(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
-    model = runtime.model
-    if model is None or any(parameter.grad is not None for parameter in model.parameters()):
-        return
-    with untouched(model):
-        states = RandomStates.now()
-
-        def again() -> None:
-            states.restore()  # recomputation and autograd functions may draw
-            backward()
-
-        refuse_leaks(runtime, again)
 
 
 def _reason_against(model: nn.Module | None, args: TrainingArguments) -> str | None:

@@ -80,7 +80,7 @@ class TrainerReporting:
             return
         if self._settings.precision_report:
             self.recorder.predict_memory(
-                optimizer=_as_text(args.optim),
+                optimizer=_readable(args.optim),
                 accumulation_steps=args.gradient_accumulation_steps,
                 gradient_checkpointing=args.gradient_checkpointing,
                 free_gradients=getattr(args, "free_gradients", "step"),
@@ -94,16 +94,14 @@ class TrainerReporting:
 
 
 def _readable_settings(args: TrainingArguments) -> dict[str, Any]:
-    found = {name: getattr(args, name) for name in _SETTINGS.split() if getattr(args, name, None) is not None}
-    return {name: value if _is_json(value) else _as_text(value) for name, value in found.items()}
+    found = {name: getattr(args, name, None) for name in _SETTINGS.split()}
+    return {name: _readable(value) for name, value in found.items() if value is not None}
 
 
-def _is_json(value: Any) -> bool:
+def _readable(value: Any) -> Any:
     # max_grad_norm=inf is a setting, and JSON has no word for it
-    return isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _as_text(value: Any) -> str:
+    if isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
     if isinstance(value, Mapping):
         return ", ".join(f"{key}={item}" for key, item in value.items())
     return str(getattr(value, "value", value))

@@ -58,7 +58,7 @@ class TrainerSession:
         self.reporting = TrainerReporting(settings)
         self._model: weakref.ref[nn.Module] | None = None  # that the runtime was made for
         self._references: list[MixedPrecision] = []
-        self._end_check: Callable[[], None] = _nothing
+        self._end_check: Callable[[], None] = lambda: None
 
     # Begin
 
@@ -258,10 +258,6 @@ class OfSession:
     def overflow_reports(self) -> list[OverflowReport]:
         """An :class:`OverflowReport` for each skipped step of the current model that was explained."""
         return [] if self.session is None else self.session.overflow_reports
-
-
-def _nothing() -> None:
-    pass
 
 
 def release(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from gradient_references import largest_magnitude_reference
 from torch import Tensor, nn
 
 import hf_mp
@@ -24,7 +25,6 @@ from hf_mp.kernels.gradient_scan import (
     all_finite,
     largest_magnitude,
     largest_magnitude_and_norm,
-    largest_magnitude_reference,
     total_norm,
 )
 from hf_mp.kernels.split import split

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hf_mp.kernels.split import (
     FP16_LARGEST_MASTER,
-    _format,
     merge,
     split,
     split_into,
@@ -144,8 +143,19 @@ def merged(working: Tensor, remainder: Tensor) -> Tensor:
 
 
 def reference(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    halves = _format(dtype).split(value)
-    return halves.working, halves.remainder, merged(*halves)
+    """The halves and what they merge to, by operations that make new tensors."""
+    finite = value.isfinite()
+    if dtype is torch.bfloat16:
+        upper = (value.view(torch.int32) + 0x8000) >> 16
+        working = torch.where(value.isnan(), value.to(dtype), upper.to(torch.int16).view(dtype))
+        remainder = (value.view(torch.int32) - (upper << 16)).to(torch.int16).masked_fill_(value.isnan(), 0)
+        return working, remainder, merged(working, remainder)
+    bounded = value.clamp(-FP16_LARGEST_MASTER, FP16_LARGEST_MASTER)
+    rounded = bounded.half().float()
+    unit = ((rounded.view(torch.int32) & 0x7F800000).clamp(0x38800000, 0x47000000) - (25 << 23)).view(torch.float32)
+    remainder = ((bounded - rounded) / unit).masked_fill_(~finite, 0).to(torch.int16)
+    working = torch.where(finite, rounded, value).half()
+    return working, remainder, merged(working, remainder)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

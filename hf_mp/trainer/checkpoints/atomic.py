@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 STAGING_FOLDER = ".saving"
-_REPLACED, _REMOVED = "replaced-", "removed-"
+REPLACED, _REMOVED = "replaced-", "removed-"
 
 
 def staging_folder(run_directory: Path) -> Path:
@@ -70,10 +70,7 @@ def publish(staged: Path, target: Path) -> None:
 
     A kill at any moment leaves the old or the new one in place, or both in the staging folder for :func:`recover`.
     """
-    replaced = staged.with_name(_REPLACED + target.name)
-    if target.exists():
-        _remove_tree(replaced)
-        os.rename(target, replaced)
+    replaced = set_aside(target) if target.exists() else staged.with_name(REPLACED + target.name)
     try:
         os.rename(staged, target)
     except OSError:
@@ -82,29 +79,43 @@ def publish(staged: Path, target: Path) -> None:
         raise
     sync_folder(target.parent)
     sync_folder(staged.parent)
-    _remove_tree(replaced)
-    _remove_if_empty(staged.parent)
+    discard(replaced)
 
 
 def remove(directory: Path) -> None:
     """Remove a checkpoint so that no half of it is ever seen under its name."""
-    aside = make_staging_folder(directory.parent) / (_REMOVED + directory.name)
+    aside = set_aside(directory, _REMOVED)
+    sync_folder(directory.parent)
+    discard(aside)
+
+
+def set_aside(directory: Path, prefix: str = REPLACED) -> Path:
+    """Move a checkpoint into the staging folder in one rename; gives its place there."""
+    aside = make_staging_folder(directory.parent) / (prefix + directory.name)
     _remove_tree(aside)
     os.rename(directory, aside)
-    sync_folder(directory.parent)
+    return aside
+
+
+def discard(aside: Path) -> None:
+    """Remove a directory from the staging folder, and that folder when nothing is left in it."""
     _remove_tree(aside)
-    _remove_if_empty(aside.parent)
+    with contextlib.suppress(OSError):
+        aside.parent.rmdir()
 
 
 def recover(run_directory: Path, is_whole: Callable[[Path], bool]) -> list[Path]:
-    """Finish the renames that a killed run had begun, and clear what it did not finish; gives what came into place."""
+    """Finish the renames that a killed run had begun, and clear what it did not finish; gives what came into place.
+
+    A link here leads to a directory of another run, which stays as it is.
+    """
     folder = staging_folder(run_directory)
     recovered = []
     # The newer one of a pair first: "checkpoint-" sorts before "replaced-checkpoint-".
-    for staged in sorted(folder.iterdir()) if _is_own(folder) else []:
-        target = run_directory / staged.name.removeprefix(_REPLACED)
-        finished = _is_own(staged) and not staged.name.startswith(_REMOVED) and is_whole(staged)
-        if finished and not target.exists():
+    for staged in [] if folder.is_symlink() else sorted(folder.glob("*")):
+        target = run_directory / staged.name.removeprefix(REPLACED)
+        is_ours = staged.is_dir() and not staged.is_symlink() and not staged.name.startswith(_REMOVED)
+        if is_ours and is_whole(staged) and not target.exists():
             os.rename(staged, target)
             recovered.append(target)
     clear(run_directory)
@@ -118,11 +129,6 @@ def clear(run_directory: Path) -> None:
     _remove_tree(staging_folder(run_directory))
 
 
-def _is_own(directory: Path) -> bool:
-    """Whether it is a directory here; a link leads to one of another run."""
-    return directory.is_dir() and not directory.is_symlink()
-
-
 def _remove_tree(directory: Path) -> None:
     # What stays is in the staging folder, where nothing takes it for a checkpoint and the next save clears it.
     if directory.is_symlink():
@@ -130,8 +136,3 @@ def _remove_tree(directory: Path) -> None:
             directory.unlink()
     else:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    if not any(folder.iterdir()):
-        folder.rmdir()

@@ -12,30 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
+from hf_mp.trainer.checkpoints import inspection, loaded_state
 from hf_mp.trainer.checkpoints.atomic import clear, make_staging_folder, publish, recover, staging_folder
-from hf_mp.trainer.checkpoints.inspection import (
-    Lookup,
-    find_newest_whole,
-    find_problems,
-    is_damaged,
-    is_finished,
-    list_checkpoints,
-    rotate,
-    step_of,
-    warn_of_missing_state,
-)
-from hf_mp.trainer.checkpoints.loaded_state import (
-    check_optimizer,
-    check_parameters,
-    check_scheduler,
-    check_weights_file,
-    naming,
-)
 from hf_mp.trainer.checkpoints.lock import DirectoryLock
 from hf_mp.trainer.checkpoints.manifest import (
     MANIFEST_NAME,
@@ -94,7 +77,6 @@ class CrashSafe(_Base):
         super().__init__(*args, **kwargs)
         self._preemption = PreemptionCallback(SignalWatch(), self._largest)
         self.add_callback(self._preemption)
-        self.add_callback(_BestBeside(self))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the stock Trainer's, with the output directory locked and signals watched.
@@ -109,13 +91,14 @@ class CrashSafe(_Base):
                 watch.start()
             output = super().train(checkpoint, *args, **kwargs)
             if not self._preemption.requested and self._largest(int(watch.received is not None)):
-                self._save_after_last_step()
+                # After the last step, as during its save; the best weights may be in the place of the last.
+                self._preemption.requested = bool(self._last_checkpoint(save=not self.args.load_best_model_at_end))
         except self.stuck_errors as error:
             self._keep_last_state(error)
             raise
         finally:
             watch.stop()
-            lock.__exit__(None, None, None)
+            lock.__exit__()
         if self._preemption.requested:
             self._end_preempted()
         if watch.received is not None:  # after the last step, whose state is no longer there: as without us
@@ -129,7 +112,7 @@ class CrashSafe(_Base):
         def begin() -> int:
             lock.__enter__()
             try:
-                for path in recover(run_directory, is_finished):
+                for path in recover(run_directory, inspection.is_finished):
                     logger.warning(f"{path} was saved by a run that was killed before it could be put in its place")
             except OSError as error:
                 logger.warning(f"{run_directory} cannot be cleared of what a killed run left ({error})")
@@ -147,19 +130,17 @@ class CrashSafe(_Base):
         if self._resumed_from is not None and self._resumed_from.is_dir():
             _warn_of_other_world_size(self._resumed_from, self.args.world_size)
             if self.args.should_save and not self.is_deepspeed_enabled:
-                warn_of_missing_state(self._resumed_from, self.args.world_size)
+                inspection.warn_of_missing_state(self._resumed_from, self.args.world_size)
         return checkpoint
 
-    def _save_after_last_step(self) -> None:
-        """A signal came after the last step, as during its save: have that step's checkpoint in place."""
+    def _last_checkpoint(self, *, save: bool) -> Path | None:
+        """That of the last step; where it is not there, it is saved or None."""
         step = Path(str(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        missing = self._largest(int(not step.is_dir()))
-        if missing and self.args.load_best_model_at_end:
-            return  # the best weights are in the place of the last
-        if missing:
+        is_missing = bool(self._largest(int(not step.is_dir())))
+        if is_missing and save:
             assert self.model is not None
             self._save_checkpoint(self.model, None)
-        self._preemption.requested = True
+        return None if is_missing and not save else step
 
     @property
     def is_stuck(self) -> bool:
@@ -168,15 +149,12 @@ class CrashSafe(_Base):
 
     def _keep_last_state(self, error: Exception) -> None:
         """Save what the last good step left, beside the checkpoint from before; tell in ``error`` where both are."""
-        step = Path(str(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        before = self._before_trouble
-        assert self.model is not None
+        before, step = self._before_trouble, None
         try:
-            if self.state.global_step and self._largest(int(not step.is_dir())):
-                self._save_checkpoint(self.model, None)
+            step = self._last_checkpoint(save=True) if self.state.global_step else None
         except CheckpointError as failure:
             error.add_note(str(failure))
-        if step.is_dir() and not self._last_save_failed:
+        if step is not None and not self._last_save_failed:
             error.add_note(f"The weights and the optimizer's state as the last good step left them are in {step}.")
         if before is not None and before.is_dir() and before != step:
             error.add_note(f"{before} is the last checkpoint from before steps were skipped.")
@@ -210,20 +188,18 @@ class CrashSafe(_Base):
         torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
         return int(tensor.item())
 
-    def _for_all(self, action: Callable[[], int]) -> int:
+    def _for_all(self, action: Callable[[], int | None]) -> int:
         """What ``action`` gives in the process that saves (the lowest, if several do); its failure is that of all."""
         least, error = -(2**62), None
         if self.args.should_save:
             try:
-                least = -action()
+                least = -(action() or 0)
             except CheckpointError as failure:
                 error = failure
         kinds = (CheckpointError, NoCheckpointError)
         failed = self._largest(0 if error is None else 1 + kinds.index(type(error)))
-        if error is not None:
-            raise error
-        if failed:
-            raise kinds[failed - 1](_OTHER_PROCESS)
+        if error is not None or failed:
+            raise error or kinds[failed - 1](_OTHER_PROCESS)
         return -self._largest(least)
 
     # Saving
@@ -257,25 +233,23 @@ class CrashSafe(_Base):
         run_directory = Path(self._get_output_dir(trial))
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         staged, target = staging_folder(run_directory) / name, run_directory / name
-        best_before = self.state.best_model_checkpoint
+        best_before, save = self.state.best_model_checkpoint, super()._save_checkpoint
         self._saving = saving = _Saving(staged, target, [])
         try:
-            self._save_step(self._clear_staging)
-            if not (failed := self._anyone_failed()):
-                with self._noting_failures():
-                    super()._save_checkpoint(model, trial)
-                self._save_step(self._correct_best)
-                failed = self._anyone_failed()
-            if not failed:
-                self._save_step(self._finish)
-                failed = self._anyone_failed()
+            is_saved = (
+                self._went_well(self._clear_staging, self.args.should_save)
+                and self._went_well(lambda saving: save(model, trial))
+                and self._went_well(self._finish, self.args.should_save)
+            )
         finally:
             self._saving = None
-        self._last_save_failed = failed
-        if failed:
+        self._last_save_failed = not is_saved
+        if not is_saved:
             self.state.best_model_checkpoint = best_before
             self._report_failure(saving)
             return
+        if self.state.best_model_checkpoint == str(staged):
+            self.state.best_model_checkpoint = str(target)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(target))
         if not self.is_stuck:
@@ -283,54 +257,41 @@ class CrashSafe(_Base):
         if self.args.should_save:
             self._rotate(target)
 
-    def _save_step(self, action: Callable[[_Saving], None]) -> None:
-        """Do a part of a save that is ours, in the process that saves."""
+    def _went_well(self, part: Callable[[_Saving], None], is_mine: bool = True) -> bool:
+        """Do a part of a save, if it is this process's; whether all parts so far went well in every process."""
         assert self._saving is not None
-        if self.args.should_save and not self._saving.errors:
+        if is_mine:
             with self._noting_failures():
-                action(self._saving)
-
-    def _anyone_failed(self) -> bool:
-        assert self._saving is not None
-        return bool(self._largest(int(bool(self._saving.errors))))
+                part(self._saving)
+        return not self._largest(int(bool(self._saving.errors)))
 
     def _clear_staging(self, saving: _Saving) -> None:
         clear(saving.target.parent)
         (make_staging_folder(saving.target.parent) / saving.staged.name).mkdir(exist_ok=True)
 
-    def _correct_best(self, saving: _Saving) -> None:
-        """Name the best checkpoint by its place: the Trainer wrote down where it lies while it is being saved."""
-        if self.state.best_model_checkpoint == str(saving.staged):
+    def _finish(self, saving: _Saving) -> None:
+        if self.state.best_model_checkpoint == str(saving.staged):  # where it lies while it is being saved
             self.state.best_model_checkpoint = str(saving.target)
             self.state.save_to_json(str(saving.staged / TRAINER_STATE_NAME))
-
-    def _finish(self, saving: _Saving) -> None:
-        finish(
-            saving.staged,
-            step=self.state.global_step,
-            world_size=self.args.world_size,
-            precision=str(self.precision_policy),
-        )
+        step, world_size = self.state.global_step, self.args.world_size
+        finish(saving.staged, step=step, world_size=world_size, precision=str(self.precision_policy))
         publish(saving.staged, saving.target)
 
     def _report_failure(self, saving: _Saving) -> None:
-        reason = str(saving.errors[0]) if saving.errors else _OTHER_PROCESS
-        message = f"{saving.target} could not be saved: {reason}"
-        stops = self.save_failure == "stop"
+        first = next(iter(saving.errors), None)
+        message = f"{saving.target} could not be saved: {first or _OTHER_PROCESS}"
         if self.args.should_save:
             clear(saving.target.parent)
             message += f". The last whole checkpoint is {_last_whole(saving.target.parent)}"
-        if stops:
-            raise CheckpointError(f"{message}. The run ends here (save_failure='stop')") from next(
-                iter(saving.errors), None
-            )
+        if self.save_failure == "stop":
+            raise CheckpointError(f"{message}. The run ends here (save_failure='stop')") from first
         logger.error(f"{message}. Training goes on and tries again at the next save (save_failure='stop' would end it)")
 
     def _rotate(self, written: Path) -> None:
         best = self.state.best_model_checkpoint
         keep = [Path(path) for path in (best, self._before_trouble) if path]
         try:
-            rotate(written.parent, self.args.save_total_limit, written=written, keep=keep)
+            inspection.rotate(written.parent, self.args.save_total_limit, written=written, keep=keep)
         except OSError as error:
             logger.warning(f"older checkpoints in {written.parent} could not be removed ({error})")
 
@@ -339,86 +300,73 @@ class CrashSafe(_Base):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         checkpoint, loaded = Path(resume_from_checkpoint), self.model if model is None else model
         assert loaded is not None
-        with naming(checkpoint, "the model"):
+        with loaded_state.naming(checkpoint, "the model"):
             if (weights := checkpoint / SAFE_WEIGHTS_NAME).is_file() and not is_sharded(loaded):
-                check_weights_file(weights, loaded)
+                loaded_state.check_weights_file(weights, loaded)
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        check_parameters(checkpoint, loaded)
+        loaded_state.check_parameters(checkpoint, loaded)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         known = set(self.lr_scheduler.state_dict()) if self.lr_scheduler is not None else set()
-        with naming(checkpoint, "the state of the optimizer or the scheduler"):
+        with loaded_state.naming(checkpoint, "the state of the optimizer or the scheduler"):
             super()._load_optimizer_and_scheduler(checkpoint)
         if self.optimizer is not None:
-            check_optimizer(checkpoint, self.optimizer)
+            loaded_state.check_optimizer(checkpoint, self.optimizer)
         if self.lr_scheduler is not None:
-            check_scheduler(checkpoint, self.lr_scheduler, known)
+            loaded_state.check_scheduler(checkpoint, self.lr_scheduler, known)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with naming(str(checkpoint), "the state of the random numbers"):
+        with loaded_state.naming(str(checkpoint), "the state of the random numbers"):
             super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
         best = Path(str(self.state.best_model_checkpoint))
-
-        def check() -> int:
-            _refuse_problems(best)
-            return 0
-
-        self._for_all(check)
+        self._for_all(lambda: _refuse_problems(best))
         super()._load_best_model()
 
+    def _load_callback_state(self) -> None:
+        super()._load_callback_state()
+        self._take_best_beside()
 
-class _BestBeside(TrainerCallback):
-    """Has a resumed run take the best model from beside its checkpoints, wherever the checkpoint says it lies."""
-
-    def __init__(self, trainer: CrashSafe) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        resumed, said = self._trainer._resumed_from, state.best_model_checkpoint
+    def _take_best_beside(self) -> None:
+        """Take the best model from beside the checkpoints, wherever the one that is resumed says that it lies."""
+        resumed, said = self._resumed_from, self.state.best_model_checkpoint
         if resumed is None or said is None:
             return
-        name = Path(said).name
-        places = [folder / name for folder in (resumed.parent, Path(str(args.output_dir)))]
-        found = [place for place in places if step_of(place) is not None and place.is_dir()]
+        places = [folder / Path(said).name for folder in (resumed.parent, Path(str(self.args.output_dir)))]
+        found = [place for place in places if inspection.step_of(place) is not None and place.is_dir()]
         if any(place.resolve() == Path(said).resolve() for place in found):
             return
-        state.best_model_checkpoint = str(found[0]) if found else None
-        logger.warning(
-            f"{resumed} names {said!r} as the best checkpoint, which does not lie beside it: "
-            + (
-                f"{found[0]} is taken"
-                if found
-                else "the best model is sought anew; copy that checkpoint here to keep it"
-            )
-        )
+        self.state.best_model_checkpoint = str(found[0]) if found else None
+        anew = "the best model is sought anew; copy that checkpoint here to keep it"
+        what = f"{found[0]} is taken" if found else anew
+        logger.warning(f"{resumed} names {said!r} as the best checkpoint, which does not lie beside it: {what}")
 
 
 def _choose(run_directory: Path) -> int:
-    lookup = find_newest_whole(list_checkpoints(run_directory))
-    if lookup.chosen is None:
-        message = f"No valid checkpoint found in output directory ({run_directory})"
-        if not lookup.passed_over:
-            raise NoCheckpointError(f"{message}: there is none yet. Train without resume_from_checkpoint to begin anew")
+    chosen, passed_over = inspection.find_newest_whole(run_directory)
+    message = f"No valid checkpoint found in output directory ({run_directory})"
+    if chosen is None and not passed_over:
+        raise NoCheckpointError(f"{message}: there is none yet. Train without resume_from_checkpoint to begin anew")
+    if chosen is None:
         raise CheckpointError(
-            f"{message}:\n{lookup.describe()}\nNone of them was changed. Copy a whole one there, or train without "
+            f"{message}:\n{passed_over}\nNone of them was changed. Copy a whole one there, or train without "
             "resume_from_checkpoint to begin anew"
         )
-    if lookup.passed_over:
-        logger.warning(f"resuming from {lookup.chosen}; newer ones were passed over:\n{lookup.describe()}")
-    return step_of(lookup.chosen) or 0
+    if passed_over:
+        logger.warning(f"resuming from {chosen}; newer ones were passed over:\n{passed_over}")
+    return inspection.step_of(chosen) or 0
 
 
 def _refuse_problems(checkpoint: Path) -> None:
-    if checkpoint.is_dir() and (problems := find_problems(checkpoint)):
+    if checkpoint.is_dir() and (problems := inspection.find_problems(checkpoint)):
         has_manifest = (checkpoint / MANIFEST_NAME).is_file()
         raise CheckpointError(
-            f"{Lookup(None, ((checkpoint, tuple(problems)),)).describe().strip()}\n{checkpoint} is not loaded: take "
-            "another checkpoint (resume_from_checkpoint=True finds the newest whole one)"
+            f"{checkpoint.name}: {'; '.join(problems)}\n{checkpoint} is not loaded: take another checkpoint "
+            "(resume_from_checkpoint=True finds the newest whole one)"
             + (f". If you changed a file yourself, remove {MANIFEST_NAME}" if has_manifest else "")
         )
 
@@ -437,7 +385,7 @@ def _warn_of_other_world_size(checkpoint: Path, world_size: int) -> None:
 
 def _last_whole(run_directory: Path) -> str:
     try:
-        found = [path for path in list_checkpoints(run_directory) if not is_damaged(path)]
+        found = [path for path in inspection.list_checkpoints(run_directory) if not inspection.is_damaged(path)]
     except OSError as error:
         return f"not known ({error})"
     return str(found[-1]) if found else "none yet"

@@ -12,28 +12,20 @@ it is made: before ``train(resume_from_checkpoint=True)`` looks for the newest d
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import logging
 
-from hf_mp.trainer.checkpoints.atomic import make_staging_folder, recover, remove, staging_folder
-from hf_mp.trainer.checkpoints.inspection import (
-    find_newest_whole,
-    find_problems,
-    list_checkpoints,
-    warn_of_missing_state,
-)
+from hf_mp.trainer.checkpoints import atomic, inspection
 from hf_mp.trainer.checkpoints.lock import DirectoryLock
 from hf_mp.trainer.checkpoints.manifest import (
     MANIFEST_NAME,
@@ -45,12 +37,10 @@ from hf_mp.trainer.checkpoints.manifest import (
 
 logger = logging.get_logger(__name__)
 
-_REPLACED = "replaced-"  # as for atomic.recover
 _WAIT_SECONDS = 60.0
 
 
-@dataclass
-class _Save:
+class _Save(NamedTuple):
     """A save that was announced: its checkpoint, and the lock that keeps others from clearing it up."""
 
     checkpoint: Path
@@ -75,27 +65,24 @@ class InPlaceSaves(TrainerCallback):
 
     def leave(self, args: TrainingArguments, callbacks: list[TrainerCallback]) -> None:
         """Training has ended."""
-        self._withdraw(args)
+        _withdraw(args)
         if self in callbacks:
             callbacks.remove(self)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._announce(args, state, control.should_save)
+        _announce(args, state, control.should_save)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._announce(args, state, control.should_save)
+    on_epoch_end = on_step_end
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # With save_strategy="best" the Trainer decides after this.
-        self._announce(args, state, control.should_save or args.save_strategy == SaveStrategy.BEST)
+        _announce(args, state, control.should_save or args.save_strategy == SaveStrategy.BEST)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The last callback of a save: the checkpoint is whole."""
-        if (save := _announced.pop(_key(args), None)) is not None:
-            _end(save)
+        """The last callback of a save, when the checkpoint is whole; also before a step, when none was written."""
+        _withdraw(args)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._withdraw(args)
+    on_step_begin = on_save
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """Have the step that the stock loop takes when it is resumed at its end change no weight."""
@@ -103,68 +90,61 @@ class InPlaceSaves(TrainerCallback):
             logger.warning(f"training is at its end, step {state.max_steps}: a further step changes no weight")
             optimizer.zero_grad()
 
-    def _announce(self, args: TrainingArguments, state: TrainerState, is_due: bool) -> None:
-        if not (is_due and args.should_save) or state.is_hyper_param_search:
-            return
-        checkpoint = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        before = _announced.get(_key(args))
-        if checkpoint.is_symlink() or (before is not None and before.checkpoint == checkpoint):
-            return
-        self._withdraw(args)
-        try:
-            _announced[_key(args)] = _begin(checkpoint, args.world_size)
-        except (OSError, CheckpointError) as error:
-            logger.warning(f"{checkpoint} is written without a mark ({error}): a kill may leave half of it")
-
-    def _withdraw(self, args: TrainingArguments) -> None:
-        """The save that was announced did not come."""
-        if (save := _announced.pop(_key(args), None)) is not None:
-            _end(save)
-
 
 def _key(args: TrainingArguments) -> Path:
     return Path(str(args.output_dir)).absolute()
 
 
+def _announce(args: TrainingArguments, state: TrainerState, is_due: bool) -> None:
+    if not (is_due and args.should_save) or state.is_hyper_param_search:
+        return
+    checkpoint = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+    before = _announced.get(_key(args))
+    if checkpoint.is_symlink() or (before is not None and before.checkpoint == checkpoint):
+        return
+    _withdraw(args)
+    try:
+        _announced[_key(args)] = _begin(checkpoint, args.world_size)
+    except (OSError, CheckpointError) as error:
+        logger.warning(f"{checkpoint} is written without a mark ({error}): a kill may leave half of it")
+
+
 def _begin(checkpoint: Path, world_size: int) -> _Save:
     """Put a marked, empty directory in the place of a checkpoint, in one step."""
-    lock = DirectoryLock(checkpoint.parent)
-    lock.__enter__()
+    lock = DirectoryLock(checkpoint.parent).__enter__()
     try:
-        folder = make_staging_folder(checkpoint.parent)
-        staged = folder / checkpoint.name
+        staged = atomic.make_staging_folder(checkpoint.parent) / checkpoint.name
         shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir()
         (staged / UNFINISHED_NAME).write_text(json.dumps({"world_size": world_size}))
         if checkpoint.exists():
-            replaced = folder / (_REPLACED + checkpoint.name)
-            shutil.rmtree(replaced, ignore_errors=True)
-            os.rename(checkpoint, replaced)
+            atomic.set_aside(checkpoint)
         os.rename(staged, checkpoint)
     except OSError:
-        lock.__exit__(None, None, None)
+        lock.__exit__()
         raise
     return _Save(checkpoint, lock)
 
 
-def _end(save: _Save) -> None:
+def _withdraw(args: TrainingArguments) -> None:
     """Take the mark off a checkpoint that was written; of one that was not, bring back what was there before."""
-    checkpoint, folder = save.checkpoint, staging_folder(save.checkpoint.parent)
-    mark, replaced = checkpoint / UNFINISHED_NAME, folder / (_REPLACED + checkpoint.name)
+    if (save := _announced.pop(_key(args), None)) is None:
+        return
+    checkpoint = save.checkpoint
+    replaced = atomic.staging_folder(checkpoint.parent) / (atomic.REPLACED + checkpoint.name)
     try:
         if (checkpoint / TRAINER_STATE_NAME).is_file():
-            mark.unlink(missing_ok=True)
-            shutil.rmtree(replaced, ignore_errors=True)
+            (checkpoint / UNFINISHED_NAME).unlink(missing_ok=True)
+            atomic.discard(replaced)
         elif [path.name for path in checkpoint.iterdir()] == [UNFINISHED_NAME]:
-            remove(checkpoint)
+            atomic.remove(checkpoint)
             if replaced.exists():
                 os.rename(replaced, checkpoint)
-        with contextlib.suppress(OSError):
-            folder.rmdir()  # if nothing is left in it
+                atomic.discard(replaced)
     except OSError as error:
         logger.warning(f"{checkpoint} cannot be cleared of its mark ({error}): the next start looks at it")
     finally:
-        save.lock.__exit__(None, None, None)
+        save.lock.__exit__()
 
 
 # At the next start
@@ -177,7 +157,7 @@ def clear_up(args: TrainingArguments) -> None:
     """
     directory = Path(str(args.output_dir))
     if (save := _announced.pop(_key(args), None)) is not None:  # an exception ended that run
-        save.lock.__exit__(None, None, None)
+        save.lock.__exit__()
     if not _has_leftovers(directory):
         return
     if not args.should_save:
@@ -193,28 +173,28 @@ def clear_up(args: TrainingArguments) -> None:
 
 
 def _has_leftovers(directory: Path) -> bool:
-    return directory.is_dir() and (staging_folder(directory).is_dir() or bool(_marked(directory)))
+    return directory.is_dir() and (atomic.staging_folder(directory).is_dir() or bool(_marked(directory)))
 
 
 def _marked(directory: Path) -> list[Path]:
-    return [path for path in list_checkpoints(directory) if (path / UNFINISHED_NAME).is_file()]
+    return [path for path in inspection.list_checkpoints(directory) if (path / UNFINISHED_NAME).is_file()]
 
 
 def _clear_up(directory: Path) -> None:
     for checkpoint in _marked(directory):
-        if problems := [*find_problems(checkpoint, marked=True), *_missing_random_numbers(checkpoint)]:
+        if problems := [*inspection.find_problems(checkpoint, marked=True), *_missing_random_numbers(checkpoint)]:
             logger.warning(f"{checkpoint} is half-written by a run that was killed ({problems[0]}): it is removed")
-            remove(checkpoint)
+            atomic.remove(checkpoint)
         else:
             (checkpoint / UNFINISHED_NAME).unlink()
             logger.warning(f"{checkpoint} was written to its end by a run that was killed before it could say so")
-    for checkpoint in recover(directory, lambda path: not find_problems(path)):
+    for checkpoint in atomic.recover(directory, lambda path: not inspection.find_problems(path)):
         logger.warning(f"{checkpoint} is put back: a run that was killed was about to write over it")
     logger.warning(_newest_whole(directory))
 
 
 def _newest_whole(directory: Path) -> str:
-    newest = find_newest_whole(list_checkpoints(directory)).chosen
+    newest, _ = inspection.find_newest_whole(directory)
     if newest is None:
         return f"there is no whole checkpoint in {directory}"
     return f"the newest whole checkpoint in {directory} is {newest.name}"
@@ -250,7 +230,7 @@ def refuse_damaged(args: TrainingArguments, state: TrainerState) -> None:
             f"({_newest_whole(checkpoint.parent)}); if you changed a file yourself, remove {MANIFEST_NAME}"
         )
     if args.should_save:
-        warn_of_missing_state(checkpoint, args.world_size)
+        inspection.warn_of_missing_state(checkpoint, args.world_size)
 
 
 def _missing_random_numbers(checkpoint: Path) -> list[str]:

@@ -4,37 +4,30 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from hf_mp.trainer.checkpoints.atomic import remove
-from hf_mp.trainer.checkpoints.json_files import JSONProblem, read_json
-from hf_mp.trainer.checkpoints.manifest import UNFINISHED_NAME, CheckpointError, find_damage, read_manifest
-from hf_mp.trainer.checkpoints.untrusted import find_hazards, find_out_of_place
+from hf_mp.trainer.checkpoints.json_files import read_json
+from hf_mp.trainer.checkpoints.manifest import (
+    MANIFEST_NAME,
+    UNFINISHED_NAME,
+    CheckpointError,
+    find_damage,
+    read_manifest,
+)
+from hf_mp.trainer.checkpoints.untrusted import find_hazards, find_in_files, find_out_of_place
 
 logger = logging.get_logger(__name__)
 
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(0|[1-9][0-9]{{0,17}})")  # \d has the digits of every script
-_WRITTEN_LAST = "trainer_state.json"  # by the stock Trainer
 # There while Transformers' JITCheckpointCallback saves, and while a Trainer with our callback does.
 _MARKS = ("checkpoint-is-incomplete.txt", UNFINISHED_NAME)
-
-
-@dataclass(frozen=True)
-class Lookup:
-    """The checkpoint that was chosen, and those passed over for it, newest first, with the reasons."""
-
-    chosen: Path | None
-    passed_over: tuple[tuple[Path, tuple[str, ...]], ...] = ()
-
-    def describe(self) -> str:
-        """Which were passed over and why, one line each."""
-        return "\n".join(f"  {path.name}: {'; '.join(reasons)}" for path, reasons in self.passed_over)
 
 
 def step_of(checkpoint: Path) -> int | None:
@@ -66,7 +59,9 @@ def find_problems(checkpoint: Path, *, marked: bool = False) -> list[str]:
     mark = next((name for name in _MARKS if (checkpoint / name).exists()), None)
     if mark is not None and not marked:
         return [f"{mark} is there: it was never finished"]
-    return _damage_without_manifest(checkpoint) or find_hazards(checkpoint)
+    if not (checkpoint / TRAINER_STATE_NAME).is_file():
+        return [f"{TRAINER_STATE_NAME} is missing, which is written last"]
+    return find_in_files(checkpoint, _damage_without_manifest) or find_hazards(checkpoint)
 
 
 def warn_of_missing_state(checkpoint: Path, world_size: int) -> None:
@@ -86,46 +81,40 @@ def warn_of_missing_state(checkpoint: Path, world_size: int) -> None:
     logger.warning(f"{checkpoint} has no {', '.join(missing)}: {' and '.join(anew)} start anew")
 
 
-def find_newest_whole(checkpoints: Iterable[Path]) -> Lookup:
-    """The last of ``checkpoints`` without a problem."""
-    passed_over: list[tuple[Path, tuple[str, ...]]] = []
-    for checkpoint in reversed(list(checkpoints)):
+def find_newest_whole(run_directory: Path) -> tuple[Path | None, str]:
+    """The newest checkpoint of a run without a problem; and which were passed over for it and why, one line each."""
+    passed_over: list[str] = []
+    for checkpoint in reversed(list_checkpoints(run_directory)):
         if not (problems := find_problems(checkpoint)):
-            return Lookup(checkpoint, tuple(passed_over))
-        passed_over.append((checkpoint, tuple(problems)))
-    return Lookup(None, tuple(passed_over))
+            return checkpoint, "\n".join(passed_over)
+        passed_over.append(f"  {checkpoint.name}: {'; '.join(problems)}")
+    return None, "\n".join(passed_over)
 
 
 def is_finished(checkpoint: Path) -> bool:
     """Whether a checkpoint has a manifest and matches it."""
-    try:
-        manifest = read_manifest(checkpoint)
-    except CheckpointError:
-        return False
-    return manifest is not None and not find_damage(checkpoint, manifest)
+    return (checkpoint / MANIFEST_NAME).is_file() and not find_problems(checkpoint)
 
 
 # Removal
 
 
-def rotate(run_directory: Path, limit: int | None, *, written: Path, keep: Collection[Path] = ()) -> list[Path]:
+def rotate(run_directory: Path, limit: int | None, *, written: Path, keep: Collection[Path] = ()) -> None:
     """Remove checkpoints until ``limit`` are left, and never ``written``, which is known to be whole, or ``keep``.
 
     Those whose files are not the size they were go first, then the oldest by the time they were written.
 
-    A limit of None or 0 removes none. Returns what was removed.
+    A limit of None or 0 removes none.
     """
     if not limit or limit < 0:
-        return []
+        return
     checkpoints = list_checkpoints(run_directory)
     kept = {path.resolve() for path in (written, *keep)}
     removable = [path for path in checkpoints if path.resolve() not in kept]
     # The step decides where the file system has no times.
     removable.sort(key=lambda path: (not is_damaged(path), path.stat().st_mtime, step_of(path)))
-    surplus = removable[: max(0, len(checkpoints) - limit)]
-    for checkpoint in surplus:
+    for checkpoint in removable[: max(0, len(checkpoints) - limit)]:
         remove(checkpoint)
-    return surplus
 
 
 def is_damaged(checkpoint: Path) -> bool:
@@ -139,20 +128,7 @@ def is_damaged(checkpoint: Path) -> bool:
         return True
 
 
-# Without a manifest
-
-
-def _damage_without_manifest(checkpoint: Path) -> list[str]:
-    if not (checkpoint / _WRITTEN_LAST).is_file():
-        return [f"{_WRITTEN_LAST} is missing, which is written last"]
-    found = []
-    for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
-        if (problem := _format_error(path)) is not None:
-            found.append(f"{path.relative_to(checkpoint).as_posix()} is damaged ({problem})")
-    return found
-
-
-def _format_error(path: Path) -> str | None:
+def _damage_without_manifest(path: Path) -> str | None:
     try:
         if path.suffix == ".json":
             read_json(path)
@@ -161,12 +137,8 @@ def _format_error(path: Path) -> str | None:
                 pass
         elif path.suffix in (".pt", ".pth", ".bin"):
             with zipfile.ZipFile(path) as archive:
-                broken = archive.testzip()
-            return None if broken is None else f"the checksum of {broken} does not match"
-    except JSONProblem as problem:
-        return str(problem)
-    except (ValueError, OSError, EOFError, SafetensorError, zipfile.BadZipFile) as error:
-        return str(error)[:200] or type(error).__name__
-    except (NotImplementedError, RuntimeError) as error:  # of zipfile: an unknown compression, encryption
-        return str(error)[:200]
+                if (broken := archive.testzip()) is not None:
+                    return f"is damaged (the checksum of {broken} does not match)"
+    except Exception as error:  # whatever damaged bytes bring about: the file is named
+        return f"is damaged ({str(error)[:200] or type(error).__name__})"
     return None

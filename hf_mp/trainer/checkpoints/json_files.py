@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,12 @@ MAX_JSON_BYTES = 512 * 2**20  # a trainer_state.json with a million log entries 
 # A value takes up to some 300 bytes when it is read, so that a file takes 3 GB at most.
 MAX_JSON_VALUES = 10_000_000
 _BLOCK_BYTES = 2**20
+
+# What the entries of a trainer_state.json may be; the best ones also null.
+_COUNTS = {"global_step", "best_global_step", "max_steps", "num_train_epochs"}
+_COUNTS |= {"num_input_tokens_seen", "train_batch_size"}
+_AMOUNTS = {"epoch", "total_flos", "logging_steps", "eval_steps", "save_steps"}
+_TYPES: dict[str, Any] = {"best_metric": (int, float), "best_model_checkpoint": str, "stateful_callbacks": dict}
 
 
 class JSONProblem(ValueError):
@@ -69,32 +74,14 @@ def _problem_of_trainer_state(content: Any) -> str | None:
         return f"is a {type(content).__name__}, not the state of a Trainer"
     if unknown := sorted(set(content) - {field.name for field in fields(TrainerState)}):
         return f"has {unknown[0][:100]!r}, which no state of a Trainer has"
-    wrong = next((name for name, value in content.items() if not _FITS.get(name, _anything)(value)), None)
+    wrong = next((name for name, value in content.items() if not _fits(name, value)), None)
     return None if wrong is None else f"says {wrong}={str(content[wrong])[:100]!r}, which no Trainer writes"
 
 
-def _anything(value: Any) -> bool:
-    return True
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_count(value: Any) -> bool:
-    return value is None or (type(value) is int and 0 <= value < 2**63)
-
-
-def _is_amount(value: Any) -> bool:
-    return value is None or (_is_number(value) and 0 <= value < 2**63)
-
-
-_FITS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("global_step", "max_steps", "num_train_epochs", "num_input_tokens_seen"), _is_count),
-    **dict.fromkeys(("best_global_step", "train_batch_size"), _is_count),
-    **dict.fromkeys(("epoch", "total_flos", "logging_steps", "eval_steps", "save_steps"), _is_amount),
-    "best_metric": lambda value: value is None or _is_number(value),
-    "best_model_checkpoint": lambda value: value is None or isinstance(value, str),
-    "log_history": lambda value: isinstance(value, list) and all(isinstance(entry, dict) for entry in value),
-    "stateful_callbacks": lambda value: isinstance(value, dict),
-}
+def _fits(name: str, value: Any) -> bool:
+    if name in _COUNTS or name in _AMOUNTS:
+        kinds = (int,) if name in _COUNTS else (int, float)
+        return value is None or (type(value) in kinds and 0 <= value < 2**63)
+    if name == "log_history":
+        return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
+    return isinstance(value, _TYPES.get(name, object)) or (value is None and name.startswith("best_"))

@@ -50,8 +50,8 @@ def check_weights_file(path: Path, model: nn.Module) -> None:
         common = names & expected.keys()
         if names and expected and not common:
             raise CheckpointError(
-                f"{path} has no tensor of this {type(model).__name__}: it has {_some(names)}, sought are "
-                f"{_some(expected)}"
+                f"{path} has no tensor of this {type(model).__name__}: it has {str(sorted(names)[:3])[1:-1]:.300}, "
+                f"sought are {str(sorted(expected)[:3])[1:-1]}"
             )
         for name in sorted(common):
             dtype = file.get_slice(name).get_dtype()
@@ -113,8 +113,3 @@ def _wrong_number(values: Mapping[str, Any]) -> str | None:
             if isinstance(each, (int, float)) and not 0 <= each < math.inf:
                 return f"{name}={each}"
     return None
-
-
-def _some(names: Iterable[str], limit: int = 3) -> str:
-    found = sorted(names)
-    return ", ".join(repr(name[:100]) for name in found[:limit]) + (", ..." if len(found) > limit else "")

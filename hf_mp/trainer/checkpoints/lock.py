@@ -8,7 +8,6 @@ import os
 import socket
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from transformers.utils import logging
@@ -54,13 +53,12 @@ class DirectoryLock:
                 "writing there"
             )
         self._held = True
-        holder = self._directory / HOLDER_NAME
-        if holder.exists():
+        if (self._directory / HOLDER_NAME).exists():
             logger.warning(
                 f"the run that last used {self._directory} ended without unlocking it, as a killed one does "
                 f"({_holder(self._directory)}): its lock is taken over"
             )
-        self._note_holder(holder)
+        self._note_holder()
         return self
 
     def _in_use(self) -> CheckpointError:
@@ -77,7 +75,8 @@ class DirectoryLock:
                 raise
             self._lock.acquire(timeout=_ORPHAN_SECONDS)
 
-    def _note_holder(self, path: Path) -> None:
+    def _note_holder(self) -> None:
+        path = self._directory / HOLDER_NAME
         now = datetime.now(UTC).isoformat(timespec="seconds")
         try:
             path.unlink(missing_ok=True)  # a link in a stranger's directory would lead the writing elsewhere
@@ -85,9 +84,7 @@ class DirectoryLock:
         except OSError as error:
             logger.warning(f"{path} cannot be written ({error}): another run will not be told who holds the lock")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if not self._held:
             return
         self._held = False
@@ -95,14 +92,8 @@ class DirectoryLock:
             (self._directory / HOLDER_NAME).unlink(missing_ok=True)
         except OSError as problem:
             logger.warning(f"{self._directory / HOLDER_NAME} cannot be removed ({problem}); it does no harm")
-        self._release()
-
-    def _release(self) -> None:
-        """Let go of the lock and leave no file behind.
-
-        Removed while it is held: a waiter that gets the lock of the removed file sees that no name leads to
-        it any more, and begins anew (filelock from 3.24 on).
-        """
+        # Removed while it is held: a waiter that gets the lock of the removed file sees that no name leads to it any
+        # more, and begins anew (filelock from 3.24 on).
         if self._lock.is_locked and not isinstance(self._lock, SoftFileLock):
             with contextlib.suppress(OSError):  # Windows keeps files that are open: it stays there
                 (self._directory / LOCK_NAME).unlink(missing_ok=True)

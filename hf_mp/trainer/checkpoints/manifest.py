@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -41,39 +41,16 @@ class FileEntry:
     size_bytes: int
     sha256: str
 
-    def __post_init__(self) -> None:
-        if type(self.size_bytes) is not int or self.size_bytes < 0:
-            raise CheckpointError(f"size_bytes must be a number of bytes, not {_short(self.size_bytes)}")
-        if not isinstance(self.sha256, str) or not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
-            raise CheckpointError(f"sha256 must be 64 hexadecimal digits, not {_short(self.sha256)}")
-
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of.
-
-    Raises:
-        CheckpointError: for values of another type, negative counts and paths that lead out of the checkpoint.
-    """
+    """What a checkpoint consists of."""
 
     step: int  # of the optimizer, after which it was written
     world_size: int
     precision: str  # the policy that trained it
     versions: Mapping[str, str]  # by package
     files: Mapping[str, FileEntry]  # by path inside the checkpoint, with /; without the manifest itself
-
-    def __post_init__(self) -> None:
-        for name, least in (("step", 0), ("world_size", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise CheckpointError(f"{name} must be an integer from {least} on, not {_short(value)}")
-        if not isinstance(self.precision, str):
-            raise CheckpointError(f"precision must be text, not {_short(self.precision)}")
-        if not all(isinstance(text, str) for item in self.versions.items() for text in item):
-            raise CheckpointError(f"versions must map text to text, not {_short(self.versions)}")
-        for name in self.files:
-            if not is_inside(name):
-                raise CheckpointError(f"{_short(name)} is not a path inside the checkpoint")
 
     def to_json(self) -> str:
         """The text of the file; its last entry is a checksum over all others."""
@@ -82,7 +59,12 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """The manifest that :meth:`to_json` wrote; CheckpointError where a single character differs."""
+        """The manifest that :meth:`to_json` wrote.
+
+        Raises:
+            CheckpointError: where a single character differs; for values of another type, negative counts and paths
+                that lead out of the checkpoint.
+        """
         try:
             content = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -97,27 +79,41 @@ class Manifest:
                 "version that wrote it"
             )
         # Compared as text, so that bytes between the values count as well.
-        if _dump(content) != text or content["manifest_sha256"] != _checksum(_without_checksum(content)):
+        if _dump(content) != text or content.pop("manifest_sha256") != _checksum(content):
             raise CheckpointError("its own checksum does not match: the manifest was damaged or edited")
-        if not isinstance(content["files"], dict) or not isinstance(content["versions"], dict):
-            raise CheckpointError("files and versions must be objects")
-        files = {name: _entry(name, value) for name, value in content["files"].items()}
-        fields = {name: content[name] for name in cls.__dataclass_fields__}
-        return cls(**{**fields, "files": files})
+        _check(content)
+        del content["format"]
+        return cls(**{**content, "files": {name: FileEntry(**entry) for name, entry in content["files"].items()}})
 
 
-def _entry(name: str, value: Any) -> FileEntry:
-    if not isinstance(value, dict) or set(value) != {"size_bytes", "sha256"}:
-        raise CheckpointError(f"{_short(name)}: expected size_bytes and sha256, found {_short(value)}")
-    return FileEntry(**value)
+def _check(content: Mapping[str, Any]) -> None:
+    versions, files = content["versions"], content["files"]
+    if not isinstance(files, dict) or not isinstance(versions, dict):
+        raise CheckpointError("files and versions must be objects")
+    for name, least in (("step", 0), ("world_size", 1)):
+        if not _is_integer(content[name], least):
+            raise CheckpointError(f"{name} must be an integer from {least} on, not {_short(content[name])}")
+    if not isinstance(content["precision"], str):
+        raise CheckpointError(f"precision must be text, not {_short(content['precision'])}")
+    if not all(isinstance(version, str) for version in versions.values()):
+        raise CheckpointError(f"versions must map text to text, not {_short(versions)}")
+    for name, entry in files.items():
+        if not is_inside(name):
+            raise CheckpointError(f"{_short(name)} is not a path inside the checkpoint")
+        if not isinstance(entry, dict) or set(entry) != {"size_bytes", "sha256"}:
+            raise CheckpointError(f"{_short(name)}: expected size_bytes and sha256, found {_short(entry)}")
+        if not _is_integer(entry["size_bytes"], 0):
+            raise CheckpointError(f"size_bytes must be a number of bytes, not {_short(entry['size_bytes'])}")
+        if not re.fullmatch(r"[0-9a-f]{64}", str(entry["sha256"])):
+            raise CheckpointError(f"sha256 must be 64 hexadecimal digits, not {_short(entry['sha256'])}")
+
+
+def _is_integer(value: Any, least: int) -> bool:
+    return type(value) is int and value >= least
 
 
 def _dump(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
-
-
-def _without_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in content.items() if name != "manifest_sha256"}
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
@@ -145,14 +141,17 @@ def is_inside(name: str) -> bool:
 # On disk
 
 
-def build_manifest(
-    directory: Path, *, step: int, world_size: int, precision: str, versions: Mapping[str, str]
-) -> Manifest:
-    """The manifest of all files below ``directory``, as they are on disk now."""
-    files = {
-        name: FileEntry((directory / name).stat().st_size, _sha256(directory / name)) for name in file_names(directory)
+def build_manifest(directory: Path, **about: Any) -> Manifest:
+    """The manifest of all files below ``directory``, as they are on disk now; ``about``: its other entries."""
+    # Links to folders are not followed.
+    paths = [Path(folder, name) for folder, _, names in os.walk(directory) for name in names]
+    files = {path.relative_to(directory).as_posix(): path for path in paths}
+    entries = {
+        name: FileEntry(path.stat().st_size, _sha256(path))
+        for name, path in sorted(files.items())
+        if name not in (MANIFEST_NAME, UNFINISHED_NAME)
     }
-    return Manifest(step=step, world_size=world_size, precision=precision, versions=dict(versions), files=files)
+    return Manifest(files=entries, **about)
 
 
 def finish(checkpoint: Path, *, step: int, world_size: int, precision: str) -> None:
@@ -163,16 +162,6 @@ def finish(checkpoint: Path, *, step: int, world_size: int, precision: str) -> N
     )
     write_synced(checkpoint / MANIFEST_NAME, manifest.to_json())
     sync_folder(checkpoint)
-
-
-def file_names(directory: Path) -> list[str]:
-    """The files below ``directory``, sorted, with ``/``, but manifest and mark; links to folders are not followed."""
-    return sorted(name for name in _walk(directory) if name not in (MANIFEST_NAME, UNFINISHED_NAME))
-
-
-def _walk(directory: Path) -> Iterator[str]:
-    for folder, _, names in os.walk(directory):
-        yield from ((Path(folder) / name).relative_to(directory).as_posix() for name in names)
 
 
 def read_manifest(directory: Path) -> Manifest | None:
