@@ -143,11 +143,8 @@ class OverflowReport:
     def from_dict(cls, values: Mapping[str, Any]) -> OverflowReport:
         """The report of the fields that :meth:`to_json` wrote."""
         ranges = {
-            name: tuple(TensorRange(**{**found, "shape": tuple(map(int, found["shape"]))}) for found in values[name])
+            name: tuple(TensorRange(**{**found, "shape": tuple(found["shape"])}) for found in values[name])
             for name in ("inputs", "outputs")
         }
-        texts = {name: tuple(map(str, values[name])) for name in ("nonfinite_gradients", "notes")}
-        counts = {name: int(values[name]) for name in ("step", "micro_batch", "micro_batches", "rank")}
-        report = cls(**{**values, **ranges, **texts, **counts})
-        report.to_text()  # what cannot be told is no report
-        return report
+        texts = {name: tuple(values[name]) for name in ("nonfinite_gradients", "notes")}
+        return cls(**{**values, **ranges, **texts})
