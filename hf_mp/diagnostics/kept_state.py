@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_mp.casting.nested import named_tensors
+from hf_mp.casting.nested import named_tensors, tensors_in
 from hf_mp.weights.split_parameter import SplitParameter, open_master
 
 _GRAD: Any = Tensor.grad  # the property itself, which split parameters override
@@ -47,29 +48,29 @@ class RandomStates:
 
 @dataclass
 class KeptCall:
-    """One call of an attached forward."""
+    """One call of an attached forward, before it is made."""
 
     forward: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    random_states: RandomStates  # at its start
-    is_training: bool
-    versions: tuple[int, ...]  # version counters of the tensors in `args` and `kwargs`
+    random_states: RandomStates
     losses: dict[str, Tensor] = field(default_factory=dict)  # scalar outputs by name, detached
 
-    @classmethod
-    def of(cls, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, torch_only: bool = True) -> KeptCall:
-        """Keep a call before it is made; ``torch_only`` as for :meth:`RandomStates.now`."""
-        call = cls(forward, args, kwargs, RandomStates.now(torch_only=torch_only), forward.module().training, ())
-        call.versions = call.versions_now()
-        return call
+    def __post_init__(self) -> None:
+        self.is_training = self.forward.module().training
+        self.versions = self.versions_now()
 
     def inputs(self) -> list[tuple[str, Tensor]]:
-        """The input tensors by name; positional arguments by index."""
-        return named_tensors(self.args) + named_tensors(self.kwargs)
+        """The input tensors, named by the forward's parameters."""
+        try:
+            bound = inspect.signature(self.forward.original).bind(*self.args, **self.kwargs)
+        except (TypeError, ValueError):
+            return named_tensors(self.args) + named_tensors(self.kwargs)
+        return named_tensors(bound.arguments)
 
     def versions_now(self) -> tuple[int, ...]:
-        return tuple(-1 if tensor.is_inference() else tensor._version for _, tensor in self.inputs())
+        """The version counters of the tensors in ``args`` and ``kwargs``."""
+        return tuple(-1 if t.is_inference() else t._version for t in tensors_in((self.args, self.kwargs)))
 
 
 @dataclass

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -55,22 +54,18 @@ class MagnitudeCollector:
     Weight gradients are the sum of all micro-batches, before clipping. Weights and updates are of the FP32 masters.
     """
 
-    def __init__(
-        self,
-        runtime: MixedPrecision,
-        layers: Sequence[str] | None = None,
-        on_backward_end: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, runtime: MixedPrecision, layers: Sequence[str] | None = None) -> None:
         self._runtime = runtime
-        self._on_backward_end = on_backward_end
         self._patterns = layers
         self._handles: list[Any] = []
-        self._forget_step()
+        self.abandon()
         if runtime.model is not None:
             select_layers(runtime.model, layers)  # refuse wrong patterns now
 
-    def _forget_step(self) -> None:
+    def abandon(self) -> None:
+        self._remove_hooks()
         self.is_active = False
+        self._layers: dict[str, nn.Module] = {}
         self._samples: dict[tuple[Kind, str, str], _Sampled] = {}  # by layer and name of the parameter
         self._asked_for_gradient: set[str] = set()
         self._parameters: dict[tuple[str, str], nn.Parameter] = {}
@@ -83,7 +78,7 @@ class MagnitudeCollector:
             return
         self.abandon()
         self.is_active = True
-        layers = select_layers(model, self._patterns)
+        layers = self._layers = select_layers(model, self._patterns)
         if is_sharded(model):  # gathered parameters are gone when the backward ends
             self._notes = (SHARDED,)
         else:
@@ -127,7 +122,6 @@ class MagnitudeCollector:
         if not self.is_active:
             return
         self._remove_hooks()
-        self._on_backward_end()
         for key, parameter in self._parameters.items():
             gradient, factor = gradient_and_factor(parameter)
             if gradient is not None:
@@ -144,11 +138,8 @@ class MagnitudeCollector:
         ]
         if not report.overflow:
             found += self._updates()
-        model = self._runtime.model
-        order = (
-            {} if model is None else {name: place for place, name in enumerate(select_layers(model, self._patterns))}
-        )
-        tensors = sorted(found, key=lambda t: (order.get(t.layer, len(order)), list(Kind).index(t.kind)))
+        order = {name: place for place, name in enumerate(self._layers)}
+        tensors = sorted(found, key=lambda t: (order[t.layer], list(Kind).index(t.kind)))
         step = StepMagnitudes(
             step=self._runtime.stats.steps + 1,
             loss_scale=self._runtime.scaler.get_scale(),
@@ -156,7 +147,7 @@ class MagnitudeCollector:
             tensors=tuple(tensors),
             notes=(*self._notes, *missing),
         )
-        self._forget_step()
+        self.abandon()
         return step
 
     def _updates(self) -> Iterator[TensorMagnitudes]:
@@ -175,10 +166,6 @@ class MagnitudeCollector:
             handle.remove()
         self._handles.clear()
 
-    def abandon(self) -> None:
-        self._remove_hooks()
-        self._forget_step()
-
 
 def _trainable(layers: Mapping[str, nn.Module]) -> dict[tuple[str, str], nn.Parameter]:
     """The parameters of ``layers`` by layer and name; tied ones in their first layer."""
@@ -194,13 +181,9 @@ def _is_compiled(model: nn.Module) -> bool:
     """Whether torch.compile compiles a part of ``model`` or its caller."""
     if any(getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod") for m in model.modules()):
         return True
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename.endswith("_dynamo/eval_frame.py") and "DisableContext" not in code.co_qualname:
-            return True
-        frame = frame.f_back
-    return False
+    callers = (frame.f_code for frame, _ in traceback.walk_stack(None))
+    dynamo = (code.co_qualname for code in callers if code.co_filename.endswith("_dynamo/eval_frame.py"))
+    return any("DisableContext" not in name for name in dynamo)
 
 
 def select_layers(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:

@@ -79,28 +79,20 @@ class Histogram:
 
     @property
     def share_zero(self) -> float:
-        return self.zeros / self.total if self.total else 0.0
+        return _ratio(self.zeros, self.total)
 
     def share_underflowed(self, log2_scale: int = 0) -> float:
         """The share of the finite nonzero values that FP16 rounds to zero, after multiplication by 2**log2_scale."""
-        return self._share(self._at_most(FP16_LARGEST_LOST - log2_scale))
+        return _ratio(self._below(2 * (FP16_LARGEST_LOST - log2_scale) + 1), self.finite_nonzero)
 
     def share_subnormal(self, log2_scale: int = 0) -> float:
         """The share that FP16 keeps with fewer than 11 bits: above 2**-25 and below 2**-14."""
-        below = self._below(FP16_SMALLEST_NORMAL - log2_scale)
-        return self._share(below - self._at_most(FP16_LARGEST_LOST - log2_scale))
+        lost = self._below(2 * (FP16_LARGEST_LOST - log2_scale) + 1)
+        return _ratio(self._below(2 * (FP16_SMALLEST_NORMAL - log2_scale)) - lost, self.finite_nonzero)
 
-    def _share(self, count: int) -> float:
-        return count / self.finite_nonzero if self.finite_nonzero else 0.0
-
-    def _below(self, log2_limit: int) -> int:
-        return self._first_finite(2 * (log2_limit + _BIAS))
-
-    def _at_most(self, log2_limit: int) -> int:
-        return self._first_finite(2 * (log2_limit + _BIAS) + 1)
-
-    def _first_finite(self, end: int) -> int:
-        return int(self.counts[_SUBNORMAL : min(max(end, _SUBNORMAL), _INF)].sum())
+    def _below(self, bin: int) -> int:
+        """The finite nonzero values in the bins before that of 2**0 plus ``bin``."""
+        return int(self.counts[_SUBNORMAL : min(max(bin + 2 * _BIAS, _SUBNORMAL), _INF)].sum())
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from hf_mp.casting.nested import named_tensors
-from hf_mp.diagnostics.kept_state import IncomingGradient, KeptBackward, KeptCall
+from hf_mp.diagnostics.kept_state import IncomingGradient, KeptBackward, KeptCall, RandomStates
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.replay import Replay
 from hf_mp.diagnostics.values import finiteness
@@ -50,7 +50,7 @@ class OverflowExplainer(StepObserver):
 
     def forward(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep the call; returns a callback for its outputs."""
-        call = KeptCall.of(forward, args, kwargs, torch_only=not self._keeps_all)
+        call = KeptCall(forward, args, kwargs, RandomStates.now(torch_only=not self._keeps_all))
 
         def forward_ended(outputs: Any) -> None:
             for name, output in named_tensors(outputs):

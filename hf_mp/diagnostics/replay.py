@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -153,7 +152,7 @@ class Replay:
         """Tell the tracker what was not finite before the forward."""
         order = 0
         for call in calls:
-            for name, tensor in _named_inputs(call):
+            for name, tensor in call.inputs():
                 if finiteness(tensor) is Finiteness.NOT_FINITE:
                     tracker.blame(tensor, Origin("input", order, tensor=name, inputs=ranges_of([(name, tensor)])))
         for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
@@ -303,15 +302,6 @@ def _weight_origin(name: str, tensor: Tensor, rounded: Tensor) -> Origin:
     if not finiteness(tensor):
         notes = (f"its FP32 value is finite, but FP16 ends at {FP16_MAX:g}",)
     return Origin("weight", 0, tensor=name, inputs=ranges_of(found), notes=notes)
-
-
-def _named_inputs(call: KeptCall) -> list[tuple[str, Tensor]]:
-    """The input tensors of a call, named by the forward's parameters."""
-    try:
-        bound = inspect.signature(call.forward.original).bind(*call.args, **call.kwargs)
-    except (TypeError, ValueError):
-        return call.inputs()
-    return named_tensors(bound.arguments)
 
 
 def _refuse_collectives(model: nn.Module) -> None:

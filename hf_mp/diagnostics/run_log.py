@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,19 +85,6 @@ class StepRecord(NamedTuple):
     cause: str
 
 
-class MemoryPoint(NamedTuple):
-    """The memory in use at one moment of a step."""
-
-    moment: str
-    used_bytes: int
-
-
-class MemoryRecord(NamedTuple):
-    step: int
-    source: str
-    points: list[MemoryPoint]
-
-
 @dataclass
 class RunRecords:
     directory: Path  # named as the run
@@ -108,7 +95,7 @@ class RunRecords:
     shares: dict[int, StepShares] = field(default_factory=dict)  # by step
     latest: StepMagnitudes | None = None
     latest_updated: StepMagnitudes | None = None  # of a step that was not skipped
-    memory: dict[int, MemoryRecord] = field(default_factory=dict)  # by step
+    memory: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # records of the memory in use, by step
     predicted_memory: PredictedMemory | None = None  # the training step by category, if predicted
     why_no_memory: str = ""  # why it was not predicted
     has_ended: bool = False  # whether the last start reached its end
@@ -162,8 +149,7 @@ def _read_log(run: RunRecords) -> bool:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 try:
-                    record = json.loads(line)
-                    _TAKE[record["record"]](run, record)
+                    _take(run, json.loads(line))
                 except _DAMAGED:
                     damaged.append(number)
     if damaged:
@@ -175,7 +161,7 @@ def _read_log(run: RunRecords) -> bool:
 
 
 def _say_what_is_missing(run: RunRecords, *, is_empty: bool) -> None:
-    if run.why_no_memory and run.predicted_memory is None:
+    if run.why_no_memory:
         run.missing.append(f"the memory over the step by category is not there: {run.why_no_memory}")
     if is_empty:
         run.missing.append(f"{LOG_NAME} is empty")
@@ -196,12 +182,31 @@ def _say_what_is_missing(run: RunRecords, *, is_empty: bool) -> None:
         )
 
 
-def _take_start(run: RunRecords, record: Mapping[str, Any]) -> None:
-    if record["version"] != VERSION:
-        raise ValueError(f"version {record['version']!r}")
-    run.restarts += bool(run.start)
-    run.start = {key: value for key, value in record.items() if key not in ("record", "version")}
-    run.has_ended = False
+def _take(run: RunRecords, record: Mapping[str, Any]) -> None:
+    match record["record"]:
+        case "run":
+            if record["version"] != VERSION:
+                raise ValueError(f"version {record['version']!r}")
+            run.restarts += bool(run.start)
+            run.start = {key: value for key, value in record.items() if key not in ("record", "version")}
+            run.has_ended = False
+        case "step":
+            _take_step(run, record)
+        case "overflow":
+            _take_overflow(run, record["report"])
+        case "magnitudes":
+            run.latest = step = from_record(record)
+            run.shares[step.step] = step.shares()
+            run.latest_updated = run.latest_updated if step.skipped else step
+        case "memory":
+            run.memory[record["step"]] = record
+        case "predicted memory":
+            run.why_no_memory = record.get("reason", "")
+            run.predicted_memory = None if run.why_no_memory else from_memory_record(record)
+        case "end":
+            run.has_ended = True
+        case unknown:
+            raise ValueError(f"record {unknown!r}")
 
 
 def _take_step(run: RunRecords, record: Mapping[str, Any]) -> None:
@@ -219,45 +224,13 @@ def _take_back(run: RunRecords, step: int) -> None:
     run.shares = {number: found for number, found in run.shares.items() if number < step}
     run.memory = {number: found for number, found in run.memory.items() if number < step}
     run.overflows = {key: found for key, found in run.overflows.items() if key[0] < step}
-    if run.latest is not None and run.latest.step >= step:
-        run.latest = None
-    if run.latest_updated is not None and run.latest_updated.step >= step:
-        run.latest_updated = None
+    run.latest = run.latest if run.latest and run.latest.step < step else None
+    run.latest_updated = run.latest_updated if run.latest_updated and run.latest_updated.step < step else None
 
 
-def _take_overflow(run: RunRecords, record: Mapping[str, Any]) -> None:
-    report = OverflowReport.from_dict(record["report"])
+def _take_overflow(run: RunRecords, fields: Mapping[str, Any]) -> None:
+    report = OverflowReport.from_dict(fields)
     run.overflows[report.step, report.micro_batch, report.rank] = report
-
-
-def _take_magnitudes(run: RunRecords, record: Mapping[str, Any]) -> None:
-    step = from_record(record)
-    run.shares[step.step] = step.shares()
-    run.latest = step
-    run.latest_updated = run.latest_updated if step.skipped else step
-
-
-def _take_memory(run: RunRecords, record: Mapping[str, Any]) -> None:
-    points = [MemoryPoint(*point) for point in record["points"]]
-    run.memory[record["step"]] = MemoryRecord(record["step"], record["source"], points)
-
-
-def _take_predicted_memory(run: RunRecords, record: Mapping[str, Any]) -> None:
-    if "reason" in record:
-        run.why_no_memory = record["reason"]
-    else:
-        run.predicted_memory = from_memory_record(record)
-
-
-_TAKE: dict[str, Callable[[RunRecords, Mapping[str, Any]], None]] = {
-    "run": _take_start,
-    "step": _take_step,
-    "overflow": _take_overflow,
-    "magnitudes": _take_magnitudes,
-    "memory": _take_memory,
-    "predicted memory": _take_predicted_memory,
-    "end": lambda run, record: setattr(run, "has_ended", True),
-}
 
 
 def _read_trainer_state(run: RunRecords) -> bool:
@@ -289,6 +262,6 @@ def _take_history(run: RunRecords, history: list[Mapping[str, Any]]) -> None:
 def _read_kept_reports(run: RunRecords) -> None:
     for path in _files(run, "overflows/*/report.json"):
         try:
-            _take_overflow(run, {"report": json.loads(path.read_bytes())})
+            _take_overflow(run, json.loads(path.read_bytes()))
         except _DAMAGED as error:
             run.missing.append(f"{path.relative_to(run.directory)} cannot be read: {error}")

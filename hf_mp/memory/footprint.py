@@ -34,34 +34,19 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class TensorRow:
-    """One tensor of a model.
+    """One tensor of a model."""
 
-    Attributes:
-        name: full name, as in ``named_parameters()``; quantization state has the weight's name as its prefix.
-        module: name of the module that holds it; empty for the model itself.
-        kind: its role in the model.
-        dtype: as torch prints it, without ``torch.``.
-        device: as torch prints it.
-        shape: its shape.
-        tensor_bytes: elements times element size.
-        counted_bytes: what it adds to the total: the bytes of its storage, or 0 if that was counted already or is
-            not here.
-        shared_with: the name under which its storage was counted, if any.
-        is_alias: whether it is the same object as that one (tied weights).
-        place: ``"here"``, ``"meta"`` (a tensor without memory), ``"offloaded to the CPU"`` or ``"offloaded to disk"``.
-    """
-
-    name: str
-    module: str
+    name: str  # as in named_parameters(); quantization state has the weight's name as its prefix
+    module: str  # name of the module that holds it; empty for the model itself
     kind: Kind
-    dtype: str
+    dtype: str  # as torch prints it, without "torch."
     device: str
     shape: tuple[int, ...]
-    tensor_bytes: int
-    counted_bytes: int
-    shared_with: str | None = None
-    is_alias: bool = False
-    place: str = "here"
+    tensor_bytes: int  # elements times element size
+    counted_bytes: int  # what it adds to the total: its storage, or 0 if that was counted already or is not here
+    shared_with: str | None = None  # the name under which its storage was counted, if any
+    is_alias: bool = False  # whether it is the same object as that one (tied weights)
+    place: str = "here"  # or "meta" (a tensor without memory), "offloaded to the CPU", "offloaded to disk"
 
 
 @dataclass(frozen=True)
@@ -74,21 +59,13 @@ class Difference:
 
 @dataclass(frozen=True, repr=False)
 class ModuleBytes:
-    """A module in the tree, or several consecutive equal ones.
+    """A module in the tree, or several consecutive equal ones."""
 
-    Attributes:
-        name: its name within its parent; ``"0 - 11"`` for twelve equal ones.
-        class_name: its class.
-        total_bytes: of one module, with its children.
-        count: number of equal modules.
-        children: its submodules.
-    """
-
-    name: str
+    name: str  # its name within its parent; "0 - 11" for twelve equal ones
     class_name: str
-    total_bytes: int
+    total_bytes: int  # of one module, with its children
     children: tuple[ModuleBytes, ...] = ()
-    count: int = 1
+    count: int = 1  # number of equal modules
 
     def __repr__(self) -> str:
         size = f"{self.count} of {readable(self.total_bytes)} each" if self.count > 1 else readable(self.total_bytes)

@@ -53,17 +53,11 @@ class Event:
 
 @dataclass(frozen=True, repr=False)
 class Moment:
-    """Memory in use at one moment of a step.
+    """Memory in use at one moment of a step."""
 
-    Attributes:
-        position: from 0 to 1, among the events of the step.
-        phase: the part of the step.
-        bytes_by_category: bytes of each :class:`Category`, zeros included.
-    """
-
-    position: float
+    position: float  # from 0 to 1, among the events of the step
     phase: Phase
-    bytes_by_category: dict[Category, int]
+    bytes_by_category: dict[Category, int]  # zeros included
 
     def __repr__(self) -> str:
         return f"<Moment at {self.position:.3f}, {self.phase}: {readable(self.total_bytes)}>"

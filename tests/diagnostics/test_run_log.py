@@ -72,9 +72,9 @@ def test_what_is_read_is_what_happened(tmp_path: Path) -> None:
     start = read.start
     assert start["settings"] == {"learning_rate": 0.01} and start["precision"] == "fp16"
     assert start["versions"]["torch"] == version("torch")
-    moments = [point.moment for point in read.memory[1].points]
+    moments = [moment for moment, _ in read.memory[1]["points"]]
     assert moments == ["before forward", "after forward", "after backward", "after the update"]
-    assert all(point.used_bytes > 2**20 for point in read.memory[1].points)
+    assert all(used_bytes > 2**20 for _, used_bytes in read.memory[1]["points"])
 
 
 def test_a_skip_that_nobody_explained_says_so_and_a_search_is_one(tmp_path: Path) -> None:
