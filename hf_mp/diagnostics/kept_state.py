@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,26 +24,23 @@ class RandomStates:
     python: Any  # None if not kept
     numpy: Any  # None if not kept
     cpu: Tensor
-    cuda: Mapping[int, Tensor]  # by device
+    cuda: list[Tensor]  # by device
 
     @classmethod
     def now(cls, *, torch_only: bool = False) -> RandomStates:
         """The current states, without a synchronization: a GPU generator's state is on the host."""
-        cuda = {}
         has_context = torch.cuda.is_available() and torch.cuda.is_initialized()
-        if has_context and not torch.cuda.is_current_stream_capturing():
-            cuda = {index: torch.cuda.get_rng_state(index) for index in range(torch.cuda.device_count())}
+        keeps_cuda = has_context and not torch.cuda.is_current_stream_capturing()
         # Few models use Python's and NumPy's, which are slow to copy.
         python, numpy = (None, None) if torch_only else (random.getstate(), np.random.get_state())
-        return cls(python, numpy, torch.get_rng_state(), cuda)
+        return cls(python, numpy, torch.get_rng_state(), torch.cuda.get_rng_state_all() if keeps_cuda else [])
 
     def restore(self) -> None:
         if self.python is not None:
             random.setstate(self.python)
             np.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
-        for index, state in self.cuda.items():
-            torch.cuda.set_rng_state(state, index)
+        torch.cuda.set_rng_state_all(self.cuda)
 
 
 @dataclass
@@ -102,44 +99,27 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Restore, bit for bit, what a forward of ``model`` changes: buffers, tensors and counters of modules, their
     training mode, and the states of random generators."""
     random_states = RandomStates.now()
-    modules = [_ModuleState(module) for module in model.modules()]
-    tensors = list({id(tensor): tensor for state in modules for tensor, _ in state.tensors}.values())
+    modules = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    held = [(name, v) for _, attributes, buffers in modules for name, v in (*attributes.items(), *buffers.items())]
+    tensors = {t: t.detach().clone() for _, t in held if isinstance(t, Tensor) and not t.is_inference()}
+    containers: list[Any] = [(v, v.copy()) for name, v in held if type(v) in (list, dict) and name[0] != "_"]
     try:
         with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
             try:
                 yield
             finally:
-                for state in modules:
-                    state.restore()
+                for module, attributes, buffers in modules:
+                    for registry, entries in ((vars(module), attributes), (module._buffers, buffers)):
+                        registry.clear()
+                        registry.update(entries)
+                with torch.no_grad():
+                    for tensor, value in tensors.items():
+                        tensor.copy_(value)
+                for container, items in containers:
+                    container.clear()
+                    container.extend(items) if isinstance(container, list) else container.update(items)
     finally:
         random_states.restore()
-
-
-class _ModuleState:
-    """The state of a module without its parameters and submodules."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._attributes = dict(module.__dict__)
-        self._buffers = dict(module._buffers)
-        found = [*self._buffers.values(), *self._attributes.values()]
-        self.tensors = [(t, t.detach().clone()) for t in found if isinstance(t, Tensor) and not t.is_inference()]
-        containers = (v for name, v in self._attributes.items() if type(v) in (list, dict) and name[0] != "_")
-        self._containers: list[tuple[Any, Any]] = [(value, value.copy()) for value in containers]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        attributes = self._module.__dict__
-        for name in attributes.keys() - self._attributes.keys():
-            del attributes[name]
-        attributes.update(self._attributes)
-        self._module._buffers.clear()
-        self._module._buffers.update(self._buffers)
-        for tensor, value in self.tensors:
-            tensor.copy_(value)
-        for container, items in self._containers:
-            container.clear()
-            container.extend(items) if isinstance(container, list) else container.update(items)
 
 
 @contextlib.contextmanager

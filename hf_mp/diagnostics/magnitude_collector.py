@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -91,32 +92,26 @@ class MagnitudeCollector:
         entry = forward.module()  # what it returns has left the scaled region
         for name, module in layers.items():
             if module is not entry:
-                self._handles.append(module.register_forward_hook(self._forward_hook(name)))
+                self._handles.append(module.register_forward_hook(functools.partial(self._see_output, name)))
 
-    def _forward_hook(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            tensor = next((t for t in tensors_in(output) if t.is_floating_point()), None)
-            if tensor is None or not self.is_active:
-                return
-            if (key := (Kind.ACTIVATIONS, name, "")) not in self._samples:
-                with torch._C.DisableTorchFunction(), torch.no_grad():
-                    self._samples[key] = _Sampled.of(tensor)
-            # Reentrant checkpointing builds a graph only when it computes a module for the second time.
-            if tensor.requires_grad and name not in self._asked_for_gradient:
-                self._asked_for_gradient.add(name)
-                tensor.register_hook(self._gradient_hook(name))
+    def _see_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        tensor = next((t for t in tensors_in(output) if t.is_floating_point()), None)
+        if tensor is None or not self.is_active:
+            return
+        if (key := (Kind.ACTIVATIONS, name, "")) not in self._samples:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                self._samples[key] = _Sampled.of(tensor)
+        # Reentrant checkpointing builds a graph only when it computes a module for the second time.
+        if tensor.requires_grad and name not in self._asked_for_gradient:
+            self._asked_for_gradient.add(name)
+            tensor.register_hook(functools.partial(self._see_gradient, name))
 
-        return hook
-
-    def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor | None) -> None:
-            key = (Kind.ACTIVATION_GRADIENTS, name, "")
-            if gradient is not None and self.is_active and key not in self._samples:
-                with torch._C.DisableTorchFunction(), torch.no_grad():
-                    inverse = self._runtime.inverse(gradient.device, None, 0)
-                    self._samples[key] = _Sampled.of(gradient, inverse)
-
-        return hook
+    def _see_gradient(self, name: str, gradient: Tensor | None) -> None:
+        key = (Kind.ACTIVATION_GRADIENTS, name, "")
+        if gradient is not None and self.is_active and key not in self._samples:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                inverse = self._runtime.inverse(gradient.device, None, 0)
+                self._samples[key] = _Sampled.of(gradient, inverse)
 
     def backward_ended(self) -> None:
         if not self.is_active:

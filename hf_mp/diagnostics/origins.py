@@ -255,29 +255,6 @@ class OriginTracker(TorchDispatchMode):
         return "backward", self._sites.of_node(node, nested=nested), re.sub(r"Backward\d*$", "", name)
 
 
-class LargestSeen(TorchDispatchMode):
-    """The largest magnitude in the results of all ops of one dtype, while active."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._dtype = dtype
-        self.value = 0.0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():
-            result = func(*args, **kwargs)
-            memory = {_memory(tensor) for tensor in tensors_in((args, kwargs))}
-            if _op_name(func) not in _UNINITIALISED:
-                for output in tensors_in(result if result is not None else _written(func, args, kwargs)):
-                    is_view = _memory(output) in memory and not func._schema.is_mutable
-                    if output.dtype is self._dtype and output.numel() and not is_view:
-                        self.value = max(self.value, output.detach().abs().max().item())
-        return result
-
-
 def _numbered_ranges(name: str, tensors: Iterable[Tensor]) -> tuple[TensorRange, ...]:
     return ranges_of([(f"{name} {number}", tensor) for number, tensor in enumerate(tensors)])
 

@@ -181,12 +181,13 @@ class PrecisionRecorder(StepObserver):
         elif _STATM.exists():
             self._memory.append((moment, int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")))
 
-    def _explainers(self) -> list[OverflowExplainer]:
-        return [observer for observer in self._runtime.observers if isinstance(observer, OverflowExplainer)]
+    def _explained(self) -> list[OverflowReport]:
+        explainers = [observer for observer in self._runtime.observers if isinstance(observer, OverflowExplainer)]
+        return [report for explainer in explainers for report in explainer.reports]
 
     def _new_reports(self) -> list[OverflowReport]:
-        reports = [report for explainer in self._explainers() for report in explainer.reports]
-        new, self._written_reports = reports[self._written_reports :], len(reports)
+        new = self._explained()[self._written_reports :]
+        self._written_reports += len(new)
         return new
 
     def _cause(self, reports: list[OverflowReport], searching: bool) -> str:
@@ -194,7 +195,7 @@ class PrecisionRecorder(StepObserver):
             return reports[-1].headline
         if searching:
             return SEARCH
-        if any(explainer.reports for explainer in self._explainers()):
+        if self._written_reports:
             return NOT_REPLAYED
         return ELSEWHERE if is_running() else UNEXPLAINED
 

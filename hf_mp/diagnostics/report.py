@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hf_mp.diagnostics import report_charts as charts
 from hf_mp.diagnostics.magnitudes import Histogram, Swamped
@@ -93,7 +93,6 @@ def render_report(run: RunRecords) -> str:
         timeline_width=memory_page.WIDTH,
         timeline_height=memory_page.HEIGHT,
         category_list=list(Category),
-        settings=_settings(run.start),
         charts=charts,
         open_rows=OPEN_ROWS,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -153,19 +152,3 @@ def swamped_rows(step: StepMagnitudes) -> list[tuple[str, Swamped, Swamped]]:
     """The layers with updates, and those that FP16 and BF16 weights would lose; the largest loss first."""
     rows = [(layer, *step.swamped(layer)) for layer in step.layers]
     return sorted([row for row in rows if row[1].updates], key=lambda row: -row[2].share)
-
-
-def _settings(start: dict[str, Any]) -> list[tuple[str, str]]:
-    rows: list[tuple[str, str]] = []
-    for key, value in start.items():
-        if isinstance(value, dict):
-            rows += [(str(name), _text(item)) for name, item in value.items()]
-        elif value is not None:
-            rows.append((key.replace("_", " "), _text(value)))
-    return rows
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -22,30 +22,16 @@ MOST_POINTS = 500  # of a curve
 LINE_WIDTH, LINE_HEIGHT = 1000, 200
 
 
-class Limit(NamedTuple):
-    """A limit of FP16 on the axis."""
-
-    percent: float  # from its left end
-    log2: int
-    text: str
-
-
-class Zone(NamedTuple):
-    """A part of the axis outside FP16's normal range; in units of ``WIDTH``."""
-
-    colour: str
-    x: int
-    width: int
-
-
 def axis_percent(log2: float) -> float:
     return 100 * (min(max(log2, LOWEST), HIGHEST) - LOWEST) / (HIGHEST - LOWEST)
 
 
+# FP16's limits on the axis: percent from its left end, log2, text.
 _LABELS = {FP16_SMALLEST: "smallest", FP16_SMALLEST_NORMAL: "smallest normal", FP16_OVERFLOW: "largest: 65504"}
-LIMITS = tuple(Limit(axis_percent(log2), log2, text) for log2, text in _LABELS.items())
+LIMITS = tuple((axis_percent(log2), log2, text) for log2, text in _LABELS.items())
+# What lies outside FP16's normal range: colour, x, width.
 ZONES = tuple(
-    Zone(colour, OCTAVE_WIDTH * (first - LOWEST), OCTAVE_WIDTH * (last - first))
+    (colour, OCTAVE_WIDTH * (first - LOWEST), OCTAVE_WIDTH * (last - first))
     for colour, first, last in (
         ("lost", LOWEST, FP16_SMALLEST),
         ("subnormal", FP16_SMALLEST, FP16_SMALLEST_NORMAL),

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from hf_mp.environment.machine import describe_hardware, package_versions
 from hf_mp.memory.folding import fold_tree
-from hf_mp.memory.footprint import MemoryFootprint
 from hf_mp.memory.html_page import page_template
 from hf_mp.memory.ledger import Category, Moment, Phase
 from hf_mp.memory.precisions import PRECISIONS
@@ -17,24 +16,8 @@ from hf_mp.memory.presets import TRAINING_PRESETS
 from hf_mp.memory.report import MemoryReport
 from hf_mp.memory.sizes import readable
 from hf_mp.memory.tables import FIT_HEADER, MEASURED_HEADER, difference_rows, fit_rows, measured_rows, parameter_rows
-from hf_mp.memory.training import TrainingMemory
 
 WIDTH, HEIGHT = 1000, 320  # of a timeline, in the units of its viewBox
-
-_DTYPE_COLOURS = ("float32", "float16", "bfloat16", "int8", "uint8")
-
-
-class Segment(NamedTuple):
-    colour: str
-    percent: float  # of the scale
-    text: str
-
-
-class Bar(NamedTuple):
-    label: str
-    total: str
-    segments: list[Segment]
-    exceeds_gpu: bool = False
 
 
 class Area(NamedTuple):
@@ -71,12 +54,19 @@ def render_page(report: MemoryReport) -> str:
     dtypes = sorted({dtype for footprint in report.footprints.values() for dtype in footprint.by_dtype})
     return page_template("memory/page.html.j2").render(
         report=report,
-        loaded=[loaded_bar(name, footprint, loaded_scale) for name, footprint in report.footprints.items()],
-        dtypes=[(_dtype_colour(dtype), dtype) for dtype in dtypes],
-        trained=[trained_bar(name, estimate, trained_scale, report.gpu_bytes) for name, estimate in estimates.items()],
+        loaded=[
+            (PRECISIONS[name].label, footprint.total_bytes, sorted(footprint.by_dtype.items()))
+            for name, footprint in report.footprints.items()
+        ],
+        loaded_scale=loaded_scale,
+        dtypes=dtypes,
+        trained=[
+            (TRAINING_PRESETS[name].label, estimate.peak_bytes, estimate.bytes_by_category.items())
+            for name, estimate in estimates.items()
+        ],
+        trained_scale=trained_scale,
+        slug=slug,
         categories=_categories([moment for estimate in estimates.values() for moment in estimate.timeline]),
-        gpu_percent=None if report.gpu_bytes is None else 100 * report.gpu_bytes / trained_scale,
-        gpu=None if report.gpu_bytes is None else readable(report.gpu_bytes),
         timelines=[
             timeline(TRAINING_PRESETS[name].label, step.timeline, step.peak_bytes, step.peak_phase)
             for name, step in estimates.items()
@@ -99,26 +89,6 @@ def render_page(report: MemoryReport) -> str:
         versions=package_versions(),
         hardware=describe_hardware(),
     )
-
-
-def loaded_bar(precision: str, footprint: MemoryFootprint, scale: float) -> Bar:
-    """A loaded model as a bar, by dtype; ``scale`` bytes are the full width."""
-    segments = [
-        Segment(_dtype_colour(dtype), 100 * size / scale, f"{dtype}: {readable(size)}")
-        for dtype, size in sorted(footprint.by_dtype.items())
-    ]
-    return Bar(PRECISIONS[precision].label, readable(footprint.total_bytes), segments)
-
-
-def trained_bar(preset: str, memory: TrainingMemory, scale: float, gpu_bytes: int | None) -> Bar:
-    """The peak of a training step as a bar, by category."""
-    segments = [
-        Segment(slug(category), 100 * size / scale, f"{category.value}: {readable(size)}")
-        for category, size in memory.bytes_by_category.items()
-        if size
-    ]
-    exceeds = gpu_bytes is not None and memory.peak_bytes > gpu_bytes
-    return Bar(TRAINING_PRESETS[preset].label, readable(memory.peak_bytes), segments, exceeds)
 
 
 def timeline(label: str, moments: Sequence[Moment], peak_bytes: int, peak_phase: Phase) -> Timeline:
@@ -154,9 +124,6 @@ def _categories(moments: Sequence[Moment]) -> list[Category]:
     return [category for category in Category if any(moment.bytes_by_category[category] for moment in moments)]
 
 
-def _dtype_colour(dtype: str) -> str:
-    return dtype if dtype in _DTYPE_COLOURS else "other"
-
-
-def slug(category: Category) -> str:
-    return category.value.replace(" ", "-")
+def slug(name: str) -> str:
+    """The colour of a category or dtype on a page."""
+    return name.replace(" ", "-")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -69,10 +70,8 @@ def gather_report(
         except ImportError as error:
             unavailable[precision] = str(error)
     for number, preset in enumerate(presets if train or measure else (), start=1):
-
-        def tell(step: str, where: str = f"{TRAINING_PRESETS[preset].label} ({number} of {len(presets)})") -> None:
-            progress(f"{step} in {where}")
-
+        where = f"{TRAINING_PRESETS[preset].label} ({number} of {len(presets)})"
+        tell = functools.partial(lambda where, step: progress(f"{step} in {where}"), where)
         try:
             training[preset] = _training_row(model, preset, measure, gpu_bytes, settings, tell)
         except ImportError as error:

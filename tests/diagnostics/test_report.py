@@ -227,8 +227,8 @@ def test_a_silhouette_is_the_histogram_shifted_by_the_loss_scale() -> None:
 
 
 def test_limits_stand_where_fp16_ends() -> None:
-    assert [limit.percent for limit in charts.LIMITS] == pytest.approx([100 * k / 68 for k in (24, 34, 64)])
-    zones = [(zone.x // 10 - 48, (zone.x + zone.width) // 10 - 48) for zone in charts.ZONES]
+    assert [percent for percent, _, _ in charts.LIMITS] == pytest.approx([100 * k / 68 for k in (24, 34, 64)])
+    zones = [(x // 10 - 48, (x + width) // 10 - 48) for _, x, width in charts.ZONES]
     assert zones == [(-48, -24), (-24, -14), (16, 20)]
 
 
