@@ -28,9 +28,7 @@ def parse_loss_scale(value: str | float | None) -> str | float | None:
     if isinstance(value, str) and value in RULES:
         return value
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        scale = float(value)
+        scale = float("" if isinstance(value, bool) else value)
     except (ValueError, TypeError, OverflowError):
         names = ", ".join(map(repr, (*RULES, "none")))
         raise ValueError(f"loss_scale={value!r} is not known: use {names} or a positive number") from None

@@ -21,8 +21,7 @@ _GRAD: Any = Tensor.grad  # the property itself, which split parameters override
 
 @dataclass(frozen=True)
 class RandomStates:
-    python: Any  # None if not kept
-    numpy: Any  # None if not kept
+    others: tuple[Any, Any] | None  # Python's and NumPy's; None if not kept
     cpu: Tensor
     cuda: list[Tensor]  # by device
 
@@ -32,13 +31,13 @@ class RandomStates:
         has_context = torch.cuda.is_available() and torch.cuda.is_initialized()
         keeps_cuda = has_context and not torch.cuda.is_current_stream_capturing()
         # Few models use Python's and NumPy's, which are slow to copy.
-        python, numpy = (None, None) if torch_only else (random.getstate(), np.random.get_state())
-        return cls(python, numpy, torch.get_rng_state(), torch.cuda.get_rng_state_all() if keeps_cuda else [])
+        others = None if torch_only else (random.getstate(), np.random.get_state())
+        return cls(others, torch.get_rng_state(), torch.cuda.get_rng_state_all() if keeps_cuda else [])
 
     def restore(self) -> None:
-        if self.python is not None:
-            random.setstate(self.python)
-            np.random.set_state(self.numpy)
+        if self.others is not None:
+            random.setstate(self.others[0])
+            np.random.set_state(self.others[1])
         torch.set_rng_state(self.cpu)
         torch.cuda.set_rng_state_all(self.cuda)
 
@@ -90,7 +89,6 @@ class KeptBackward:
 
     @property
     def calls(self) -> list[KeptCall]:
-        """The calls that this backward went through, in the order of their gradients."""
         return list({id(entry.call): entry.call for entry in reversed(self.incoming)}.values())
 
 
@@ -125,7 +123,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def gradients_set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
     """Set gradients to None, and restore them at the end, scaled ones unchanged."""
-    kept = [(_GRAD.__get__(parameter), _beside_grad(parameter)) for parameter in parameters]
+    # A split parameter has gradients apart from .grad.
+    kept = [(_GRAD.__get__(p), {k: v for k, v in vars(p).items() if k in ("_scaled", "_read")}) for p in parameters]
     for parameter in parameters:
         parameter.grad = None
     try:
@@ -134,11 +133,6 @@ def gradients_set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
         for parameter, (gradient, beside) in zip(parameters, kept, strict=True):
             _GRAD.__set__(parameter, gradient)
             parameter.__dict__.update(beside)
-
-
-def _beside_grad(parameter: nn.Parameter) -> dict[str, Any]:
-    """The gradient state of a split parameter, apart from ``.grad``."""
-    return {name: parameter.__dict__[name] for name in ("_scaled", "_read") if name in parameter.__dict__}
 
 
 @contextlib.contextmanager

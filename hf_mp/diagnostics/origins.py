@@ -138,10 +138,9 @@ class CallSites:
 def _name(func: Callable[..., Any]) -> str | None:
     """The name of a torch function or operator; None for attribute access such as ``.shape``."""
     name = getattr(func, "__name__", "")
-    if name.startswith("__") and name.endswith("__"):
-        if name in ("__get__", "__set__"):
-            return None
-        name = name[2:-2]
+    if name in ("__get__", "__set__"):
+        return None
+    name = name.strip("_") if name.startswith("__") else name
     return _OPERATORS.get(name, name) or None
 
 

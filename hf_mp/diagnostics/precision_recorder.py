@@ -181,12 +181,9 @@ class PrecisionRecorder(StepObserver):
         elif _STATM.exists():
             self._memory.append((moment, int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")))
 
-    def _explained(self) -> list[OverflowReport]:
-        explainers = [observer for observer in self._runtime.observers if isinstance(observer, OverflowExplainer)]
-        return [report for explainer in explainers for report in explainer.reports]
-
     def _new_reports(self) -> list[OverflowReport]:
-        new = self._explained()[self._written_reports :]
+        explainers = [observer for observer in self._runtime.observers if isinstance(observer, OverflowExplainer)]
+        new = [report for explainer in explainers for report in explainer.reports][self._written_reports :]
         self._written_reports += len(new)
         return new
 

@@ -34,14 +34,15 @@ class Replay:
     """A forward and backward of one micro-batch without side effects."""
 
     def __init__(self, runtime: MixedPrecision, backward: KeptBackward) -> None:
-        if runtime.model is None:
-            raise CannotReplay("the model is gone")
         self._runtime = runtime
-        self._model: nn.Module = runtime.model
-        _refuse_collectives(self._model)
+        self._model = model = cast(nn.Module, runtime.model)
+        if is_running() and any(isinstance(module, SyncBatchNorm) for module in model.modules()):
+            raise CannotReplay("SyncBatchNorm communicates with the other processes, which do not replay")
+        if is_sharded(model) or any(map(is_dtensor, model.parameters())):
+            raise CannotReplay("its weights are sharded, and gathering them needs the other processes")
         self._backward = backward
-        self._parameters = [p for p in self._model.parameters() if p.requires_grad]
-        self._names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._scales: dict[torch.device, Tensor] = {}
         self._limit = math.inf  # a gradient of a parameter that is as large counts as inf
         self.origin: Origin | None = None
@@ -294,10 +295,3 @@ class Replay:
         if self.finite_in_fp32 and not any(map(finiteness, gradients)):
             self._backward_through(leaving, gradients, None)
             self.finite_in_fp32 = not self.nonfinite_gradients
-
-
-def _refuse_collectives(model: nn.Module) -> None:
-    if is_running() and any(isinstance(module, SyncBatchNorm) for module in model.modules()):
-        raise CannotReplay("SyncBatchNorm communicates with the other processes, which do not replay")
-    if is_sharded(model) or any(map(is_dtensor, model.parameters())):
-        raise CannotReplay("its weights are sharded, and gathering them needs the other processes")

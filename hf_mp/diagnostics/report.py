@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
 
 from hf_mp.diagnostics import report_charts as charts
 from hf_mp.diagnostics.magnitudes import Histogram, Swamped
@@ -24,15 +23,6 @@ SHOWN_SKIPS = 200
 # The loss scale is a factor of these; the others are unscaled.
 _SCALED = (Kind.ACTIVATION_GRADIENTS, Kind.WEIGHT_GRADIENTS)
 _SHOWN = (Kind.ACTIVATION_GRADIENTS, Kind.WEIGHT_GRADIENTS, Kind.ACTIVATIONS, Kind.WEIGHTS, Kind.UPDATES)
-
-
-class Gallery(NamedTuple):
-    """The histograms of one kind by layer; at the loss scale, they are shifted by ``shift`` octaves."""
-
-    kind: str
-    shift: int
-    total: Histogram
-    layers: list[tuple[str, Histogram]]
 
 
 def write_report(run_directory: str | Path, path: str | Path | None = None) -> Path:
@@ -82,7 +72,7 @@ def render_report(run: RunRecords) -> str:
         overflows=list(run.overflows.values())[:OPEN_ROWS],
         more_overflows=len(run.overflows) - OPEN_ROWS,
         latest=latest,
-        galleries=[] if latest is None else [g for kind in _SHOWN if (g := gallery(latest, kind)).layers],
+        galleries=[] if latest is None else list(_galleries(latest)),
         shares=charts.share_history(_shares_over_time(list(run.shares.values()))),
         updated=updated,
         swamped=[] if updated is None else swamped_rows(updated),
@@ -130,9 +120,12 @@ def findings(
     return found
 
 
-def gallery(step: StepMagnitudes, kind: Kind) -> Gallery:
-    layers = [(layer, found) for layer in step.layers if (found := step.of(kind, layer)).total]
-    return Gallery(kind.value, step.log2_scale if kind in _SCALED else 0, step.of(kind), layers)
+def _galleries(step: StepMagnitudes) -> Iterator[tuple[str, int, Histogram, list[tuple[str, Histogram]]]]:
+    """Of each kind: its name, the octaves by which the loss scale shifts it, all its values, and those by layer."""
+    for kind in _SHOWN:
+        layers = [(layer, found) for layer in step.layers if (found := step.of(kind, layer)).total]
+        if layers:
+            yield kind.value, step.log2_scale if kind in _SCALED else 0, step.of(kind), layers
 
 
 def _shares_over_time(shares: list[StepShares]) -> list[charts.Line]:

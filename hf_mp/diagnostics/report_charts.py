@@ -46,28 +46,23 @@ def silhouette(histogram: Histogram, log2_scale: int = 0) -> str:
     heights: Counter[int] = Counter()
     for octave, count in histogram.by_octave().items():
         heights[min(max(octave + log2_scale, LOWEST), HIGHEST - 1)] += count
-    highest = max(heights.values(), default=0)
-    path, open_until = [], None
-    for place in sorted(heights):
-        x, y = OCTAVE_WIDTH * (place - LOWEST), HEIGHT - math.ceil(HEIGHT * heights[place] / highest)
-        if open_until != x:
-            path.append(f"{'' if open_until is None else f'V{HEIGHT}'}M{x},{HEIGHT}")
-        path.append(f"V{y}H{x + OCTAVE_WIDTH}")
-        open_until = x + OCTAVE_WIDTH
-    return "".join([*path, f"V{HEIGHT}"]) if path else ""
+    if not heights:
+        return ""
+    lowest, highest = min(heights), max(heights.values())
+    path = [f"M{OCTAVE_WIDTH * (lowest - LOWEST)},{HEIGHT}"]
+    for place in range(lowest, max(heights) + 1):
+        y, end = HEIGHT - math.ceil(HEIGHT * heights[place] / highest), OCTAVE_WIDTH * (place + 1 - LOWEST)
+        path.append(f"V{y}H{end}")
+    return "".join([*path, f"V{HEIGHT}"])
 
 
 class Curve(NamedTuple):
-    """A line: the points of its polyline, in a frame of ``LINE_WIDTH`` by ``LINE_HEIGHT``."""
-
     colour: str
     name: str
-    points: str
+    points: str  # of its polyline, in a frame of LINE_WIDTH by LINE_HEIGHT
 
 
 class Frame(NamedTuple):
-    """Lines over the steps of a run, with the labels at the ends of the axes."""
-
     curves: list[Curve]
     first_step: int
     last_step: int
@@ -76,11 +71,9 @@ class Frame(NamedTuple):
 
 
 class ScaleHistory(NamedTuple):
-    """Loss scale and headroom over the steps, and where steps were skipped, in units of ``LINE_WIDTH``."""
-
     scale: Frame
     headroom: Frame | None
-    skips: tuple[float, ...]
+    skips: tuple[float, ...]  # where steps were skipped, in units of LINE_WIDTH
 
 
 def scale_history(steps: Mapping[int, StepRecord]) -> ScaleHistory | None:

@@ -116,7 +116,11 @@ def read_run(directory: Path) -> RunRecords:
     run = RunRecords(directory)
     has_log = _read_log(run)
     has_state = not run.steps and _read_trainer_state(run)
-    _read_kept_reports(run)
+    for path in _files(run, "overflows/*/report.json"):
+        try:
+            _take_overflow(run, json.loads(path.read_bytes()))
+        except _DAMAGED as error:
+            run.missing.append(f"{path.relative_to(directory)} cannot be read: {error}")
     if not (has_log or has_state or run.overflows):
         found = "".join(f"; {sentence}" for sentence in run.missing)
         raise NoRunError(
@@ -257,11 +261,3 @@ def _take_history(run: RunRecords, history: list[Mapping[str, Any]]) -> None:
             cause = f"{now - skipped} skipped since the log before" if now > skipped else ""
             _take_step(run, {"headroom": None, **entry, "skipped": now > skipped, "cause": cause})
             skipped = now
-
-
-def _read_kept_reports(run: RunRecords) -> None:
-    for path in _files(run, "overflows/*/report.json"):
-        try:
-            _take_overflow(run, json.loads(path.read_bytes()))
-        except _DAMAGED as error:
-            run.missing.append(f"{path.relative_to(run.directory)} cannot be read: {error}")

@@ -102,24 +102,15 @@ class StepShares:
 
 def as_record(step: StepMagnitudes) -> dict[str, Any]:
     """For JSON: a list a tensor, and all counts as one compressed array."""
-    counts = np.stack([t.histogram.counts for t in step.tensors]) if step.tensors else np.zeros((0, _BINS), np.int64)
-    used = np.flatnonzero(counts.any(axis=0))
-    first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
-    packed = zlib.compress(np.ascontiguousarray(counts[:, first:last]).astype(_COUNT).tobytes())
+    counts = np.array([t.histogram.counts for t in step.tensors], dtype=_COUNT)
     return {
-        "step": step.step,
-        "loss_scale": step.loss_scale,
-        "skipped": step.skipped,
-        "notes": list(step.notes),
-        "tensors": [_row(tensor) for tensor in step.tensors],
-        "bins": [first, last],
-        "counts": base64.b64encode(packed).decode("ascii"),
+        **vars(step),
+        "tensors": [
+            [t.kind.value, t.layer, t.tensor, t.dtype, t.stride, *t.swamped_fp16, *t.swamped_bf16] for t in step.tensors
+        ],
+        "bins": [0, _BINS],
+        "counts": base64.b64encode(zlib.compress(counts.tobytes())).decode("ascii"),
     }
-
-
-def _row(t: TensorMagnitudes) -> list[Any]:
-    lost = [*t.swamped_fp16, *t.swamped_bf16] if t.kind is Kind.UPDATES else []
-    return [t.kind.value, t.layer, t.tensor, t.dtype, t.stride, *lost]
 
 
 def from_record(record: Mapping[str, Any]) -> StepMagnitudes:
@@ -129,17 +120,10 @@ def from_record(record: Mapping[str, Any]) -> StepMagnitudes:
     packed = np.frombuffer(zlib.decompress(base64.b64decode(record["counts"])), _COUNT)
     counts = np.zeros((len(rows), _BINS), dtype=np.int64)
     counts[:, first:last] = packed.reshape(len(rows), last - first)
+    tensors = []
+    for (kind, layer, tensor, dtype, stride, *lost), found in zip(rows, counts, strict=True):
+        swamped = (Swamped(*lost[:2]), Swamped(*lost[2:])) if lost else ()
+        tensors.append(TensorMagnitudes(Kind(kind), layer, tensor, dtype, stride, Histogram(found), *swamped))
     return StepMagnitudes(
-        step=record["step"],
-        loss_scale=record["loss_scale"],
-        skipped=record["skipped"],
-        tensors=tuple(_tensor(*row, histogram=Histogram(found)) for row, found in zip(rows, counts, strict=True)),
-        notes=tuple(record["notes"]),
+        record["step"], record["loss_scale"], record["skipped"], tuple(tensors), notes=tuple(record["notes"])
     )
-
-
-def _tensor(
-    kind: str, layer: str, tensor: str, dtype: str, stride: int, *lost: int, histogram: Histogram
-) -> TensorMagnitudes:
-    swamped = (Swamped(*lost[:2]), Swamped(*lost[2:])) if lost else ()
-    return TensorMagnitudes(Kind(kind), layer, tensor, dtype, stride, histogram, *swamped)

@@ -36,8 +36,6 @@ def finiteness(tensor: Tensor, limit: float = math.inf) -> Finiteness:
 
 @dataclass(frozen=True)
 class TensorRange:
-    """The range of a tensor's values."""
-
     name: str  # the tensor's role in the op: a parameter's name, "input 0", "output 0", an argument's name
     dtype: str  # such as "float16"
     shape: tuple[int, ...]

@@ -24,23 +24,18 @@ def bitsandbytes_status() -> Library:
     # Its import logs a warning about a package that only faster 4-bit products on a CPU need.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     module, problem = _import("bitsandbytes")
-    if module is not None:
-        problem = _problem_of_quantizing(module)
-    place = "the GPU" if torch.cuda.is_available() else "the CPU"
-    return Library("bitsandbytes", problem is None, problem or f"{module.__version__}, quantizes on {place}")
-
-
-def _problem_of_quantizing(bitsandbytes: Any) -> str | None:
+    if module is None:
+        return Library("bitsandbytes", False, str(problem))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     weight = torch.ones(64, 64, device=device)
     try:
-        packed, state = bitsandbytes.functional.quantize_4bit(weight, quant_type="nf4")
-        restored = bitsandbytes.functional.dequantize_4bit(packed, state)
+        packed, state = module.functional.quantize_4bit(weight, quant_type="nf4")
+        restored = module.functional.dequantize_4bit(packed, state)
     except Exception as error:  # whatever its native library raises: it does not work here, and that is the answer
-        return f"{bitsandbytes.__version__}, cannot quantize on {device}: {first_line(error)}"
-    if not torch.equal(restored, weight):
-        return f"{bitsandbytes.__version__}, gives wrong numbers on {device}"
-    return None
+        return Library("bitsandbytes", False, f"{module.__version__}, cannot quantize on {device}: {first_line(error)}")
+    works = torch.equal(restored, weight)
+    place = f"quantizes on the {'GPU' if device == 'cuda' else 'CPU'}" if works else f"gives wrong numbers on {device}"
+    return Library("bitsandbytes", works, f"{module.__version__}, {place}")
 
 
 def triton_status() -> Library:

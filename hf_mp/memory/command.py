@@ -66,7 +66,6 @@ def run(
 
 
 def quiet_libraries() -> None:
-    """Silence Transformers and bitsandbytes."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -11,8 +11,6 @@ from hf_mp.memory.footprint import Kind, ModuleBytes, TensorRow
 
 @dataclass(frozen=True)
 class FoldedRow:
-    """A parameter, or the same parameter of several layers."""
-
     name: str  # as `transformer.h.0 - h.11.ln_1.weight`; the plain name for a single one
     count: int
     dtype: str
@@ -62,13 +60,9 @@ def fold_tree(tree: ModuleBytes) -> ModuleBytes:
     folded: list[ModuleBytes] = []
     for child in map(fold_tree, tree.children):
         previous = folded[-1] if folded else None
-        if previous is not None and child.name.isdigit() and _what_it_is(child) == _what_it_is(previous):
+        if previous and child.name.isdigit() and child == replace(previous, name=child.name, count=child.count):
             first = previous.name.partition(" - ")[0]
             folded[-1] = replace(previous, name=f"{first} - {child.name}", count=previous.count + 1)
         else:
             folded.append(child)
     return replace(tree, children=tuple(folded))
-
-
-def _what_it_is(node: ModuleBytes) -> tuple[object, ...]:
-    return node.class_name, node.total_bytes, node.children

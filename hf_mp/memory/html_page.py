@@ -45,6 +45,5 @@ def write_whole(path: Path, content: str) -> None:
             file.write(content)
         Path(name).chmod(0o644)
         Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    finally:
+        Path(name).unlink(missing_ok=True)  # there only after an error

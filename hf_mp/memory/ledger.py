@@ -27,8 +27,6 @@ class Category(StrEnum):
 
 
 class Phase(StrEnum):
-    """The part of a training step."""
-
     SETUP = "setup"
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -53,8 +51,6 @@ class Event:
 
 @dataclass(frozen=True, repr=False)
 class Moment:
-    """Memory in use at one moment of a step."""
-
     position: float  # from 0 to 1, among the events of the step
     phase: Phase
     bytes_by_category: dict[Category, int]  # zeros included
@@ -64,7 +60,6 @@ class Moment:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all categories."""
         return sum(self.bytes_by_category.values())
 
 

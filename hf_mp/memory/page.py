@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from hf_mp.environment.machine import describe_hardware, package_versions
+from hf_mp.memory import tables
 from hf_mp.memory.folding import fold_tree
 from hf_mp.memory.html_page import page_template
 from hf_mp.memory.ledger import Category, Moment, Phase
@@ -15,7 +16,6 @@ from hf_mp.memory.precisions import PRECISIONS
 from hf_mp.memory.presets import TRAINING_PRESETS
 from hf_mp.memory.report import MemoryReport
 from hf_mp.memory.sizes import readable
-from hf_mp.memory.tables import FIT_HEADER, MEASURED_HEADER, difference_rows, fit_rows, measured_rows, parameter_rows
 
 WIDTH, HEIGHT = 1000, 320  # of a timeline, in the units of its viewBox
 
@@ -27,16 +27,12 @@ class Area(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """A part of a step on a timeline; start and width in percent."""
-
     name: str
-    start: float
+    start: float  # in percent of the step, as its width
     percent: float
 
 
 class Timeline(NamedTuple):
-    """One training step as stacked areas, one per category."""
-
     label: str
     peak: str
     where: str
@@ -48,38 +44,28 @@ class Timeline(NamedTuple):
 def render_page(report: MemoryReport) -> str:
     """The page as text, with all input escaped."""
     estimates = {preset: row.estimate for preset, row in report.training.items()}
-    trained_scale = 1.02 * max([report.gpu_bytes or 1, *(estimate.peak_bytes for estimate in estimates.values())])
-    loaded_scale = 1.02 * max([1, *(footprint.total_bytes for footprint in report.footprints.values())])
-    first = next(iter(estimates.values()), None)
-    dtypes = sorted({dtype for footprint in report.footprints.values() for dtype in footprint.by_dtype})
     return page_template("memory/page.html.j2").render(
         report=report,
         loaded=[
             (PRECISIONS[name].label, footprint.total_bytes, sorted(footprint.by_dtype.items()))
             for name, footprint in report.footprints.items()
         ],
-        loaded_scale=loaded_scale,
-        dtypes=dtypes,
+        loaded_scale=1.02 * max([1, *(footprint.total_bytes for footprint in report.footprints.values())]),
+        dtypes=sorted({dtype for footprint in report.footprints.values() for dtype in footprint.by_dtype}),
         trained=[
             (TRAINING_PRESETS[name].label, estimate.peak_bytes, estimate.bytes_by_category.items())
             for name, estimate in estimates.items()
         ],
-        trained_scale=trained_scale,
+        trained_scale=1.02 * max([report.gpu_bytes or 1, *(step.peak_bytes for step in estimates.values())]),
         slug=slug,
         categories=_categories([moment for estimate in estimates.values() for moment in estimate.timeline]),
         timelines=[
             timeline(TRAINING_PRESETS[name].label, step.timeline, step.peak_bytes, step.peak_phase)
             for name, step in estimates.items()
         ],
-        settings=None if first is None else first.settings,
-        on_gpu=first is not None and first.device == "cuda",
-        fit_header=FIT_HEADER,
-        measured_header=MEASURED_HEADER,
-        fits=fit_rows(report),
-        measured=measured_rows(report.training),
-        differences=difference_rows(report.footprints),
+        first=next(iter(estimates.values()), None),
+        tables=tables,
         parameter_header=[PRECISIONS[name].label for name in report.footprints],
-        parameter_rows=parameter_rows(report.footprints),
         trees=[(PRECISIONS[name].label, fold_tree(footprint.tree)) for name, footprint in report.footprints.items()],
         presets=TRAINING_PRESETS,
         category_list=list(Category),

@@ -162,11 +162,10 @@ def _tree_json(node: ModuleBytes) -> dict[str, Any]:
 
 
 def _training_json(row: TrainingRow) -> dict[str, Any]:
-    largest = row.largest_batch
     return {
         "label": TRAINING_PRESETS[row.estimate.settings.precision].label,
         "estimate": row.estimate.as_dict(),
-        "measurement": None if row.measurement is None else row.measurement.as_dict(),
-        "largest_batch_size": None if largest is None else largest.batch_size,
-        "largest_batch_peak_bytes": None if largest is None else largest.peak_bytes,
+        "measurement": row.measurement and row.measurement.as_dict(),
+        "largest_batch_size": row.largest_batch and row.largest_batch.batch_size,
+        "largest_batch_peak_bytes": row.largest_batch and row.largest_batch.peak_bytes,
     }

@@ -39,8 +39,6 @@ _RECORDED_MICRO_BATCHES = 2  # the second adds to the gradients of the first, li
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How a model is trained."""
-
     precision: str  # one of hf_mp.memory.presets.TRAINING_PRESETS
     batch_size: int  # sequences in one forward
     seq_len: int  # tokens in a sequence
@@ -95,8 +93,6 @@ class TrainingMemory:
 
 @dataclass
 class Trainee:
-    """All that a training step needs."""
-
     model: nn.Module
     forward: Callable[..., Any]
     optimizer: Optimizer

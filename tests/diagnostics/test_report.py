@@ -213,7 +213,7 @@ def path_bars(path: str) -> dict[int, int]:
         elif command == "V":
             y = int(numbers)
         else:
-            for place in range(x, int(numbers), charts.OCTAVE_WIDTH):
+            for place in range(x, int(numbers), charts.OCTAVE_WIDTH) if y < charts.HEIGHT else ():
                 bars[place // charts.OCTAVE_WIDTH + charts.LOWEST] = charts.HEIGHT - y
             x = int(numbers)
     return bars
