@@ -65,7 +65,6 @@ class KeptCall:
         return named_tensors(bound.arguments)
 
     def versions_now(self) -> tuple[int, ...]:
-        """The version counters of the tensors in ``args`` and ``kwargs``."""
         return tuple(-1 if t.is_inference() else t._version for t in tensors_in((self.args, self.kwargs)))
 
 

@@ -75,8 +75,7 @@ class MagnitudeCollector:
     def begin(self, forward: AttachedForward) -> None:
         """Collect the step whose first forward begins now."""
         model = self._runtime.model
-        if model is None:
-            return
+        assert model is not None  # its forward is observed
         self.abandon()
         self.is_active = True
         layers = self._layers = select_layers(model, self._patterns)

@@ -58,7 +58,6 @@ class PrecisionRecorder(StepObserver):
         self._runtime = runtime
         self._log = RunLog(directory)
         self._collector = MagnitudeCollector(runtime, layers if histogram_steps else None)
-        self._every = histogram_steps or math.inf
         self._due = runtime.stats.steps if histogram_steps else math.inf
         self._has_begun = False
         self._written_reports = 0
@@ -72,7 +71,7 @@ class PrecisionRecorder(StepObserver):
         if not self._collector.is_active:
             if self._runtime.stats.steps < self._due:
                 return None
-            self._due = self._runtime.stats.steps + self._every
+            self._due = self._runtime.stats.steps + self.asked[1]
             self._collector.begin(forward)
             self._memory = []
             self._note_memory("before forward")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
+from itertools import pairwise
 from typing import NamedTuple
 
 from hf_mp.diagnostics.magnitudes import FP16_OVERFLOW, FP16_SMALLEST, FP16_SMALLEST_NORMAL, Histogram
@@ -84,7 +84,8 @@ def scale_history(steps: Mapping[int, StepRecord]) -> ScaleHistory | None:
     left = [(step.step, step.headroom) for step in steps.values() if step.headroom is not None]
     ends = log2[0][0], log2[-1][0]
     low, high = math.floor(min(y for _, y in log2)) - 1, math.ceil(max(y for _, y in log2)) + 1
-    scale = _frame([("scale", "loss scale", log2)], ends, (low, high), (f"2^{low}", f"2^{high}"))
+    stairs = [(step, y) for (_, old), (step, new) in pairwise(log2) for y in (old, new)]
+    scale = _frame([("scale", "loss scale", log2[:1] + stairs)], ends, (low, high), (f"2^{low}", f"2^{high}"))
     headroom = None
     if left:
         bottom, top = min(0, math.floor(min(y for _, y in left))), math.ceil(max(y for _, y in left)) + 1
@@ -122,8 +123,11 @@ def _place(step: int, first: int, last: int) -> float:
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """The lowest and the highest point of each of at most ``MOST_POINTS`` stretches."""
     length = -(-len(points) // MOST_POINTS)
-    stretches = [points[start : start + length] for start in range(0, len(points), length)]
-    return [p for s in stretches for p in sorted({min(s, key=itemgetter(1)), max(s, key=itemgetter(1))})]
+    kept: list[tuple[int, float]] = []
+    for start in range(0, len(points), length):
+        stretch = [y for _, y in points[start : start + length]]
+        kept += [points[start + place] for place in sorted({stretch.index(min(stretch)), stretch.index(max(stretch))})]
+    return kept
 
 
 def percent(share: float) -> str:

@@ -24,7 +24,6 @@ TRAINING_HEADER = ("trained in", "peak", "in", *(category.value for category in 
 MEASURED_HEADER = ("trained in", "predicted", "measured", "difference", "allocator or process")
 FIT_HEADER = ("trained in", "this batch", "largest batch", "its peak")
 
-# Terminals are narrow.
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
