@@ -13,12 +13,6 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 LOWER_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
 
 
-def _parse_dtype(key: str, text: str) -> torch.dtype:
-    if text not in _DTYPES:
-        raise ValueError(f"{key}={text!r} is not a dtype of a precision policy: use one of {', '.join(_DTYPES)}")
-    return _DTYPES[text]
-
-
 def parse_loss_scale(value: str | float | None) -> str | float | None:
     """Read a loss scale.
 
@@ -34,9 +28,7 @@ def parse_loss_scale(value: str | float | None) -> str | float | None:
     if isinstance(value, str) and value in RULES:
         return value
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        scale = float(value)
+        scale = float("" if isinstance(value, bool) else value)
     except (ValueError, TypeError, OverflowError):
         names = ", ".join(map(repr, (*RULES, "none")))
         raise ValueError(f"loss_scale={value!r} is not known: use {names} or a positive number") from None
@@ -131,13 +123,17 @@ class PrecisionPolicy:
     @classmethod
     def _parse_fields(cls, text: str) -> PrecisionPolicy:
         values: dict[str, object] = {}
+        names = [field.name for field in fields(cls)]
         for part in text.split(","):
             key, _, value = (piece.strip() for piece in part.partition("="))
-            if key not in {field.name for field in fields(cls)} or not value:
-                raise ValueError(f"{part!r} in precision={text!r}: write field=value with one of {_field_names(cls)}")
+            if key not in names or not value:
+                raise ValueError(f"{part!r} in precision={text!r}: write field=value with one of {', '.join(names)}")
             if key in values:
                 raise ValueError(f"{key} is given twice in precision={text!r}")
-            values[key] = parse_loss_scale(value) if key == "loss_scale" else _parse_dtype(key, value)
+            if key != "loss_scale" and value not in _DTYPES:
+                allowed = ", ".join(_DTYPES)
+                raise ValueError(f"{key}={value!r} is not a dtype of a precision policy: use one of {allowed}")
+            values[key] = parse_loss_scale(value) if key == "loss_scale" else _DTYPES[value]
         if "loss_scale" not in values and values.get("compute", torch.float16) is torch.float16:
             values["loss_scale"] = PRESETS["fp16"].loss_scale
         return cls(**values)  # type: ignore[arg-type]
@@ -148,10 +144,6 @@ class PrecisionPolicy:
                 return name
         dtypes = [f"{n}={_DTYPE_NAMES[getattr(self, n)]}" for n in ("params", "compute", "masters", "output")]
         return ",".join([*dtypes, f"loss_scale={'none' if self.loss_scale is None else self.loss_scale}"])
-
-
-def _field_names(cls: type) -> str:
-    return ", ".join(field.name for field in fields(cls))
 
 
 PRESETS: dict[str, PrecisionPolicy] = {

@@ -40,7 +40,6 @@ import hf_mp
 from _ablation import Ablation, FineTuning, Shares, ablation_table, draw, sentences, summarize
 from _tensor_memory import peak_tensor_bytes
 from _text import make_blocks, python_documents, train_tokenizer, without_repetition
-from hf_mp.diagnostics.magnitudes import share_underflowed
 
 Batch = dict[str, Tensor]
 
@@ -360,15 +359,13 @@ def update_and_look(training: Training, twin: Fp32Twin, batch: Batch) -> Shares:
     weights = list(training.model.parameters())
     weight_gradients, activation_gradients = twin.gradients(training.model, batch)
     zero = [cast(Tensor, weight.grad) == 0 for weight in weights]
-    underflowed = 0.0
-    if training.dtype is not torch.float32:
-        underflowed = share_underflowed(activation_gradients, dtype=training.dtype, scale=training.loss_scale)
+    rounds_to_zero = (activation_gradients * training.loss_scale).to(training.dtype) == 0
     before = [weight.detach().clone() for weight in weights]
     training.update()
     unchanged = [old == new for old, new in zip(before, weights, strict=True)]
     had_update = [training.optimizer.state[weight]["exp_avg"] != 0 for weight in weights]
     return Shares(
-        activation_gradients=underflowed,
+        activation_gradients=share([rounds_to_zero], [(activation_gradients != 0) & activation_gradients.isfinite()]),
         weight_gradients=share(zero, [gradient != 0 for gradient in weight_gradients]),
         updates=share(unchanged, had_update),
     )

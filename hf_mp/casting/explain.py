@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,27 +103,32 @@ class Recorder:
         module = self._modules[-1] if self._modules else ""
         self._calls[ExplainedOp(module, op, rule, came, ran, outputs)] += 1
 
-    @contextlib.contextmanager
-    def following(self, model: nn.Module) -> Iterator[None]:
+    def following(self, model: nn.Module) -> AbstractContextManager[None]:
         """Know in which of ``model``'s modules a call is made."""
-        handles = []
-
-        def leave(*_: Any) -> None:
-            self._modules.pop()
-
-        for name, module in model.named_modules():
-            enter = functools.partial(lambda name, *_: self._modules.append(name), name)
-            handles.append(module.register_forward_pre_hook(enter, prepend=True))
-            handles.append(module.register_forward_hook(leave, always_call=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return watching_modules(model, self._modules.append, self._modules.pop)
 
     def explanation(self) -> Explanation:
         """What was recorded."""
         return Explanation(tuple(replace(op, count=count) for op, count in self._calls.items()))
+
+
+@contextlib.contextmanager
+def watching_modules(model: nn.Module, enter: Callable[[str], None], leave: Callable[[], Any]) -> Iterator[None]:
+    """Call ``enter`` with the name of each module of ``model`` that is called, and ``leave`` when it has returned."""
+    handles = []
+
+    def left(*_: Any) -> None:
+        leave()
+
+    for name, module in model.named_modules():
+        entered = functools.partial(lambda name, *_: enter(name), name)
+        handles.append(module.register_forward_pre_hook(entered, prepend=True))
+        handles.append(module.register_forward_hook(left, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_mp.casting.nested import named_tensors
+from hf_mp.casting.nested import named_tensors, tensors_in
 from hf_mp.weights.split_parameter import SplitParameter, open_master
 
 _GRAD: Any = Tensor.grad  # the property itself, which split parameters override
@@ -20,56 +21,51 @@ _GRAD: Any = Tensor.grad  # the property itself, which split parameters override
 
 @dataclass(frozen=True)
 class RandomStates:
-    python: Any  # None if not kept
-    numpy: Any  # None if not kept
+    others: tuple[Any, Any] | None  # Python's and NumPy's; None if not kept
     cpu: Tensor
-    cuda: Mapping[int, Tensor]  # by device
+    cuda: list[Tensor]  # by device
 
     @classmethod
     def now(cls, *, torch_only: bool = False) -> RandomStates:
         """The current states, without a synchronization: a GPU generator's state is on the host."""
-        cuda = {}
         has_context = torch.cuda.is_available() and torch.cuda.is_initialized()
-        if has_context and not torch.cuda.is_current_stream_capturing():
-            cuda = {index: torch.cuda.get_rng_state(index) for index in range(torch.cuda.device_count())}
+        keeps_cuda = has_context and not torch.cuda.is_current_stream_capturing()
         # Few models use Python's and NumPy's, which are slow to copy.
-        python, numpy = (None, None) if torch_only else (random.getstate(), np.random.get_state())
-        return cls(python, numpy, torch.get_rng_state(), cuda)
+        others = None if torch_only else (random.getstate(), np.random.get_state())
+        return cls(others, torch.get_rng_state(), torch.cuda.get_rng_state_all() if keeps_cuda else [])
 
     def restore(self) -> None:
-        if self.python is not None:
-            random.setstate(self.python)
-            np.random.set_state(self.numpy)
+        if self.others is not None:
+            random.setstate(self.others[0])
+            np.random.set_state(self.others[1])
         torch.set_rng_state(self.cpu)
-        for index, state in self.cuda.items():
-            torch.cuda.set_rng_state(state, index)
+        torch.cuda.set_rng_state_all(self.cuda)
 
 
 @dataclass
 class KeptCall:
-    """One call of an attached forward."""
+    """One call of an attached forward, before it is made."""
 
     forward: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    random_states: RandomStates  # at its start
-    is_training: bool
-    versions: tuple[int, ...]  # version counters of the tensors in `args` and `kwargs`
+    random_states: RandomStates
     losses: dict[str, Tensor] = field(default_factory=dict)  # scalar outputs by name, detached
 
-    @classmethod
-    def of(cls, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, torch_only: bool = True) -> KeptCall:
-        """Keep a call before it is made; ``torch_only`` as for :meth:`RandomStates.now`."""
-        call = cls(forward, args, kwargs, RandomStates.now(torch_only=torch_only), forward.module().training, ())
-        call.versions = call.versions_now()
-        return call
+    def __post_init__(self) -> None:
+        self.is_training = self.forward.module().training
+        self.versions = self.versions_now()
 
     def inputs(self) -> list[tuple[str, Tensor]]:
-        """The input tensors by name; positional arguments by index."""
-        return named_tensors(self.args) + named_tensors(self.kwargs)
+        """The input tensors, named by the forward's parameters."""
+        try:
+            bound = inspect.signature(self.forward.original).bind(*self.args, **self.kwargs)
+        except (TypeError, ValueError):
+            return named_tensors(self.args) + named_tensors(self.kwargs)
+        return named_tensors(bound.arguments)
 
     def versions_now(self) -> tuple[int, ...]:
-        return tuple(-1 if tensor.is_inference() else tensor._version for _, tensor in self.inputs())
+        return tuple(-1 if t.is_inference() else t._version for t in tensors_in((self.args, self.kwargs)))
 
 
 @dataclass
@@ -92,7 +88,6 @@ class KeptBackward:
 
     @property
     def calls(self) -> list[KeptCall]:
-        """The calls that this backward went through, in the order of their gradients."""
         return list({id(entry.call): entry.call for entry in reversed(self.incoming)}.values())
 
 
@@ -101,50 +96,34 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Restore, bit for bit, what a forward of ``model`` changes: buffers, tensors and counters of modules, their
     training mode, and the states of random generators."""
     random_states = RandomStates.now()
-    modules = [_ModuleState(module) for module in model.modules()]
-    tensors = list({id(tensor): tensor for state in modules for tensor, _ in state.tensors}.values())
+    modules = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    held = [(name, v) for _, attributes, buffers in modules for name, v in (*attributes.items(), *buffers.items())]
+    tensors = {t: t.detach().clone() for _, t in held if isinstance(t, Tensor) and not t.is_inference()}
+    containers: list[Any] = [(v, v.copy()) for name, v in held if type(v) in (list, dict) and name[0] != "_"]
     try:
         with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
             try:
                 yield
             finally:
-                for state in modules:
-                    state.restore()
+                for module, attributes, buffers in modules:
+                    for registry, entries in ((vars(module), attributes), (module._buffers, buffers)):
+                        registry.clear()
+                        registry.update(entries)
+                with torch.no_grad():
+                    for tensor, value in tensors.items():
+                        tensor.copy_(value)
+                for container, items in containers:
+                    container.clear()
+                    container.extend(items) if isinstance(container, list) else container.update(items)
     finally:
         random_states.restore()
-
-
-class _ModuleState:
-    """The state of a module without its parameters and submodules."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._attributes = dict(module.__dict__)
-        self._buffers = dict(module._buffers)
-        found = [*self._buffers.values(), *self._attributes.values()]
-        self.tensors = [(t, t.detach().clone()) for t in found if isinstance(t, Tensor) and not t.is_inference()]
-        containers = (v for name, v in self._attributes.items() if type(v) in (list, dict) and name[0] != "_")
-        self._containers: list[tuple[Any, Any]] = [(value, value.copy()) for value in containers]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        attributes = self._module.__dict__
-        for name in attributes.keys() - self._attributes.keys():
-            del attributes[name]
-        attributes.update(self._attributes)
-        self._module._buffers.clear()
-        self._module._buffers.update(self._buffers)
-        for tensor, value in self.tensors:
-            tensor.copy_(value)
-        for container, items in self._containers:
-            container.clear()
-            container.extend(items) if isinstance(container, list) else container.update(items)
 
 
 @contextlib.contextmanager
 def gradients_set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
     """Set gradients to None, and restore them at the end, scaled ones unchanged."""
-    kept = [(_GRAD.__get__(parameter), _beside_grad(parameter)) for parameter in parameters]
+    # A split parameter has gradients apart from .grad.
+    kept = [(_GRAD.__get__(p), {k: v for k, v in vars(p).items() if k in ("_scaled", "_read")}) for p in parameters]
     for parameter in parameters:
         parameter.grad = None
     try:
@@ -153,11 +132,6 @@ def gradients_set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
         for parameter, (gradient, beside) in zip(parameters, kept, strict=True):
             _GRAD.__set__(parameter, gradient)
             parameter.__dict__.update(beside)
-
-
-def _beside_grad(parameter: nn.Parameter) -> dict[str, Any]:
-    """The gradient state of a split parameter, apart from ``.grad``."""
-    return {name: parameter.__dict__[name] for name in ("_scaled", "_read") if name in parameter.__dict__}
 
 
 @contextlib.contextmanager

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
+import functools
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,22 +55,18 @@ class MagnitudeCollector:
     Weight gradients are the sum of all micro-batches, before clipping. Weights and updates are of the FP32 masters.
     """
 
-    def __init__(
-        self,
-        runtime: MixedPrecision,
-        layers: Sequence[str] | None = None,
-        on_backward_end: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, runtime: MixedPrecision, layers: Sequence[str] | None = None) -> None:
         self._runtime = runtime
-        self._on_backward_end = on_backward_end
         self._patterns = layers
         self._handles: list[Any] = []
-        self._forget_step()
+        self.abandon()
         if runtime.model is not None:
             select_layers(runtime.model, layers)  # refuse wrong patterns now
 
-    def _forget_step(self) -> None:
+    def abandon(self) -> None:
+        self._remove_hooks()
         self.is_active = False
+        self._layers: dict[str, nn.Module] = {}
         self._samples: dict[tuple[Kind, str, str], _Sampled] = {}  # by layer and name of the parameter
         self._asked_for_gradient: set[str] = set()
         self._parameters: dict[tuple[str, str], nn.Parameter] = {}
@@ -79,11 +75,10 @@ class MagnitudeCollector:
     def begin(self, forward: AttachedForward) -> None:
         """Collect the step whose first forward begins now."""
         model = self._runtime.model
-        if model is None:
-            return
+        assert model is not None  # its forward is observed
         self.abandon()
         self.is_active = True
-        layers = select_layers(model, self._patterns)
+        layers = self._layers = select_layers(model, self._patterns)
         if is_sharded(model):  # gathered parameters are gone when the backward ends
             self._notes = (SHARDED,)
         else:
@@ -96,38 +91,31 @@ class MagnitudeCollector:
         entry = forward.module()  # what it returns has left the scaled region
         for name, module in layers.items():
             if module is not entry:
-                self._handles.append(module.register_forward_hook(self._forward_hook(name)))
+                self._handles.append(module.register_forward_hook(functools.partial(self._see_output, name)))
 
-    def _forward_hook(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            tensor = next((t for t in tensors_in(output) if t.is_floating_point()), None)
-            if tensor is None or not self.is_active:
-                return
-            if (key := (Kind.ACTIVATIONS, name, "")) not in self._samples:
-                with torch._C.DisableTorchFunction(), torch.no_grad():
-                    self._samples[key] = _Sampled.of(tensor)
-            # Reentrant checkpointing builds a graph only when it computes a module for the second time.
-            if tensor.requires_grad and name not in self._asked_for_gradient:
-                self._asked_for_gradient.add(name)
-                tensor.register_hook(self._gradient_hook(name))
+    def _see_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        tensor = next((t for t in tensors_in(output) if t.is_floating_point()), None)
+        if tensor is None or not self.is_active:
+            return
+        if (key := (Kind.ACTIVATIONS, name, "")) not in self._samples:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                self._samples[key] = _Sampled.of(tensor)
+        # Reentrant checkpointing builds a graph only when it computes a module for the second time.
+        if tensor.requires_grad and name not in self._asked_for_gradient:
+            self._asked_for_gradient.add(name)
+            tensor.register_hook(functools.partial(self._see_gradient, name))
 
-        return hook
-
-    def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor | None) -> None:
-            key = (Kind.ACTIVATION_GRADIENTS, name, "")
-            if gradient is not None and self.is_active and key not in self._samples:
-                with torch._C.DisableTorchFunction(), torch.no_grad():
-                    inverse = self._runtime.inverse(gradient.device, None, 0)
-                    self._samples[key] = _Sampled.of(gradient, inverse)
-
-        return hook
+    def _see_gradient(self, name: str, gradient: Tensor | None) -> None:
+        key = (Kind.ACTIVATION_GRADIENTS, name, "")
+        if gradient is not None and self.is_active and key not in self._samples:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                inverse = self._runtime.inverse(gradient.device, None, 0)
+                self._samples[key] = _Sampled.of(gradient, inverse)
 
     def backward_ended(self) -> None:
         if not self.is_active:
             return
         self._remove_hooks()
-        self._on_backward_end()
         for key, parameter in self._parameters.items():
             gradient, factor = gradient_and_factor(parameter)
             if gradient is not None:
@@ -144,11 +132,8 @@ class MagnitudeCollector:
         ]
         if not report.overflow:
             found += self._updates()
-        model = self._runtime.model
-        order = (
-            {} if model is None else {name: place for place, name in enumerate(select_layers(model, self._patterns))}
-        )
-        tensors = sorted(found, key=lambda t: (order.get(t.layer, len(order)), list(Kind).index(t.kind)))
+        order = {name: place for place, name in enumerate(self._layers)}
+        tensors = sorted(found, key=lambda t: (order[t.layer], list(Kind).index(t.kind)))
         step = StepMagnitudes(
             step=self._runtime.stats.steps + 1,
             loss_scale=self._runtime.scaler.get_scale(),
@@ -156,7 +141,7 @@ class MagnitudeCollector:
             tensors=tuple(tensors),
             notes=(*self._notes, *missing),
         )
-        self._forget_step()
+        self.abandon()
         return step
 
     def _updates(self) -> Iterator[TensorMagnitudes]:
@@ -175,10 +160,6 @@ class MagnitudeCollector:
             handle.remove()
         self._handles.clear()
 
-    def abandon(self) -> None:
-        self._remove_hooks()
-        self._forget_step()
-
 
 def _trainable(layers: Mapping[str, nn.Module]) -> dict[tuple[str, str], nn.Parameter]:
     """The parameters of ``layers`` by layer and name; tied ones in their first layer."""
@@ -194,13 +175,9 @@ def _is_compiled(model: nn.Module) -> bool:
     """Whether torch.compile compiles a part of ``model`` or its caller."""
     if any(getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod") for m in model.modules()):
         return True
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename.endswith("_dynamo/eval_frame.py") and "DisableContext" not in code.co_qualname:
-            return True
-        frame = frame.f_back
-    return False
+    callers = (frame.f_code for frame, _ in traceback.walk_stack(None))
+    dynamo = (code.co_qualname for code in callers if code.co_filename.endswith("_dynamo/eval_frame.py"))
+    return any("DisableContext" not in name for name in dynamo)
 
 
 def select_layers(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:

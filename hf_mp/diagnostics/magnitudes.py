@@ -77,30 +77,18 @@ class Histogram:
         octaves[0] -= self.counts[_ZERO]
         return {int(e) - _BIAS: int(octaves[e]) for e in np.flatnonzero(octaves)}
 
-    @property
-    def share_zero(self) -> float:
-        return self.zeros / self.total if self.total else 0.0
-
     def share_underflowed(self, log2_scale: int = 0) -> float:
         """The share of the finite nonzero values that FP16 rounds to zero, after multiplication by 2**log2_scale."""
-        return self._share(self._at_most(FP16_LARGEST_LOST - log2_scale))
+        return _ratio(self._below(2 * (FP16_LARGEST_LOST - log2_scale) + 1), self.finite_nonzero)
 
     def share_subnormal(self, log2_scale: int = 0) -> float:
         """The share that FP16 keeps with fewer than 11 bits: above 2**-25 and below 2**-14."""
-        below = self._below(FP16_SMALLEST_NORMAL - log2_scale)
-        return self._share(below - self._at_most(FP16_LARGEST_LOST - log2_scale))
+        lost = self._below(2 * (FP16_LARGEST_LOST - log2_scale) + 1)
+        return _ratio(self._below(2 * (FP16_SMALLEST_NORMAL - log2_scale)) - lost, self.finite_nonzero)
 
-    def _share(self, count: int) -> float:
-        return count / self.finite_nonzero if self.finite_nonzero else 0.0
-
-    def _below(self, log2_limit: int) -> int:
-        return self._first_finite(2 * (log2_limit + _BIAS))
-
-    def _at_most(self, log2_limit: int) -> int:
-        return self._first_finite(2 * (log2_limit + _BIAS) + 1)
-
-    def _first_finite(self, end: int) -> int:
-        return int(self.counts[_SUBNORMAL : min(max(end, _SUBNORMAL), _INF)].sum())
+    def _below(self, bin: int) -> int:
+        """The finite nonzero values in the bins before that of 2**0 plus ``bin``."""
+        return int(self.counts[_SUBNORMAL : min(max(bin + 2 * _BIAS, _SUBNORMAL), _INF)].sum())
 
 
 @torch.no_grad()
@@ -114,19 +102,6 @@ def histogram(values: Tensor) -> Histogram:
     # The exponent rounded down plus the exponent rounded up: even for powers of two, odd for what lies between.
     bins = (bits >> _MANTISSA_BITS).add_((bits - 1) >> _MANTISSA_BITS).add_(1)
     return Histogram(torch.bincount(bins, minlength=_BINS).cpu().numpy())
-
-
-@torch.no_grad()
-def share_underflowed(values: Tensor, *, dtype: torch.dtype = torch.float16, scale: float = 1.0) -> float:
-    """The share of the finite nonzero values that become zero in ``dtype``, after multiplication by ``scale``.
-
-    For FP32 gradients: what FP16 training loses without loss scaling (``scale=1``) or with it. Micikevicius et al. 2017
-    (arXiv 1710.03740), figure 3.
-    """
-    magnitudes = real_values(values.detach()).abs().to(torch.float64)
-    counted = (magnitudes > 0.0) & magnitudes.isfinite()
-    lost = counted & (magnitudes * scale <= torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2)
-    return _ratio(int(lost.sum()), int(counted.sum()))
 
 
 class Swamped(NamedTuple):

@@ -7,12 +7,12 @@ inherits the origin of its input. So an inf that is dropped, for example by ``to
 from __future__ import annotations
 
 import bisect
-import contextlib
 import functools
 import math
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_mp.casting.explain import watching_modules
 from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.tables import CastRule
 from hf_mp.diagnostics.overflow_report import Phase
@@ -47,12 +48,11 @@ class Site(NamedTuple):
     function: str | None = None
 
 
-@dataclass
-class Call:
-    """A running torch function, and the callbacks for its result."""
+class Call(NamedTuple):
+    """A running torch function, and what originated in it."""
 
     arguments: list[tuple[str, Tensor]]
-    waiting: list[Callable[[list[tuple[str, Tensor]], Any], None]]
+    origins: list[Origin]
 
 
 class CallSites:
@@ -113,10 +113,12 @@ class CallSites:
         finally:
             self.calls.pop()
             self._leave()
-        # In-place functions have changed what they were called with.
-        arguments = [] if name.endswith("_") else call.arguments
-        for tell in call.waiting:
-            tell(arguments, result)
+        if call.origins and not name.endswith("_"):  # in-place functions have changed what they were called with
+            with torch._C.DisableTorchFunction():
+                outputs = _numbered_ranges("output", tensors_in(result))
+                if call.arguments and any(found.inf_count or found.nan_count for found in outputs):
+                    for origin in call.origins:
+                        origin.inputs, origin.outputs = ranges_of(call.arguments), outputs
         return result
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
@@ -128,29 +130,17 @@ class CallSites:
                     found.append((self._names.get((_memory(item), item.shape), place), item))
         return found
 
-    @contextlib.contextmanager
-    def following(self) -> Iterator[None]:
+    def following(self) -> AbstractContextManager[None]:
         """Track the model's modules while they are called."""
-        handles = []
-        for name, module in self._model.named_modules():
-            site = Site(name)
-            enter = module.register_forward_pre_hook(lambda module, args, site=site: self._enter(site), prepend=True)
-            leave = module.register_forward_hook(lambda module, args, output: self._leave(), always_call=True)
-            handles += [enter, leave]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return watching_modules(self._model, lambda name: self._enter(Site(name)), self._leave)
 
 
 def _name(func: Callable[..., Any]) -> str | None:
     """The name of a torch function or operator; None for attribute access such as ``.shape``."""
     name = getattr(func, "__name__", "")
-    if name.startswith("__") and name.endswith("__"):
-        if name in ("__get__", "__set__"):
-            return None
-        name = name[2:-2]
+    if name in ("__get__", "__set__"):
+        return None
+    name = name.strip("_") if name.startswith("__") else name
     return _OPERATORS.get(name, name) or None
 
 
@@ -197,7 +187,7 @@ class OriginTracker(TorchDispatchMode):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
             written = _written(func, args, kwargs)
-            forgets = _op_name(func) in _OVERWRITES or _has_out(func)
+            forgets = _op_name(func) in _OVERWRITES or any(argument.is_out for argument in func._schema.arguments)
             before = {id(tensor): Finiteness.FINITE if forgets else self._finiteness(tensor) for tensor in written}
             result = func(*args, **kwargs)
             self._look(func, args, kwargs, result if result is not None else written, before)
@@ -246,12 +236,11 @@ class OriginTracker(TorchDispatchMode):
         origin = Origin(phase, self._count, site.module, site.function or node or _op_name(func), is_mask=is_mask)
         if is_mask:
             return origin
-        origin.inputs = ranges_of([(f"input {i}", tensor) for i, tensor in enumerate(inputs)])
-        origin.outputs = ranges_of([(f"output {i}", tensor) for i, tensor in enumerate(outputs)])
+        origin.inputs, origin.outputs = _numbered_ranges("input", inputs), _numbered_ranges("output", outputs)
         if _op_name(func) in ("copy_", "_to_copy"):
             origin.notes = _rounded_to_inf(inputs, outputs)
         if phase == "forward" and self._sites.calls:
-            self._sites.calls[-1].waiting.append(functools.partial(_take_function_ranges, origin))
+            self._sites.calls[-1].origins.append(origin)
         return origin
 
     def _where(self) -> tuple[Phase, Site, str | None]:
@@ -265,34 +254,8 @@ class OriginTracker(TorchDispatchMode):
         return "backward", self._sites.of_node(node, nested=nested), re.sub(r"Backward\d*$", "", name)
 
 
-class LargestSeen(TorchDispatchMode):
-    """The largest magnitude in the results of all ops of one dtype, while active."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._dtype = dtype
-        self.value = 0.0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():
-            result = func(*args, **kwargs)
-            memory = {_memory(tensor) for tensor in tensors_in((args, kwargs))}
-            if _op_name(func) not in _UNINITIALISED:
-                for output in tensors_in(result if result is not None else _written(func, args, kwargs)):
-                    is_view = _memory(output) in memory and not func._schema.is_mutable
-                    if output.dtype is self._dtype and output.numel() and not is_view:
-                        self.value = max(self.value, output.detach().abs().max().item())
-        return result
-
-
-def _take_function_ranges(origin: Origin, arguments: list[tuple[str, Tensor]], result: Any) -> None:
-    with torch._C.DisableTorchFunction():
-        outputs = ranges_of([(f"output {i}", tensor) for i, tensor in enumerate(tensors_in(result))])
-        if arguments and any(found.inf_count or found.nan_count for found in outputs):
-            origin.inputs, origin.outputs = ranges_of(arguments), outputs
+def _numbered_ranges(name: str, tensors: Iterable[Tensor]) -> tuple[TensorRange, ...]:
+    return ranges_of([(f"{name} {number}", tensor) for number, tensor in enumerate(tensors)])
 
 
 def _rounded_to_inf(inputs: Iterable[Tensor], outputs: list[Tensor]) -> tuple[str, ...]:
@@ -311,37 +274,18 @@ def _op_name(func: Any) -> str:
     return func._schema.name.rpartition("::")[2]
 
 
-@functools.cache
-def _written_places(func: Any) -> tuple[tuple[int, str], ...]:
-    return tuple(
-        (place, argument.name)
-        for place, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
+def _read(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an op reads: in training, batch normalization only writes running statistics."""
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+    given.update(kwargs)
+    if given.get("training", given.get("train")):
+        given = {name: value for name, value in given.items() if name not in ("running_mean", "running_var")}
+    return list(given.values())
 
 
-@functools.cache
-def _statistics_places(func: Any) -> tuple[int, ...]:
-    """The argument positions of a batch normalization's training flag and running statistics."""
-    names = [argument.name for argument in func._schema.arguments]
-    flag = next((names.index(name) for name in ("training", "train") if name in names), None)
-    statistics = [names.index(name) for name in ("running_mean", "running_var") if name in names]
-    return (flag, *statistics) if flag is not None and statistics else ()
-
-
-def _read(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments that an op reads: in training, running statistics are only written."""
-    flag, *statistics = _statistics_places(func) or (len(args),)
-    if flag < len(args) and args[flag]:
-        args = tuple(arg for place, arg in enumerate(args) if place not in statistics)
-    return (args, kwargs)
-
-
-@functools.cache
-def _has_out(func: Any) -> bool:
-    return any(argument.is_out for argument in func._schema.arguments)
-
-
-def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    values = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written_places(func)]
-    return list(tensors_in(values))
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[place] if place < len(args) else kwargs.get(argument.name))
+    return list(tensors_in(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from hf_mp.casting.nested import named_tensors
-from hf_mp.diagnostics.kept_state import IncomingGradient, KeptBackward, KeptCall
+from hf_mp.diagnostics.kept_state import IncomingGradient, KeptBackward, KeptCall, RandomStates
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.replay import Replay
 from hf_mp.diagnostics.values import finiteness
@@ -50,33 +51,29 @@ class OverflowExplainer(StepObserver):
 
     def forward(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep the call; returns a callback for its outputs."""
-        call = KeptCall.of(forward, args, kwargs, torch_only=not self._keeps_all)
+        call = KeptCall(forward, args, kwargs, RandomStates.now(torch_only=not self._keeps_all))
 
         def forward_ended(outputs: Any) -> None:
             for name, output in named_tensors(outputs):
                 if output.requires_grad:
-                    self._keep_incoming(call, name, output)
+                    if output.numel() == 1:
+                        call.losses[name] = output.detach()
+                    is_kept = output.numel() <= KEPT_ELEMENTS or self._keeps_all
+                    # Until a backward comes through it, the graph alone holds the call.
+                    output.register_hook(functools.partial(self._gradient_arrives, call, name, is_kept))
 
         return forward_ended
 
-    def _keep_incoming(self, call: KeptCall, name: str, output: Tensor) -> None:
-        if output.numel() == 1:
-            call.losses[name] = output.detach()
-        is_kept = output.numel() <= KEPT_ELEMENTS or self._keeps_all
-
-        # Until a backward comes through it, the graph alone holds the call: it goes where no backward comes.
-        def gradient_arrives(gradient: Tensor | None) -> None:
-            if self not in self._runtime.observers:  # a backward that is none of the training's
-                return
-            if gradient is None:  # DDP looking for unused parameters hands one on for each output that has none
-                return
-            task = torch._C._current_graph_task_id()
-            if not self._backwards or self._backwards[-1].task != task:
-                self._backwards.append(KeptBackward(task))
-            kept = IncomingGradient(call, name, gradient, gradient._version) if is_kept else None
-            self._backwards[-1].incoming.append(kept or IncomingGradient(call, name, None))
-
-        output.register_hook(gradient_arrives)
+    def _gradient_arrives(self, call: KeptCall, name: str, is_kept: bool, gradient: Tensor | None) -> None:
+        if self not in self._runtime.observers:  # a backward that is none of the training's
+            return
+        if gradient is None:  # DDP looking for unused parameters hands one on for each output that has none
+            return
+        task = torch._C._current_graph_task_id()
+        if not self._backwards or self._backwards[-1].task != task:
+            self._backwards.append(KeptBackward(task))
+        incoming = IncomingGradient(call, name, gradient if is_kept else None, gradient._version)
+        self._backwards[-1].incoming.append(incoming)
 
     def backward_ended(self, largest: Tensor | None) -> None:
         if self._backwards and largest is not None:
@@ -127,9 +124,7 @@ class OverflowExplainer(StepObserver):
             if report.phase != "not found":
                 return report
         # The inf came from another process, which explains it: all replay at the same time.
-        if is_running() and report is not None and not report.notes:
-            return None
-        return report
+        return None if is_running() and report is not None and not report.notes else report
 
     def _replay(self, backward: KeptBackward, backwards: list[KeptBackward]) -> OverflowReport:
         scaler = self._runtime.scaler

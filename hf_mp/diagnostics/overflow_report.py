@@ -34,7 +34,7 @@ class OverflowReport:
         nonfinite_gradients: names of the parameters whose gradient is inf, NaN or too large in this micro-batch.
         loss_scale: the loss scale of the step.
         smaller_scale_helps: whether the same backward is finite at a smaller loss scale; None if not tried.
-        largest_finite_scale: the largest such power of two, estimated from that second backward.
+        largest_finite_scale: the largest such power of two, by trial; None if not tried.
         finite_in_fp32: whether the same micro-batch is finite without autocast; None if not tried.
         skips_until_stop: consecutive skipped steps, including this one, until ``LossScaleError``; None for never.
         notes: further observations.
@@ -99,7 +99,7 @@ class OverflowReport:
         if self.phase == "not found":
             return ""
         if self.smaller_scale_helps:
-            until = "" if self.largest_finite_scale is None else f", up to about {self.largest_finite_scale:g}"
+            until = "" if self.largest_finite_scale is None else f", up to {self.largest_finite_scale:g}"
             return f"A smaller loss scale helps: the same backward is finite{until}, and the scaler goes there."
         is_fp16 = any(found.dtype == "float16" for found in (*self.inputs, *self.outputs))
         rule = f"rules={{{self.module!r}: 'fp32'}}" if self.module else "a rule for that op"
@@ -143,11 +143,8 @@ class OverflowReport:
     def from_dict(cls, values: Mapping[str, Any]) -> OverflowReport:
         """The report of the fields that :meth:`to_json` wrote."""
         ranges = {
-            name: tuple(TensorRange(**{**found, "shape": tuple(map(int, found["shape"]))}) for found in values[name])
+            name: tuple(TensorRange(**{**found, "shape": tuple(found["shape"])}) for found in values[name])
             for name in ("inputs", "outputs")
         }
-        texts = {name: tuple(map(str, values[name])) for name in ("nonfinite_gradients", "notes")}
-        counts = {name: int(values[name]) for name in ("step", "micro_batch", "micro_batches", "rank")}
-        report = cls(**{**values, **ranges, **texts, **counts})
-        report.to_text()  # what cannot be told is no report
-        return report
+        texts = {name: tuple(values[name]) for name in ("nonfinite_gradients", "notes")}
+        return cls(**{**values, **ranges, **texts})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -43,43 +44,42 @@ class PrecisionRecorder(StepObserver):
     """
 
     def __init__(
-        self, runtime: MixedPrecision, directory: Path, *, histogram_steps: int, layers: Sequence[str] | None
+        self,
+        runtime: MixedPrecision,
+        directory: Path,
+        histogram_steps: int,
+        layers: Sequence[str] | None,
+        settings: Mapping[str, Any],
     ) -> None:
         self.run_directory = directory
-        self.histogram_steps = histogram_steps
-        self.layers = None if layers is None else list(layers)
+        self.asked = directory, histogram_steps, layers and list(layers)
         self.latest: StepMagnitudes | None = None
+        self._settings = dict(settings)
         self._runtime = runtime
         self._log = RunLog(directory)
-        self._collector = (
-            MagnitudeCollector(runtime, layers, lambda: self._note_memory("after backward"))
-            if histogram_steps
-            else None
-        )
-        self._due = runtime.stats.steps
+        self._collector = MagnitudeCollector(runtime, layers if histogram_steps else None)
+        self._due = runtime.stats.steps if histogram_steps else math.inf
         self._has_begun = False
         self._written_reports = 0
         self._clean_scale: float | None = None
         self._memory: list[tuple[str, int]] = []
-        self.settings: dict[str, Any] = {}
         self._batch_shape: tuple[int, ...] | None = None
 
     def forward(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._batch_shape is None and isinstance(ids := kwargs.get("input_ids"), Tensor):
             self._batch_shape = tuple(ids.shape)
-        if self._collector is None:
-            return None
         if not self._collector.is_active:
             if self._runtime.stats.steps < self._due:
                 return None
-            self._due = self._runtime.stats.steps + self.histogram_steps
+            self._due = self._runtime.stats.steps + self.asked[1]
             self._collector.begin(forward)
             self._memory = []
             self._note_memory("before forward")
         return lambda outputs: self._note_memory("after forward")
 
     def backward_ended(self, largest: Tensor | None) -> None:
-        if self._collector is not None:
+        if self._collector.is_active:
+            self._note_memory("after backward")
             self._collector.backward_ended()
 
     def stepped(self, report: StepReport) -> None:
@@ -101,7 +101,7 @@ class PrecisionRecorder(StepObserver):
             self._log.write("overflow", report=asdict(found))
         if not report.overflow:
             self._clean_scale = max(self._clean_scale or 0.0, scale)
-        if self._collector is not None and self._collector.is_active:
+        if self._collector.is_active:
             self._note_memory("after the update")
             self.latest = self._collector.finish(report)
             self._log.write("magnitudes", **as_record(self.latest))
@@ -109,8 +109,7 @@ class PrecisionRecorder(StepObserver):
             self._log.write("memory", step=step, source=source, points=self._memory)
 
     def detached(self) -> None:
-        if self._collector is not None:
-            self._collector.abandon()
+        self._collector.abandon()
         self._log.close()
 
     def predict_memory(self, **settings: Any) -> None:
@@ -151,7 +150,7 @@ class PrecisionRecorder(StepObserver):
         if self._has_begun:
             return
         self._has_begun = True
-        runtime = self._runtime
+        runtime, (_, histogram_steps, layers) = self._runtime, self.asked
         model = runtime.model
         self._log.write(
             "run",
@@ -162,9 +161,9 @@ class PrecisionRecorder(StepObserver):
             model=type(model).__name__,
             parameters=0 if model is None else sum(p.numel() for p in model.parameters()),
             device=str(self._device),
-            histogram_steps=self.histogram_steps,
-            histogram_layers=self.layers,
-            settings=self.settings,
+            histogram_steps=histogram_steps,
+            histogram_layers=layers,
+            settings=self._settings,
             versions=dict(package_versions()),
             hardware=dict(describe_hardware()),
         )
@@ -181,12 +180,10 @@ class PrecisionRecorder(StepObserver):
         elif _STATM.exists():
             self._memory.append((moment, int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")))
 
-    def _explainers(self) -> list[OverflowExplainer]:
-        return [observer for observer in self._runtime.observers if isinstance(observer, OverflowExplainer)]
-
     def _new_reports(self) -> list[OverflowReport]:
-        reports = [report for explainer in self._explainers() for report in explainer.reports]
-        new, self._written_reports = reports[self._written_reports :], len(reports)
+        explainers = [observer for observer in self._runtime.observers if isinstance(observer, OverflowExplainer)]
+        new = [report for explainer in explainers for report in explainer.reports][self._written_reports :]
+        self._written_reports += len(new)
         return new
 
     def _cause(self, reports: list[OverflowReport], searching: bool) -> str:
@@ -194,7 +191,7 @@ class PrecisionRecorder(StepObserver):
             return reports[-1].headline
         if searching:
             return SEARCH
-        if any(explainer.reports for explainer in self._explainers()):
+        if self._written_reports:
             return NOT_REPLAYED
         return ELSEWHERE if is_running() else UNEXPLAINED
 
@@ -253,15 +250,13 @@ def record_precision(
     directory = Path(run_directory)
     for observer in runtime.observers:
         if isinstance(observer, PrecisionRecorder):
-            known = observer.run_directory, observer.histogram_steps, observer.layers
-            layers = None if histogram_layers is None else list(histogram_layers)
-            if known != (directory, histogram_steps, layers):
+            known = observer.asked
+            if known != (directory, histogram_steps, histogram_layers and list(histogram_layers)):
                 raise ValueError(
                     "the precision of this model is recorded already, with run_directory="
                     f"{str(known[0])!r}, histogram_steps={known[1]}, histogram_layers={known[2]}"
                 )
             return observer
-    recorder = PrecisionRecorder(runtime, directory, histogram_steps=histogram_steps, layers=histogram_layers)
-    recorder.settings = dict(settings or {})
+    recorder = PrecisionRecorder(runtime, directory, histogram_steps, histogram_layers, settings or {})
     runtime.observers.append(recorder)
     return recorder

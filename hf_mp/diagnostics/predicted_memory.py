@@ -51,20 +51,10 @@ def predicted_record(
 
 
 def from_record(record: Mapping[str, Any]) -> PredictedMemory:
-    """What a record of :func:`predicted_record` says; an error for any other."""
+    """What a record of :func:`predicted_record` says."""
     timeline = tuple(
-        Moment(float(position), Phase(phase), {c: _bytes(sizes.get(c.value, 0)) for c in Category})
+        Moment(position, Phase(phase), {category: sizes.get(category, 0) for category in Category})
         for position, phase, sizes in record["timeline"]
     )
-    peak_bytes = _bytes(record["peak_bytes"])
-    if not timeline or not all(0.0 <= moment.position <= 1.0 for moment in timeline) or not peak_bytes:
-        raise ValueError("no timeline")
-    sizes = int(record["batch_size"]), int(record["seq_len"])
-    return PredictedMemory(*sizes, str(record["device"]), peak_bytes, Phase(record["peak_phase"]), timeline)
-
-
-def _bytes(value: Any) -> int:
-    size = max(0, int(value))
-    if size >= 2**63:
-        raise ValueError(f"no memory has {value} bytes")
-    return size
+    values = {name: record[name] for name in ("batch_size", "seq_len", "device", "peak_bytes")}
+    return PredictedMemory(**values, peak_phase=Phase(record["peak_phase"]), timeline=timeline)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
-import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -16,11 +16,11 @@ from torch.nn.modules.batchnorm import SyncBatchNorm
 
 from hf_mp.casting.nested import apply_to_tensors, named_tensors
 from hf_mp.diagnostics.kept_state import KeptBackward, KeptCall, gradients_set_aside, masters_in_place, untouched
-from hf_mp.diagnostics.origins import CallSites, LargestSeen, Origin, OriginTracker
+from hf_mp.diagnostics.origins import CallSites, Origin, OriginTracker
 from hf_mp.diagnostics.values import Finiteness, finiteness, ranges_of
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.scaling.borders import output_border
-from hf_mp.scaling.rules import FP16_MAX, power_of_two_below
+from hf_mp.scaling.rules import FP16_MAX
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.distributed import is_dtensor, is_running, is_sharded
 from hf_mp.weights.split_parameter import raw_gradient
@@ -34,14 +34,15 @@ class Replay:
     """A forward and backward of one micro-batch without side effects."""
 
     def __init__(self, runtime: MixedPrecision, backward: KeptBackward) -> None:
-        if runtime.model is None:
-            raise CannotReplay("the model is gone")
         self._runtime = runtime
-        self._model: nn.Module = runtime.model
-        _refuse_collectives(self._model)
+        self._model = model = cast(nn.Module, runtime.model)
+        if is_running() and any(isinstance(module, SyncBatchNorm) for module in model.modules()):
+            raise CannotReplay("SyncBatchNorm communicates with the other processes, which do not replay")
+        if is_sharded(model) or any(map(is_dtensor, model.parameters())):
+            raise CannotReplay("its weights are sharded, and gathering them needs the other processes")
         self._backward = backward
-        self._parameters = [p for p in self._model.parameters() if p.requires_grad]
-        self._names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._scales: dict[torch.device, Tensor] = {}
         self._limit = math.inf  # a gradient of a parameter that is as large counts as inf
         self.origin: Origin | None = None
@@ -52,7 +53,9 @@ class Replay:
         self.notes: list[str] = []
 
     def run(self) -> None:
-        with untouched(self._model), torch.enable_grad(), _eager():
+        compiles = "torch._dynamo" in sys.modules
+        eager = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
+        with untouched(self._model), torch.enable_grad(), eager:
             self._run()
 
     def _run(self) -> None:
@@ -94,8 +97,6 @@ class Replay:
             self._try_smaller_scales(leaving, gradients)
         elif len(leaving) == len(self._backward.incoming):
             self._backward_through(leaving, gradients, None)
-        if self.origin is not None and self.origin.phase == "weight":
-            self.origin.module = self.origin.tensor.rpartition(".")[0]
         self._note_spoiled_buffers()
         if self.origin is not None and self.origin.phase in ("forward", "backward"):
             del outputs, leaving  # their graph is as large as that of the training step
@@ -151,19 +152,21 @@ class Replay:
 
     def _blame_what_is_there(self, tracker: OriginTracker, calls: list[KeptCall]) -> None:
         """Tell the tracker what was not finite before the forward."""
-        order = 0
         for call in calls:
-            for name, tensor in _named_inputs(call):
+            for name, tensor in call.inputs():
                 if finiteness(tensor) is Finiteness.NOT_FINITE:
-                    tracker.blame(tensor, Origin("input", order, tensor=name, inputs=ranges_of([(name, tensor)])))
+                    tracker.blame(tensor, Origin("input", 0, tensor=name, inputs=ranges_of([(name, tensor)])))
         for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
             least = Finiteness.MINUS_INF if isinstance(tensor, nn.Parameter) else Finiteness.NOT_FINITE
             rounded = self._rounded(tensor)
             if finiteness(rounded) >= least:
-                origin = _weight_origin(name, tensor, rounded)
+                found = [(name, tensor), *([] if rounded is tensor else [(f"{name}, its working copy", rounded)])]
+                origin = Origin("weight", 0, name.rpartition(".")[0], tensor=name, inputs=ranges_of(found))
                 tracker.blame(rounded, origin)
-                if finiteness(tensor) >= least:
+                if finiteness(tensor):
                     tracker.blame(tensor, origin)
+                else:
+                    origin.notes = (f"its FP32 value is finite, but FP16 ends at {FP16_MAX:g}",)
 
     def _rounded(self, tensor: Tensor) -> Tensor:
         """What the forward reads for a parameter: its working copy, if there is one."""
@@ -195,13 +198,13 @@ class Replay:
 
     def _backward_through(self, outputs: list[Tensor], gradients: list[Tensor], tracker: OriginTracker | None) -> None:
         """A backward that accumulates nowhere; with ``tracker``, it takes the origins of non-finite gradients."""
-        names: list[str] = []
+        names: set[str] = set()
 
         def look(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
             if gradient is None:  # a split parameter has taken it already
                 return None
             if finiteness(gradient, self._limit):
-                names.append(self._names[id(parameter)])
+                names.add(self._names[id(parameter)])
                 self._take(None if tracker is None else tracker.of(gradient))
             return gradient.new_zeros(()).expand(gradient.shape)  # unused: its memory can be freed
 
@@ -216,8 +219,7 @@ class Replay:
         finally:
             for handle in handles:
                 handle.remove()
-        order = list(self._names.values())
-        self.nonfinite_gradients = tuple(sorted(set(names), key=order.index))
+        self.nonfinite_gradients = tuple(name for name in dict.fromkeys(self._names.values()) if name in names)
 
     def _differentiate(
         self, outputs: list[Tensor], gradients: list[Tensor], look: Callable[[nn.Parameter, Tensor], Any]
@@ -250,23 +252,21 @@ class Replay:
         if self._limit < math.inf:  # the true gradient is too large, at any scale
             self.smaller_scale_helps = False
             return
-        used, smallest = self._runtime.scaler.get_scale(), self._runtime.scaler.smallest_scale
-        culprit, names = self.origin, self.nonfinite_gradients
-        dtype = self._runtime.policy.compute
-        for scale in [scale for scale in dict.fromkeys((1.0, smallest)) if scale < used]:
+        used, smallest = self._runtime.scaler.get_scale(), min(1.0, self._runtime.scaler.smallest_scale)
+        names = self.nonfinite_gradients
+
+        def is_finite_at(scale: float) -> bool:
             for tensor in self._scales.values():
                 tensor.fill_(scale)
-            with LargestSeen(dtype) as seen:
-                self._backward_through(outputs, gradients, None)
-            self.smaller_scale_helps = not self.nonfinite_gradients
-            if self.smaller_scale_helps:
-                limit = torch.finfo(dtype).max
-                if 0.0 < seen.value <= limit:
-                    self.largest_finite_scale = min(used / 2, power_of_two_below(scale * limit / seen.value))
-                break
-        else:
-            self.smaller_scale_helps = bool(self.smaller_scale_helps)
-        self.origin, self.nonfinite_gradients = culprit, names
+            self._backward_through(outputs, gradients, None)
+            return not self.nonfinite_gradients
+
+        self.smaller_scale_helps = smallest < used and is_finite_at(smallest)
+        if self.smaller_scale_helps:
+            exponents = range(math.ceil(math.log2(smallest)), math.ceil(math.log2(used)))
+            finite = bisect.bisect_left(exponents, True, key=lambda exponent: not is_finite_at(2.0**exponent))
+            self.largest_finite_scale = 2.0 ** exponents[finite - 1] if finite else None
+        self.nonfinite_gradients = names
 
     def _try_fp32(self, calls: list[KeptCall]) -> None:
         """Run the same micro-batch without autocast: does the model overflow in FP32, too?"""
@@ -295,33 +295,3 @@ class Replay:
         if self.finite_in_fp32 and not any(map(finiteness, gradients)):
             self._backward_through(leaving, gradients, None)
             self.finite_in_fp32 = not self.nonfinite_gradients
-
-
-def _weight_origin(name: str, tensor: Tensor, rounded: Tensor) -> Origin:
-    found = [(name, tensor)] if rounded is tensor else [(name, tensor), (f"{name}, its working copy", rounded)]
-    notes: tuple[str, ...] = ()
-    if not finiteness(tensor):
-        notes = (f"its FP32 value is finite, but FP16 ends at {FP16_MAX:g}",)
-    return Origin("weight", 0, tensor=name, inputs=ranges_of(found), notes=notes)
-
-
-def _named_inputs(call: KeptCall) -> list[tuple[str, Tensor]]:
-    """The input tensors of a call, named by the forward's parameters."""
-    try:
-        bound = inspect.signature(call.forward.original).bind(*call.args, **call.kwargs)
-    except (TypeError, ValueError):
-        return call.inputs()
-    return named_tensors(bound.arguments)
-
-
-def _refuse_collectives(model: nn.Module) -> None:
-    if is_running() and any(isinstance(module, SyncBatchNorm) for module in model.modules()):
-        raise CannotReplay("SyncBatchNorm communicates with the other processes, which do not replay")
-    if is_sharded(model) or any(map(is_dtensor, model.parameters())):
-        raise CannotReplay("its weights are sharded, and gathering them needs the other processes")
-
-
-def _eager() -> AbstractContextManager[Any]:
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")

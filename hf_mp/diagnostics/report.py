@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
 
 from hf_mp.diagnostics import report_charts as charts
 from hf_mp.diagnostics.magnitudes import Histogram, Swamped
 from hf_mp.diagnostics.report_charts import percent
-from hf_mp.diagnostics.run_log import RunRecords, read_run
-from hf_mp.diagnostics.step_history import StepHistory
+from hf_mp.diagnostics.run_log import RunRecords, StepRecord, read_run
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, StepShares
 from hf_mp.memory import page as memory_page
 from hf_mp.memory.html_page import check_writable, page_template, write_whole
@@ -25,15 +23,6 @@ SHOWN_SKIPS = 200
 # The loss scale is a factor of these; the others are unscaled.
 _SCALED = (Kind.ACTIVATION_GRADIENTS, Kind.WEIGHT_GRADIENTS)
 _SHOWN = (Kind.ACTIVATION_GRADIENTS, Kind.WEIGHT_GRADIENTS, Kind.ACTIVATIONS, Kind.WEIGHTS, Kind.UPDATES)
-
-
-class Gallery(NamedTuple):
-    """The histograms of one kind by layer; at the loss scale, they are shifted by ``shift`` octaves."""
-
-    kind: str
-    shift: int
-    total: Histogram
-    layers: list[tuple[str, Histogram]]
 
 
 def write_report(run_directory: str | Path, path: str | Path | None = None) -> Path:
@@ -68,7 +57,8 @@ def render_report(run: RunRecords) -> str:
     """The page as text, with all input escaped."""
     updated = run.latest_updated
     latest = updated or run.latest  # a step that overflowed has hardly a value to draw
-    skipped, predicted = run.steps.causes(), run.predicted_memory
+    skipped = [step for step in run.steps.values() if step.skipped]
+    predicted = run.predicted_memory
     return page_template("diagnostics/report.html.j2").render(
         name=run.directory.resolve().name,
         start=run.start,
@@ -76,13 +66,13 @@ def render_report(run: RunRecords) -> str:
         missing=run.missing,
         findings=findings(run.steps, latest, updated),
         history=charts.scale_history(run.steps),
-        skip_causes=skipped,
-        skipped_count=sum(count for _, count in skipped),
-        skipped=run.steps.first_skipped(SHOWN_SKIPS),
+        skip_causes=Counter(step.cause for step in skipped).most_common(),
+        skipped_count=len(skipped),
+        skipped=skipped[:SHOWN_SKIPS],
         overflows=list(run.overflows.values())[:OPEN_ROWS],
-        more_overflows=max(0, len(run.overflows) - OPEN_ROWS) + run.more_overflows,
+        more_overflows=len(run.overflows) - OPEN_ROWS,
         latest=latest,
-        galleries=[] if latest is None else [g for kind in _SHOWN if (g := gallery(latest, kind)).layers],
+        galleries=[] if latest is None else list(_galleries(latest)),
         shares=charts.share_history(_shares_over_time(list(run.shares.values()))),
         updated=updated,
         swamped=[] if updated is None else swamped_rows(updated),
@@ -93,24 +83,26 @@ def render_report(run: RunRecords) -> str:
         timeline_width=memory_page.WIDTH,
         timeline_height=memory_page.HEIGHT,
         category_list=list(Category),
-        settings=_settings(run.start),
         charts=charts,
         open_rows=OPEN_ROWS,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
 
 
-def findings(steps: StepHistory, latest: StepMagnitudes | None, updated: StepMagnitudes | None) -> list[str]:
+def findings(
+    steps: Mapping[int, StepRecord], latest: StepMagnitudes | None, updated: StepMagnitudes | None
+) -> list[str]:
     """The findings of the run in a few sentences."""
     found = []
     if steps:
-        scales, headrooms = steps.scales, steps.headrooms[~np.isnan(steps.headrooms)]
-        found.append(f"{int(steps.is_skipped.sum()):,} of {len(steps):,} steps skipped.")
-        limits = f"range {scales.min():,g} to {scales.max():,g}"
+        scales = [step.loss_scale for step in steps.values()]
+        headrooms = [step.headroom for step in steps.values() if step.headroom is not None]
+        found.append(f"{sum(step.skipped for step in steps.values()):,} of {len(steps):,} steps skipped.")
+        limits = f"range {min(scales):,g} to {max(scales):,g}"
         found.append(f"Loss scale from {scales[0]:,g} to {scales[-1]:,g} ({limits}).")
-        if len(headrooms):
+        if headrooms:
             found.append(
-                f"Headroom {headrooms[-1]:.1f} at the end, {headrooms.min():.1f} at its smallest: doublings of the "
+                f"Headroom {headrooms[-1]:.1f} at the end, {min(headrooms):.1f} at its smallest: doublings of the "
                 "scale between the largest gradient and an overflow."
             )
     if latest is not None and (gradients := latest.of(Kind.WEIGHT_GRADIENTS)).finite_nonzero:
@@ -128,12 +120,15 @@ def findings(steps: StepHistory, latest: StepMagnitudes | None, updated: StepMag
     return found
 
 
-def gallery(step: StepMagnitudes, kind: Kind) -> Gallery:
-    layers = [(layer, found) for layer in step.layers if (found := step.of(kind, layer)).total]
-    return Gallery(kind.value, step.log2_scale if kind in _SCALED else 0, step.of(kind), layers)
+def _galleries(step: StepMagnitudes) -> Iterator[tuple[str, int, Histogram, list[tuple[str, Histogram]]]]:
+    """Of each kind: its name, the octaves by which the loss scale shifts it, all its values, and those by layer."""
+    for kind in _SHOWN:
+        layers = [(layer, found) for layer in step.layers if (found := step.of(kind, layer)).total]
+        if layers:
+            yield kind.value, step.log2_scale if kind in _SCALED else 0, step.of(kind), layers
 
 
-def _shares_over_time(shares: list[StepShares]) -> list[tuple[str, str, list[tuple[int, float]]]]:
+def _shares_over_time(shares: list[StepShares]) -> list[charts.Line]:
     lines = [
         ("true", "weight gradients that FP16 loses without loss scaling", "underflowed"),
         ("scaled", "weight gradients that FP16 loses at the loss scale", "underflowed_scaled"),
@@ -150,19 +145,3 @@ def swamped_rows(step: StepMagnitudes) -> list[tuple[str, Swamped, Swamped]]:
     """The layers with updates, and those that FP16 and BF16 weights would lose; the largest loss first."""
     rows = [(layer, *step.swamped(layer)) for layer in step.layers]
     return sorted([row for row in rows if row[1].updates], key=lambda row: -row[2].share)
-
-
-def _settings(start: dict[str, Any]) -> list[tuple[str, str]]:
-    rows: list[tuple[str, str]] = []
-    for key, value in start.items():
-        if isinstance(value, dict):
-            rows += [(str(name), _text(item)) for name, item in value.items()]
-        elif value is not None:
-            rows.append((key.replace("_", " "), _text(value)))
-    return rows
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

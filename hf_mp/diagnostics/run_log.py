@@ -2,43 +2,34 @@
 
 ``RUN_DIR/precision_log.jsonl`` holds one JSON object a line. Its ``record`` is ``run`` (settings and versions, once
 for each start), ``step`` (loss scale, headroom, whether it was skipped and why), ``overflow`` (an overflow report),
-``magnitudes`` (histograms), ``memory``, ``predicted memory`` or ``end``. Each line is flushed, so a killed process
-loses at most the one that it was writing.
+``magnitudes`` (histograms), ``memory``, ``predicted memory`` or ``end``. Each line is written at once, so a killed
+process loses at most the one that it was writing.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.predicted_memory import PredictedMemory
 from hf_mp.diagnostics.predicted_memory import from_record as from_memory_record
-from hf_mp.diagnostics.step_history import StepHistory, StepRecord, check_step
 from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, StepShares, from_record
 
 logger = logging.get_logger(__name__)
 
-# Raised when a damaged or forged record is read.
-_DAMAGED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+# Raised when a damaged record is read.
+_DAMAGED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, zlib.error)
 
 LOG_NAME = "precision_log.jsonl"
 VERSION = 1
-
-# Limits for reading a log, which may be untrusted.
-MAX_LINE_BYTES = 8 * 2**20  # histograms of 10,000 tensors take some 2 MB
-MAX_REPORT_BYTES = 32 * 2**20  # of all overflow reports together, of 3 kB each; the page shows the first twenty
-MAX_JSON_BYTES = 64 * 2**20
-_MOST_VALUES = 1_000_000
-_MOST_POINTS = 20_000
-_MOST_MOMENTS = 100
-_MOST_CHARACTERS = 500
 
 
 class RunLog:
@@ -57,52 +48,41 @@ class RunLog:
         try:
             if self._file is None:
                 self._file = self._open()
-            self._file.write(line + "\n")
-            self._file.flush()
+            self._file.write(line.encode() + b"\n")
         except OSError as error:
-            self._give_up(error)
+            logger.warning(f"recording the precision of this run stops: {self.path} cannot be written: {error}")
+            self._has_failed = True
+            self.close()
 
     def _open(self) -> Any:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self.path.resolve().is_relative_to(self.path.parent.resolve()):
             raise OSError("it is a link out of the run directory, which would not be read either")
-        with self.path.open("ab+") as file:
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":
-                    file.write(b"\n")  # what a killed process began stays a line of its own
-        return self.path.open("a", encoding="utf-8")
-
-    def _give_up(self, error: OSError) -> None:
-        if not self._has_failed:
-            logger.warning(f"recording the precision of this run stops: {self.path} cannot be written: {error}")
-        self._has_failed = True
-        self.close()
+        file = self.path.open("ab+", buffering=0)  # nothing is left to write when it is closed
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")  # what a killed process began stays a line of its own
+        return file
 
     def close(self) -> None:
         """Close the file; another record opens it again."""
-        file, self._file = self._file, None
-        try:
-            if file is not None:
-                file.close()  # writes what it still holds: on a full disk that fails once more
-        except OSError as error:
-            self._give_up(error)
+        if self._file is not None:
+            self._file.close()
+        self._file = None
 
 
 # Reading
 
 
-class MemoryPoint(NamedTuple):
-    """The memory in use at one moment of a step."""
+class StepRecord(NamedTuple):
+    """One optimizer step; ``cause`` is the reason of a skip, else ``""``."""
 
-    moment: str
-    used_bytes: int
-
-
-class MemoryRecord(NamedTuple):
     step: int
-    source: str
-    points: list[MemoryPoint]
+    loss_scale: float
+    headroom: float | None
+    skipped: bool
+    cause: str
 
 
 @dataclass
@@ -110,26 +90,16 @@ class RunRecords:
     directory: Path  # named as the run
     start: dict[str, Any] = field(default_factory=dict)  # the settings of the last start; empty if not recorded
     restarts: int = 0  # number of resumes since the last fresh start
-    steps: StepHistory = field(default_factory=StepHistory)  # in order; of steps repeated after a resume, the last
+    steps: dict[int, StepRecord] = field(default_factory=dict)  # in order; of steps repeated after a resume, the last
     overflows: dict[tuple[int, int, int], OverflowReport] = field(default_factory=dict)  # step, micro-batch, rank
-    more_overflows: int = 0  # number of further ones, beyond MAX_REPORT_BYTES
-    shares: dict[int, StepShares] = field(default_factory=dict)  # by step; thinned out if there are many
+    shares: dict[int, StepShares] = field(default_factory=dict)  # by step
     latest: StepMagnitudes | None = None
     latest_updated: StepMagnitudes | None = None  # of a step that was not skipped
-    memory: dict[int, MemoryRecord] = field(default_factory=dict)  # one a step, as for `shares`
+    memory: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # records of the memory in use, by step
     predicted_memory: PredictedMemory | None = None  # the training step by category, if predicted
+    why_no_memory: str = ""  # why it was not predicted
     has_ended: bool = False  # whether the last start reached its end
     missing: list[str] = field(default_factory=list)  # one sentence for each thing that is missing or unreadable
-    _why_no_memory: str = ""
-    _report_bytes: int = 0
-
-    def has_room(self, report_bytes: int) -> bool:
-        """Whether another overflow report of this size fits; if not, it is only counted."""
-        self._report_bytes += report_bytes
-        if self._report_bytes > MAX_REPORT_BYTES:
-            self.more_overflows += 1
-            return False
-        return True
 
 
 class NoRunError(ValueError):
@@ -146,7 +116,11 @@ def read_run(directory: Path) -> RunRecords:
     run = RunRecords(directory)
     has_log = _read_log(run)
     has_state = not run.steps and _read_trainer_state(run)
-    _read_kept_reports(run)
+    for path in _files(run, "overflows/*/report.json"):
+        try:
+            _take_overflow(run, json.loads(path.read_bytes()))
+        except _DAMAGED as error:
+            run.missing.append(f"{path.relative_to(directory)} cannot be read: {error}")
     if not (has_log or has_state or run.overflows):
         found = "".join(f"; {sentence}" for sentence in run.missing)
         raise NoRunError(
@@ -162,159 +136,115 @@ def read_run(directory: Path) -> RunRecords:
     return run
 
 
-def _inside(path: Path, run: RunRecords) -> bool:
-    """Whether ``path``, with links resolved, is a file in the run directory."""
-    if not path.is_file():
-        return False
-    if not path.resolve().is_relative_to(run.directory.resolve()):
+def _files(run: RunRecords, pattern: str) -> list[Path]:
+    """The files of this pattern which are, with links resolved, in the run directory."""
+    found = [path for path in sorted(run.directory.glob(pattern)) if path.is_file()]
+    outside = [path for path in found if not path.resolve().is_relative_to(run.directory.resolve())]
+    for path in outside:
         run.missing.append(f"{path.relative_to(run.directory)} is a link out of the run directory and was not read")
-        return False
-    return True
+    return [path for path in found if path not in outside]
 
 
 def _read_log(run: RunRecords) -> bool:
-    path = run.directory / LOG_NAME
-    if not _inside(path, run):
-        return False
-    damaged: list[int] = []  # the first of them
-    damaged_count = number = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(_lines(file), start=1):
-            try:
-                record = json.loads(line) if line.strip() else {}
-                if record["record"] != "overflow" or run.has_room(len(line)):
-                    _TAKE[record["record"]](run, record)
-            except _DAMAGED:
-                damaged_count += 1
-                damaged += [number] if damaged_count <= 5 else []
+    damaged: list[int] = []
+    number = 0
+    paths = _files(run, LOG_NAME)
+    for path in paths:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    _take(run, json.loads(line))
+                except _DAMAGED:
+                    damaged.append(number)
     if damaged:
-        some = ", ".join(map(str, damaged)) + (f" and {damaged_count - 5} more" if damaged_count > 5 else "")
-        run.missing.append(f"{LOG_NAME}: line {some} of {number} is half-written or damaged, and left out")
-    _say_what_is_missing(run, number)
-    return True
+        some = f"{damaged[0]} of {number}" + (f" and {len(damaged) - 1} more" if len(damaged) > 1 else "")
+        run.missing.append(f"{LOG_NAME}: line {some} is half-written or damaged, and left out")
+    if paths:
+        _say_what_is_missing(run, is_empty=number == 0)
+    return bool(paths)
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file; overlong lines are returned empty."""
-    while line := file.readline(MAX_LINE_BYTES):
-        is_long = len(line) == MAX_LINE_BYTES
-        while len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-            line = file.readline(MAX_LINE_BYTES)
-        yield b"" if is_long else line
-
-
-def _say_what_is_missing(run: RunRecords, number: int) -> None:
-    if run._why_no_memory and run.predicted_memory is None:
-        run.missing.append(f"the memory over the step by category is not there: {run._why_no_memory}")
-    if number == 0:
+def _say_what_is_missing(run: RunRecords, *, is_empty: bool) -> None:
+    if run.why_no_memory:
+        run.missing.append(f"the memory over the step by category is not there: {run.why_no_memory}")
+    if is_empty:
         run.missing.append(f"{LOG_NAME} is empty")
-    if number and not run.start:
+        return
+    if not run.start:
         run.missing.append(f"{LOG_NAME} has no record of the run's start: settings and versions are missing")
-    if number and not run.has_ended:
+    if not run.has_ended:
         run.missing.append(
             "the run has not ended: it was killed, an error stopped it, or it is still running (in your own loop, call "
             "recorder.end())"
         )
-    if number and not run.shares:
+    if not run.shares:
         asked = run.start.get("histogram_steps")
         run.missing.append(
             f"there are no histograms: histogram_steps={asked} was set, and none could be read"
             if asked
             else "there are no histograms: histogram_steps=50 takes one every 50 steps"
         )
-    if run.steps.left_out:
-        run.missing.append(f"{run.steps.left_out:,} steps after the first {len(run.steps):,} are left out")
 
 
-def _take_start(run: RunRecords, record: Mapping[str, Any]) -> None:
-    if record["version"] != VERSION:
-        raise ValueError(f"version {record['version']!r}")
-    for name in ("model", "precision", "loss_scaler", "device"):
-        if not isinstance(record[name], str):
-            raise TypeError(f"{name}={record[name]!r} is no text")
-    run.restarts += bool(run.start)
-    run.start = {key: value for key, value in record.items() if key not in ("record", "version")}
-    run.has_ended = False
+def _take(run: RunRecords, record: Mapping[str, Any]) -> None:
+    match record["record"]:
+        case "run":
+            if record["version"] != VERSION:
+                raise ValueError(f"version {record['version']!r}")
+            run.restarts += bool(run.start)
+            run.start = {key: value for key, value in record.items() if key not in ("record", "version")}
+            run.has_ended = False
+        case "step":
+            _take_step(run, record)
+        case "overflow":
+            _take_overflow(run, record["report"])
+        case "magnitudes":
+            run.latest = step = from_record(record)
+            run.shares[step.step] = step.shares()
+            run.latest_updated = run.latest_updated if step.skipped else step
+        case "memory":
+            run.memory[record["step"]] = record
+        case "predicted memory":
+            run.why_no_memory = record.get("reason", "")
+            run.predicted_memory = None if run.why_no_memory else from_memory_record(record)
+        case "end":
+            run.has_ended = True
+        case unknown:
+            raise ValueError(f"record {unknown!r}")
 
 
 def _take_step(run: RunRecords, record: Mapping[str, Any]) -> None:
-    headroom = None if record["headroom"] is None else float(record["headroom"])
-    step = StepRecord(
-        int(record["step"]), float(record["loss_scale"]), headroom, bool(record["skipped"]), str(record["cause"])
-    )
-    if run.steps.last_number >= step.step:
+    step = StepRecord(*(record[name] for name in StepRecord._fields))
+    if run.steps and next(reversed(run.steps)) >= step.step:
         _take_back(run, step.step)
     if step.step == 1:
         run.restarts = 0
-    run.steps.append(step)
+    run.steps[step.step] = step
 
 
 def _take_back(run: RunRecords, step: int) -> None:
     """Forget everything from ``step`` on: the run was resumed before it, or restarted."""
-    run.steps.forget_from(step)
+    run.steps = {number: found for number, found in run.steps.items() if number < step}
     run.shares = {number: found for number, found in run.shares.items() if number < step}
     run.memory = {number: found for number, found in run.memory.items() if number < step}
     run.overflows = {key: found for key, found in run.overflows.items() if key[0] < step}
-    if run.latest is not None and run.latest.step >= step:
-        run.latest = None
-    if run.latest_updated is not None and run.latest_updated.step >= step:
-        run.latest_updated = None
+    run.latest = run.latest if run.latest and run.latest.step < step else None
+    run.latest_updated = run.latest_updated if run.latest_updated and run.latest_updated.step < step else None
 
 
-def _keep(records: dict[int, Any], step: int, value: Any) -> None:
-    """Add a record; if there are too many, drop every second one."""
-    records[step] = value
-    if len(records) > _MOST_POINTS:
-        for each in list(records)[-2::-2]:
-            del records[each]
-
-
-def _take_overflow(run: RunRecords, record: Mapping[str, Any]) -> None:
-    report = OverflowReport.from_dict(record["report"])
+def _take_overflow(run: RunRecords, fields: Mapping[str, Any]) -> None:
+    report = OverflowReport.from_dict(fields)
     run.overflows[report.step, report.micro_batch, report.rank] = report
-
-
-def _take_magnitudes(run: RunRecords, record: Mapping[str, Any]) -> None:
-    step = from_record(record)
-    _keep(run.shares, step.step, step.shares())
-    run.latest = step
-    run.latest_updated = run.latest_updated if step.skipped else step
-
-
-def _take_memory(run: RunRecords, record: Mapping[str, Any]) -> None:
-    points = [MemoryPoint(str(moment), int(size)) for moment, size in record["points"][:_MOST_MOMENTS]]
-    if not all(0 <= point.used_bytes < 2**63 for point in points):
-        raise ValueError("no memory has so many bytes")
-    step = check_step(int(record["step"]))
-    _keep(run.memory, step, MemoryRecord(step, str(record["source"]), points))
-
-
-def _take_predicted_memory(run: RunRecords, record: Mapping[str, Any]) -> None:
-    if "reason" in record:
-        run._why_no_memory = str(record["reason"])[:_MOST_CHARACTERS]
-    else:
-        run.predicted_memory = from_memory_record(record)
-
-
-_TAKE: dict[str, Callable[[RunRecords, Mapping[str, Any]], None]] = {
-    "run": _take_start,
-    "step": _take_step,
-    "overflow": _take_overflow,
-    "magnitudes": _take_magnitudes,
-    "memory": _take_memory,
-    "predicted memory": _take_predicted_memory,
-    "end": lambda run, record: setattr(run, "has_ended", True),
-}
 
 
 def _read_trainer_state(run: RunRecords) -> bool:
     """Loss scale and skips at the logging steps, from the newest checkpoint that has them."""
-    states = [path for path in run.directory.glob("checkpoint-*/trainer_state.json") if _inside(path, run)]
-    for path in sorted(states, key=_checkpoint_number, reverse=True):
+    states = _files(run, "checkpoint-*/trainer_state.json")
+    for path in sorted(states, key=lambda path: (len(path.parent.name), path.parent.name), reverse=True):
         try:
-            _take_history(run, _bounded_json(path)["log_history"])
+            _take_history(run, json.loads(path.read_bytes())["log_history"])
         except _DAMAGED as error:
-            run.steps.forget_from(0)  # what was read before the damage
+            run.steps.clear()  # what was read before the damage
             run.missing.append(f"{path.relative_to(run.directory)} cannot be read: {error}")
             continue
         if run.steps:
@@ -323,35 +253,11 @@ def _read_trainer_state(run: RunRecords) -> bool:
     return False
 
 
-def _bounded_json(path: Path) -> Any:
-    """The content of a JSON file that takes at most a few hundred MB when parsed."""
-    content = b"" if path.stat().st_size > MAX_JSON_BYTES else path.read_bytes()
-    if not content or content.count(b",") + content.count(b"[") + content.count(b"{") > _MOST_VALUES:
-        raise ValueError("it is empty, or larger than is read")
-    return json.loads(content)
-
-
-def _checkpoint_number(path: Path) -> int:
-    number = path.parent.name.partition("-")[2]
-    return int(number) if number.isdecimal() else -1
-
-
 def _take_history(run: RunRecords, history: list[Mapping[str, Any]]) -> None:
     skipped = 0
     for entry in history:
         if "loss_scale" in entry:
             now = int(entry.get("skipped_steps", 0))
             cause = f"{now - skipped} skipped since the log before" if now > skipped else ""
-            row = {"step": entry["step"], "loss_scale": entry["loss_scale"], "headroom": entry.get("headroom")}
-            _take_step(run, {**row, "skipped": now > skipped, "cause": cause})
+            _take_step(run, {"headroom": None, **entry, "skipped": now > skipped, "cause": cause})
             skipped = now
-
-
-def _read_kept_reports(run: RunRecords) -> None:
-    paths = [path for path in sorted(run.directory.glob("overflows/*/report.json")) if _inside(path, run)]
-    for path in paths:
-        try:
-            if run.has_room(path.stat().st_size):
-                _take_overflow(run, {"report": _bounded_json(path)})
-        except _DAMAGED as error:
-            run.missing.append(f"{path.relative_to(run.directory)} cannot be read: {error}")

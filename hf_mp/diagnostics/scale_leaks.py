@@ -59,22 +59,17 @@ def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callabl
 
         def backward() -> None:
             states.restore()
-            outputs = _call(attached, batch)
-            (_own_loss(outputs) if loss is None else loss(outputs)).backward()
+            if isinstance(batch, Mapping):
+                outputs = attached(**batch)
+            else:
+                outputs = attached(*batch) if isinstance(batch, (tuple, list)) else attached(batch)
+            if loss is not None:
+                outputs = loss(outputs)
+            elif isinstance(outputs, (Mapping, tuple, list)):
+                outputs = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+            outputs.backward()
 
         refuse_leaks(runtime, backward)
-
-
-def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-
-
-def _own_loss(outputs: Any) -> Tensor:
-    if isinstance(outputs, Mapping):
-        return outputs["loss"]
-    return outputs[0] if isinstance(outputs, (tuple, list)) else outputs
 
 
 def refuse_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
@@ -98,7 +93,14 @@ def refuse_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
         if _grows(samples[0][name], samples[1][name], typical) or _shrinks(*(samples[i][name] for i in (0, 2, 3)))
     ]
     if leaks:
-        raise ScaleLeakError(_message(leaks, scales[:3]))
+        more = f" and {len(leaks) - 5} more" if len(leaks) > 5 else ""
+        raise ScaleLeakError(
+            f"gradients change with the loss scale, so they are wrong: at {', '.join(f'{s:g}' for s in scales[:3])} "
+            f"their root mean squares are, of {', '.join(leaks[:5])}{more}. Either the loss is computed from a tensor "
+            "that forward() does not return (a hook, an attribute): return it. Or an autograd function uses a tensor "
+            "from outside the model that is neither an argument nor a parameter: pass it as an argument. A precision "
+            "without loss scaling (bf16) needs neither"
+        )
 
 
 def _size(sample: Tensor) -> float:
@@ -120,17 +122,6 @@ def _shrinks(larger: Tensor, tiny: Tensor, tinier: Tensor) -> bool:
         return False
     # A gradient that cancels out (of a key's bias) consists of rounding errors there, which differ from scale to scale.
     return bool(torch.cosine_similarity(tiny, tinier, dim=0) > 0.9)
-
-
-def _message(leaks: list[str], scales: tuple[float, ...]) -> str:
-    more = f" and {len(leaks) - 5} more" if len(leaks) > 5 else ""
-    return (
-        f"gradients change with the loss scale, so they are wrong: at {', '.join(f'{scale:g}' for scale in scales)} "
-        f"their root mean squares are, of {', '.join(leaks[:5])}{more}. Either the loss is computed from a tensor that "
-        "forward() does not return (a hook, an attribute): return it. Or an autograd function uses a tensor from "
-        "outside the model that is neither an argument nor a parameter: pass it as an argument. A precision without "
-        "loss scaling (bf16) needs neither"
-    )
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,13 +12,9 @@ from typing import Any
 import numpy as np
 
 from hf_mp.diagnostics.magnitudes import Histogram, Swamped
-from hf_mp.diagnostics.step_history import check_step
 
 _BINS = len(Histogram.empty().counts)
-_MOST_TENSORS = 20_000  # of a step that is read: 4 kB each
 _COUNT = np.dtype("<u4")
-_MOST_ELEMENTS = 2**48  # of a tensor: sums over all tensors of a model stay within int64
-
 
 NO_UPDATES = Swamped(0, 0)
 
@@ -107,62 +102,28 @@ class StepShares:
 
 def as_record(step: StepMagnitudes) -> dict[str, Any]:
     """For JSON: a list a tensor, and all counts as one compressed array."""
-    counts = np.stack([t.histogram.counts for t in step.tensors]) if step.tensors else np.zeros((0, _BINS), np.int64)
-    used = np.flatnonzero(counts.any(axis=0))
-    first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
-    packed = zlib.compress(np.ascontiguousarray(counts[:, first:last]).astype(_COUNT).tobytes())
+    counts = np.array([t.histogram.counts for t in step.tensors], dtype=_COUNT)
     return {
-        "step": step.step,
-        "loss_scale": step.loss_scale,
-        "skipped": step.skipped,
-        "notes": list(step.notes),
-        "tensors": [_row(tensor) for tensor in step.tensors],
-        "bins": [first, last],
-        "counts": base64.b64encode(packed).decode("ascii"),
+        **vars(step),
+        "tensors": [
+            [t.kind.value, t.layer, t.tensor, t.dtype, t.stride, *t.swamped_fp16, *t.swamped_bf16] for t in step.tensors
+        ],
+        "bins": [0, _BINS],
+        "counts": base64.b64encode(zlib.compress(counts.tobytes())).decode("ascii"),
     }
-
-
-def _row(t: TensorMagnitudes) -> list[Any]:
-    lost = [*t.swamped_fp16, *t.swamped_bf16] if t.kind is Kind.UPDATES else []
-    return [t.kind.value, t.layer, t.tensor, t.dtype, t.stride, *lost]
 
 
 def from_record(record: Mapping[str, Any]) -> StepMagnitudes:
     """What :func:`as_record` gave."""
     rows: Sequence[Any] = record["tensors"]
-    first, last = (int(limit) for limit in record["bins"])
-    if not 0 <= first <= last <= _BINS:
-        raise ValueError(f"bins {first} to {last} are not those of a histogram of {_BINS}")
-    if len(rows) > _MOST_TENSORS:
-        raise ValueError(f"{len(rows)} tensors are more than are read")
-    size = len(rows) * (last - first) * _COUNT.itemsize
-    decompressor = zlib.decompressobj()
-    try:
-        packed = decompressor.decompress(base64.b64decode(record["counts"], validate=True), size + 1)
-    except zlib.error as error:
-        raise ValueError(f"the counts are damaged: {error}") from error
-    if len(packed) != size:
-        raise ValueError(f"the counts take {len(packed)} bytes, not the {size} of {len(rows)} histograms")
-    loss_scale = float(record["loss_scale"])
-    if not 0.0 < loss_scale < math.inf:
-        raise ValueError(f"{loss_scale} is no loss scale")
+    first, last = record["bins"]
+    packed = np.frombuffer(zlib.decompress(base64.b64decode(record["counts"])), _COUNT)
     counts = np.zeros((len(rows), _BINS), dtype=np.int64)
-    counts[:, first:last] = np.frombuffer(packed, _COUNT).reshape(len(rows), last - first)
+    counts[:, first:last] = packed.reshape(len(rows), last - first)
+    tensors = []
+    for (kind, layer, tensor, dtype, stride, *lost), found in zip(rows, counts, strict=True):
+        swamped = (Swamped(*lost[:2]), Swamped(*lost[2:])) if lost else ()
+        tensors.append(TensorMagnitudes(Kind(kind), layer, tensor, dtype, stride, Histogram(found), *swamped))
     return StepMagnitudes(
-        step=check_step(int(record["step"])),
-        loss_scale=loss_scale,
-        skipped=bool(record["skipped"]),
-        tensors=tuple(_tensor(row, Histogram(found)) for row, found in zip(rows, counts, strict=True)),
-        notes=tuple(map(str, record["notes"])),
+        record["step"], record["loss_scale"], record["skipped"], tuple(tensors), notes=tuple(record["notes"])
     )
-
-
-def _tensor(row: Sequence[Any], found: Histogram) -> TensorMagnitudes:
-    kind, layer, tensor, dtype, stride, *lost = row
-    swamped = [int(count) for count in lost] or [0, 0, 0, 0]
-    fp16, bf16 = Swamped(*swamped[:2]), Swamped(*swamped[2:])
-    if not 1 <= int(stride) <= _MOST_ELEMENTS or found.total * int(stride) > _MOST_ELEMENTS:
-        raise ValueError(f"{found.total} values, every {stride}th of a tensor, are those of no tensor")
-    if not all(0 <= each.swamped <= each.updates <= found.total for each in (fp16, bf16)):
-        raise ValueError(f"{swamped} of {found.total} updates cannot be swamped")
-    return TensorMagnitudes(Kind(kind), str(layer), str(tensor), str(dtype), int(stride), found, fp16, bf16)

@@ -36,24 +36,12 @@ def finiteness(tensor: Tensor, limit: float = math.inf) -> Finiteness:
 
 @dataclass(frozen=True)
 class TensorRange:
-    """The range of a tensor's values.
-
-    Attributes:
-        name: the tensor's role in the op: a parameter's name, ``"input 0"``, ``"output 0"``, an argument's name.
-        dtype: such as ``"float16"``.
-        shape: its sizes.
-        largest: the largest finite magnitude; None if no element is finite.
-        smallest: the smallest magnitude, zero included; None likewise.
-        inf_count: elements that are +inf or -inf.
-        nan_count: elements that are NaN.
-    """
-
-    name: str
-    dtype: str
+    name: str  # the tensor's role in the op: a parameter's name, "input 0", "output 0", an argument's name
+    dtype: str  # such as "float16"
     shape: tuple[int, ...]
-    largest: float | None
-    smallest: float | None
-    inf_count: int
+    largest: float | None  # the largest finite magnitude; None if no element is finite
+    smallest: float | None  # the smallest magnitude, zero included; None likewise
+    inf_count: int  # elements that are +inf or -inf
     nan_count: int
 
     @classmethod

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_FP16_CORES = (7, 0)
-_BF16_CORES = (8, 0)
-_FP8_CORES = (9, 0)
-
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The capabilities that a recommendation depends on."""
-
     gpu: str | None = None  # name of the least capable GPU; None without one
     compute_capability: tuple[int, int] | None = None  # NVIDIA's, as (8, 0); None without a GPU and on ROCm
     gpu_bf16: bool = False  # whether the GPU has native BF16 arithmetic
@@ -27,42 +21,35 @@ class Advice:
     otherwise: str  # when to choose another preset; continues "Otherwise"
 
 
-def advise(machine: Capabilities) -> Advice:
-    """The preset to start with.
-
-    Tensor cores support FP16 from compute capability 7.0 (Volta) and BF16 from 8.0 (Ampere) on (NVIDIA, "CUDA C++
-    Programming Guide", section "Compute Capabilities").
-    """
-    if machine.gpu is None:
-        return _for_cpu(machine)
-    if machine.compute_capability is None:
-        return _for_other_gpu(machine)
-    return _for_nvidia(machine.gpu, machine.compute_capability)
-
-
 _FULL_RANGE = "BF16 has FP32's range, so that there is no loss scale to find."
 _MORE_BITS = "fp16 for a model that was trained in FP16, or where bf16 ends at a higher loss: FP16 has 3 more bits"
 _LEAN_BF16 = "bf16-lean where memory is short."
 _LEAN_FP16 = "fp16-lean where memory is short."
 
 
-def _for_nvidia(gpu: str, capability: tuple[int, int]) -> Advice:
-    if capability >= _BF16_CORES:
-        fp8 = " (hf_mp does not use their FP8)" if capability >= _FP8_CORES else ""
+def advise(machine: Capabilities) -> Advice:
+    """The preset to start with.
+
+    Tensor cores support FP16 from compute capability 7.0 (Volta), BF16 from 8.0 (Ampere) and FP8 from 9.0 (Hopper) on
+    (NVIDIA, "CUDA C++ Programming Guide", section "Compute Capabilities").
+    """
+    gpu, capability = machine.gpu, machine.compute_capability
+    if gpu is None:
+        return _for_cpu(machine)
+    if capability is None:
+        if not machine.gpu_bf16:
+            return Advice("fp16", f"torch reports no BF16 arithmetic for {gpu}.", _LEAN_FP16)
+        reason = f"torch reports BF16 arithmetic for {gpu}. {_FULL_RANGE}"
+        return Advice("bf16", reason, f"{_MORE_BITS}; {_LEAN_BF16}")
+    if capability >= (8, 0):
+        fp8 = " (hf_mp does not use their FP8)" if capability >= (9, 0) else ""
         reason = f"The tensor cores of {gpu} multiply BF16 as fast as FP16{fp8}. {_FULL_RANGE}"
         return Advice("bf16", reason, f"{_MORE_BITS}; {_LEAN_BF16}")
-    if capability >= _FP16_CORES:
+    if capability >= (7, 0):
         reason = f"The tensor cores of {gpu} multiply FP16. BF16 is emulated there, and slow."
         return Advice("fp16", reason, f"fp32 for a model that was trained in BF16 and overflows in FP16; {_LEAN_FP16}")
     reason = f"{gpu} has no tensor cores: FP16 saves memory there, but hardly time."
     return Advice("fp32", reason, "fp16 where memory is short.")
-
-
-def _for_other_gpu(machine: Capabilities) -> Advice:
-    if machine.gpu_bf16:
-        reason = f"torch reports BF16 arithmetic for {machine.gpu}. {_FULL_RANGE}"
-        return Advice("bf16", reason, f"{_MORE_BITS}; {_LEAN_BF16}")
-    return Advice("fp16", f"torch reports no BF16 arithmetic for {machine.gpu}.", _LEAN_FP16)
 
 
 def _for_cpu(machine: Capabilities) -> Advice:

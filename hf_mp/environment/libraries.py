@@ -6,8 +6,6 @@ import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,53 +17,25 @@ class Library:
     name: str
     works: bool  # whether it does what hf_mp needs
     status: str  # version and capability, or the reason why it does not work
-    notes: tuple[str, ...] = ()  # messages logged during import
-
-
-@contextmanager
-def kept_messages(logger_name: str) -> Iterator[list[str]]:
-    """Collect the messages of a logger and its children instead of printing them."""
-    messages: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    logger, handler = logging.getLogger(logger_name), Keep(logging.WARNING)
-    propagates = logger.propagate
-    logger.addHandler(handler)
-    logger.propagate = False
-    try:
-        yield messages
-    finally:
-        logger.propagate = propagates
-        logger.removeHandler(handler)
 
 
 def bitsandbytes_status() -> Library:
     """Whether bitsandbytes can quantize: tries one small NF4 weight, on a GPU if there is one."""
     # Its import logs a warning about a package that only faster 4-bit products on a CPU need.
-    with kept_messages("bitsandbytes") as messages:
-        module, problem = _import("bitsandbytes")
-        if module is not None:
-            problem = _problem_of_quantizing(module)
-    if problem is not None:
-        return Library("bitsandbytes", False, problem, tuple(messages))
-    place = "the GPU" if torch.cuda.is_available() else "the CPU"
-    return Library("bitsandbytes", True, f"{module.__version__}, quantizes on {place}", tuple(messages))
-
-
-def _problem_of_quantizing(bitsandbytes: Any) -> str | None:
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    module, problem = _import("bitsandbytes")
+    if module is None:
+        return Library("bitsandbytes", False, str(problem))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     weight = torch.ones(64, 64, device=device)
     try:
-        packed, state = bitsandbytes.functional.quantize_4bit(weight, quant_type="nf4")
-        restored = bitsandbytes.functional.dequantize_4bit(packed, state)
+        packed, state = module.functional.quantize_4bit(weight, quant_type="nf4")
+        restored = module.functional.dequantize_4bit(packed, state)
     except Exception as error:  # whatever its native library raises: it does not work here, and that is the answer
-        return f"{bitsandbytes.__version__}, cannot quantize on {device}: {first_line(error)}"
-    if not torch.equal(restored, weight):
-        return f"{bitsandbytes.__version__}, gives wrong numbers on {device}"
-    return None
+        return Library("bitsandbytes", False, f"{module.__version__}, cannot quantize on {device}: {first_line(error)}")
+    works = torch.equal(restored, weight)
+    place = f"quantizes on the {'GPU' if device == 'cuda' else 'CPU'}" if works else f"gives wrong numbers on {device}"
+    return Library("bitsandbytes", works, f"{module.__version__}, {place}")
 
 
 def triton_status() -> Library:

@@ -17,11 +17,13 @@ _GIB = 2**30
 
 def package_versions() -> Mapping[str, str]:
     """Versions of Python, hf_mp and the packages that affect numerics, or ``"not installed"``."""
-    return {
-        "hf_mp": __version__,
-        **{name: _installed_version(name) for name in _PACKAGES},
-        "Python": platform.python_version(),
-    }
+    versions = {"hf_mp": __version__}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return {**versions, "Python": platform.python_version()}
 
 
 def describe_hardware() -> Mapping[str, str]:
@@ -65,16 +67,6 @@ def gpu_rows(gpus: Iterable[tuple[str, int, tuple[int, int]]]) -> Mapping[str, s
     return rows or {"GPU": "none that torch can use"}
 
 
-def _installed_version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def _cpuinfo_field(cpuinfo: str, field: str) -> str | None:
-    for line in cpuinfo.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == field and value.strip():
-            return value.strip()
-    return None
+    fields = (map(str.strip, line.partition(":")) for line in cpuinfo.splitlines())
+    return next((value for name, _, value in fields if name == field and value), None)

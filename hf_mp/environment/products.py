@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import timeit
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,35 +38,18 @@ class Contender(NamedTuple):
 
 
 def time_products(device: torch.device, size: int | None = None, rounds: int = ROUNDS) -> list[Product]:
-    """Time one product in each dtype on ``device``, in turns; the best of ``rounds`` counts.
+    """Time one product in each dtype on ``device``; the best of ``rounds`` counts.
 
     On one thread. This shows which dtypes are worthwhile, not how much faster training gets.
     """
     contenders = list(_contenders(device, size or (CPU_SIZE if device.type == "cpu" else GPU_SIZE)))
-    best: dict[int, float] = {}
-    with _one_thread():
-        for round_number in range(rounds + 1):
-            for number, contender in enumerate(contenders):
-                seconds = _seconds(contender.multiply, device)
-                if seconds is not None and round_number > 0:
-                    best[number] = min(best.get(number, seconds), seconds)
-    rates = {number: contenders[number].size ** 3 / seconds for number, seconds in best.items()}
+    seconds = [_seconds(contender.multiply, device, rounds) for contender in contenders]
+    rates = [None if best is None else c.size**3 / best for c, best in zip(contenders, seconds, strict=True)]
     name = "CPU" if device.type == "cpu" else f"GPU {device.index or 0}"
     return [
-        Product(name, c.dtype, c.way, c.is_native, rates[number] / rates[0] if {0, number} <= rates.keys() else None)
-        for number, c in enumerate(contenders)
+        Product(name, c.dtype, c.way, c.is_native, rate / rates[0] if rate and rates[0] else None)
+        for c, rate in zip(contenders, rates, strict=True)
     ]
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """On a busy machine, threads that wait for each other make small products a hundred times slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _contenders(device: torch.device, size: int) -> Iterator[Contender]:
@@ -106,14 +88,14 @@ def _natives(device: torch.device) -> tuple[bool | None, bool | None, bool | Non
     return capability >= (5, 3), bf16, capability >= (6, 1)
 
 
-def _seconds(multiply: Callable[[], Tensor], device: torch.device) -> float | None:
-    """Seconds of one product; None if torch has no such product for this device."""
+def _seconds(multiply: Callable[[], Tensor], device: torch.device, rounds: int) -> float | None:
+    """The best seconds of one product after a first one; None if torch has no such product for this device."""
     wait = torch.cuda.synchronize if device.type == "cuda" else torch.cpu.synchronize
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine, threads that wait for each other are a hundred times slower
     try:
-        wait(device)
-        began = time.perf_counter()
-        multiply()
-        wait(device)
-    except (RuntimeError, NotImplementedError):  # how torch says that a kernel is missing
+        return min(timeit.repeat(lambda: (multiply(), wait(device)), number=1, repeat=rounds + 1)[1:])
+    except RuntimeError:  # how torch says that a kernel is missing
         return None
-    return time.perf_counter() - began
+    finally:
+        torch.set_num_threads(threads)

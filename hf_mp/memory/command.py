@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -67,7 +66,6 @@ def run(
 
 
 def quiet_libraries() -> None:
-    """Silence Transformers and bitsandbytes."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -81,9 +79,7 @@ def _told_progress() -> Iterator[Callable[[str], None]]:
 
 
 def _as_text(renderable: Any) -> str:
-    on_terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if on_terminal else 200
-    console = Console(width=width, force_terminal=on_terminal)
+    console = Console(width=None if sys.stdout.isatty() else 200)
     with console.capture() as capture:
         console.print(renderable)
     return capture.get()

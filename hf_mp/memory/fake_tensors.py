@@ -36,7 +36,8 @@ def kernels_of_a_gpu() -> Iterator[None]:
     # In torch's dispatcher: backward, which recomputes checkpointed blocks, runs outside torch function modes.
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
-    library.impl("dropout", _dropout, "AutogradMeta")
+    dropout = torch.native_dropout
+    library.impl("dropout", lambda x, p, train: dropout(x, p, True)[0] if train and p else x, "AutogradMeta")
     try:
         yield
     finally:
@@ -71,10 +72,6 @@ def _attention(
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     return efficient(query, key, value, attn_mask, needs_gradient, dropout_p, is_causal, scale=scale)[0]
-
-
-def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
-    return torch.native_dropout(input, p, True)[0] if train and p > 0.0 else input
 
 
 class FakeSplitParameter(SplitParameter, FakeTensor):

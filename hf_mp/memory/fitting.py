@@ -86,6 +86,4 @@ def _next_guess(peak: Callable[[int], int], memory_bytes: int, fits: int, exceed
     slope = (peak(other) - peak(fits)) / (other - fits) if other != fits else 0.0
     guess = fits + int((memory_bytes - peak(fits)) / slope) if slope > 0 else 2 * fits
     highest = min(LARGEST_TRIED, _GROWTH * fits) if exceeds is None else exceeds - 1
-    if exceeds is not None and guess <= fits:
-        guess = fits + 1  # to see that the next one does not fit
     return max(fits + 1, min(guess, highest))

@@ -11,8 +11,6 @@ from hf_mp.memory.footprint import Kind, ModuleBytes, TensorRow
 
 @dataclass(frozen=True)
 class FoldedRow:
-    """A parameter, or the same parameter of several layers."""
-
     name: str  # as `transformer.h.0 - h.11.ln_1.weight`; the plain name for a single one
     count: int
     dtype: str
@@ -21,26 +19,24 @@ class FoldedRow:
     total_bytes: int  # of all together
 
 
-_Run = list[tuple[int | None, TensorRow]]  # of consecutive layers
-
-
 def fold_parameters(rows: Iterable[TensorRow], kind: Kind = Kind.PARAMETER) -> tuple[FoldedRow, ...]:
     """Fold the tensors of one kind: consecutive layers of equal dtype, device and shape become one line.
 
     The layer is the first number in a name. A tensor that shares the memory of an earlier one has no line.
     """
-    runs: list[_Run] = []
-    latest: dict[tuple[object, ...], _Run] = {}
+    runs: list[list[TensorRow]] = []
+    latest: dict[tuple[object, ...], tuple[int | None, list[TensorRow]]] = {}
     for row in rows:
         if row.kind is not kind or row.shared_with is not None:
             continue
         before, layer, after = _split(row.name)
         key = (before, after, row.dtype, row.device, row.shape, row.place)
-        if layer is not None and key in latest and latest[key][-1][0] == layer - 1:
-            latest[key].append((layer, row))
-        else:
-            latest[key] = [(layer, row)]
-            runs.append(latest[key])
+        last, run = latest.get(key, (None, []))
+        if layer is None or last != layer - 1:
+            run = []
+            runs.append(run)
+        run.append(row)
+        latest[key] = layer, run
     return tuple(map(_folded, runs))
 
 
@@ -49,15 +45,14 @@ def _split(name: str) -> tuple[str, int | None, str]:
     return (found.group(1), int(found.group(2)), found.group(3)) if found else (name, None, "")
 
 
-def _folded(run: _Run) -> FoldedRow:
-    (first, row), (last, _) = run[0], run[-1]
+def _folded(run: list[TensorRow]) -> FoldedRow:
+    row = run[0]
     name = row.name
-    if last != first:
-        before, _, after = _split(row.name)
+    if len(run) > 1:
+        before, first, after = _split(row.name)
         layers = before.rstrip(".").rpartition(".")[2]
-        name = f"{before}{first} - {f'{layers}.' if layers else ''}{last}{after}"
-    total = sum(one.tensor_bytes for _, one in run)
-    return FoldedRow(name, len(run), row.dtype, row.device, row.shape, total)
+        name = f"{before}{first} - {f'{layers}.' if layers else ''}{_split(run[-1].name)[1]}{after}"
+    return FoldedRow(name, len(run), row.dtype, row.device, row.shape, sum(one.tensor_bytes for one in run))
 
 
 def fold_tree(tree: ModuleBytes) -> ModuleBytes:
@@ -65,13 +60,9 @@ def fold_tree(tree: ModuleBytes) -> ModuleBytes:
     folded: list[ModuleBytes] = []
     for child in map(fold_tree, tree.children):
         previous = folded[-1] if folded else None
-        if previous is not None and child.name.isdigit() and _what_it_is(child) == _what_it_is(previous):
+        if previous and child.name.isdigit() and child == replace(previous, name=child.name, count=child.count):
             first = previous.name.partition(" - ")[0]
             folded[-1] = replace(previous, name=f"{first} - {child.name}", count=previous.count + 1)
         else:
             folded.append(child)
     return replace(tree, children=tuple(folded))
-
-
-def _what_it_is(node: ModuleBytes) -> tuple[object, ...]:
-    return node.class_name, node.total_bytes, node.children

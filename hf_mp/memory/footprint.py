@@ -34,34 +34,17 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class TensorRow:
-    """One tensor of a model.
-
-    Attributes:
-        name: full name, as in ``named_parameters()``; quantization state has the weight's name as its prefix.
-        module: name of the module that holds it; empty for the model itself.
-        kind: its role in the model.
-        dtype: as torch prints it, without ``torch.``.
-        device: as torch prints it.
-        shape: its shape.
-        tensor_bytes: elements times element size.
-        counted_bytes: what it adds to the total: the bytes of its storage, or 0 if that was counted already or is
-            not here.
-        shared_with: the name under which its storage was counted, if any.
-        is_alias: whether it is the same object as that one (tied weights).
-        place: ``"here"``, ``"meta"`` (a tensor without memory), ``"offloaded to the CPU"`` or ``"offloaded to disk"``.
-    """
-
-    name: str
-    module: str
+    name: str  # as in named_parameters(); quantization state has the weight's name as its prefix
+    module: str  # name of the module that holds it; empty for the model itself
     kind: Kind
-    dtype: str
+    dtype: str  # as torch prints it, without "torch."
     device: str
     shape: tuple[int, ...]
-    tensor_bytes: int
-    counted_bytes: int
-    shared_with: str | None = None
-    is_alias: bool = False
-    place: str = "here"
+    tensor_bytes: int  # elements times element size
+    counted_bytes: int  # what it adds to the total: its storage, or 0 if that was counted already or is not here
+    shared_with: str | None = None  # the name under which its storage was counted, if any
+    is_alias: bool = False  # whether it is the same object as that one (tied weights)
+    place: str = "here"  # or "meta" (a tensor without memory), "offloaded to the CPU", "offloaded to disk"
 
 
 @dataclass(frozen=True)
@@ -74,21 +57,13 @@ class Difference:
 
 @dataclass(frozen=True, repr=False)
 class ModuleBytes:
-    """A module in the tree, or several consecutive equal ones.
+    """A module in the tree, or several consecutive equal ones."""
 
-    Attributes:
-        name: its name within its parent; ``"0 - 11"`` for twelve equal ones.
-        class_name: its class.
-        total_bytes: of one module, with its children.
-        count: number of equal modules.
-        children: its submodules.
-    """
-
-    name: str
+    name: str  # its name within its parent; "0 - 11" for twelve equal ones
     class_name: str
-    total_bytes: int
+    total_bytes: int  # of one module, with its children
     children: tuple[ModuleBytes, ...] = ()
-    count: int = 1
+    count: int = 1  # number of equal modules
 
     def __repr__(self) -> str:
         size = f"{self.count} of {readable(self.total_bytes)} each" if self.count > 1 else readable(self.total_bytes)
@@ -205,61 +180,40 @@ def memory_footprint(model: nn.Module, *, as_if_loaded: bool = False) -> MemoryF
     rows: list[TensorRow] = []
     storages: dict[int, str] = {}
     objects: dict[int, str] = {}
-    for found in tensors_of(model):
-        rows.append(_row(found, model, storages, objects, as_if_loaded))
-        objects.setdefault(id(found.tensor), found.name)
+    for name, module, kind, tensor in tensors_of(model):
+        place, shared_with, counted = "here", objects.get(id(tensor)), 0
+        if tensor.is_meta and not as_if_loaded:
+            place = _place_of_meta(model.get_submodule(module), name.rpartition(".")[2])
+        elif (key := tensor.untyped_storage()._cdata) in storages:
+            shared_with = storages[key]
+        else:
+            storages[key] = name
+            counted = tensor.untyped_storage().nbytes()
+        dtype, size_bytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
+        is_alias = objects.setdefault(id(tensor), name) != name
+        facts = (dtype, str(tensor.device), tuple(tensor.shape), size_bytes, counted, shared_with, is_alias, place)
+        rows.append(TensorRow(name, module, kind, *facts))
     totals: Counter[str] = Counter()
     for row in rows:
         totals[row.module] += row.counted_bytes
     return MemoryFootprint(tuple(rows), _tree(model, "", totals))
 
 
-def _row(
-    found: FoundTensor, model: nn.Module, storages: dict[int, str], objects: dict[int, str], as_if_loaded: bool
-) -> TensorRow:
-    tensor = found.tensor
-    place, shared_with, counted = "here", objects.get(id(tensor)), 0
-    if tensor.is_meta and not as_if_loaded:
-        place = _place_of_meta(model.get_submodule(found.module), found.name.rpartition(".")[2])
-    elif (key := tensor.untyped_storage()._cdata) in storages:
-        shared_with = storages[key]
-    else:
-        storages[key] = found.name
-        counted = tensor.untyped_storage().nbytes()
-    return TensorRow(
-        name=found.name,
-        module=found.module,
-        kind=found.kind,
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        device=str(tensor.device),
-        shape=tuple(tensor.shape),
-        tensor_bytes=tensor.numel() * tensor.element_size(),
-        counted_bytes=counted,
-        shared_with=shared_with,
-        is_alias=id(tensor) in objects,
-        place=place,
-    )
-
-
 def tensors_of(model: nn.Module) -> Iterator[FoundTensor]:
     """All tensors of a model; parameters and buffers first, so that aliases are named after them."""
     for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield FoundTensor(_join(path, name), path, Kind.PARAMETER, parameter)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                yield FoundTensor(_join(path, name), path, Kind.BUFFER, buffer)
+        for name, parameter in module.named_parameters(path, recurse=False, remove_duplicate=False):
+            yield FoundTensor(name, path, Kind.PARAMETER, parameter)
+        for name, buffer in module.named_buffers(path, recurse=False, remove_duplicate=False):
+            yield FoundTensor(name, path, Kind.BUFFER, buffer)
     for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
+        for name, parameter in module.named_parameters(path, recurse=False, remove_duplicate=False):
             for gradient in gradients_of(parameter):
-                yield FoundTensor(_join(path, name, "grad"), path, Kind.GRADIENT, gradient)
+                yield FoundTensor(f"{name}.grad", path, Kind.GRADIENT, gradient)
             kind = Kind.MASTER_WEIGHTS if isinstance(parameter, SplitParameter) else Kind.QUANTIZATION_STATE
             kept = {key: value for key, value in vars(parameter).items() if key not in _GRADIENTS}
             for suffix, tensor in _inside(kept):
-                yield FoundTensor(_join(path, name, suffix), path, kind, tensor)
+                yield FoundTensor(f"{name}.{suffix}", path, kind, tensor)
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules"):
                 continue
@@ -282,10 +236,9 @@ def _inside(values: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
             yield name, value
         elif isinstance(value, (list, tuple)):
             yield from _inside({f"{name}.{index}": item for index, item in enumerate(value)})
-        elif type(value) is dict:
-            yield from _inside({f"{name}.{key}": item for key, item in value.items()})
-        elif _is_bitsandbytes(value):
-            yield from _inside({f"{name}.{key}": item for key, item in vars(value).items()})
+        elif type(value) is dict or _is_bitsandbytes(value):
+            items = value if type(value) is dict else vars(value)
+            yield from _inside({f"{name}.{key}": item for key, item in items.items()})
 
 
 def _is_bitsandbytes(value: Any) -> bool:
@@ -314,5 +267,5 @@ def _tree(module: nn.Module, path: str, totals: Counter[str]) -> ModuleBytes:
     return ModuleBytes(name, type(module).__name__, own + sum(child.total_bytes for child in children), children)
 
 
-def _join(*parts: str) -> str:
-    return ".".join(part for part in parts if part)
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import tempfile
 from pathlib import Path
@@ -16,11 +15,6 @@ if TYPE_CHECKING:
 
 def page_template(name: str) -> jinja2.Template:
     """A template by its path below ``hf_mp/``, with autoescape; it may ``include`` ``memory/page_style.css``."""
-    return _environment().get_template(name)
-
-
-@functools.cache
-def _environment() -> jinja2.Environment:
     import jinja2  # pages alone need it
 
     environment = jinja2.Environment(
@@ -31,7 +25,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters["readable"] = readable
-    return environment
+    return environment.get_template(name)
 
 
 def check_writable(path: Path) -> None:
@@ -51,6 +45,5 @@ def write_whole(path: Path, content: str) -> None:
             file.write(content)
         Path(name).chmod(0o644)
         Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    finally:
+        Path(name).unlink(missing_ok=True)  # there only after an error

@@ -27,8 +27,6 @@ class Category(StrEnum):
 
 
 class Phase(StrEnum):
-    """The part of a training step."""
-
     SETUP = "setup"
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -53,24 +51,15 @@ class Event:
 
 @dataclass(frozen=True, repr=False)
 class Moment:
-    """Memory in use at one moment of a step.
-
-    Attributes:
-        position: from 0 to 1, among the events of the step.
-        phase: the part of the step.
-        bytes_by_category: bytes of each :class:`Category`, zeros included.
-    """
-
-    position: float
+    position: float  # from 0 to 1, among the events of the step
     phase: Phase
-    bytes_by_category: dict[Category, int]
+    bytes_by_category: dict[Category, int]  # zeros included
 
     def __repr__(self) -> str:
         return f"<Moment at {self.position:.3f}, {self.phase}: {readable(self.total_bytes)}>"
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all categories."""
         return sum(self.bytes_by_category.values())
 
 

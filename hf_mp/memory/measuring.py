@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -140,15 +139,7 @@ def reset_process_peak() -> None:
 
 
 def process_peak_bytes() -> int | None:
-    """The peak resident memory of this process, on Linux since :func:`reset_process_peak`."""
+    """The peak resident memory of this process since :func:`reset_process_peak`, on Linux; elsewhere None."""
     status = _PROCESS / "status"
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)

@@ -206,9 +206,11 @@ def replace_tensors(model: nn.Module, device: torch.device) -> nn.Module:
             new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                storage = tensor.untyped_storage()._cdata
                 for name, value in vars(tensor).items():  # bitsandbytes keeps codes and scales there
                     if isinstance(value, Tensor):  # and the weight itself by a second name
-                        value = new.detach() if _is_same_memory(value, tensor) else renew(value)
+                        is_weight = value.shape == tensor.shape and value.untyped_storage()._cdata == storage
+                        value = new.detach() if is_weight else renew(value)
                     setattr(new, name, value)
             memo[id(tensor)] = new
         return memo[id(tensor)]
@@ -219,7 +221,3 @@ def replace_tensors(model: nn.Module, device: torch.device) -> nn.Module:
                 if isinstance(value, Tensor):
                     registry[name] = renew(value)  # type: ignore[assignment]
     return model
-
-
-def _is_same_memory(left: Tensor, right: Tensor) -> bool:
-    return left.shape == right.shape and left.untyped_storage()._cdata == right.untyped_storage()._cdata

@@ -8,33 +8,16 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from hf_mp.environment.machine import describe_hardware, package_versions
+from hf_mp.memory import tables
 from hf_mp.memory.folding import fold_tree
-from hf_mp.memory.footprint import MemoryFootprint
 from hf_mp.memory.html_page import page_template
 from hf_mp.memory.ledger import Category, Moment, Phase
 from hf_mp.memory.precisions import PRECISIONS
 from hf_mp.memory.presets import TRAINING_PRESETS
 from hf_mp.memory.report import MemoryReport
 from hf_mp.memory.sizes import readable
-from hf_mp.memory.tables import FIT_HEADER, MEASURED_HEADER, difference_rows, fit_rows, measured_rows, parameter_rows
-from hf_mp.memory.training import TrainingMemory
 
 WIDTH, HEIGHT = 1000, 320  # of a timeline, in the units of its viewBox
-
-_DTYPE_COLOURS = ("float32", "float16", "bfloat16", "int8", "uint8")
-
-
-class Segment(NamedTuple):
-    colour: str
-    percent: float  # of the scale
-    text: str
-
-
-class Bar(NamedTuple):
-    label: str
-    total: str
-    segments: list[Segment]
-    exceeds_gpu: bool = False
 
 
 class Area(NamedTuple):
@@ -44,16 +27,12 @@ class Area(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """A part of a step on a timeline; start and width in percent."""
-
     name: str
-    start: float
+    start: float  # in percent of the step, as its width
     percent: float
 
 
 class Timeline(NamedTuple):
-    """One training step as stacked areas, one per category."""
-
     label: str
     peak: str
     where: str
@@ -65,31 +44,28 @@ class Timeline(NamedTuple):
 def render_page(report: MemoryReport) -> str:
     """The page as text, with all input escaped."""
     estimates = {preset: row.estimate for preset, row in report.training.items()}
-    trained_scale = 1.02 * max([report.gpu_bytes or 1, *(estimate.peak_bytes for estimate in estimates.values())])
-    loaded_scale = 1.02 * max([1, *(footprint.total_bytes for footprint in report.footprints.values())])
-    first = next(iter(estimates.values()), None)
-    dtypes = sorted({dtype for footprint in report.footprints.values() for dtype in footprint.by_dtype})
     return page_template("memory/page.html.j2").render(
         report=report,
-        loaded=[loaded_bar(name, footprint, loaded_scale) for name, footprint in report.footprints.items()],
-        dtypes=[(_dtype_colour(dtype), dtype) for dtype in dtypes],
-        trained=[trained_bar(name, estimate, trained_scale, report.gpu_bytes) for name, estimate in estimates.items()],
+        loaded=[
+            (PRECISIONS[name].label, footprint.total_bytes, sorted(footprint.by_dtype.items()))
+            for name, footprint in report.footprints.items()
+        ],
+        loaded_scale=1.02 * max([1, *(footprint.total_bytes for footprint in report.footprints.values())]),
+        dtypes=sorted({dtype for footprint in report.footprints.values() for dtype in footprint.by_dtype}),
+        trained=[
+            (TRAINING_PRESETS[name].label, estimate.peak_bytes, estimate.bytes_by_category.items())
+            for name, estimate in estimates.items()
+        ],
+        trained_scale=1.02 * max([report.gpu_bytes or 1, *(step.peak_bytes for step in estimates.values())]),
+        slug=slug,
         categories=_categories([moment for estimate in estimates.values() for moment in estimate.timeline]),
-        gpu_percent=None if report.gpu_bytes is None else 100 * report.gpu_bytes / trained_scale,
-        gpu=None if report.gpu_bytes is None else readable(report.gpu_bytes),
         timelines=[
             timeline(TRAINING_PRESETS[name].label, step.timeline, step.peak_bytes, step.peak_phase)
             for name, step in estimates.items()
         ],
-        settings=None if first is None else first.settings,
-        on_gpu=first is not None and first.device == "cuda",
-        fit_header=FIT_HEADER,
-        measured_header=MEASURED_HEADER,
-        fits=fit_rows(report),
-        measured=measured_rows(report.training),
-        differences=difference_rows(report.footprints),
+        first=next(iter(estimates.values()), None),
+        tables=tables,
         parameter_header=[PRECISIONS[name].label for name in report.footprints],
-        parameter_rows=parameter_rows(report.footprints),
         trees=[(PRECISIONS[name].label, fold_tree(footprint.tree)) for name, footprint in report.footprints.items()],
         presets=TRAINING_PRESETS,
         category_list=list(Category),
@@ -99,26 +75,6 @@ def render_page(report: MemoryReport) -> str:
         versions=package_versions(),
         hardware=describe_hardware(),
     )
-
-
-def loaded_bar(precision: str, footprint: MemoryFootprint, scale: float) -> Bar:
-    """A loaded model as a bar, by dtype; ``scale`` bytes are the full width."""
-    segments = [
-        Segment(_dtype_colour(dtype), 100 * size / scale, f"{dtype}: {readable(size)}")
-        for dtype, size in sorted(footprint.by_dtype.items())
-    ]
-    return Bar(PRECISIONS[precision].label, readable(footprint.total_bytes), segments)
-
-
-def trained_bar(preset: str, memory: TrainingMemory, scale: float, gpu_bytes: int | None) -> Bar:
-    """The peak of a training step as a bar, by category."""
-    segments = [
-        Segment(slug(category), 100 * size / scale, f"{category.value}: {readable(size)}")
-        for category, size in memory.bytes_by_category.items()
-        if size
-    ]
-    exceeds = gpu_bytes is not None and memory.peak_bytes > gpu_bytes
-    return Bar(TRAINING_PRESETS[preset].label, readable(memory.peak_bytes), segments, exceeds)
 
 
 def timeline(label: str, moments: Sequence[Moment], peak_bytes: int, peak_phase: Phase) -> Timeline:
@@ -154,9 +110,6 @@ def _categories(moments: Sequence[Moment]) -> list[Category]:
     return [category for category in Category if any(moment.bytes_by_category[category] for moment in moments)]
 
 
-def _dtype_colour(dtype: str) -> str:
-    return dtype if dtype in _DTYPE_COLOURS else "other"
-
-
-def slug(category: Category) -> str:
-    return category.value.replace(" ", "-")
+def slug(name: str) -> str:
+    """The colour of a category or dtype on a page."""
+    return name.replace(" ", "-")

@@ -66,7 +66,8 @@ class MemoryRecorder(TorchDispatchMode):
         phase = self.ledger.phase
         if phase is Phase.SETUP:
             return Category.INPUTS_AND_BUFFERS
-        if func is torch.ops.aten._to_copy.default and tensor.dtype in LOWER_PRECISION_DTYPES and self._is_weight(args):
+        is_rounding = func is torch.ops.aten._to_copy.default and tensor.dtype in LOWER_PRECISION_DTYPES
+        if is_rounding and args[0].untyped_storage()._cdata in self._parameters:
             return Category.WORKING_COPIES
         if phase is Phase.UPDATE:
             return Category.TEMPORARIES
@@ -75,9 +76,6 @@ class MemoryRecorder(TorchDispatchMode):
         # In backward, only gradient checkpointing computes with grad enabled.
         recomputed = phase is Phase.BACKWARD and torch.is_grad_enabled()
         return Category.ACTIVATIONS if phase is Phase.FORWARD or recomputed else Category.TEMPORARIES
-
-    def _is_weight(self, args: Any) -> bool:
-        return bool(args) and isinstance(args[0], Tensor) and args[0].untyped_storage()._cdata in self._parameters
 
     def take(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Set the category of tensors, also of those older than the recorder."""
@@ -115,12 +113,14 @@ class MemoryRecorder(TorchDispatchMode):
             category = _CATEGORIES.get(found.kind, Category.INPUTS_AND_BUFFERS)
             if isinstance(found.tensor, nn.Parameter):
                 self._parameters.add(found.tensor.untyped_storage()._cdata)
-                category = _weight_category(found.tensor)
+                category = Category.FROZEN_WEIGHTS
+                if found.tensor.requires_grad:
+                    is_copy = found.tensor.dtype in LOWER_PRECISION_DTYPES
+                    category = Category.WORKING_COPIES if is_copy else Category.MASTER_WEIGHTS
             self.take([found.tensor], category)
 
     def take_optimizer_state(self, optimizer: Optimizer) -> None:
-        for state in optimizer.state.values():
-            self.take((value for value in state.values() if isinstance(value, Tensor)), Category.OPTIMIZER_STATE)
+        self.take(tensors_in(list(optimizer.state.values())), Category.OPTIMIZER_STATE)
 
     def _take_gradients(self) -> None:
         # Not in hooks of the parameters: those of the lean layouts treat gradients that are looked at in another way.
@@ -135,9 +135,3 @@ class MemoryRecorder(TorchDispatchMode):
 
     def _leave_head(self, gradient: Tensor) -> None:
         self._in_head = False
-
-
-def _weight_category(parameter: Tensor) -> Category:
-    if not parameter.requires_grad:
-        return Category.FROZEN_WEIGHTS
-    return Category.WORKING_COPIES if parameter.dtype in LOWER_PRECISION_DTYPES else Category.MASTER_WEIGHTS

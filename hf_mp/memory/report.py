@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -69,10 +70,8 @@ def gather_report(
         except ImportError as error:
             unavailable[precision] = str(error)
     for number, preset in enumerate(presets if train or measure else (), start=1):
-
-        def tell(step: str, where: str = f"{TRAINING_PRESETS[preset].label} ({number} of {len(presets)})") -> None:
-            progress(f"{step} in {where}")
-
+        where = f"{TRAINING_PRESETS[preset].label} ({number} of {len(presets)})"
+        tell = functools.partial(lambda where, step: progress(f"{step} in {where}"), where)
         try:
             training[preset] = _training_row(model, preset, measure, gpu_bytes, settings, tell)
         except ImportError as error:
@@ -163,11 +162,10 @@ def _tree_json(node: ModuleBytes) -> dict[str, Any]:
 
 
 def _training_json(row: TrainingRow) -> dict[str, Any]:
-    largest = row.largest_batch
     return {
         "label": TRAINING_PRESETS[row.estimate.settings.precision].label,
         "estimate": row.estimate.as_dict(),
-        "measurement": None if row.measurement is None else row.measurement.as_dict(),
-        "largest_batch_size": None if largest is None else largest.batch_size,
-        "largest_batch_peak_bytes": None if largest is None else largest.peak_bytes,
+        "measurement": row.measurement and row.measurement.as_dict(),
+        "largest_batch_size": row.largest_batch and row.largest_batch.batch_size,
+        "largest_batch_peak_bytes": row.largest_batch and row.largest_batch.peak_bytes,
     }

@@ -24,7 +24,6 @@ TRAINING_HEADER = ("trained in", "peak", "in", *(category.value for category in 
 MEASURED_HEADER = ("trained in", "predicted", "measured", "difference", "allocator or process")
 FIT_HEADER = ("trained in", "this batch", "largest batch", "its peak")
 
-# Terminals are narrow.
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -100,7 +99,6 @@ def fit_rows(report: MemoryReport) -> list[tuple[str, ...]]:
 
 @group()
 def render(report: MemoryReport) -> Iterator[RenderableType]:
-    """The parts of the report for a terminal, in order."""
     yield Text(
         f"{report.model}: {report.architecture}, {report.parameters:,} parameters, from its {report.counted_from}"
     )
@@ -125,10 +123,8 @@ def _training_parts(report: MemoryReport) -> Iterator[RenderableType]:
     s = first.settings
     place = "a GPU" if first.device == "cuda" else "a CPU"
     title = f"One training step on {place}: {s.batch_size} x {s.seq_len} tokens"
-    if s.accumulation_steps > 1:
-        title += f", {s.accumulation_steps} micro-batches"
-    if s.gradient_checkpointing:
-        title += ", gradient checkpointing"
+    title += f", {s.accumulation_steps} micro-batches" if s.accumulation_steps > 1 else ""
+    title += ", gradient checkpointing" if s.gradient_checkpointing else ""
     # Terminals are narrow: presets are columns, categories are rows.
     header = ("at the peak", *(TRAINING_PRESETS[preset].label for preset in report.training))
     rows = list(zip(TRAINING_HEADER, *training_rows(report.training), strict=True))[1:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 from unittest import mock
 
@@ -18,6 +18,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import import_utils
 
+from hf_mp.casting.mode import autocast
 from hf_mp.memory.fake_tensors import STAND_IN, AnswerAsIfAllWentWell, kernels_of_a_gpu
 from hf_mp.memory.ledger import Category, Moment, Phase, StepProfile, profile_step
 from hf_mp.memory.models import ModelLike, find_config, replace_tensors, skeleton
@@ -38,25 +39,13 @@ _RECORDED_MICRO_BATCHES = 2  # the second adds to the gradients of the first, li
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How a model is trained.
-
-    Attributes:
-        precision: one of :data:`hf_mp.memory.presets.TRAINING_PRESETS`.
-        batch_size: sequences in one forward.
-        seq_len: tokens in a sequence.
-        accumulation_steps: micro-batches in one update.
-        gradient_checkpointing: whether blocks are recomputed in backward.
-        optimizer: as in ``TrainingArguments(optim=...)``.
-        free_gradients: as for :class:`hf_mp.MixedPrecision`.
-    """
-
-    precision: str
-    batch_size: int
-    seq_len: int
-    accumulation_steps: int = 1
-    gradient_checkpointing: bool = False
-    optimizer: str = DEFAULT_OPTIMIZER
-    free_gradients: FreeGradients = "step"
+    precision: str  # one of hf_mp.memory.presets.TRAINING_PRESETS
+    batch_size: int  # sequences in one forward
+    seq_len: int  # tokens in a sequence
+    accumulation_steps: int = 1  # micro-batches in one update
+    gradient_checkpointing: bool = False  # whether blocks are recomputed in backward
+    optimizer: str = DEFAULT_OPTIMIZER  # as in TrainingArguments(optim=...)
+    free_gradients: FreeGradients = "step"  # as for MixedPrecision
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,8 +93,6 @@ class TrainingMemory:
 
 @dataclass
 class Trainee:
-    """All that a training step needs."""
-
     model: nn.Module
     forward: Callable[..., Any]
     optimizer: Optimizer
@@ -178,21 +165,19 @@ def estimate_training_memory(
 
 @contextlib.contextmanager
 def _fake_tensors(device: torch.device) -> Iterator[None]:
-    with contextlib.ExitStack() as contexts:
-        contexts.enter_context(warnings.catch_warnings())
+    fused = [*_get_fused_kernels_supported_devices(), STAND_IN.type]
+    with (
+        warnings.catch_warnings(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        AnswerAsIfAllWentWell(),
+        # Under tracing, Transformers makes masks that training does not.
+        mock.patch.object(import_utils, "is_fake_tensor", lambda value: False),
+        mock.patch.object(torch_optimizer, "_get_fused_kernels_supported_devices", lambda: fused),
+        kernels_of_a_gpu() if device == STAND_IN else contextlib.nullcontext(),
+    ):
         # Working copies compare addresses, which are 0 for all fake tensors.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         warnings.filterwarnings("ignore", "MatMul8bitLt: inputs will be cast")  # said of every product
-        contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        contexts.enter_context(AnswerAsIfAllWentWell())
-        # Under tracing, Transformers makes masks that training does not.
-        contexts.enter_context(mock.patch.object(import_utils, "is_fake_tensor", lambda value: False))
-        if device == STAND_IN:
-            contexts.enter_context(kernels_of_a_gpu())
-            fused = [*_get_fused_kernels_supported_devices(), STAND_IN.type]
-            contexts.enter_context(
-                mock.patch.object(torch_optimizer, "_get_fused_kernels_supported_devices", lambda: fused)
-            )
         yield
 
 
@@ -200,42 +185,39 @@ def make_settings(
     config: PreTrainedConfig,
     precision: str,
     *,
-    batch_size: int = 1,
     seq_len: int | None = None,
-    accumulation_steps: int = 1,
-    gradient_checkpointing: bool = False,
     optimizer: str | None = None,
-    free_gradients: FreeGradients = "step",
+    batch_size: int = 1,
+    **settings: Any,
 ) -> TrainingSettings:
     """Validate the arguments and fill in defaults."""
     preset = parse_preset(precision)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if seq_len is None:
         seq_len = min(positions or 1024, 1024)
-    counts = {"batch_size": batch_size, "accumulation_steps": accumulation_steps, "seq_len": seq_len}
-    for name, value in counts.items():
-        least = 2 if name == "seq_len" else 1
+    asked = TrainingSettings(
+        precision, batch_size, seq_len, optimizer=optimizer or preset.optimizer or DEFAULT_OPTIMIZER, **settings
+    )
+    for name, least in {"batch_size": 1, "accumulation_steps": 1, "seq_len": 2}.items():
+        value = getattr(asked, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name}={value!r} is not possible: use a whole number from {least} on")
     if positions is not None and seq_len > positions:
         raise ValueError(
             f"seq_len={seq_len} is longer than the {positions} positions that the model has: use at most {positions}"
         )
-    if optimizer is not None and preset.optimizer not in (None, optimizer):
+    if preset.optimizer not in (None, asked.optimizer):
         raise ValueError(
             f"precision={precision!r} is about optimizer={preset.optimizer!r}: leave optimizer out, or choose another "
             "precision"
         )
-    check_free_gradients(PrecisionPolicy.parse(preset.policy or "fp32"), free_gradients)
-    if free_gradients == "backward" and accumulation_steps > 1:
+    check_free_gradients(PrecisionPolicy.parse(preset.policy or "fp32"), asked.free_gradients)
+    if asked.free_gradients == "backward" and asked.accumulation_steps > 1:
         raise ValueError(
-            f"accumulation_steps={accumulation_steps} adds gradients up, and free_gradients='backward' leaves none: "
-            "use 1 of them"
+            f"accumulation_steps={asked.accumulation_steps} adds gradients up, and free_gradients='backward' leaves "
+            "none: use 1 of them"
         )
-    name = optimizer or preset.optimizer or DEFAULT_OPTIMIZER
-    return TrainingSettings(
-        precision, batch_size, seq_len, accumulation_steps, gradient_checkpointing, name, free_gradients
-    )
+    return asked
 
 
 def prepare_model(model: PreTrainedModel, settings: TrainingSettings) -> nn.Module:
@@ -255,11 +237,10 @@ def make_trainee(
     """Precision, optimizer and batch for a prepared model, of class ``kind`` without adapters."""
     preset = parse_preset(settings.precision)
     model.train()
-    in_backward: dict[str, Any] = {}
-    if settings.free_gradients == "backward":
-        in_backward = {"free_gradients": "backward", "max_grad_norm": _MAX_GRAD_NORM}
-    runtime = None if preset.policy is None else MixedPrecision(preset.policy, **in_backward)
-    if runtime is not None:
+    runtime = None
+    if preset.policy is not None:
+        clipped = _MAX_GRAD_NORM if settings.free_gradients == "backward" else None
+        runtime = MixedPrecision(preset.policy, free_gradients=settings.free_gradients, max_grad_norm=clipped)
         runtime.attach(model)
     optimizer = make_optimizer(settings.optimizer, model, device)
     if runtime is not None:
@@ -274,11 +255,7 @@ def _forward(model: nn.Module, preset: TrainingPreset, device: torch.device) -> 
     # As accelerate's prepare_model does for fp16=True and bf16=True.
     from accelerate.utils import convert_outputs_to_fp32
 
-    if device == STAND_IN:
-        from hf_mp.casting.mode import autocast
-
-        return cast(Callable[..., Any], convert_outputs_to_fp32(autocast(preset.autocast)(model)))
-    inside = torch.autocast(device.type, preset.autocast)
+    inside = autocast(preset.autocast) if device == STAND_IN else torch.autocast(device.type, preset.autocast)
     return cast(Callable[..., Any], convert_outputs_to_fp32(inside(model.__call__)))
 
 
@@ -338,10 +315,8 @@ def _arguments_of_optimizer(name: str) -> Any:
     from transformers import TrainingArguments
     from transformers.training_args import OptimizerNames
 
-    args = object.__new__(TrainingArguments)
-    for each in fields(TrainingArguments):
-        default = each.default if each.default_factory is MISSING else each.default_factory()
-        setattr(args, each.name, default)
+    with mock.patch.object(TrainingArguments, "__post_init__", lambda self: None):
+        args = TrainingArguments()
     args.optim = OptimizerNames(name)
     args.distributed_state, args._n_gpu = None, 1  # one process
     return args

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.casting.nested import named_tensors
-from hf_mp.diagnostics.origins import CallSites, LargestSeen, Origin, OriginTracker, Site
+from hf_mp.diagnostics.origins import CallSites, Origin, OriginTracker, Site
 from hf_mp.diagnostics.values import Finiteness, TensorRange, finiteness
 
 INF = float("inf")
@@ -127,14 +127,6 @@ def test_a_constant_that_was_bad_before_is_laid_at_the_door_of_who_used_it() -> 
     origin = origin_of(lambda: x() + constant)
     assert origin is not None
     assert (origin.op, origin.inputs[1].inf_count) == ("add", 1)
-
-
-def test_the_largest_magnitude_seen_in_a_dtype() -> None:
-    with LargestSeen(torch.float16) as seen:
-        half = x().half() * 8
-        torch.empty(1000, dtype=torch.float16)[:10].view(5, 2)
-        (half.float() * 1e6).sum()
-    assert seen.value == 16.0
 
 
 def test_a_backward_node_is_where_its_forward_was() -> None:

@@ -262,6 +262,7 @@ def test_how_large_a_scale_may_be() -> None:
     assert 2.0**8 <= report.largest_finite_scale < 2.0**30
     fitting = Loop(scaler=StaticLossScaler(report.largest_finite_scale))
     assert not fitting.step(vectors(0))
+    assert Loop(scaler=StaticLossScaler(2 * report.largest_finite_scale)).step(vectors(0))
 
 
 def test_in_fp32_it_would_be_finite() -> None:

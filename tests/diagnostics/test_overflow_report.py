@@ -43,7 +43,7 @@ def test_the_text_names_place_culprit_ranges_and_way_out() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"smaller_scale_helps": True, "largest_finite_scale": 64.0}, "is finite, up to about 64, and the scaler"),
+        ({"smaller_scale_helps": True, "largest_finite_scale": 64.0}, "is finite, up to 64, and the scaler"),
         ({"finite_in_fp32": False}, "not finite either: the cause is the model or its data"),
         ({"phase": "input", "tensor": "x", "finite_in_fp32": None}, "The batch contains inf or NaN: 'x'"),
         ({"phase": "weight", "tensor": "w", "finite_in_fp32": None}, "'w' is not finite in FP16"),

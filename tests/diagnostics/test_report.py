@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import html.parser
-import json
-import math
 import re
 import shutil
 import subprocess
-import tracemalloc
-import zlib
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -20,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from planted_faults import Mlp, vectors
 from torch import nn
 from typer.testing import CliRunner
@@ -29,12 +21,10 @@ from typer.testing import CliRunner
 import hf_mp
 from hf_mp.cli import app
 from hf_mp.diagnostics import report_charts as charts
-from hf_mp.diagnostics import run_log
 from hf_mp.diagnostics.magnitudes import Histogram, Swamped, histogram
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.report import OPEN_ROWS, PAGE_NAME, findings, render_report, swamped_rows, write_report
-from hf_mp.diagnostics.run_log import LOG_NAME, RunRecords, read_run
-from hf_mp.diagnostics.step_history import StepHistory, StepRecord
+from hf_mp.diagnostics.run_log import LOG_NAME, RunRecords, StepRecord, read_run
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -144,31 +134,6 @@ def test_overflow_reports_alone_are_shown(tmp_path: Path) -> None:
     assert "produced by 'exp' in module '<head>'" in outline.text
 
 
-ODD = [None, True, 0, -1, 2**40, 2**64, 10**400, 1e308, -0.5, math.inf, NAN, "", "x", [], {}, [1], {"a": 1}]
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where in a record something may be changed."""
-    yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        yield from places(item, (*path, key))
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None)
-@given(st.data())
-def test_whatever_a_record_says_there_is_a_page(run_directory: Path, tmp_path: Path, data: st.DataObject) -> None:
-    records = [json.loads(line) for line in (run_directory / LOG_NAME).read_text(encoding="utf-8").splitlines()]
-    record = data.draw(st.sampled_from(records))
-    *inner, key = data.draw(st.sampled_from(list(places(record))[1:]))
-    holder = record
-    for each in inner:
-        holder = holder[each]
-    holder[key] = data.draw(st.sampled_from(ODD))
-    (tmp_path / LOG_NAME).write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    assert Outline(render_report(read_run(tmp_path))).open == []
-
-
 # Many layers
 
 
@@ -215,7 +180,7 @@ def test_findings_say_what_16_bits_would_lose() -> None:
     )  # fmt: skip
     step = StepMagnitudes(7, 1024.0, False, (gradient, update))
     steps = [StepRecord(1, 2.0, 3.0, False, ""), StepRecord(2, 4.0, None, True, "x")]
-    assert findings(StepHistory(steps), step, step) == [
+    assert findings({record.step: record for record in steps}, step, step) == [
         "1 of 2 steps skipped.",
         "Loss scale from 2 to 4 (range 2 to 4).",
         "Headroom 3.0 at the end, 3.0 at its smallest: doublings of the scale between the largest gradient "
@@ -223,8 +188,8 @@ def test_findings_say_what_16_bits_would_lose() -> None:
         "Of the weight gradients of step 7, FP16 would lose 75% without loss scaling and 0% at the scale of 1,024.",
         "Of the updates of step 7, weights stored in FP16 without masters would lose 25%, weights in BF16 50%.",
     ]
-    assert findings([], None, None) == []
-    assert findings([], replace(step, tensors=()), replace(step, tensors=())) == []
+    assert findings({}, None, None) == []
+    assert findings({}, replace(step, tensors=()), replace(step, tensors=())) == []
 
 
 @pytest.mark.parametrize(
@@ -248,7 +213,7 @@ def path_bars(path: str) -> dict[int, int]:
         elif command == "V":
             y = int(numbers)
         else:
-            for place in range(x, int(numbers), charts.OCTAVE_WIDTH):
+            for place in range(x, int(numbers), charts.OCTAVE_WIDTH) if y < charts.HEIGHT else ():
                 bars[place // charts.OCTAVE_WIDTH + charts.LOWEST] = charts.HEIGHT - y
             x = int(numbers)
     return bars
@@ -262,8 +227,8 @@ def test_a_silhouette_is_the_histogram_shifted_by_the_loss_scale() -> None:
 
 
 def test_limits_stand_where_fp16_ends() -> None:
-    assert [limit.percent for limit in charts.LIMITS] == pytest.approx([100 * k / 68 for k in (24, 34, 64)])
-    zones = [(zone.x // 10 - 48, (zone.x + zone.width) // 10 - 48) for zone in charts.ZONES]
+    assert [percent for percent, _, _ in charts.LIMITS] == pytest.approx([100 * k / 68 for k in (24, 34, 64)])
+    zones = [(x // 10 - 48, (x + width) // 10 - 48) for _, x, width in charts.ZONES]
     assert zones == [(-48, -24), (-24, -14), (16, 20)]
 
 
@@ -272,7 +237,7 @@ def test_a_long_run_is_drawn_with_few_points_that_keep_its_extremes() -> None:
     left = generator.uniform(3.0, 9.0, 20_000)
     left[12_345] = 0.5
     steps = [StepRecord(i + 1, 2.0 ** (i % 7), float(y), i % 10_000 == 5, "") for i, y in enumerate(left)]
-    history = charts.scale_history(StepHistory(steps))
+    history = charts.scale_history({step.step: step for step in steps})
     assert history is not None and history.headroom is not None
     for frame in (history.scale, history.headroom):
         assert len(frame.curves[0].points.split()) <= 2 * charts.MOST_POINTS
@@ -282,10 +247,10 @@ def test_a_long_run_is_drawn_with_few_points_that_keep_its_extremes() -> None:
 
 
 def test_histories_of_one_step_and_of_none() -> None:
-    history = charts.scale_history(StepHistory([StepRecord(4, 8.0, None, False, "")]))
+    history = charts.scale_history({4: StepRecord(4, 8.0, None, False, "")})
     assert history is not None and history.headroom is None
     assert (history.scale.bottom, history.scale.top) == ("2^2", "2^4")
-    assert charts.scale_history(StepHistory()) is None
+    assert charts.scale_history({}) is None
     assert charts.share_history([("a", "b", [(1, 0.5)])]) is None
 
 
@@ -323,96 +288,3 @@ def test_nothing_sticks_out_in_a_browser(run_directory: Path, width: int, tmp_pa
 
 def test_reading_gives_the_run(run_directory: Path) -> None:
     assert len(read_run(run_directory).steps) == 5
-
-
-# Logs of strangers
-
-QUICK_NUMBERS = ["1e308", "-1e308", "NaN", f"1{30 * '0'}"]
-HOSTILE_NUMBERS = [*QUICK_NUMBERS, "1e-320", "1e999", "-1", "0", "true", '"x"', "[]", f"1{400 * '0'}"]
-
-
-def numbers_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The places of all numbers in a record; of a list, those of its first two entries."""
-    if isinstance(value, (int, float)):
-        yield path
-    inside = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
-    for key, inner in inside:
-        yield from numbers_in(inner, (*path, key))
-
-
-def put(value: Any, path: tuple[Any, ...], number: Any) -> Any:
-    copied = dict(value) if isinstance(value, dict) else list(value)
-    copied[path[0]] = put(copied[path[0]], path[1:], number) if len(path) > 1 else number
-    return copied
-
-
-@pytest.mark.parametrize(
-    "hostile",
-    [pytest.param(each, marks=[] if each in QUICK_NUMBERS else pytest.mark.slow) for each in HOSTILE_NUMBERS],
-    ids=lambda text: text[:8] + str(len(text)),
-)
-def test_a_number_that_no_run_has_is_left_out_or_drawn(run_directory: Path, tmp_path: Path, hostile: str) -> None:
-    lines = (run_directory / LOG_NAME).read_text(encoding="utf-8").splitlines()
-    last_of_kind = {json.loads(line)["record"]: number for number, line in enumerate(lines)}
-    places = [(number, path) for number in last_of_kind.values() for path in numbers_in(json.loads(lines[number]))]
-    assert len(places) > 30
-    for number, path in places:
-        changed = list(lines)
-        changed[number] = json.dumps(put(json.loads(lines[number]), path, "HERE")).replace('"HERE"', hostile)
-        (tmp_path / LOG_NAME).write_text("\n".join(changed), encoding="utf-8")
-        try:
-            render_report(read_run(tmp_path))
-        except Exception as error:
-            pytest.fail(f"{json.loads(lines[number])['record']} {path}: {type(error).__name__}: {error}")
-
-
-def line_of(record: str, **values: Any) -> str:
-    return json.dumps({"record": record, **values}) + "\n"
-
-
-def step_line(number: int, cause: str = "") -> str:
-    return line_of("step", step=number, loss_scale=2.0, headroom=1.5, skipped=bool(cause), cause=cause)
-
-
-def rows_of_nothing(count: int) -> str:
-    """Histograms of many tensors, which are small once they are compressed."""
-    counts = base64.b64encode(zlib.compress(bytes(4 * count))).decode()
-    rows = [["weights", "", "", "", 1]] * count
-    values = {"loss_scale": 1.0, "skipped": False, "notes": [], "tensors": rows, "bins": [0, 1], "counts": counts}
-    return line_of("magnitudes", step=1, **values)
-
-
-OVERFLOW = {"micro_batch": 1, "micro_batches": 1, "rank": 0, "phase": "not found", "inputs": [], "outputs": []}
-OVERFLOW |= {"nonfinite_gradients": [], "notes": ["x" * 1000]}
-START = {"version": 1, "model": "M", "precision": "fp16", "loss_scaler": "headroom", "device": "cpu"}
-LARGE_LOGS: dict[str, Callable[[], str]] = {
-    "one line": lambda: '{"record": "step", "x": [' + "[]," * 3_000_000 + "0]}\n",
-    "steps": lambda: "".join(map(step_line, range(1, 20_000))),
-    "causes": lambda: "".join(step_line(number, f"{number} " * 20) for number in range(1, 10_000)),
-    "starts": lambda: line_of("run", **START, settings={"x": "y" * 1000}) * 4_000,
-    "empty lines": lambda: "\n" * 200_000,
-    "tensors": lambda: rows_of_nothing(50_000),
-    "memory": lambda: "".join(
-        line_of("memory", step=number, source="", points=[["a", 1]] * 4) for number in range(1, 10_000)
-    ),
-    "overflows": lambda: "".join(
-        line_of("overflow", report={**OVERFLOW, "step": number}) for number in range(1, 8_000)
-    ),
-    "no prediction": lambda: line_of("predicted memory", reason="z" * 1000) * 4_000,
-}
-
-
-@pytest.mark.parametrize("name", LARGE_LOGS)
-def test_a_large_log_takes_little_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_log, "MAX_LINE_BYTES", 2 * 2**20)
-    monkeypatch.setattr(run_log, "MAX_REPORT_BYTES", 2**20)
-    monkeypatch.setattr(run_log, "_MOST_POINTS", 1000)
-    (tmp_path / LOG_NAME).write_text(LARGE_LOGS[name]())
-    tracemalloc.start()
-    try:
-        page = render_report(read_run(tmp_path))
-        peak_bytes = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak_bytes < 12 * 2**20, f"{peak_bytes / 2**20:.1f} MiB for {(tmp_path / LOG_NAME).stat().st_size} bytes"
-    assert len(page) < 3 * 2**20

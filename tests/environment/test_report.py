@@ -19,7 +19,7 @@ from hf_mp.environment.report import Machine, capabilities, examine_machine, scr
 PLANTED = Machine(
     versions={"torch": "2.13.0", "bitsandbytes": "0.50"},
     hardware={"CPU": "a name with [brackets] that rich would take for markup"},
-    libraries=[Library("bitsandbytes", False, "0.50, cannot quantize", ("a warning",)), Library("triton", True, "3.6")],
+    libraries=[Library("bitsandbytes", False, "0.50, cannot quantize"), Library("triton", True, "3.6")],
     products=[
         Product("CPU", "FP32", "torch", True, 1.0),
         Product("CPU", "FP16", "torch", False, 0.0051),
@@ -64,7 +64,7 @@ def test_json_has_the_same():
     assert set(found) == {"versions", "hardware", "libraries", "products", "advice"}
     fp16 = {"device": "CPU", "dtype": "FP16", "way": "torch", "is_native": False, "rate": 0.0051}
     assert found["products"][1] == fp16
-    assert found["libraries"][0]["notes"] == ["a warning"]
+    assert found["libraries"][0] == {"name": "bitsandbytes", "works": False, "status": "0.50, cannot quantize"}
     assert found["advice"]["preset"] == "fp32"
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hf_mp.memory.ledger import Category
-from hf_mp.memory.page import HEIGHT, WIDTH, loaded_bar, render_page, timeline, trained_bar
+from hf_mp.memory.page import HEIGHT, WIDTH, render_page, timeline
 from hf_mp.memory.report import gather_report
 
 from .conftest import CONFIGS
@@ -75,18 +75,24 @@ def test_names_from_outside_are_escaped(report):
     assert "&lt;script&gt;alert(1)&lt;/script&gt;&#34;&amp;" in page
 
 
-def test_bars_are_as_wide_as_their_bytes(report):
+def widths(page, label):
+    """The percentages of the segments in a bar, by their names."""
+    bar = page.split(f'aria-label="{label}: ')[1].split("</div>")[0]
+    return {name: float(width) for width, name in re.findall(r'width:([\d.]+)%" title="([\w ]+):', bar)}
+
+
+def test_bars_are_as_wide_as_their_bytes(report, page):
     memory = report.training["fp16"].estimate
-    bar = trained_bar("fp16", memory, 2.0 * memory.peak_bytes, memory.peak_bytes - 1)
-    assert sum(segment.percent for segment in bar.segments) == pytest.approx(50)
-    shares = {segment.colour: segment.percent for segment in bar.segments}
+    scale = 1.02 * max(row.estimate.peak_bytes for row in report.training.values())
+    shares = widths(page, "hf_mp fp16")
+    assert sum(shares.values()) == pytest.approx(100 * memory.peak_bytes / scale, abs=0.01)
     state = memory.bytes_by_category[Category.OPTIMIZER_STATE]
-    assert shares["optimizer-state"] == pytest.approx(50 * state / memory.peak_bytes)
-    assert bar.exceeds_gpu
-    footprint = report.footprints["int8"]
-    loaded = loaded_bar("int8", footprint, footprint.total_bytes)
-    assert {segment.colour for segment in loaded.segments} == {"float16", "float32", "int8"}
-    assert sum(segment.percent for segment in loaded.segments) == pytest.approx(100)
+    assert shares["optimizer state"] == pytest.approx(100 * state / scale, abs=0.001)
+    assert '<span>hf_mp fp16</span><b class="over">' in page  # it does not fit
+    footprint, largest = report.footprints["int8"], max(found.total_bytes for found in report.footprints.values())
+    loaded = widths(page, "INT8")
+    assert set(loaded) == {"float16", "float32", "int8"}
+    assert sum(loaded.values()) == pytest.approx(100 * footprint.total_bytes / (1.02 * largest), abs=0.01)
 
 
 def test_a_timeline_is_a_stack_that_fills_the_picture(report):
