@@ -23,6 +23,7 @@ every_dtype = pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(module, "_BLOCK_ELEMENTS_PER_THREAD", 64)
+    monkeypatch.setattr(module, "_SMALL_ELEMENTS", 16)
     yield
 
 
