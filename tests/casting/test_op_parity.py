@@ -5,7 +5,6 @@ torch's CUDA autocast is asked without a GPU: fake tensors on "cuda" go through 
 
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from op_samples import SAMPLES, Call, Operand, longs, operands, regular
+from op_samples import SAMPLES, Call, Operand, longs, operands, regular, torchs_cuda_autocast
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -190,20 +189,6 @@ def test_cuda_tables_give_the_documented_dtype_on_a_cpu(rule: CastRule, name: st
                 found = SAMPLES[name](operands(*inputs)).of(function)
             dtypes = {t.dtype for t in tensors(found)}
             assert dtypes == {_documented(rule, compute, inputs)}
-
-
-@contextmanager
-def torchs_cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
-    """torch.autocast("cuda") would switch itself off where there is no GPU."""
-    before = torch.get_autocast_dtype("cuda")
-    torch.set_autocast_dtype("cuda", dtype)
-    torch.set_autocast_enabled("cuda", True)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled("cuda", False)
-        torch.set_autocast_dtype("cuda", before)
-        torch.clear_autocast_cache()
 
 
 def on_fake_cuda(call: Call) -> Call:

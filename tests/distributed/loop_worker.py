@@ -26,6 +26,9 @@ import hf_mp
 import hf_mp.step.mixed_precision
 from hf_mp.casting import deferred_output
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
+from autograd_functions import Times
+
 STEPS = 50
 LEARNING_RATE = 0.1
 Wrap = Callable[[nn.Module], nn.Module]
@@ -431,23 +434,11 @@ def fsdp_outside_of_model() -> dict[str, Any]:
     return log
 
 
-class Stretch(torch.autograd.Function):
-    """An autograd function that is given a weight as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradient * weight, (gradient * x).sum(0)
-
-
 class Stretched(nn.Linear):
+    """Gives a weight as it is to an autograd function."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return Stretch.apply(super().forward(x), self.bias)
+        return Times.apply(super().forward(x), self.bias)
 
 
 def fsdp_custom_function() -> dict[str, Any]:
