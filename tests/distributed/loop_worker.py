@@ -34,9 +34,9 @@ LEARNING_RATE = 0.1
 Wrap = Callable[[nn.Module], nn.Module]
 
 
-def tiny_gpt2(seed: int = 3) -> GPT2LMHeadModel:
+def tiny_gpt2(seed: int = 3, layers: int = 2) -> GPT2LMHeadModel:
     torch.manual_seed(seed)
-    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 101, "n_positions": 24}
+    sizes = {"n_layer": layers, "n_embd": 32, "n_head": 2, "vocab_size": 101, "n_positions": 24}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0, use_cache=False)
     return GPT2LMHeadModel(config).train()
@@ -372,7 +372,7 @@ def compiled() -> dict[str, Any]:
     results = {}
     for name, wrap in kinds.items():
         torch._dynamo.reset()
-        model = tiny_gpt2()
+        model = tiny_gpt2(layers=1)  # compiling takes as long as there are layers
         wrapped, optimizer = prepared(wrap, model=model)
         results[name] = train(wrapped, optimizer, batches(4), runtime=model.forward.runtime, plant=overflow_at(2, 1))
     return results
