@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune loops memory docs test test-versions outside faults tables lint clean
+.PHONY: help finetune loops memory docs test test-versions exhaustive outside faults tables lint clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -31,9 +31,13 @@ memory: $(INSTALLED) ## show what GPT-2 takes in memory, as a table, a page and 
 docs: $(INSTALLED) ## build the documentation site in site/ (python -m http.server -d site shows it)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
-# One thread a worker: with more, tiny models spend their time waiting for threads.
+# One thread a worker: with more, tiny models spend their time waiting for threads. A file is one worker's, whose
+# tests share trainings and launched processes.
 test: $(INSTALLED) ## run the tests (ARGS="tests/test_cli.py" runs those of one file)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not exhaustive and not outside" $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not exhaustive and not outside" $(ARGS)
+
+exhaustive: $(INSTALLED) ## run the cases of which `make test` takes a part, and all FP32 values (an hour)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m exhaustive $(ARGS)
 
 outside: $(INSTALLED) ## run outside suites whole: every op of torch's database and more (minutes to hours)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m outside $(ARGS)
@@ -44,7 +48,7 @@ test-versions: ## run the tests with the oldest and the newest torch and transfo
 	  set -- $$versions; env=.venv-torch-$$1; echo "== torch $$1, transformers $$2"; \
 	  [ -x $$env/bin/python ] || $(PYTHON) -m venv $$env || exit 1; \
 	  $$env/bin/python -m pip install -q "torch==$$1" "transformers==$$2" -e '.[test,recipes]' || exit 1; \
-	  OMP_NUM_THREADS=1 $$env/bin/python -m pytest -n 2 -m "not slow and not exhaustive and not outside" $(ARGS) \
+	  OMP_NUM_THREADS=1 $$env/bin/python -m pytest -n 2 --dist loadfile -m "not slow and not exhaustive and not outside" $(ARGS) \
 	    || exit 1; \
 	done
 

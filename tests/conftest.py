@@ -31,6 +31,12 @@ TINY = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 199, "n_positions
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
+# Each torch.manual_seed keeps what it was called by, as text, for the devices that are not there: 3 ms.
+for _device in (torch.cuda, torch.xpu):
+    if not _device.is_available():
+        _device.manual_seed_all = lambda seed: None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is marked ``gpu`` where there is none."""
     if torch.cuda.is_available():
@@ -56,6 +62,19 @@ def _seeded() -> Iterator[None]:
 def _without_fp16_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every machine takes the FP16 path of a CPU without FP16 arithmetic; a test of the other path sets it back."""
     monkeypatch.setitem(CPU_PRODUCTS, torch.float16, False)
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_earlier_parameters() -> None:
+    """What a Trainer told bitsandbytes of its embeddings goes by id(), which later parameters have again."""
+    if bitsandbytes := sys.modules.get("bitsandbytes"):
+        bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
+
+
+@pytest.fixture
+def without_first_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainings begin without the gradients at several loss scales, which take as long as four steps."""
+    monkeypatch.setattr("hf_mp.trainer.session.check_first_backward", lambda *given: lambda: None)
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float64], ids=str)

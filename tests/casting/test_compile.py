@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import covering
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.func import functional_call, grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
-from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_mp.casting.mode import active_autocast, autocast
 from hf_mp.scaling.scalers import DynamicLossScaler, StaticLossScaler
@@ -20,6 +21,8 @@ from hf_mp.step.mixed_precision import MixedPrecision
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 LOWER = pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+ALONE = covering(["eager", "aot_eager"], [FP16, BF16], together=1)
+EACH_BACKEND_AND_DTYPE = pytest.mark.parametrize(("backend", "dtype"), ALONE, ids=str)
 # Of compiled code autograd saves other values and aot_eager adds gradients up in another order: a few roundings.
 GRADIENT_TOLERANCE = {FP16: 2.0**-9, BF16: 2.0**-6}
 
@@ -32,6 +35,13 @@ def _nothing_compiled_before() -> Iterator[None]:
     counters.clear()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def gpt2(gpt2_config: GPT2Config) -> GPT2LMHeadModel:
+    """Of one layer: compiling takes as long as there are layers."""
+    gpt2_config.n_layer = 1
+    return GPT2LMHeadModel(gpt2_config).train()
 
 
 class Attention(nn.Module):
@@ -82,10 +92,11 @@ def result_and_gradients(function: Function, module: nn.Module) -> tuple[Tensor,
     return result.detach(), list(gradients)
 
 
-@LOWER
-@BACKENDS
-@pytest.mark.parametrize("entered", ["inside", "outside"])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    ("name", "entered", "backend", "dtype"),
+    covering(MODULES, ["inside", "outside"], ["eager", "aot_eager"], [FP16, BF16]),
+    ids=str,
+)
 def test_compiled_is_as_eager(name: str, entered: str, backend: str, dtype: torch.dtype) -> None:
     module = MODULES[name]()
 
@@ -261,8 +272,7 @@ def tiny_llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=50, num_key_value_heads=2)).eval()
 
 
-@LOWER
-@BACKENDS
+@EACH_BACKEND_AND_DTYPE
 def test_transformers_islands_inside_of_a_graph(backend: str, dtype: torch.dtype) -> None:
     model = tiny_llama()
     ids = torch.arange(10)[None]
@@ -273,8 +283,7 @@ def test_transformers_islands_inside_of_a_graph(backend: str, dtype: torch.dtype
     assert torch.equal(found, expected)
 
 
-@LOWER
-@BACKENDS
+@EACH_BACKEND_AND_DTYPE
 def test_an_attached_model_has_the_gradients_of_eager(
     gpt2: GPT2LMHeadModel, batch: dict[str, Tensor], backend: str, dtype: torch.dtype
 ) -> None:

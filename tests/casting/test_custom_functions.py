@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from autograd_functions import Times
 from torch import Tensor, nn
 
 import hf_mp
@@ -58,21 +59,7 @@ class MyFloat32(torch.autograd.Function):
         return gradient @ weight.t(), x.t() @ gradient
 
 
-class Plain(torch.autograd.Function):
-    """Without any decorator: ``x * weight``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradient * weight, (gradient * x).sum(0)
-
-
-class NewStyle(Plain):
+class NewStyle(Times):
     """With a ``setup_context`` of its own."""
 
     @staticmethod
@@ -85,7 +72,7 @@ class NewStyle(Plain):
 
 
 @torch._dynamo.allow_in_graph
-class InGraph(Plain):
+class InGraph(Times):
     """Compiled code calls it as it is."""
 
 
@@ -215,7 +202,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("function", "shape"), [(MyMM, (4, 5)), (MyFloat32, (4, 5)), (Plain, (4,))], ids=["mm", "float32", "plain"]
+    ("function", "shape"), [(MyMM, (4, 5)), (MyFloat32, (4, 5)), (Times, (4,))], ids=["mm", "float32", "plain"]
 )
 @pytest.mark.parametrize("scale", [1.0, 2.0**12])
 def test_a_bare_parameter_in_an_attached_model_gets_its_true_gradient(
@@ -233,9 +220,9 @@ def test_a_bare_parameter_in_an_attached_model_gets_its_true_gradient(
 
 
 CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "apply": lambda x, weight: Plain.apply(x, weight),
-    "alias": (lambda apply: lambda x, weight: apply(x, weight))(Plain.apply),
-    "keyword": lambda x, weight: Plain.apply(x, weight=weight),
+    "apply": lambda x, weight: Times.apply(x, weight),
+    "alias": (lambda apply: lambda x, weight: apply(x, weight))(Times.apply),
+    "keyword": lambda x, weight: Times.apply(x, weight=weight),
     "setup_context": lambda x, weight: NewStyle.apply(x, weight),
     "allow_in_graph": lambda x, weight: InGraph.apply(x, weight),
 }
@@ -271,7 +258,7 @@ def test_a_bare_parameter_in_a_compiled_model_gets_its_true_gradient_too(call: s
 
 def _takes_keywords() -> bool:
     try:
-        Plain.apply(torch.ones(1), weight=torch.ones(1))
+        Times.apply(torch.ones(1), weight=torch.ones(1))
     except TypeError:
         return False
     return True
@@ -291,7 +278,7 @@ def test_no_graph_is_broken_for_a_border() -> None:
 
         @torch.compile(fullgraph=True, backend="eager")
         def forward(self, x: Tensor) -> Tensor:
-            return (Plain.apply(x, self.weight) + Plain.apply(x, outside)).sum()
+            return (Times.apply(x, self.weight) + Times.apply(x, outside)).sum()
 
     model = Model()
     MixedPrecision("fp16", loss_scaler=StaticLossScaler(1024.0)).attach(model)
@@ -302,12 +289,12 @@ def test_no_graph_is_broken_for_a_border() -> None:
 def test_a_function_outside_of_the_model_is_left_alone() -> None:
     model, weight = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
     MixedPrecision("fp16", loss_scaler=StaticLossScaler(4096.0)).attach(model)
-    Plain.apply(model(torch.randn(2, 4)).detach() * 0 + 1, weight).sum().backward()
+    Times.apply(model(torch.randn(2, 4)).detach() * 0 + 1, weight).sum().backward()
     assert torch.equal(weight.grad, torch.full((4,), 2.0))
 
 
 def test_frozen_parameters_and_no_grad() -> None:
-    model, x = Model(Plain, (4,)), torch.randn(3, 4)
+    model, x = Model(Times, (4,)), torch.randn(3, 4)
     MixedPrecision("fp16").attach(model)
     model.weight.requires_grad_(False)
     model(x).backward()

@@ -3,17 +3,18 @@
 torch's CUDA autocast is asked without a GPU: fake tensors on "cuda" go through its dispatch, and have dtypes.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from op_samples import SAMPLES, Call, Operand, longs, operands, regular
+from op_samples import SAMPLES, Call, Operand, longs, operands, regular, torchs_cuda_autocast
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -97,6 +98,7 @@ class TestNames:
         assert set(SAMPLES) - set(names_in("cuda")) - set(names_in("cpu")) <= of_some_versions
 
 
+@functools.cache
 def callable_spellings(name: str, tables: TableName) -> list[Callable[..., Any]]:
     """The spellings of an op that the tables know and that take its sample as it is, one of its overloads for all."""
     found = []
@@ -172,12 +174,13 @@ def _documented(rule: CastRule, compute: torch.dtype, inputs: tuple[torch.dtype,
     return compute if rule is CastRule.WIDEST and FP32 not in inputs else FP32
 
 
-@pytest.mark.parametrize("compute", [FP16, BF16], ids=str)
-@pytest.mark.parametrize(
-    ("rule", "name"),
-    [(r, n) for r, n in TABLES["cuda"].entries() if r is not CastRule.DECOMPOSED and n not in ONLY_CUDNN],
-)
-def test_cuda_tables_give_the_documented_dtype_on_a_cpu(rule: CastRule, name: str, compute: torch.dtype) -> None:
+# of each op, FP16 or BF16 in every run
+RULES = {n: r for r, n in TABLES["cuda"].entries() if r is not CastRule.DECOMPOSED and n not in ONLY_CUDNN}
+
+
+@pytest.mark.parametrize(("name", "compute"), covering(RULES, [FP16, BF16], together=1), ids=str)
+def test_cuda_tables_give_the_documented_dtype_on_a_cpu(name: str, compute: torch.dtype) -> None:
+    rule = RULES[name]
     functions = callable_spellings(name, "cuda")
     assert functions
     for inputs in ((FP32,), (compute,), (FP32, compute)):
@@ -190,20 +193,6 @@ def test_cuda_tables_give_the_documented_dtype_on_a_cpu(rule: CastRule, name: st
                 found = SAMPLES[name](operands(*inputs)).of(function)
             dtypes = {t.dtype for t in tensors(found)}
             assert dtypes == {_documented(rule, compute, inputs)}
-
-
-@contextmanager
-def torchs_cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
-    """torch.autocast("cuda") would switch itself off where there is no GPU."""
-    before = torch.get_autocast_dtype("cuda")
-    torch.set_autocast_dtype("cuda", dtype)
-    torch.set_autocast_enabled("cuda", True)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled("cuda", False)
-        torch.set_autocast_dtype("cuda", before)
-        torch.clear_autocast_cache()
 
 
 def on_fake_cuda(call: Call) -> Call:
@@ -235,16 +224,17 @@ NOT_FAKED = {
 FAKED_IN_ONE_DTYPE = {"linalg.cross"}
 
 
-@pytest.mark.parametrize("compute", [FP16, BF16], ids=str)
-@pytest.mark.parametrize(
-    "name", [n for r, n in TABLES["cuda"].entries() if n not in NOT_FAKED and r is not CastRule.BANNED]
-)
+FAKED = [n for r, n in TABLES["cuda"].entries() if n not in NOT_FAKED and r is not CastRule.BANNED]
+
+
+@pytest.mark.parametrize(("name", "compute"), covering(FAKED, [FP16, BF16], together=1), ids=str)
 def test_cuda_tables_give_the_dtype_of_torchs_cuda_autocast(name: str, compute: torch.dtype) -> None:
     mixed = () if name in FAKED_IN_ONE_DTYPE else ((FP32, compute), (compute, FP32))
+    fake = FakeTensorMode()
     for inputs in ((FP32,), (compute,), *mixed):
         call = SAMPLES[name](operands(*inputs))
         for function in callable_spellings(name, "cuda"):
-            with FakeTensorMode():
+            with fake:
                 faked = on_fake_cuda(call)
                 with torchs_cuda_autocast(compute):
                     expected = faked.of(function)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from autograd_functions import Times
 from torch import Tensor, nn
 
 import hf_mp
@@ -65,17 +66,6 @@ def test_a_feature_that_a_hook_or_attribute_kept_is_found() -> None:
 
 def test_an_autograd_function_that_is_given_a_tensor_from_a_closure_is_found() -> None:
     scale = torch.ones(6, requires_grad=True)
-
-    class Times(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
-            ctx.save_for_backward(x, factor)
-            return x * factor
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Any:
-            x, factor = ctx.saved_tensors
-            return gradient * factor, (gradient * x).sum(0)
 
     class Model(Body):
         def __init__(self) -> None:

@@ -26,14 +26,17 @@ import hf_mp
 import hf_mp.step.mixed_precision
 from hf_mp.casting import deferred_output
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
+from autograd_functions import Times
+
 STEPS = 50
 LEARNING_RATE = 0.1
 Wrap = Callable[[nn.Module], nn.Module]
 
 
-def tiny_gpt2(seed: int = 3) -> GPT2LMHeadModel:
+def tiny_gpt2(seed: int = 3, layers: int = 2) -> GPT2LMHeadModel:
     torch.manual_seed(seed)
-    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 101, "n_positions": 24}
+    sizes = {"n_layer": layers, "n_embd": 32, "n_head": 2, "vocab_size": 101, "n_positions": 24}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0, use_cache=False)
     return GPT2LMHeadModel(config).train()
@@ -369,7 +372,7 @@ def compiled() -> dict[str, Any]:
     results = {}
     for name, wrap in kinds.items():
         torch._dynamo.reset()
-        model = tiny_gpt2()
+        model = tiny_gpt2(layers=1)  # compiling takes as long as there are layers
         wrapped, optimizer = prepared(wrap, model=model)
         results[name] = train(wrapped, optimizer, batches(4), runtime=model.forward.runtime, plant=overflow_at(2, 1))
     return results
@@ -431,23 +434,11 @@ def fsdp_outside_of_model() -> dict[str, Any]:
     return log
 
 
-class Stretch(torch.autograd.Function):
-    """An autograd function that is given a weight as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradient * weight, (gradient * x).sum(0)
-
-
 class Stretched(nn.Linear):
+    """Gives a weight as it is to an autograd function."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return Stretch.apply(super().forward(x), self.bias)
+        return Times.apply(super().forward(x), self.bias)
 
 
 def fsdp_custom_function() -> dict[str, Any]:

@@ -21,19 +21,16 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
+from autograd_functions import LargeFactor
 from planted_faults import Mlp, gpt2, tokens, vectors
 
 Batch = dict[str, Tensor]
 
 
-class LargeFactorOnRank1(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
+class LargeFactorOnRank1(LargeFactor):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * (1e9 if dist.get_rank() == 1 else 1.0)
+        return LargeFactor.backward(ctx, gradient) if dist.get_rank() == 1 else gradient
 
 
 class FaultyOnRank1(nn.Module):

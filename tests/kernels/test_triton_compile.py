@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import covering
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -45,6 +46,15 @@ FLAGS = {
     "BLOCK": 4096,
 }
 OTHER_FLAGS = {**FLAGS, "DECOUPLED": False, "MAXIMIZE": True, "FROM_GRADIENT": True, "ALIGNED": False}
+ALGORITHMS = {"adamw": FLAGS, "adam": OTHER_FLAGS}
+# whether the weight is split, and the dtype that it computes in
+LAYOUTS = {
+    "whole": (False, 0),
+    "whole-fp16": (False, 1),
+    "whole-bf16": (False, 2),
+    "split-fp16": (True, 1),
+    "split-bf16": (True, 2),
+}
 
 
 @functools.cache
@@ -81,15 +91,11 @@ def test_gradient_scan(dtype: int, aligned: bool) -> None:
     assert wide == aligned  # 16 bytes a load where the addresses allow it
 
 
-@pytest.mark.parametrize("flags", [FLAGS, OTHER_FLAGS], ids=["adamw", "adam"])
-@pytest.mark.parametrize(
-    ("split", "working"),
-    [(False, 0), (False, 1), (False, 2), (True, 1), (True, 2)],
-    ids=["whole", "whole-fp16", "whole-bf16", "split-fp16", "split-bf16"],
-)
-@pytest.mark.parametrize("gradient", POINTERS, ids=NAMES.get)
-def test_adamw(gradient: int, working: int, split: bool, flags: dict[str, Any]) -> None:
-    constants = {"GRADIENT": gradient, "WORKING": working, "SPLIT": split, **flags}
+@pytest.mark.parametrize(("gradient", "layout", "algorithm"), covering(NAMES.values(), LAYOUTS, ALGORITHMS))
+def test_adamw(gradient: str, layout: str, algorithm: str) -> None:
+    (split, working), flags = LAYOUTS[layout], ALGORITHMS[algorithm]
+    dtype = {name: number for number, name in NAMES.items()}[gradient]
+    constants = {"GRADIENT": dtype, "WORKING": working, "SPLIT": split, **flags}
     result = compiled(triton_adamw.adamw_kernel, ADAMW, constants, enable_fp_fusion=False)
     assert ("ld.global.v4.b32" in result.asm["ptx"]) == flags["ALIGNED"]
     assert "fma.rn.f32" not in result.asm["ptx"]  # the order of operations is that of the reference

@@ -4,6 +4,7 @@ import pytest
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from covering import covering
 from torch import nn
 from transformers import GPT2Config, LlamaConfig, Trainer, TrainingArguments, ViTConfig
 from transformers.training_args import OptimizerNames
@@ -65,9 +66,15 @@ def test_optimizers_are_those_of_training_arguments(name):
     assert repr(made(training._arguments_of_optimizer(name))) == repr(made(args))
 
 
-QUICK = {("llama", "fp32"), ("llama", "fp16"), ("llama", "int8-lora"), ("bert", "fp16"), ("bert", "bf16-lean")}
+# every preset with one model, and of the other models those where they are unlike it
+FEW = {
+    *(("gpt2-4", precision) for precision in TRAINING_PRESETS),
+    *(("gpt2-12", precision) for precision in ("fp32", "fp16-lean")),
+    *(("llama", precision) for precision in ("fp32", "fp16", "int8-lora")),
+    *(("bert", precision) for precision in ("fp16", "bf16-lean")),
+}
 CASES = [
-    pytest.param(model, precision, marks=[] if model == "gpt2-4" or (model, precision) in QUICK else pytest.mark.slow)
+    pytest.param(model, precision, marks=[] if (model, precision) in FEW else pytest.mark.exhaustive)
     for model in CONFIGS
     for precision in TRAINING_PRESETS
 ]
@@ -85,18 +92,16 @@ def test_predicted_peaks_are_the_measured_ones(model, precision):
         assert difference <= 0.03 * measured.peak_bytes, category
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"gradient_checkpointing": True},
-        {"accumulation_steps": 3},
-        {"optimizer": "sgd"},
-        {"optimizer": "adamw_torch"},
-        {"optimizer": "adafactor"},
-    ],
-    ids=["checkpointing", "accumulation", "sgd", "adamw_torch", "adafactor"],
-)
-@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16-lean", marks=pytest.mark.slow)])
+SETTINGS = [
+    {"gradient_checkpointing": True},
+    {"accumulation_steps": 3},
+    {"optimizer": "sgd"},
+    {"optimizer": "adamw_torch"},
+    {"optimizer": "adafactor"},
+]
+
+
+@pytest.mark.parametrize(("settings", "precision"), covering(SETTINGS, ["fp16", "bf16-lean"], together=1), ids=str)
 def test_predicted_peaks_hold_for_other_settings(settings, precision):
     predicted = estimate(precision=precision, device="cpu", **settings)
     measured = hf_mp.measure_training_memory(CONFIGS["gpt2-4"](), precision, **STEP, device="cpu", **settings)

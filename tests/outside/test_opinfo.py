@@ -15,8 +15,6 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from op_cases import Case, Context, Outcome, cases, difference, outcome, tensors
+from op_samples import torchs_cuda_autocast
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
@@ -100,20 +99,6 @@ def on_device(device: str, ours: Context, theirs: Context, **which: Any) -> Coun
     return counts
 
 
-@contextmanager
-def torchs_cuda_autocast() -> Iterator[None]:
-    """torch.autocast("cuda") would switch itself off where there is no GPU."""
-    before = torch.get_autocast_dtype("cuda")
-    torch.set_autocast_dtype("cuda", FP16)
-    torch.set_autocast_enabled("cuda", True)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled("cuda", False)
-        torch.set_autocast_dtype("cuda", before)
-        torch.clear_autocast_cache()
-
-
 def _faked(value: Any) -> Any:
     if isinstance(value, Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
@@ -132,6 +117,9 @@ def _fake_outcome(case: Case, context: Context) -> Outcome:
     return Outcome("", tuple(torch.zeros((), dtype=result.dtype).expand(result.shape) for result in results))
 
 
+TORCHS_CUDA: Context = functools.partial(torchs_cuda_autocast, FP16)
+
+
 def on_fake_cuda(**which: Any) -> Counts:
     counts = Counts()
     for case in cases(gradients=False, **which):
@@ -139,8 +127,8 @@ def on_fake_cuda(**which: Any) -> Counts:
             t.layout is not torch.strided for t in tensors((case.args, case.kwargs))
         ):
             continue  # torch cannot fake them here
-        ours, theirs = _fake_outcome(case, autocast), _fake_outcome(case, torchs_cuda_autocast)
-        counts.add("fake", case, ours, theirs, torchs_cuda_autocast)
+        ours, theirs = _fake_outcome(case, autocast), _fake_outcome(case, TORCHS_CUDA)
+        counts.add("fake", case, ours, theirs, TORCHS_CUDA)
     return counts
 
 

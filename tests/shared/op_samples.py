@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,20 @@ class Call:
     def of(self, function: Callable[..., Any]) -> Any:
         torch.manual_seed(0)
         return function(*self.args, **self.kwargs)
+
+
+@contextmanager
+def torchs_cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
+    """torch.autocast("cuda") would switch itself off where there is no GPU."""
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_dtype("cuda", dtype)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", before)
+        torch.clear_autocast_cache()
 
 
 def operands(*dtypes: torch.dtype) -> Operand:

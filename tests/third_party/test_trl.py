@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trainer_runs import arguments, callback_of, difference, logged, make_trainer, poisoned, same, tiny_gpt2, weights
@@ -18,6 +19,7 @@ from hf_mp.step.forward import AttachedForward
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
 
+DTYPES = (torch.float32, torch.float16)
 WORDS = [f"w{number}" for number in range(150)]
 
 
@@ -76,9 +78,7 @@ def test_the_callback_at_fp32_is_the_stock_trainer(tmp_path: Path, saved: Path, 
     assert same(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1]
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize(("kind", "dtype", "lora"), covering(["sft", "dpo"], DTYPES, [False, True]), ids=str)
 def test_fp16_follows_the_stock_trainer(tmp_path: Path, saved: Path, kind: str, dtype: torch.dtype, lora: bool) -> None:
     """With SGD, clipping and TRL's own defaults (gradient checkpointing among them)."""
     settings = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "max_steps": 3}
@@ -131,16 +131,15 @@ def test_the_bf16_that_trl_sets_unasked_is_named(tmp_path: Path, saved: Path) ->
         trl_trainer("sft", "callback", "fp16", saved, tmp_path, bf16=None)
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("contender", "precision"),
-    [("callback", "fp16"), ("subclass", "fp16"), ("subclass", "fp16-lean"), ("callback", "bf16"), ("subclass", "bf16")],
-)
+OURS = ("callback fp16", "subclass fp16", "subclass fp16-lean", "callback bf16", "subclass bf16")
+
+
+@pytest.mark.parametrize(("ours", "dtype", "lora"), covering(OURS, DTYPES, [False, True]), ids=str)
 def test_policy_and_reference_agree_bit_for_bit(
-    tmp_path: Path, saved: Path, contender: str, precision: str, dtype: torch.dtype, lora: bool
+    tmp_path: Path, saved: Path, ours: str, dtype: torch.dtype, lora: bool
 ) -> None:
     """At learning rate 0, as with the stock Trainer: a reference in another precision is 1e-2 nats away."""
+    contender, precision = ours.split()
     settings = {"learning_rate": 0.0, "max_steps": 2, "dtype": dtype}
     trainer = trl_trainer("dpo", contender, precision, saved, tmp_path, lora=lora, **settings)
     products: list[torch.dtype] = []

@@ -18,6 +18,8 @@ from transformers import Trainer, TrainerCallback
 
 from hf_mp import LossScaleError, MixedPrecisionTrainer, memory_footprint, prepare
 
+pytestmark = pytest.mark.usefixtures("without_first_check")
+
 PRECISIONS = ("fp16", "bf16", "fp16-lean", "bf16-lean")
 CONTENDERS = ("subclass", "callback")
 
@@ -108,7 +110,10 @@ def test_evaluation_runs_in_autocast_before_and_after(tmp_path: Path, precision:
     model = tiny_gpt2()
     trainer = trainer_of(model, tmp_path, precision=precision)
     seen = products(model)
-    for _ in range(2):
+    for trains_first in (False, True):
+        if trains_first:
+            trainer.train()
+            seen.clear()
         start = weights(model)
         getattr(trainer, call)(token_rows(4))
         assert same(start, weights(model))
@@ -116,8 +121,6 @@ def test_evaluation_runs_in_autocast_before_and_after(tmp_path: Path, precision:
         seen.clear()
         model(**{name: value[None] for name, value in token_rows(2)[0].items()})
         assert set(seen) == {torch.float32}  # by hand it is an ordinary model
-        trainer.train()
-        seen.clear()
 
 
 def test_evaluation_within_and_after_training_agree(tmp_path: Path) -> None:
@@ -166,36 +169,36 @@ def test_evaluation_makes_no_masters(tmp_path: Path, precision: str, dtype: torc
 @pytest.mark.parametrize(("first", "second"), list(itertools.product(CONTENDERS, CONTENDERS)))
 @pytest.mark.parametrize("first_trains", [True, False])
 def test_another_trainer_on_the_same_model(tmp_path: Path, first: str, second: str, first_trains: bool) -> None:
-    model = tiny_gpt2()
-    older = trainer_of(model, tmp_path / "a", first)
+    model, short = tiny_gpt2(), {"max_steps": 2}
+    older = trainer_of(model, tmp_path / "a", first, settings=short)
     if first_trains:
         older.train()
     start = weights(model)
-    newer = trainer_of(model, tmp_path / "b", second)
+    newer = trainer_of(model, tmp_path / "b", second, settings=short)
     newer.train()
     assert_plain(model)
     alone = tiny_gpt2()
     with torch.no_grad():
         for parameter, value in zip(alone.parameters(), start, strict=True):
             parameter.copy_(value)
-    trainer_of(alone, tmp_path / "c", second).train()
+    trainer_of(alone, tmp_path / "c", second, settings=short).train()
     assert same(weights(model), weights(alone))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_stock_trainer_afterwards_is_plain_fp32(tmp_path: Path, precision: str) -> None:
-    model = tiny_gpt2()
-    trainer_of(model, tmp_path, precision=precision).train()
+    model, short = tiny_gpt2(), {"max_steps": 2}
+    trainer_of(model, tmp_path, precision=precision, settings=short).train()
     copied = copy.deepcopy(model)
     ends = []
     for each in (model, copied):
-        trainer_of(each, tmp_path, "stock").train()
+        trainer_of(each, tmp_path, "stock", settings=short).train()
         ends.append(weights(each))
     fresh = tiny_gpt2()
     fresh.load_state_dict(copied.state_dict())
     assert same(*ends)
     seen = products(model)
-    trainer_of(model, tmp_path, "stock").train()
+    trainer_of(model, tmp_path, "stock", settings=short).train()
     assert set(seen) == {torch.float32}
 
 

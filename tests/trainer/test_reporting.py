@@ -24,6 +24,8 @@ from hf_mp.diagnostics.run_log import LOG_NAME, read_run
 from hf_mp.step.mixed_precision import PrecisionStats
 from hf_mp.trainer.reporting import live_line
 
+pytestmark = pytest.mark.usefixtures("without_first_check")
+
 CONTENDERS = ["subclass", "callback"]
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from safetensors.torch import load_file
+from torch import Tensor
 from trainer_runs import arguments, make_trainer, same, tiny_gpt2, token_rows, weights
 from transformers import TrainerCallback
 
@@ -22,7 +26,11 @@ from hf_mp.trainer.checkpoints.inspection import find_problems, list_checkpoints
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from hf_mp.trainer.checkpoints.preemption import PREEMPTED_EXIT_CODE, SIGNALS, SignalWatch
 
+pytestmark = pytest.mark.usefixtures("without_first_check")
+
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "optim": "adamw_torch", "learning_rate": 1e-2}
+
+Trained = Callable[..., tuple[list[Tensor], Path]]
 
 
 def make(folder: Path, contender: str = "subclass", precision: str = "fp16", **settings: Any) -> Any:
@@ -31,6 +39,20 @@ def make(folder: Path, contender: str = "subclass", precision: str = "fp16", **s
     args.precision = precision
     model = tiny_gpt2(resid_pdrop=0.1)
     return make_trainer(contender, precision, model, args, train_dataset=token_rows(), **named)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Of a run that nothing disturbs: its weights, and its folder, which stays as it is. Each is trained once."""
+
+    @functools.cache
+    def train(**settings: Any) -> tuple[list[Tensor], Path]:
+        folder = tmp_path_factory.mktemp("trained")
+        trainer = make(folder, **settings)
+        trainer.train()
+        return weights(trainer.model), folder
+
+    return train
 
 
 def names(folder: Path) -> list[str]:
@@ -49,9 +71,11 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # Which checkpoint is resumed from
 
 
-def test_the_newest_whole_one_is_taken_and_the_others_are_named(tmp_path: Path, told: list[str]) -> None:
-    straight = make(tmp_path)
-    straight.train()
+def test_the_newest_whole_one_is_taken_and_the_others_are_named(
+    tmp_path: Path, told: list[str], trained: Trained
+) -> None:
+    straight, folder = trained()
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "checkpoint-6" / "optimizer.pt").unlink()
     path = tmp_path / "checkpoint-4" / "model.safetensors"
     content = bytearray(path.read_bytes())
@@ -63,7 +87,7 @@ def test_the_newest_whole_one_is_taken_and_the_others_are_named(tmp_path: Path, 
     assert "resuming from" in message and "checkpoint-2; newer ones were passed over" in message
     assert "checkpoint-6: optimizer.pt is missing" in message
     assert "checkpoint-4: model.safetensors is not what was written" in message
-    assert same(weights(straight.model), weights(resumed.model))
+    assert same(straight, weights(resumed.model))
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     assert not any(find_problems(path) for path in list_checkpoints(tmp_path))  # they are saved anew
 
@@ -76,9 +100,9 @@ def test_a_checkpoint_of_the_stock_trainer_resumes(tmp_path: Path, told: list[st
 
 
 @pytest.mark.parametrize("step", ["006", "٦", "6_0", "+6", "\uff16"])
-def test_a_folder_that_only_resembles_a_checkpoint_is_none(tmp_path: Path, step: str) -> None:
+def test_a_folder_that_only_resembles_a_checkpoint_is_none(tmp_path: Path, step: str, trained: Trained) -> None:
     name = f"checkpoint-{step}"
-    make(tmp_path, max_steps=4).train()
+    shutil.copytree(trained(max_steps=4)[1], tmp_path, dirs_exist_ok=True)
     shutil.copytree(tmp_path / "checkpoint-4", tmp_path / name)
     resumed = make(tmp_path)
     resumed.train(resume_from_checkpoint=True)
@@ -96,13 +120,13 @@ def test_no_checkpoint_at_all_and_none_that_is_whole(tmp_path: Path) -> None:
     assert not isinstance(found.value, NoCheckpointError)
 
 
-def test_a_run_that_was_killed_after_its_last_save_is_not_trained_further(tmp_path: Path) -> None:
-    straight = make(tmp_path)
-    straight.train()
+def test_a_run_that_was_killed_after_its_last_save_is_not_trained_further(tmp_path: Path, trained: Trained) -> None:
+    straight, folder = trained()
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     resumed = make(tmp_path)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 6
-    assert same(weights(straight.model), weights(resumed.model))
+    assert same(straight, weights(resumed.model))
 
 
 def test_another_number_of_processes_is_told(tmp_path: Path, told: list[str]) -> None:
@@ -155,9 +179,7 @@ class Failing(TrainerCallback):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.ESTALE, errno.EIO], ids=errno.errorcode.get)
-def test_a_run_goes_on_after_a_save_that_failed(tmp_path: Path, number: int) -> None:
-    straight = make(tmp_path / "straight")
-    straight.train()
+def test_a_run_goes_on_after_a_save_that_failed(tmp_path: Path, number: int, trained: Trained) -> None:
     messages: list[str] = []
     with pytest.MonkeyPatch.context() as patch, pytest.MonkeyPatch.context() as logged:
         logged.setattr(crash_safe_trainer.logger, "error", messages.append)
@@ -167,7 +189,7 @@ def test_a_run_goes_on_after_a_save_that_failed(tmp_path: Path, number: int) -> 
     assert "checkpoint-4 could not be saved" in message and os.strerror(number) in message
     assert "The last whole checkpoint is" in message and "checkpoint-2. Training goes on" in message
     assert names(tmp_path / "run") == ["checkpoint-6"]
-    assert same(weights(straight.model), weights(trainer.model))
+    assert same(trained()[0], weights(trainer.model))
 
 
 def test_a_run_stops_after_a_save_that_failed_where_it_is_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,8 +216,8 @@ def test_another_save_failure_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def three(tmp_path: Path) -> Path:
-    make(tmp_path).train()
+def three(tmp_path: Path, trained: Trained) -> Path:
+    shutil.copytree(trained()[1], tmp_path, dirs_exist_ok=True)
     for age, step in enumerate((6, 4, 2)):
         os.utime(tmp_path / f"checkpoint-{step}", (1_000_000 - age, 1_000_000 - age))
     return tmp_path
@@ -233,11 +255,14 @@ class Signal(TrainerCallback):
             signal.raise_signal(self._number)
 
 
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-@pytest.mark.parametrize("settings", [{}, {"save_strategy": "no"}, {"precision": "fp32"}], ids=str)
-def test_a_signal_ends_the_run_in_a_checkpoint(tmp_path: Path, number: int, settings: dict[str, Any]) -> None:
-    straight = make(tmp_path / "straight", **settings)
-    straight.train()
+@pytest.mark.parametrize(
+    ("settings", "number"),
+    covering([{}, {"save_strategy": "no"}, {"precision": "fp32"}], SIGNALS, together=1),
+    ids=str,
+)
+def test_a_signal_ends_the_run_in_a_checkpoint(
+    tmp_path: Path, number: int, settings: dict[str, Any], trained: Trained
+) -> None:
     with pytest.raises(Preempted, match="checkpoint-3") as ended:
         make(tmp_path / "run", callbacks=[Signal(2, number)], **settings).train()
     assert ended.value.code == PREEMPTED_EXIT_CODE == 75
@@ -245,7 +270,7 @@ def test_a_signal_ends_the_run_in_a_checkpoint(tmp_path: Path, number: int, sett
     resumed = make(tmp_path / "run", **settings)
     resumed.train(resume_from_checkpoint=True)
     assert Path(str(resumed._resumed_from)).name == "checkpoint-3"
-    assert same(weights(straight.model), weights(resumed.model))
+    assert same(trained(**settings)[0], weights(resumed.model))
 
 
 def test_a_preempted_run_keeps_its_checkpoint_beside_the_best(tmp_path: Path) -> None:
@@ -260,20 +285,20 @@ def test_a_preempted_run_keeps_its_checkpoint_beside_the_best(tmp_path: Path) ->
     [("on_save", {}), ("on_train_end", {}), ("on_train_end", {"save_strategy": "no"})],
     ids=["save", "end", "end without saves"],
 )
-def test_a_signal_after_the_last_step_ends_the_same_way(tmp_path: Path, event: str, settings: dict[str, str]) -> None:
+def test_a_signal_after_the_last_step_ends_the_same_way(
+    tmp_path: Path, event: str, settings: dict[str, str], trained: Trained
+) -> None:
     def at_the_last_step(args: Any, state: Any, *rest: Any, **named: Any) -> None:
         if state.global_step == 6:
             signal.raise_signal(signal.SIGTERM)
 
     callback = TrainerCallback()
     setattr(callback, event, at_the_last_step)
-    straight = make(tmp_path / "straight")
-    straight.train()
     with pytest.raises(Preempted, match="checkpoint-6"):
         make(tmp_path / "run", callbacks=[callback], **settings).train()
     resumed = make(tmp_path / "run")
     resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 6 and same(weights(straight.model), weights(resumed.model))
+    assert resumed.state.global_step == 6 and same(trained()[0], weights(resumed.model))
 
 
 def test_a_signal_whose_checkpoint_cannot_be_saved_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

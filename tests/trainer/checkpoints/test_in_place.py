@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +26,8 @@ from hf_mp.trainer.checkpoints.in_place import InPlaceSaves, clear_up
 from hf_mp.trainer.checkpoints.inspection import find_problems
 from hf_mp.trainer.checkpoints.lock import DirectoryLock
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, UNFINISHED_NAME, finish, read_manifest
+
+pytestmark = pytest.mark.usefixtures("without_first_check")
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "optim": "adamw_torch", "learning_rate": 1e-2}
 
@@ -282,6 +286,19 @@ def test_a_damaged_checkpoint_is_refused_with_the_newest_whole_one(tmp_path: Pat
 # What is missing
 
 
+@pytest.fixture(scope="module")
+def half_trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder, not to be changed, of a run of a contender that ended after 4 steps."""
+
+    @functools.cache
+    def train(contender: str) -> Path:
+        folder = tmp_path_factory.mktemp(contender)
+        make(folder, contender, max_steps=4).train()
+        return folder
+
+    return train
+
+
 @pytest.mark.parametrize("contender", ["subclass", "callback"])
 @pytest.mark.parametrize(
     ("name", "message"),
@@ -292,9 +309,9 @@ def test_a_damaged_checkpoint_is_refused_with_the_newest_whole_one(tmp_path: Pat
     ],
 )
 def test_what_a_checkpoint_lacks_is_told(
-    tmp_path: Path, told: list[str], contender: str, name: str, message: str
+    tmp_path: Path, told: list[str], contender: str, name: str, message: str, half_trained: Callable[[str], Path]
 ) -> None:
-    make(tmp_path, contender, max_steps=4).train()
+    shutil.copytree(half_trained(contender), tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "checkpoint-2")
     (tmp_path / "checkpoint-4" / MANIFEST_NAME).unlink()
     (tmp_path / "checkpoint-4" / name).unlink()
@@ -303,8 +320,10 @@ def test_what_a_checkpoint_lacks_is_told(
 
 
 @pytest.mark.parametrize("contender", ["subclass", "callback"])
-def test_nothing_is_told_of_a_whole_one(tmp_path: Path, told: list[str], contender: str) -> None:
-    make(tmp_path, contender, max_steps=4).train()
+def test_nothing_is_told_of_a_whole_one(
+    tmp_path: Path, told: list[str], contender: str, half_trained: Callable[[str], Path]
+) -> None:
+    shutil.copytree(half_trained(contender), tmp_path, dirs_exist_ok=True)
     make(tmp_path, contender).train(resume_from_checkpoint=True)
     assert told == []
 
