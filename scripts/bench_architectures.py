@@ -1,0 +1,200 @@
+"""A training step of many kinds of models: decoders, encoders, both, vision, convolution, speech, MoE, state space.
+
+    python scripts/bench_architectures.py
+    python scripts/bench_architectures.py --only "BERT,ResNet-50" --rounds 5
+
+Forward, backward, clipping and a fused AdamW update of models with random weights, made from their Transformers
+configurations; the contenders take turns. Stores ``scripts/results/bench_architectures.json``: medians, spreads, and
+``bf16`` over ``torch.autocast`` in BF16 and ``fp16`` over FP32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers as hf
+import typer
+from torch import Tensor, nn
+from transformers.utils import logging
+
+import hf_mp
+from _benchmarks import DEFAULT_DEVICE, number, show_table
+from _results import RESULTS, alternate, median_and_spread, save_result
+
+Inputs = dict[str, Tensor]
+PEER = "torch.autocast bf16"
+CONTENDERS = ("fp32", PEER, "hf_mp bf16", "hf_mp fp16")
+VOCABULARY = 8192
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A kind of model, and what it is trained on."""
+
+    model: Callable[[], nn.Module]
+    inputs: Callable[[], Inputs]
+
+
+def _made(kind: str, task: str, **settings: Any) -> Callable[[], nn.Module]:
+    """Makes a model of Transformers, ``<kind><task>``, from its configuration."""
+
+    def make() -> nn.Module:
+        model: nn.Module = getattr(hf, kind + task)(getattr(hf, f"{kind}Config")(**settings))
+        return model
+
+    return make
+
+
+def _layers(layers: int, width: int, heads: int = 8) -> dict[str, int]:
+    return {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads,
+            "intermediate_size": 4 * width}  # fmt: skip
+
+
+def _tokens(batch: int = 2, length: int = 128) -> Tensor:
+    return torch.randint(3, VOCABULARY, (batch, length))
+
+
+def _language(batch: int = 2, length: int = 128, **others: Tensor) -> Inputs:
+    ids = _tokens(batch, length)
+    return {"input_ids": ids, "labels": ids, **others}
+
+
+def _padded(batch: int = 4, length: int = 128) -> Inputs:
+    """Sentences of different lengths, as an encoder is trained on."""
+    mask = (torch.arange(length) < torch.linspace(length / 2, length, batch)[:, None]).long()
+    return _language(batch, length, attention_mask=mask)
+
+
+def _images(size: int = 96, batch: int = 4) -> Inputs:
+    return {"pixel_values": torch.randn(batch, 3, size, size), "labels": torch.randint(2, (batch,))}
+
+
+def _speech() -> Inputs:
+    return {"input_values": torch.randn(2, 16000), "labels": torch.randint(2, (2,))}
+
+
+def _spectrograms() -> Inputs:
+    return {"input_features": torch.randn(2, 80, 800), "labels": _tokens(2, 64)}
+
+
+def _captions() -> Inputs:
+    return {"input_ids": _tokens(8, 32), "pixel_values": torch.randn(8, 3, 96, 96), "return_loss": torch.tensor(True)}
+
+
+_TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_DECODER = {**_TOKENS, "use_cache": False}
+_SEQ2SEQ = {**_DECODER, "decoder_start_token_id": 1}
+_GPT2 = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+_WHISPER = {"d_model": 256, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4, "encoder_ffn_dim": 1024, "decoder_ffn_dim": 1024}  # fmt: skip
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "num_key_value_heads": 4}
+_CLIP = {"text_config": {**_layers(3, 256, 4), **_TOKENS},
+         "vision_config": {**_layers(3, 256, 4), "image_size": 96, "patch_size": 16}}  # fmt: skip
+_DEBERTA = {**_layers(3, 384), "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+_LM, _MASKED, _IMAGE = "ForCausalLM", "ForMaskedLM", "ForImageClassification"
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "Llama 4 x 512, GQA": Architecture(
+        _made("Llama", _LM, **_layers(4, 512), **_DECODER, num_key_value_heads=2), _language
+    ),
+    "Qwen3-MoE 4 x 256": Architecture(
+        _made("Qwen3Moe", _LM, **_layers(4, 256), **_DECODER, head_dim=32, **_EXPERTS), _language
+    ),
+    "GPT-2 6 x 384": Architecture(_made("GPT2", "LMHeadModel", n_layer=6, n_embd=384, n_head=6, **_GPT2), _language),
+    "BERT 4 x 512": Architecture(_made("Bert", _MASKED, **_layers(4, 512), vocab_size=VOCABULARY), _padded),
+    "T5 3+3 x 512": Architecture(
+        _made("T5", "ForConditionalGeneration", **_SEQ2SEQ, num_layers=3, num_decoder_layers=3), _language
+    ),
+    "ViT 6 x 384": Architecture(_made("ViT", _IMAGE, **_layers(6, 384, 6), image_size=160), lambda: _images(160)),
+    "ResNet-50": Architecture(_made("ResNet", _IMAGE), _images),
+    "Whisper 2+2 x 256": Architecture(
+        _made("Whisper", "ForConditionalGeneration", **_SEQ2SEQ, **_WHISPER, max_source_positions=400), _spectrograms
+    ),
+    "Mamba 4 x 256": Architecture(
+        _made("Mamba", _LM, **_DECODER, hidden_size=256, num_hidden_layers=4), lambda: _language(2, 64)
+    ),
+    "GPT-2 2 x 64": Architecture(
+        _made("GPT2", "LMHeadModel", n_layer=2, n_embd=64, n_head=4, **_GPT2), lambda: _language(4, 32)
+    ),
+    "DeBERTa 3 x 384": Architecture(_made("DebertaV2", _MASKED, **_DEBERTA, vocab_size=VOCABULARY), _padded),
+    "Gemma 2 3 x 384": Architecture(
+        _made("Gemma2", _LM, **_layers(3, 384), **_DECODER, num_key_value_heads=4, head_dim=48), _language
+    ),
+    "Mixtral 2 x 256": Architecture(
+        _made("Mixtral", _LM, **_layers(2, 256), **_DECODER, num_key_value_heads=4, num_local_experts=4), _language
+    ),
+    "CLIP 3+3 x 256": Architecture(_made("CLIP", "Model", **_CLIP), _captions),
+    "wav2vec2 3 x 256": Architecture(
+        _made("Wav2Vec2", "ForSequenceClassification", **_layers(3, 256, 4), conv_dim=(128,) * 7), _speech
+    ),
+    "ConvNeXt": Architecture(_made("ConvNext", _IMAGE), _images),
+}
+
+
+def make_step(architecture: Architecture, contender: str, device: str = DEFAULT_DEVICE) -> Callable[[], None]:
+    """One training step of a fresh model: forward, backward, clipping, update."""
+    torch.manual_seed(0)
+    model = architecture.model().to(device).train()
+    inputs = {name: value.to(device) for name, value in architecture.inputs().items()}
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if contender.startswith("hf_mp "):
+        model, optimizer = hf_mp.prepare(model, optimizer, contender.removeprefix("hf_mp "))
+    context: Any = torch.autocast(device, torch.bfloat16) if contender == PEER else contextlib.nullcontext()
+
+    def step() -> None:
+        with context:
+            loss = model(**inputs).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure(name: str, rounds: int, device: str) -> dict[str, Any]:
+    """Medians and spreads of all contenders, and the two ratios."""
+    steps = {contender: make_step(ARCHITECTURES[name], contender, device) for contender in CONTENDERS}
+    timings = {c: median_and_spread(s) for c, s in alternate(steps, rounds=rounds, warmup=2).items()}
+    median = {contender: timing.median_seconds for contender, timing in timings.items()}
+    return {
+        "contenders": {contender: timing._asdict() for contender, timing in timings.items()},
+        "bf16_to_torch_autocast": median["hf_mp bf16"] / median[PEER],
+        "fp16_to_fp32": median["hf_mp fp16"] / median["fp32"],
+    }
+
+
+def main(
+    only: Annotated[str | None, typer.Option(help="beginnings of names, comma-separated; default: all")] = None,
+    rounds: Annotated[int, typer.Option(help="timed steps of each contender")] = 7,
+    device: str = DEFAULT_DEVICE,
+    name: str = "bench_architectures",
+    output_dir: Path = RESULTS,
+) -> None:
+    """Train a step of each architecture the four ways, in turns; store medians, spreads and ratios."""
+    logging.set_verbosity_error()
+    wanted = tuple(ARCHITECTURES) if only is None else tuple(part.strip() for part in only.split(","))
+    chosen = [architecture for architecture in ARCHITECTURES if architecture.startswith(wanted)]
+    if not chosen:
+        raise typer.BadParameter(f"{only!r} is the beginning of none of {', '.join(ARCHITECTURES)}")
+    found = {architecture: measure(architecture, rounds, device) for architecture in chosen}
+    ratios = ("bf16_to_torch_autocast", "fp16_to_fp32")
+    medians = {ratio: statistics.median(row[ratio] for row in found.values()) for ratio in ratios}
+    path = save_result(name, {"architectures": found, "medians": medians}, directory=output_dir)
+    rows = [(one, *(number(row[ratio]) for ratio in ratios)) for one, row in found.items()]
+    show_table(
+        "A training step",
+        ("model", "bf16 / torch.autocast", "fp16 / fp32"),
+        [*rows, ("median", *(number(medians[ratio]) for ratio in ratios))],
+    )
+    print(f"stored in {path.name}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
