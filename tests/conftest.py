@@ -52,6 +52,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _what_is_there_is_no_garbage() -> None:
+    """As ``pytest_collection_finish``, for what the files before this one imported and compiled."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
     torch.manual_seed(0)

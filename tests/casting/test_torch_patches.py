@@ -20,6 +20,7 @@ from hf_mp.casting.torch_patches import PATCHES, TABLE, Patch, Patches
 
 @pytest.fixture(autouse=True)
 def _no_model_of_another_test() -> None:
+    gc.unfreeze()
     gc.collect()  # a model that a test left attached keeps the patches on until it is gone
 
 
