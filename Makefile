@@ -36,7 +36,7 @@ docs: $(INSTALLED) ## build the documentation site in site/ (python -m http.serv
 test: $(INSTALLED) ## run the tests (ARGS="tests/test_cli.py" runs those of one file)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not exhaustive and not outside" $(ARGS)
 
-exhaustive: $(INSTALLED) ## run the cases of which `make test` takes a part, and all FP32 values (an hour)
+exhaustive: $(INSTALLED) ## run the cases of which `make test` takes a part, and all FP32 values (long)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m exhaustive $(ARGS)
 
 outside: $(INSTALLED) ## run outside suites whole: every op of torch's database and more (minutes to hours)

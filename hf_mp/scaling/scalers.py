@@ -80,6 +80,8 @@ class LossScaler(ExplicitScaling, Generic[State]):
         self.settings = settings
         self._state = rule.start(settings)
         self._max_consecutive_skips = max_consecutive_skips
+        if not isinstance(enabled, (bool, int)):
+            raise TypeError(f"enabled must be True or False, not {enabled!r:.100}")
         self._enabled = bool(enabled)
         self._was_asked_to_scale = False
         self._tensors: dict[torch.device, ScaleTensors] = {}

@@ -466,3 +466,9 @@ class TestMaking:
     def test_headroom_settings_out_of_range(self, setting: dict[str, float], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             make_loss_scaler("headroom", **setting)
+
+
+@pytest.mark.parametrize("enabled", ["no", torch.zeros(2), None])
+def test_enabled_is_yes_or_no(enabled: Any) -> None:
+    with pytest.raises(TypeError, match=r"enabled must be True or False, not "):
+        DynamicLossScaler(enabled=enabled)
