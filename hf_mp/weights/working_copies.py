@@ -117,7 +117,7 @@ class WorkingCopies:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, parameter: nn.Parameter) -> bool:
+    def __contains__(self, parameter: Tensor) -> bool:
         return id(parameter) in self._entries
 
     def get(self, parameter: nn.Parameter) -> Tensor:

@@ -12,6 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer
 
+import hf_mp
+from hf_mp.casting import mode
+from hf_mp.casting.cpu import products
+from hf_mp.weights import working_copies
 from hf_mp.weights.working_copies import WatchedParameter, WorkingCopies, unwatch, watch
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -514,3 +518,27 @@ def test_frozen_parameters_are_not_rounded_at_every_update(monkeypatch: pytest.M
     copies.refresh_all()
     assert refreshed == [1]
     assert torch.equal(copies.get(frozen), frozen.half())
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_product_of_ours_does_not_compare_its_weight_with_the_copy_at_every_step(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The alias inside shares the weight's memory, which must not look as if somebody could write it unseen.
+    monkeypatch.setattr(products, "OWN_ELEMENTS", 0)
+    monkeypatch.setattr(mode, "OWN_ELEMENTS", 0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model, optimizer = hf_mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), precision)
+    compared: list[nn.Parameter] = []
+    refresh = working_copies._refresh_if_changed
+    monkeypatch.setattr(working_copies, "_refresh_if_changed", lambda entry, p: (compared.append(p), refresh(entry, p)))
+    for step in range(4):
+        if step == 2:  # the first that reads it may have to look
+            compared.clear()
+        model(random(3, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not compared
+    model[0].weight.data.mul_(2.0)
+    model(random(3, 4))
+    assert [id(parameter) for parameter in compared] == [id(model[0].weight)]
