@@ -60,7 +60,7 @@ def close(
 
 def agreement_table(agreements: Sequence[Agreement]) -> Table:
     """A row for each result; those that do not agree are marked."""
-    table = Table(title="hf_mp beside its peers", title_justify="left")
+    table = Table(title="hf_mp and its peers", title_justify="left")
     for heading in ("loop", "result", "peer", "hf_mp", "difference", "allowed", ""):
         table.add_column(heading, overflow="fold", no_wrap=heading in ("difference", "allowed", ""))
     shown = ""

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 def peak_tensor_bytes(training: Callable[[], Any], device: torch.device) -> int:
     """Bytes of the tensors that are alive at once, at most, of those that ``training`` makes.
 
-    On a CPU, torch's profiler counts them; what a library allocates inside of an op is not among them.
+    On a CPU, torch's profiler counts them; what a library allocates inside an op is not among them.
     """
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)

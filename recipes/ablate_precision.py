@@ -144,7 +144,7 @@ def without_masters(model: PreTrainedModel, rate: float) -> Training:
 
 
 def accumulating_in_fp16(model: PreTrainedModel, rate: float) -> Training:
-    """Mixed precision, but for the sums inside of the linear layers' products."""
+    """Mixed precision, but for the sums inside the linear layers' products."""
     for module in model.modules():
         if isinstance(module, (Conv1D, nn.Linear)):
             module.forward = partial(multiply_in_fp16, module)  # type: ignore[method-assign]

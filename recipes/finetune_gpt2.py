@@ -7,7 +7,7 @@
         --dataset_config_name wikitext-2-raw-v1
     python recipes/finetune_gpt2.py my_run.yaml --seed 7        # settings from a file; flags win over it
 
-All arguments of ``TrainingArguments`` and ``MixedPrecisionArguments`` work beside those of :class:`Recipe`.
+All arguments of ``TrainingArguments`` and ``MixedPrecisionArguments`` work as well as those of :class:`Recipe`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from hf_mp import MixedPrecisionArguments, MixedPrecisionTrainer
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
-# What this recipe changes in TrainingArguments; a person's own flags win over it.
+# What this recipe changes in TrainingArguments; the user's own flags win over it.
 DEFAULTS: dict[str, Any] = {
     "output_dir": "outputs/finetune_gpt2",
     "logging_steps": 10,
@@ -226,7 +226,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Recipe, MixedPrecisionArg
 
 
 def defaults(settings: dict[str, Any], flags: Sequence[str]) -> dict[str, Any]:
-    """This recipe's own defaults, as far as what a person gives leaves room for them."""
+    """This recipe's own defaults, unless the user gives others."""
     given = {name for name, value in settings.items() if value is not None}
     given |= {flag.split("=")[0].lstrip("-").replace("-", "_") for flag in flags if flag.startswith("--")}
     if "model_name_or_path" in given:

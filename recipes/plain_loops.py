@@ -5,11 +5,11 @@
     python recipes/plain_loops.py --loops scaling clipping          # only these
 
 Read it from top to bottom: each loop is what one would write. Those of torch.amp take autocast and the scaler as
-arguments, so that torch's objects and ours go through the same lines; ``prepared_*`` beside them is the same training
+arguments, so that torch's objects and ours go through the same lines; ``prepared_*`` next to them is the same training
 without a scaler in sight. The program ends with exit code 1 if results do not agree.
 
 All train on the handwritten digits that scikit-learn brings along. torch multiplies FP16 about 200 times slower than
-FP32 on a CPU without FP16 arithmetic, so what runs beside torch.amp is a network of 64-32-10; hf_mp trains the last
+FP32 on a CPU without FP16 arithmetic, so what runs against torch.amp is a network of 64-32-10; hf_mp trains the last
 one, of 784-8192-10, in FP16 on such a CPU too.
 
 The loops are those of PyTorch's "Automatic Mixed Precision examples" and of the documentation of ``torch.autocast``;

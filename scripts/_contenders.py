@@ -66,7 +66,7 @@ CONTENDERS: dict[str, Contender] = {
 
 
 def find_contender(name: str) -> tuple[Contender, bool]:
-    """The entry of :data:`CONTENDERS`, and whether it is to be compiled.
+    """The entry of :data:`CONTENDERS`, and whether to compile it.
 
     Raises:
         ValueError: naming those that there are.

@@ -98,7 +98,7 @@ def draw_traces(result: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_steps(result: Mapping[str, Any], path: Path) -> None:
-    """Seconds of a step with their spread, beside the floor, and peak memory: of bench_step.json.
+    """Seconds of a step with their spread, next to the floor, and peak memory: of bench_step.json.
 
     Contenders that take more than four times the median of all are left out: they would hide the others.
     """

@@ -67,7 +67,7 @@ def alternate(
 
 
 def save_result(name: str, payload: Mapping[str, Any], *, directory: Path = RESULTS) -> Path:
-    """Write ``NAME.json``: the payload under ``result``, beside the date, the command, the device and the versions.
+    """Write ``NAME.json``: the payload under ``result``, with the date, the command, the device and the versions.
 
     An older result of that name is replaced. Raises ValueError on a name that is not lower-case words joined by
     ``_`` or ``-``, and on a number that JSON has no word for (inf, NaN).

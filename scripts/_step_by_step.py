@@ -60,7 +60,7 @@ class StepByStep:
     def _train(self, trainer: Trainer) -> None:
         try:
             trainer.train()
-        except BaseException as error:  # given to whoever waits for the step
+        except BaseException as error:  # given to the thread that waits for the step
             self._error = error
         finally:
             self._ended = True

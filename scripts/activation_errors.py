@@ -1,4 +1,4 @@
-"""How far the compact op tables are from FP64, beside torch's tables for CUDA and for CPUs.
+"""How far the compact op tables are from FP64, next to torch's tables for CUDA and for CPUs.
 
     python scripts/activation_errors.py [--quick]
 

@@ -3,7 +3,7 @@
     python scripts/bench_callback.py                       # the model of `make finetune`, batch 4 x 256
     python scripts/bench_callback.py --width 768 --layers 4 --vocab 50257 --batch 2
 
-Both contenders, and the stock Trainer in FP32 beside them, run in one process. Each is stopped after every step, so
+Both contenders, and the stock Trainer in FP32, run in one process. Each is stopped after every step, so
 that they take turns step by step; what is timed is a whole step of the Trainer's loop, from ``on_step_begin`` to the
 next, logging included. Stores ``scripts/results/bench_callback[_NAME].json``.
 """

@@ -3,7 +3,7 @@
     python scripts/bench_host.py                 # FP32, torch.autocast with GradScaler, hf_mp, in turns
     python scripts/bench_host.py --group-size 1  # an inward border for each weight
 
-Times are ratios to torch.autocast with GradScaler in the same run. Beside them stands what one step counts: Python
+Times are ratios to torch.autocast with GradScaler in the same run. It also counts, for one step: Python
 calls, autograd nodes written in Python, kernels, and reads of a device value, which do not depend on the machine.
 Stores ``scripts/results/bench_host[_NAME].json``.
 """

@@ -142,7 +142,7 @@ class UpdateContender:
     Attributes:
         make: gives the update of a fresh model.
         update: what it has to move.
-        package: what it needs beside torch.
+        package: what it needs besides torch.
         needs_gpu: whether it runs on a GPU alone.
     """
 

@@ -4,7 +4,7 @@
     python scripts/compare_precisions.py --store-as compare_precisions_768 --width 768 --layers 4 --heads 12 \\
         --max_steps 300 --learning_rate 6e-4 --per_device_train_batch_size 2
 
-Stores ``scripts/results/compare_precisions.json`` and draws the loss curves into ``compare_precisions.png`` beside it.
+Stores ``scripts/results/compare_precisions.json`` and draws the loss curves into ``compare_precisions.png``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     choices = {name.replace(" ", "-"): name for name in CONTENDERS}
-    parser.add_argument("--runs", nargs="+", choices=choices, default=list(choices), help="beside fp32; default: all")
+    parser.add_argument("--runs", nargs="+", choices=choices, default=list(choices), help="besides fp32; default: all")
     parser.add_argument("--store-as", default="compare_precisions", help="name of the result; default: %(default)s")
     arguments, flags = parser.parse_known_args(argv)
     arguments.runs = list(dict.fromkeys(["fp32", *(choices[name] for name in arguments.runs)]))

@@ -19,7 +19,7 @@ are left, ``HeadroomLossScaler`` makes torch's: the fewest skips, and then less 
 
 The constants of ``HeadroomLossScaler`` were chosen on seeds from 1000 on; the stored results are of seeds from 0 on.
 
-Stores ``scripts/results/compare_scaler_traces.json`` and draws ``compare_scaler_traces.png`` beside it.
+Stores ``scripts/results/compare_scaler_traces.json`` and draws ``compare_scaler_traces.png``.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 torch's defaults try a larger scale every 2000 steps only, so a run of 1000 does not show them probing. The last
 contender probes every 100 steps instead, and shows in 1000 steps what they do in 20,000.
 
-Stores ``scripts/results/compare_scalers.json`` and draws the scales into ``compare_scalers.png`` beside it.
+Stores ``scripts/results/compare_scalers.json`` and draws the scales into ``compare_scalers.png``.
 """
 
 from __future__ import annotations

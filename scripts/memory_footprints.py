@@ -28,7 +28,7 @@ from hf_mp.memory.sizes import MIB
 def main() -> None:
     """Load, count, store."""
     rows = measure(Path(tempfile.mkdtemp()), GPT2Config())
-    table = Table("precision", "MiB, older Transformers", "MiB today", "quantization state beside it, bytes")
+    table = Table("precision", "MiB, older Transformers", "MiB today", "quantization state, bytes")
     for row in rows:
         state = f"{row['quantization_state_bytes']:,}"
         table.add_row(row["precision"], f"{row['with_masks_mib']:.2f}", f"{row['mib']:.2f}", state)

@@ -1,9 +1,9 @@
-"""Predicted beside measured: the peak of a training step for four models in every way of training, on this machine.
+"""Predicted and measured: the peak of a training step for four models in every way of training, on this machine.
 
     python scripts/memory_training.py [--quick]
     python scripts/memory_training.py --llama-7b
 
-Also GPT-2 124M at 4 x 512 tokens beside ``torch.autocast`` in BF16, with gradients freed in the step and inside of
+Also GPT-2 124M at 4 x 512 tokens next to ``torch.autocast`` in BF16, with gradients freed in the step and in
 backward, and an estimate for a model of 70 billion parameters in a process of its own. Stores
 ``scripts/results/memory_training.json``. With ``--llama-7b``, estimates Llama 7B at one sequence of 1024 tokens in each
 of our presets instead, and stores ``scripts/results/memory_llama_7b.json``.

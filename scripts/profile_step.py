@@ -1,10 +1,10 @@
-"""Where the time of a training step goes: the ten largest costs of ours beside those of torch's.
+"""Where the time of a training step goes: the ten largest costs of ours next to those of torch's.
 
     python scripts/profile_step.py                                   # bf16 on a CPU, fp16 on a GPU
     python scripts/profile_step.py --ours "hf_mp fp16" --theirs fp32
     python scripts/profile_step.py --model gpt2 --batch 8 --seq 1024 --dropout 0.1
 
-Contenders are the plain loops of bench_step.py. A cost is the time inside of an op itself, without the ops that it
+Contenders are the plain loops of bench_step.py. A cost is the time inside an op itself, without the ops that it
 calls; on a GPU, that of a kernel. Writes a Chrome trace of each (chrome://tracing, https://ui.perfetto.dev) into
 ``outputs/profiles/`` and stores ``scripts/results/profile_step.json``.
 """

@@ -3,7 +3,7 @@
     python scripts/store_ablation.py [any flag of the recipe]
 
 Times are CPU times of steps taken in turns, as multiples of FP32's. Stores ``scripts/results/ablate_precision.json``
-and draws the losses into ``ablate_precision.png`` beside it.
+and draws the losses into ``ablate_precision.png``.
 """
 
 from __future__ import annotations

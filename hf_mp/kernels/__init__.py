@@ -1,1 +1,1 @@
-"""Fused passes over many tensors, each with its PyTorch reference beside it."""
+"""Fused passes over many tensors, each with its PyTorch reference."""

@@ -51,7 +51,7 @@ class AdamWTensors(NamedTuple):
     exp_avg_sq: Tensor
     step: Tensor  # FP32, of shape (): the steps taken so far
     master: Tensor | None = None  # FP32; None where it is split
-    working: Tensor | None = None  # the FP16/BF16 working copy; None where there is none beside a master
+    working: Tensor | None = None  # the FP16/BF16 working copy; None if a master has none
     remainder: Tensor | None = None  # int16, the other half of a split master (hf_mp.kernels.split)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> AdamWTensors:

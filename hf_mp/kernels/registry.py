@@ -1,4 +1,4 @@
-"""The Triton kernels, each beside its reference, and which of the two a call uses.
+"""The Triton kernels and their references, and which of the two a call uses.
 
 ``HF_MP_KERNELS`` in the environment decides, at each call: ``auto`` (default) is the kernel on a CUDA GPU, once it has
 shown there that it computes what its reference does (a small sample, at its first use on that device), and the

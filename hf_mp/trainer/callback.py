@@ -59,7 +59,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
 
     Raises:
         ValueError, TypeError: when made, for an unknown precision, a lean preset and wrong settings. When the Trainer
-            is made, for another mixed precision beside ours, and for models that hide their forward.
+            is made, for a second mixed precision, and for models that hide their forward.
         CheckpointError: when training begins, for a checkpoint that is not what its manifest says.
         ScaleLeakError: from the first backward, if gradients change with the loss scale.
     """

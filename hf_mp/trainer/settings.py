@@ -58,7 +58,7 @@ class SessionSettings:
 
     @property
     def records(self) -> bool:
-        """Whether anything is to be recorded."""
+        """Whether to record anything."""
         return bool(self.histogram_steps or self.precision_report)
 
     def make_scaler(self) -> LossScaler[Any]:

@@ -57,7 +57,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
 
     Raises:
         ValueError: before anything is written, for an unknown precision, for ``fp16=True``, ``bf16=True`` or
-            ``ACCELERATE_MIXED_PRECISION`` beside ours, or for a model without floating parameters.
+            ``ACCELERATE_MIXED_PRECISION`` together with ours, or for a model without floating parameters.
         ScaleLeakError: from ``train()``, if gradients of its first backward change with the loss scale.
     """
 

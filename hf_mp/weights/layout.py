@@ -31,7 +31,7 @@ class WeightLayout:
     """
 
     keeps_copies = True  # whether a working copy outlives its use
-    takes_gradients = False  # whether take_gradient() is to be asked
+    takes_gradients = False  # whether to ask take_gradient()
 
     def __init__(self, policy: PrecisionPolicy) -> None:
         self.policy = policy
@@ -130,7 +130,7 @@ class TransientLayout(WeightLayout):
 
 
 class SplitLayout(WeightLayout):
-    """The model's parameters are the working copies; with 16 bits kept beside each, they are the FP32 masters.
+    """The model's parameters are the working copies; with 16 more bits for each, they are the FP32 masters.
 
     Gradients stay in FP16/BF16, scaled, until the update reads them. Frozen FP32 parameters have working copies.
     """

@@ -309,7 +309,7 @@ class MasterWeightOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def _in_place_of_masters(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
-        """Within :meth:`_in_place_of_parameters`: the person's closure sees the parameters again."""
+        """Within :meth:`_in_place_of_parameters`: the user's closure sees the parameters again."""
         parameters = {master: parameter for parameter, master in masters.items()}
         shown = [list(group["params"]) for group in self.param_groups]
         self._show([[parameters[master] for master in group] for group in shown], parameters)

@@ -26,7 +26,7 @@ _CONFIG_NAME = "config.json"  # transformers.utils.CONFIG_NAME
 def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
     """Split what is trainable and not split yet, in ``dtype``; tells whether there was anything to split.
 
-    Normalizations with running statistics become FP32: torch takes no 16-bit weights beside FP32 statistics. What the
+    Normalizations with running statistics become FP32: torch takes no 16-bit weights with FP32 statistics. What the
     model and its parts save is FP32 then. Code that computes with the parameters themselves
     (``torch.optim.swa_utils.AveragedModel``) computes in 16 bits: average :func:`master_value` instead.
     """

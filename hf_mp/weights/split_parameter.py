@@ -38,7 +38,7 @@ class SplitParameter(nn.Parameter):
       version counter, which makes the whole parameter its own master. FP32 values that are copied into the parameter
       (``load_state_dict``) keep all their bits.
     - **Gradients are true for their readers.** Backward of an attached model leaves a gradient of the parameter's
-      dtype, still multiplied by the loss scale, beside ``.grad``. ``.grad`` gives it in FP32 and unscaled; what is
+      dtype, still multiplied by the loss scale, next to ``.grad``. ``.grad`` gives it in FP32 and unscaled; what is
       written there wins, and reading alone changes nothing. The wrapper reads it as it is
       (:func:`gradient_and_factor`), without the FP32 copy. A second gradient (of the next micro-batch) adds in FP32.
     - Copies and pickles: a deep copy is split as well; a pickle holds an ordinary FP32 parameter.

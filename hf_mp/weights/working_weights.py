@@ -82,7 +82,7 @@ class WorkingWeights:
 
     def _bring_in(self, group: list[Tensor]) -> None:
         layout = self.layout
-        # Looked at before there is an alias inside: whoever else shares the memory may write it unseen.
+        # Checked before an alias inside exists: anything else that shares the memory may write it unseen.
         found = [layout.working_copy(weight) if weight in layout.copies else None for weight in group]
         copies = [copy if layout.copies.is_rounded(weight) else None for weight, copy in zip(group, found, strict=True)]
         insides, rounded = inward_borders(group, copies, self._crossings, with_aliases=self.has_borders)

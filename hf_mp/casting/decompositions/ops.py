@@ -210,7 +210,7 @@ _FLOATING_OF_INTEGERS = ("cov", "corrcoef")  # inside these, integers become FP3
 
 
 def decompose(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Make the calls that op ``name`` makes; NotImplemented if it is to be lowered as a whole.
+    """Make the calls that op ``name`` makes; NotImplemented to lower it as a whole.
 
     AS_GIVEN if it is to run as it is given: with ``out=``, with complex tensors, with FP64 or integers alone, and where
     nothing inside is listed.

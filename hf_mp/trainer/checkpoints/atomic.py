@@ -1,6 +1,6 @@
 """A directory that is there whole or not at all: written aside, synced to disk, renamed into place.
 
-Beside the checkpoints lies the folder ``.saving`` while one is written::
+The folder ``.saving`` lies next to the checkpoints while one is written::
 
     run/.saving/checkpoint-20             being written
     run/.saving/replaced-checkpoint-20    the older one of that name, for the moment between two renames

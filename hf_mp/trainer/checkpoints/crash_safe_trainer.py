@@ -1,4 +1,4 @@
-"""``CrashSafe``: beside a Trainer, makes its checkpoints whole or not there, and its runs survive signals."""
+"""``CrashSafe``: a mixin for a Trainer whose checkpoints are whole or absent, and whose runs survive signals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Saving(NamedTuple):
     errors: list[BaseException]
 
 
-# Beside a Trainer and not under it: `class Ours(CrashSafe, SomeTrainer)`.
+# A sibling of a Trainer, not its subclass: `class Ours(CrashSafe, SomeTrainer)`.
 _Base: Any = Trainer if TYPE_CHECKING else object
 
 
@@ -148,7 +148,7 @@ class CrashSafe(_Base):
         return False
 
     def _keep_last_state(self, error: Exception) -> None:
-        """Save what the last good step left, beside the checkpoint from before; tell in ``error`` where both are."""
+        """Save what the last good step left, next to the previous checkpoint; ``error`` tells where both are."""
         before, step = self._before_trouble, None
         try:
             step = self._last_checkpoint(save=True) if self.state.global_step else None
@@ -211,7 +211,7 @@ class CrashSafe(_Base):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the stock Trainer's."""
-        # Inside of a save, a process that left here would leave the others at the barrier that follows.
+        # During a save, a process that left here would leave the others at the barrier that follows.
         with self._noting_failures() if _internal_call and self._saving is not None else nullcontext():
             super().save_model(output_dir, _internal_call=_internal_call)
 
@@ -332,7 +332,7 @@ class CrashSafe(_Base):
         self._take_best_beside()
 
     def _take_best_beside(self) -> None:
-        """Take the best model from beside the checkpoints, wherever the one that is resumed says that it lies."""
+        """Take the best model from the folder of the checkpoints, wherever the resumed one says that it lies."""
         resumed, said = self._resumed_from, self.state.best_model_checkpoint
         if resumed is None or said is None:
             return
@@ -343,7 +343,7 @@ class CrashSafe(_Base):
         self.state.best_model_checkpoint = str(found[0]) if found else None
         anew = "the best model is sought anew; copy that checkpoint here to keep it"
         what = f"{found[0]} is taken" if found else anew
-        logger.warning(f"{resumed} names {said!r} as the best checkpoint, which does not lie beside it: {what}")
+        logger.warning(f"{resumed} names {said!r} as the best checkpoint, which is not in its folder: {what}")
 
 
 def _choose(run_directory: Path) -> int:

@@ -27,7 +27,7 @@ _MOST_CHARACTERS = 10_000  # of the note of a holder, which has some 100
 class DirectoryLock:
     """A lock that the system takes back when its process ends, however it ends.
 
-    Beside it lies a file that says who holds it. Where that file is there and the lock is free, the run that held it
+    Next to it lies a file that says who holds it. Where that file is there and the lock is free, the run that held it
     was killed: the lock is taken, with a warning that says whose it was.
 
     Raises:
