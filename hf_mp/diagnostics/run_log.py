@@ -214,7 +214,8 @@ def _take(run: RunRecords, record: Mapping[str, Any]) -> None:
 
 
 def _take_step(run: RunRecords, record: Mapping[str, Any]) -> None:
-    step = StepRecord(*(record[name] for name in StepRecord._fields))
+    scale = float(record["loss_scale"])  # a Trainer of somebody else's may have logged none
+    step = StepRecord(*({**record, "loss_scale": scale}[name] for name in StepRecord._fields))
     if run.steps and next(reversed(run.steps)) >= step.step:
         _take_back(run, step.step)
     if step.step == 1:

@@ -21,9 +21,13 @@ class Library:
 
 def bitsandbytes_status() -> Library:
     """Whether bitsandbytes can quantize: tries one small NF4 weight, on a GPU if there is one."""
-    # Its import logs a warning about a package that only faster 4-bit products on a CPU need.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    module, problem = _import("bitsandbytes")
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # its import warns of a package that only faster 4-bit products on a CPU need
+    try:
+        module, problem = _import("bitsandbytes")
+    finally:
+        logger.setLevel(level)
     if module is None:
         return Library("bitsandbytes", False, str(problem))
     device = "cuda" if torch.cuda.is_available() else "cpu"

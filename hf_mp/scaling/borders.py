@@ -121,8 +121,7 @@ def _leave(ctx: Any, uses: list[list[Tensor]]) -> list[Tensor | None]:
 
 def _multiply_all(gradients: list[Tensor], factor: Tensor | None, crossings: Crossings) -> list[Tensor]:
     """:func:`multiply` of each; of several plain ones in two multi-tensor calls."""
-    is_plain = all(type(g) is Tensor and g.layout is torch.strided and g.dtype in _PLAIN_DTYPES for g in gradients)
-    if factor is None or len(gradients) < 2 or not is_plain or torch.is_grad_enabled():
+    if factor is None or len(gradients) < 2 or torch.is_grad_enabled() or not all(map(_is_plain, gradients)):
         return [multiply(gradient, factor, crossings) for gradient in gradients]
     number = factor.squeeze()
     rounded = [gradient.float() for gradient in gradients if gradient.dtype is not torch.float32]
@@ -130,6 +129,12 @@ def _multiply_all(gradients: list[Tensor], factor: Tensor | None, crossings: Cro
     others = [gradient for gradient in gradients if gradient.dtype is torch.float32]
     of_rounded, of_others = iter(rounded), iter(torch._foreach_mul(others, number) if others else ())
     return [next(of_others if gradient.dtype is torch.float32 else of_rounded) for gradient in gradients]
+
+
+def _is_plain(gradient: Tensor) -> bool:
+    # A batch of gradients (is_grads_batched) has no multi-tensor calls.
+    is_strided = type(gradient) is Tensor and gradient.layout is torch.strided and gradient.dtype in _PLAIN_DTYPES
+    return is_strided and not torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
 _PLAIN_DTYPES = (torch.float32, *LOWER_PRECISION_DTYPES)
@@ -159,6 +164,8 @@ def inward_borders(
     Gives for each of ``outside`` an alias in its own dtype (itself, without ``with_aliases``), and one of its FP16/BF16
     copy (None where there is none).
     """
+    if not with_aliases and all(copy is None for copy in copies):
+        return list(outside), [None for _ in copies]
     inside = _InwardBorders.apply(crossings, copies, with_aliases, *outside)
     if (node := inside[0].grad_fn) is not None and _has_order():
         node._set_sequence_nr(_AT_ONCE)

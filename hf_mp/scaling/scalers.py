@@ -80,7 +80,8 @@ class LossScaler(ExplicitScaling, Generic[State]):
         self.settings = settings
         self._state = rule.start(settings)
         self._max_consecutive_skips = max_consecutive_skips
-        if not isinstance(enabled, (bool, int)):
+        given: object = enabled
+        if isinstance(given, (Tensor, str)):
             raise TypeError(f"enabled must be True or False, not {enabled!r:.100}")
         self._enabled = bool(enabled)
         self._was_asked_to_scale = False

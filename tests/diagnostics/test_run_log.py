@@ -157,6 +157,7 @@ def test_a_run_that_is_begun_anew_is_not_resumed_and_has_nothing_of_the_one_befo
         '{"record":"predicted memory","batch_size":1,"seq_len":1,"device":"cpu","peak_bytes":1,"peak_phase":"update",'
         '"timeline":[[0,"lunch",{}]]}',
         "[" * 100_000,
+        '{"record":"step","step":9,"loss_scale":null,"headroom":null,"skipped":false,"cause":""}',
     ],
     ids=lambda line: line[:40] + str(len(line)),
 )  # fmt: skip

@@ -573,3 +573,36 @@ def test_a_shared_weight_is_watched_on_when_one_of_its_models_is_detached() -> N
     shared.weight.data.zero_()
     shared.bias.data.zero_()
     assert not second(torch.ones(2, 8)).any()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("change", ["resize", "double", "another model"])
+def test_weights_whose_copies_must_be_made_anew_are_brought_in(change: str, precision: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False))
+    runtime = attached(model, precision)
+    for _ in range(2):
+        model(torch.randn(2, 4)).sum().backward()
+    model.zero_grad()
+    if change == "resize":
+        model[1].weight.data = torch.randn(10, 8)
+    elif change == "double":
+        model.double()
+    else:
+        runtime.detach()
+        attached(model, precision)
+    x = torch.randn(2, 4, dtype=model[0].weight.dtype)
+    model(x).sum().backward()
+    expected = torch.ones(2, model[1].weight.shape[0], dtype=x.dtype).t() @ (x @ model[0].weight.detach().t())
+    assert_true([model[1].weight.grad], [expected])
+
+
+def test_gradients_of_a_batch_of_directions() -> None:
+    model = nn.LayerNorm(6)
+    attached(model)
+    x = torch.randn(3, 6)
+    output = model(x)
+    directions = torch.eye(18).view(18, 3, 6)[:4]
+    found = torch.autograd.grad(output, list(model.parameters()), directions, is_grads_batched=True, retain_graph=True)
+    one_by_one = [torch.autograd.grad(output, list(model.parameters()), d, retain_graph=True) for d in directions]
+    for together, apart in zip(found, zip(*one_by_one, strict=True), strict=True):
+        torch.testing.assert_close(together, torch.stack(apart))

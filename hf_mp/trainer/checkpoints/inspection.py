@@ -15,7 +15,6 @@ from transformers.utils import logging
 from hf_mp.trainer.checkpoints.atomic import remove
 from hf_mp.trainer.checkpoints.json_files import read_json
 from hf_mp.trainer.checkpoints.manifest import (
-    MANIFEST_NAME,
     UNFINISHED_NAME,
     CheckpointError,
     find_damage,
@@ -92,8 +91,12 @@ def find_newest_whole(run_directory: Path) -> tuple[Path | None, str]:
 
 
 def is_finished(checkpoint: Path) -> bool:
-    """Whether a checkpoint has a manifest and matches it."""
-    return (checkpoint / MANIFEST_NAME).is_file() and not find_problems(checkpoint)
+    """Whether a checkpoint has a manifest and matches it; what is unsafe to load in it is refused there."""
+    try:
+        manifest = read_manifest(checkpoint)
+    except CheckpointError:
+        return False
+    return manifest is not None and not find_damage(checkpoint, manifest)
 
 
 # Removal

@@ -16,8 +16,9 @@ import torch.distributed.checkpoint as dcp
 from trainer_runs import arguments, make_trainer, tiny_gpt2, token_rows
 
 from hf_mp import CheckpointError
-from hf_mp.trainer.checkpoints.inspection import find_problems
-from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, build_manifest
+from hf_mp.trainer.checkpoints.atomic import recover
+from hf_mp.trainer.checkpoints.inspection import find_problems, is_finished
+from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, build_manifest, finish
 from hf_mp.trainer.checkpoints.untrusted import find_hazards
 from hf_mp.trainer.session import STATE_NAME
 
@@ -243,3 +244,17 @@ def test_an_unfinished_checkpoint_of_transformers_is_passed_over(run: Path, unfi
     else:
         (checkpoint / "trainer_state.json").unlink()
     assert any(word in find_problems(checkpoint)[0] for word in ("never finished", "written last"))
+
+
+class Unknown:
+    """Of no class that a checkpoint may hold unasked."""
+
+
+def test_a_finished_checkpoint_that_is_unsafe_to_load_is_put_back_after_a_kill(tmp_path: Path) -> None:
+    staged = tmp_path / ".saving" / "checkpoint-5"
+    staged.mkdir(parents=True)
+    torch.save({"state": Unknown()}, staged / "optimizer.pt")
+    finish(staged, step=5, world_size=1, precision="fp16")
+    assert find_problems(staged) and is_finished(staged)
+    assert recover(tmp_path, is_finished) == [tmp_path / "checkpoint-5"]
+    assert (tmp_path / "checkpoint-5" / "optimizer.pt").is_file()
