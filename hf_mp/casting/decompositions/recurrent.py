@@ -56,7 +56,8 @@ def _by_layer(
         finals.append(final)
         if dropout and train and number < num_layers - 1:
             input = torch.dropout(input, dropout, True)
-    joined = [torch.cat(of_layers, 0) for of_layers in zip(*finals, strict=True)]
+    # torch 2.11 gives the final states of a layer one dimension more.
+    joined = [torch.cat(of_layers, 0).flatten(0, -3) for of_layers in zip(*finals, strict=True)]
     return [input.transpose(0, 1) if batch_first else input, *joined]
 
 
