@@ -59,6 +59,9 @@ def custom_bwd(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the ``backward`` of a ``torch.autograd.Function``: it runs in the autocast that its forward ran in.
 
     The equivalent of ``torch.amp.custom_bwd``; decorate the ``forward`` with :func:`custom_fwd`.
+
+    Args:
+        backward: the static method.
     """
 
     @functools.wraps(backward)

@@ -148,7 +148,7 @@ def check_parallelism(model: nn.Module) -> None:
         policy = module._get_fsdp_state()._mp_policy
         if not {policy.param_dtype, policy.reduce_dtype} <= {None, torch.float32}:
             raise ValueError(
-                f"fully_shard(mp_policy={policy}) is a second mixed precision, FSDP's own: leave mp_policy "
+                f"fully_shard(mp_policy={policy}) is a mixed precision of FSDP's own: leave mp_policy "
                 "out, so that FP32 masters are gathered and FP32 gradients reduced"
             )
     _check_masters(model)
