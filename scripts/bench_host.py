@@ -28,17 +28,15 @@ from transformers.utils import logging
 import hf_mp
 from _benchmarks import number, show_table
 from _results import RESULTS, median_and_spread, save_result
+from hf_mp.policy import mixed_presets
 
 BARE = "fp32, bare function mode"
 UNSCALED = "torch.autocast bf16"
 PEER = "torch.autocast bf16, GradScaler"
 # Scaled in BF16 as well: products of FP16 cost some CPUs more than the host does.
 OURS = {
-    "hf_mp bf16": "bf16",
+    **{f"hf_mp {preset}": preset for preset in mixed_presets()},
     "hf_mp bf16, loss scaled": "params=fp32,compute=bf16,loss_scale=headroom",
-    "hf_mp fp16": "fp16",
-    "hf_mp bf16-lean": "bf16-lean",
-    "hf_mp fp16-lean": "fp16-lean",
 }
 CONTENDERS = ("fp32", BARE, UNSCALED, PEER, *OURS)
 PARTS = ("forward", "backward", "update", "step")
