@@ -195,8 +195,7 @@ def _blocks(batch: Sequence[AdamWTensors], factor: Tensor | None) -> Iterator[tu
     working, remainder = (
         torch.cat([getattr(tensors, name).view(-1) for tensors in batch]) for name in ("working", "remainder")
     )
-    shape, device = working.shape, working.device
-    master, gradient, floats, units = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(4))
+    master, gradient, floats, units, shorts = _scratch(working.numel(), working.device)
     sizes = [tensors.gradient.numel() for tensors in batch]
     torch._foreach_copy_(gradient.split(sizes), [tensors.gradient.reshape(-1) for tensors in batch])
     parts = [
@@ -204,10 +203,16 @@ def _blocks(batch: Sequence[AdamWTensors], factor: Tensor | None) -> Iterator[tu
     ]
     if factor is not None:
         gradient.mul_(factor)
-    yield parts, working, remainder, gradient, master, floats, units, torch.empty_like(remainder)
+    yield parts, working, remainder, gradient, master, floats, units, shorts
     # The block is updated: its halves go back to their parameters.
     for name, halves in (("working", working), ("remainder", remainder)):
         torch._foreach_copy_([getattr(tensors, name).view(-1) for tensors in batch], halves.split(sizes))
+
+
+def _scratch(elements: int, device: torch.device) -> list[Tensor]:
+    """Room for a block's master and gradient, for two FP32 operands, and for one of int16."""
+    floats = [torch.empty(elements, dtype=torch.float32, device=device) for _ in range(4)]
+    return [*floats, torch.empty(elements, dtype=torch.int16, device=device)]
 
 
 def _blocks_of_one(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[tuple[Any, ...]]:
@@ -218,15 +223,13 @@ def _blocks_of_one(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[tup
     if is_fake(tensors.gradient):  # it has no values, and one block stands for the memory of all
         given = [tensor.reshape(-1)[:elements] for tensor in given]
     size, device = min(elements, tensors.gradient.numel()), tensors.gradient.device
-    master, gradient, floats, units = (torch.empty(size, dtype=torch.float32, device=device) for _ in range(4))
-    shorts = torch.empty(size, dtype=torch.int16, device=device)
+    scratch = _scratch(size, device)
     for scaled, exp_avg, exp_avg_sq, working, remainder in zip(
         *(tensor.reshape(-1).split(elements) for tensor in given), strict=True
     ):
-        if (count := working.numel()) != size:
-            size = count
-            scratch = (master, gradient, floats, units, shorts)
-            master, gradient, floats, units, shorts = (tensor[:size] for tensor in scratch)
+        if working.numel() != size:  # the last block
+            scratch = [tensor[: working.numel()] for tensor in scratch]
+        master, gradient, floats, units, shorts = scratch
         true = scaled
         if factor is not None or scaled.dtype is not torch.float32:
             true = gradient.copy_(scaled)

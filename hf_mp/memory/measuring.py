@@ -16,6 +16,7 @@ from hf_mp.memory.precisions import parse_precision
 from hf_mp.memory.presets import parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.training import (
+    MOST_STEPS,
     Trainee,
     TrainingMemory,
     make_settings,
@@ -107,27 +108,33 @@ def _real_model(config: PreTrainedConfig, precision: str, device: torch.device) 
 
 def _cuda_peak(trainee: Trainee) -> int:
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(2):
-        train_one_step(trainee)
-        trainee.optimizer.zero_grad()
+    _train_until_updated(trainee)
+    _train_until_updated(trainee)
     return torch.cuda.max_memory_allocated()
 
 
 def _cpu_peak(trainee: Trainee, recorder: MemoryRecorder) -> int:
-    """The peak of one more step as torch's CPU allocator reports it to the profiler, plus what was live before."""
+    """The peak of one more update as torch's CPU allocator reports it to the profiler, plus what was live before."""
     from torch.profiler import ProfilerActivity, profile
 
     gc.collect()
     in_use = peak = sum(allocation.size_bytes for allocation in recorder.ledger.live.values())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        train_one_step(trainee)
+        _train_until_updated(trainee)
     results: Any = profiler.profiler
     events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
     for event in sorted(events, key=lambda event: event.start_ns()):
         in_use += event.nbytes()
         peak = max(peak, in_use)
-    trainee.optimizer.zero_grad()
     return int(peak)
+
+
+def _train_until_updated(trainee: Trainee) -> None:
+    for _ in range(MOST_STEPS):
+        updated = train_one_step(trainee)
+        trainee.optimizer.zero_grad()
+        if updated:
+            return
 
 
 def reset_process_peak() -> None:

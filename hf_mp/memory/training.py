@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -33,7 +34,7 @@ from hf_mp.weights.optimizer_in_backward import FreeGradients, check_free_gradie
 DEFAULT_OPTIMIZER = "adamw_torch_fused"  # TrainingArguments'
 _MAX_GRAD_NORM = 1.0  # TrainingArguments'
 _RECORDED_UPDATES = 2  # the first creates the optimizer's state, the second is like all others
-_MOST_STEPS = 40  # a real run skips steps at first, until the loss scale has come down
+MOST_STEPS = 40  # a real run skips steps at first, until the loss scale has come down
 _RECORDED_MICRO_BATCHES = 2  # the second adds to the gradients of the first, like all others
 
 
@@ -159,6 +160,9 @@ def estimate_training_memory(
     prepared = prepare_model(planned, settings)
     with _fake_tensors(target):
         trainee = make_trainee(replace_tensors(prepared, target), kind, settings, target)
+        if trainee.runtime is not None:  # a scaler keeps no fake tensors, and an update joins gradients of one scale
+            scaler = trainee.runtime.scaler
+            scaler.scale_tensors = functools.cache(scaler.scale_tensors)  # type: ignore[method-assign]
         profile = record_steps(trainee, MemoryRecorder(target))
     return TrainingMemory(kind.__name__, parameters, settings, device, measured=False, **vars(profile))
 
@@ -328,19 +332,18 @@ def record_steps(trainee: Trainee, recorder: MemoryRecorder) -> StepProfile:
     profiles: list[StepProfile] = []
     updates = 0
     with recorder.following(trainee.model), recorder:
-        while updates < _RECORDED_UPDATES and len(profiles) < _MOST_STEPS:
+        while updates < _RECORDED_UPDATES and len(profiles) < MOST_STEPS:
             recorder.ledger.start_step()
-            train_one_step(trainee, recorder.start_phase)
+            updates += train_one_step(trainee, recorder.start_phase)
             recorder.take_optimizer_state(trainee.optimizer)
             trainee.optimizer.zero_grad()
             profiles.append(profile_step(recorder.ledger.events))
-            updates += trainee.runtime is None or not trainee.runtime.step_was_skipped
     # What every step reaches counts more than what only the first one does, where they are equal.
     return max(reversed(profiles), key=lambda profile: profile.peak_bytes)
 
 
-def train_one_step(trainee: Trainee, start_phase: Callable[[Phase], None] = lambda phase: None) -> None:
-    """Forward, backward, clipping and update; the caller clears the gradients."""
+def train_one_step(trainee: Trainee, start_phase: Callable[[Phase], None] = lambda phase: None) -> bool:
+    """Forward, backward, clipping and update, and whether there was one; the caller clears the gradients."""
     micro_batches = min(trainee.accumulation_steps, _RECORDED_MICRO_BATCHES)
     for _ in range(micro_batches):
         start_phase(Phase.FORWARD)
@@ -356,3 +359,4 @@ def train_one_step(trainee: Trainee, start_phase: Callable[[Phase], None] = lamb
     else:
         torch.nn.utils.clip_grad_norm_([p for p in trainee.model.parameters() if p.requires_grad], _MAX_GRAD_NORM)
     trainee.optimizer.step()
+    return trainee.runtime is None or not trainee.runtime.step_was_skipped

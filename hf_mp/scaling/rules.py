@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import numbers
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Self, TypeGuard, TypeVar
@@ -322,16 +323,17 @@ def headroom_left(scale: float, magnitude: float) -> float:
     return math.log2(FP16_MAX / (scale * magnitude)) if magnitude > 0.0 else math.inf
 
 
-def _is_number(value: object) -> TypeGuard[float]:
+def _is_number(value: Any) -> TypeGuard[float]:
     # int and float first: asking an abstract class takes a microsecond, and a state is checked at every step
-    return isinstance(value, (int, float, numbers.Real)) and not isinstance(value, bool)
+    is_real = isinstance(value, (int, float, numbers.Real)) and not isinstance(value, bool)
+    return is_real and not sys.float_info.max < abs(value) < math.inf  # an int that no float holds
 
 
 def check(holds: Callable[[Any], bool], meaning: str, **values: object) -> None:
     """Raise a ValueError that says ``meaning`` unless all ``values`` are numbers for which ``holds``."""
     for name, value in values.items():
         if not _is_number(value) or not holds(value):
-            raise ValueError(f"{name}={value!r} must be {meaning}")
+            raise ValueError(f"{name}={value!r:.100} must be {meaning}")
 
 
 def check_whole(smallest: int, **counts: object) -> None:

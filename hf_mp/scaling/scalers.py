@@ -219,8 +219,6 @@ class LossScaler(ExplicitScaling, Generic[State]):
     def _warn_if_inexact(self, **values: float | None) -> None:
         """Warn, at the user's line, about a scale or factor that makes scaling round gradients."""
         for name, value in values.items():
-            if value is not None and abs(value) > sys.float_info.max and value != math.inf:
-                raise ValueError(f"{name} must fit into a float, and has {len(hex(int(value))) - 2} hexadecimal digits")
             if not self._enabled or value is None or math.isinf(value):
                 continue
             if name == "backoff_factor" and value <= 0.0:

@@ -68,13 +68,13 @@ class GradientCheck(SeenGradients):
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = self.gradients(parameters)
-        seen = [] if self._largest is None else [self._largest]
+        seen = self._largest
         # In a plain loop, gradients may be written so that no version counter rises (`.data`, NumPy).
-        holds = bool(seen) and self.measures_norm and self.hold(gradients)
-        found = [] if holds else [g if type(g) is Tensor else local_part(g) for g in gradients]
-        numbers = seen if holds else [magnitude_bound(found), *seen]
-        bound, *others = torch.stack([number.to(numbers[0].device) for number in numbers]).tolist()
-        measured = None if not seen else others[0] if others else bound
+        holds = seen is not None and self.measures_norm and self.hold(gradients)
+        found = [] if holds else list(map(local_part, gradients))
+        numbers = [*([] if seen is None else [seen]), *([] if holds else [magnitude_bound(found)])]
+        values = torch.stack([number.to(numbers[0].device) for number in numbers]).tolist()
+        measured, bound = None if seen is None else values[0], values[-1]
         overflow = not bound < SQUARES_BELOW and (holds or not all_finite(found, SQUARES_BELOW))
         # Clipping by value, or a repair by hand, may have hidden what the backward gave.
         overflow = overflow or (measured is not None and not math.isfinite(measured))

@@ -123,7 +123,8 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """The shard of ``tensor`` that this process holds; any other tensor as it is."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    is_whole = type(tensor) is Tensor or not is_dtensor(tensor)
+    return tensor if is_whole else tensor.to_local()  # type: ignore[attr-defined]
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +52,7 @@ class WeightLayout:
 
     def working_copy(self, weight: Tensor) -> Tensor | None:
         """What lower-precision ops read in the place of ``weight``, without grad; None where they cast it."""
-        is_master = weight.dtype is torch.float32 and is_parameter(weight)
-        return self.copies.get(weight) if is_master else None  # type: ignore[arg-type]
+        return self.copies.get(weight) if _is_master(weight) else None
 
     def for_parameters(self, parameters: Iterable[Tensor], train_together: bool) -> WeightLayout:
         """The layout to use on several processes; ``train_together`` where DDP reduces gradients of ``parameters``."""
@@ -110,8 +109,7 @@ class TransientLayout(WeightLayout):
         self._transient = TransientCopies(policy.compute)
 
     def working_copy(self, weight: Tensor) -> Tensor | None:
-        is_master = weight.dtype is torch.float32 and is_parameter(weight)
-        return self._transient.get(weight) if is_master else None  # type: ignore[arg-type]
+        return self._transient.get(weight) if _is_master(weight) else None
 
     def for_parameters(self, parameters: Iterable[Tensor], train_together: bool) -> WeightLayout:
         return self
@@ -185,6 +183,10 @@ def make_layout(policy: PrecisionPolicy) -> WeightLayout:
     return WeightLayout(policy) if policy.params is torch.float32 else SplitLayout(policy)
 
 
+def _is_master(weight: Tensor) -> TypeGuard[nn.Parameter]:
+    return weight.dtype is torch.float32 and is_parameter(weight)
+
+
 def measure(found: Sequence[tuple[Tensor, Tensor | None]], *, with_norm: bool) -> tuple[Tensor, Tensor | None]:
     """The largest magnitude of true gradients, at least one; their 2-norm, where wanted and all are dense FP32."""
     if with_norm and all(
@@ -199,7 +201,7 @@ def largest_true_magnitude(found: Iterable[tuple[Tensor, Tensor | None]]) -> Ten
     """The largest magnitude of gradients times their factors (None for 1), FP32 of shape ()."""
     by_factor: dict[Tensor | None, list[Tensor]] = {}
     for gradient, factor in found:
-        by_factor.setdefault(factor, []).append(gradient if type(gradient) is Tensor else local_part(gradient))
+        by_factor.setdefault(factor, []).append(local_part(gradient))
     largest = [
         largest_magnitude(gradients) if factor is None else largest_magnitude(gradients) * factor.squeeze()
         for factor, gradients in by_factor.items()

@@ -137,7 +137,7 @@ class WorkingWeights:
             return copy
         # A border for each use: their gradients are summed in FP32.
         self.layout.copies.note_rounded(outside)
-        return inward_borders([outside], [copy], self._crossings)[1][0]
+        return inward_borders([outside], [copy], self._crossings, with_aliases=False)[1][0]
 
     def operand(self, tensor: Tensor) -> Operand | None:
         """A weight for a product that writes the weight's gradient itself; None where a border must."""

@@ -427,6 +427,7 @@ class TestMaking:
         [
             ({"growth_factor": 0.9}, "growth_factor=0.9 must be at least 1.0"),
             ({"growth_factor": math.nan}, "growth_factor=nan must be at least 1.0"),
+            ({"growth_factor": 10**400}, "growth_factor=10{99} must be at least 1.0 and finite"),
             ({"growth_factor": math.inf}, "growth_factor=inf must be at least 1.0 and finite"),
             ({"backoff_factor": -math.inf}, "backoff_factor=-inf must be below 1.0"),
             ({"backoff_factor": math.nan}, "backoff_factor=nan must be below 1.0"),
