@@ -338,7 +338,8 @@ def _lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: 
 
 
 def _has_large(args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
-    return any(isinstance(value, Tensor) and value.numel() >= OWN_ELEMENTS for value in (*args, *kwargs.values()))
+    values = [*args, *kwargs.values()]  # a list, and no generator: each product asks
+    return any([isinstance(value, Tensor) and value.numel() >= OWN_ELEMENTS for value in values])
 
 
 def _in_rows(x: Any) -> Any:
@@ -360,7 +361,9 @@ def _fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs
         return mode.call_unlisted(func, args, kwargs)
     cast = mode.cast
     args = [cast(arg, torch.float32) for arg in args]
-    return func(*args, **{key: cast(arg, torch.float32) for key, arg in kwargs.items()})
+    if kwargs:
+        kwargs = {key: cast(arg, torch.float32) for key, arg in kwargs.items()}
+    return func(*args, **kwargs)
 
 
 def _fp32_output(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -170,17 +170,21 @@ def is_small(gradient: Tensor) -> bool:
 
 def _batches(parameters: Sequence[AdamWTensors]) -> Iterator[list[AdamWTensors]]:
     """The parameters one by one; small ones of the same dtypes together, up to the size of a block."""
-    largest = max(1, _block_elements() // _SMALL_ELEMENTS)
-    small: dict[tuple[torch.dtype, ...], list[AdamWTensors]] = {}
+    joined: dict[tuple[torch.dtype, ...], tuple[list[AdamWTensors], int]] = {}  # with their number of elements
     for tensors in parameters:
         if len(parameters) == 1 or not (is_small(tensors.gradient) and _has_blocks(tensors)):
             yield [tensors]
-        else:
-            kind = (tensors.gradient.dtype, tensors.working.dtype)  # type: ignore[union-attr]
-            small.setdefault(kind, []).append(tensors)
-    for batch in small.values():
-        for start in range(0, len(batch), largest):
-            yield batch[start : start + largest]
+            continue
+        kind = (tensors.gradient.dtype, tensors.working.dtype)  # type: ignore[union-attr]
+        batch, size = joined.get(kind, ([], 0))
+        count = tensors.gradient.numel()
+        if size + count > _block_elements():
+            yield batch
+            batch, size = [], 0
+        batch.append(tensors)
+        joined[kind] = batch, size + count
+    for batch, _ in joined.values():
+        yield batch
 
 
 def _block_elements() -> int:

@@ -114,14 +114,18 @@ def _leave(ctx: Any, uses: list[list[Tensor]]) -> list[Tensor | None]:
     unscaled = iter(_multiply_all([gradient for i in leaving for gradient in uses[i]], next(told, None), crossings))
     for i in leaving:
         dtype = _outside_dtype(outside[i].dtype)  # of an FP16 activation outside, autograd rounds it
-        first, *others = [next(unscaled).to(dtype) for _ in uses[i]]
-        found[i] = functools.reduce(torch.add, others, first)
+        total = next(unscaled).to(dtype)
+        for _ in uses[i][1:]:
+            total = total + next(unscaled).to(dtype)
+        found[i] = total
     return found
 
 
 def _multiply_all(gradients: list[Tensor], factor: Tensor | None, crossings: Crossings) -> list[Tensor]:
     """:func:`multiply` of each; of several plain ones in two multi-tensor calls."""
-    if factor is None or len(gradients) < 2 or torch.is_grad_enabled() or not all(map(_is_plain, gradients)):
+    if factor is None:
+        return gradients
+    if len(gradients) < 2 or torch.is_grad_enabled() or not all(map(_is_plain, gradients)):
         return [multiply(gradient, factor, crossings) for gradient in gradients]
     number = factor.squeeze()
     rounded = [gradient.float() for gradient in gradients if gradient.dtype is not torch.float32]

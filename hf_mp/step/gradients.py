@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, magnitude_bound
 from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.attachable import UNKNOWN_OPTIMIZER
-from hf_mp.weights.distributed import local_part
+from hf_mp.weights.distributed import local_parts
 from hf_mp.weights.open_backwards import OpenBackwards
 from hf_mp.weights.seen_gradients import SeenGradients
 
@@ -71,7 +71,7 @@ class GradientCheck(SeenGradients):
         seen = self._largest
         # In a plain loop, gradients may be written so that no version counter rises (`.data`, NumPy).
         holds = seen is not None and self.measures_norm and self.hold(gradients)
-        found = [] if holds else list(map(local_part, gradients))
+        found = [] if holds else local_parts(gradients)
         numbers = [*([] if seen is None else [seen]), *([] if holds else [magnitude_bound(found)])]
         values = torch.stack([number.to(numbers[0].device) for number in numbers]).tolist()
         measured, bound = None if seen is None else values[0], values[-1]

@@ -123,8 +123,12 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """The shard of ``tensor`` that this process holds; any other tensor as it is."""
-    is_whole = type(tensor) is Tensor or not is_dtensor(tensor)
-    return tensor if is_whole else tensor.to_local()  # type: ignore[attr-defined]
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """:func:`local_part` of each."""
+    return [tensor if type(tensor) is Tensor else local_part(tensor) for tensor in tensors]
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude, largest_magnitude_and_norm
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
-from hf_mp.weights.distributed import is_dtensor, local_part
+from hf_mp.weights.distributed import is_dtensor, local_parts
 from hf_mp.weights.fused_adamw import step_whole
 from hf_mp.weights.model_walk import parameters_of
 from hf_mp.weights.optimizer import MasterWeightOptimizer, clip_grad_norm_
@@ -201,11 +201,11 @@ def largest_true_magnitude(found: Iterable[tuple[Tensor, Tensor | None]]) -> Ten
     """The largest magnitude of gradients times their factors (None for 1), FP32 of shape ()."""
     by_factor: dict[Tensor | None, list[Tensor]] = {}
     for gradient, factor in found:
-        by_factor.setdefault(factor, []).append(local_part(gradient))
-    largest = [
-        largest_magnitude(gradients) if factor is None else largest_magnitude(gradients) * factor.squeeze()
-        for factor, gradients in by_factor.items()
-    ]
+        by_factor.setdefault(factor, []).append(gradient)
+    largest: list[Tensor] = []
+    for factor, gradients in by_factor.items():
+        magnitude = largest_magnitude(local_parts(gradients))
+        largest.append(magnitude if factor is None else magnitude * factor.squeeze())
     if not largest:
         return torch.zeros((), dtype=torch.float32, device="cpu")
     return torch.stack([magnitude.to(largest[0].device) for magnitude in largest]).max()

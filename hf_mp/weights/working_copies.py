@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 
-from hf_mp.kernels.identity import is_shared, version_of
+from hf_mp.kernels.identity import is_shared
 
 _DATA: Any = Tensor.data  # the property itself, which the class below overrides
 
@@ -92,7 +92,8 @@ def unwatch(parameter: nn.Parameter) -> None:
 
 def seen(parameter: Tensor) -> tuple[int, int]:
     """Version and address, by which a later look tells most writes."""
-    return version_of(parameter), parameter.data_ptr()
+    # version_of(), written out: this is asked of every weight twice a step
+    return -1 if parameter.is_inference() else parameter._version, parameter.data_ptr()
 
 
 @dataclass
@@ -130,30 +131,31 @@ class WorkingCopies:
         elif type(parameter) is nn.Parameter:  # another model that has it was detached
             watch(parameter)
             _refresh_if_changed(entry, parameter)
-        elif type(parameter) is WatchedParameter and parameter.may_have_changed_unseen():
+        elif type(parameter) is WatchedParameter and parameter._data_was_out and parameter.may_have_changed_unseen():
             _refresh_if_changed(entry, parameter)
         return entry.copy
 
-    def is_rounded(self, parameter: Tensor) -> bool:
-        """Whether a forward has read the copy of ``parameter`` as a tensor of its own."""
-        entry = self._entries.get(id(parameter))
-        return entry is not None and entry.is_rounded
+    def rounded(self, parameter: Tensor) -> Tensor | None:
+        """The copy of a ``parameter`` that a forward has read as a tensor of its own; None for others, made fresh."""
+        if (entry := self._entries.get(id(parameter))) is None:
+            return None
+        copy = self.get(parameter)  # type: ignore[arg-type]
+        return copy if entry.is_rounded else None
 
     def note_rounded(self, parameter: Tensor) -> None:
         """Take in that a forward does so."""
         if (entry := self._entries.get(id(parameter))) is not None:
             entry.is_rounded = True
 
-    def refresh_all(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Round every trainable parameter into its copy, in one fused pass; called once after each update.
+    def refresh_all(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Round ``parameters``, which an optimizer had gradients of, into their copies, in one fused pass.
 
         Stale or not: optimizers that write through ``.data`` or in a kernel of their own raise no version counter.
-        Frozen ones wait until :meth:`get` finds them changed: the base under an adapter is not read at every step.
-        So do those that are not among ``parameters``, which the optimizer had gradients of (default None: all): a graph
-        may have saved their copies (a generator's, while its discriminator is updated).
+        Others wait until :meth:`get` finds them changed: the base under an adapter is not read at every step, and a
+        graph may have saved their copies (a generator's, while its discriminator is updated).
         """
-        wanted = None if parameters is None else set(map(id, parameters))
-        _refresh([e for e, p in self._live() if p.requires_grad and (wanted is None or id(p) in wanted)])
+        found = [(self._entries.get(id(parameter)), parameter) for parameter in parameters]
+        _refresh([e for e, p in found if e is not None and p.requires_grad and e.copy.shape == p.shape])
 
     def copy_of(self, parameter: nn.Parameter) -> Tensor | None:
         """The copy that ``parameter`` has, whether or not it is fresh, for a kernel that writes both."""

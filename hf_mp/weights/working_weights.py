@@ -20,6 +20,9 @@ GROUP_SIZE = 16  # small weights that share a border: one autograd node instead 
 ALONE_ELEMENTS = 2**18  # weights from this size on have a border of their own: their gradients leave at once
 
 
+_Group = list[tuple[Tensor, Tensor | None]]  # weights and those of their working copies that forwards read
+
+
 class _Weight:
     """A trained weight, as one forward uses it."""
 
@@ -63,11 +66,13 @@ class WorkingWeights:
         self.first_node = torch.autograd._get_sequence_nr()
         if not layout.keeps_copies:
             return
-        places = list(_places(model))
-        weights = list({id(weight): weight for _, _, weight in places}.values())
+        places = _places(model)
+        weights = {id(weight): weight for _, _, weight in places}.values()
+        # Made fresh before an alias inside exists: anything else that shares the memory may write it unseen.
+        pairs = [(weight, layout.copies.rounded(weight)) for weight in weights]
         if not self.has_borders:
-            weights = [weight for weight in weights if layout.copies.is_rounded(weight)]
-        for group in _groups(weights, group_size):
+            pairs = [(weight, copy) for weight, copy in pairs if copy is not None]
+        for group in _groups(pairs, group_size):
             self._bring_in(group)
         if self.has_borders:
             self._slots = [(names, name, self._in_place(weight)) for names, name, weight in places]
@@ -75,18 +80,18 @@ class WorkingWeights:
     def _in_place(self, outside: Tensor) -> Tensor:
         weight = self._weights[id(outside)]
         if self.layout.takes_gradients and weight.is_placed:
-            self._bring_in([outside])  # a tied weight has a border for each place
+            self._bring_in_one(outside)  # a tied weight has a border for each place
             weight = self._weights[id(outside)]
         weight.is_placed = True
         return weight.inside
 
-    def _bring_in(self, group: list[Tensor]) -> None:
-        layout = self.layout
-        # Checked before an alias inside exists: anything else that shares the memory may write it unseen.
-        found = [layout.working_copy(weight) if weight in layout.copies else None for weight in group]
-        copies = [copy if layout.copies.is_rounded(weight) else None for weight, copy in zip(group, found, strict=True)]
-        insides, rounded = inward_borders(group, copies, self._crossings, with_aliases=self.has_borders)
-        for weight in map(_Weight, group, insides, rounded):
+    def _bring_in_one(self, outside: Tensor) -> None:
+        self._bring_in([(outside, self.layout.copies.rounded(outside))])
+
+    def _bring_in(self, group: _Group) -> None:
+        outside, copies = zip(*group, strict=True)
+        insides, rounded = inward_borders(outside, copies, self._crossings, with_aliases=self.has_borders)
+        for weight in map(_Weight, outside, insides, rounded):
             self._weights[id(weight.outside)] = self._weights[id(weight.inside)] = weight
 
     def fill(self) -> None:
@@ -99,7 +104,7 @@ class WorkingWeights:
             self._handles = [module.register_forward_pre_hook(self._fill_gathered) for module in shards]
 
     def _fill_gathered(self, gathered: nn.Module, args: Any) -> None:
-        for names, name, weight in list(_places(gathered)):
+        for names, name, weight in _places(gathered):
             if not is_dtensor(weight):  # that of a part that FSDP gathers by itself
                 names[name] = self.bring_in(weight)
                 self._slots.append((names, name, names[name]))
@@ -132,7 +137,9 @@ class WorkingWeights:
         if weight is not None and weight.rounded is not None:
             found, weight.rounded = weight.rounded, None
             return found
-        outside = self.outside(tensor)
+        if weight is None and tensor.grad_fn is not None:  # an activation
+            return None
+        outside = tensor if weight is None else weight.outside
         if (copy := self.layout.working_copy(outside)) is None or not outside.requires_grad:
             return copy
         # A border for each use: their gradients are summed in FP32.
@@ -152,7 +159,7 @@ class WorkingWeights:
         if not self.has_borders or not tensor.requires_grad or not self.is_outside(tensor):
             return tensor
         if id(tensor) not in self._weights:
-            self._bring_in([tensor])
+            self._bring_in_one(tensor)
         return self._weights[id(tensor)].inside
 
     def bring_in_argument(self, tensor: Tensor) -> Tensor:
@@ -162,7 +169,7 @@ class WorkingWeights:
         if tensor.grad_fn is not None and self._has_made(tensor.grad_fn):
             return tensor
         if id(tensor) not in self._weights:
-            self._bring_in([tensor])
+            self._bring_in_one(tensor)
         return self._weights[id(tensor)].inside
 
     def is_outside(self, tensor: Tensor) -> bool:
@@ -197,23 +204,25 @@ class WorkingWeights:
             self.first_node, self._carriers = first, set()
 
 
-def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+def _places(model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
     """Where trained weights are looked up: a module's attributes, a name, the weight."""
-    for module in modules_of(model):
-        for name, weight in module._parameters.items():
-            if weight is not None and weight.requires_grad and name not in module.__dict__:
-                yield module.__dict__, name, weight
+    return [
+        (module.__dict__, name, weight)
+        for module in modules_of(model)
+        for name, weight in module._parameters.items()
+        if weight is not None and weight.requires_grad and name not in module.__dict__
+    ]
 
 
-def _groups(weights: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
-    group: list[Tensor] = []
-    for weight in weights:
+def _groups(weights: _Group, size: int) -> Iterator[_Group]:
+    group: _Group = []
+    for weight, copy in weights:
         if weight.numel() >= ALONE_ELEMENTS:
-            yield [weight]
+            yield [(weight, copy)]
             continue
-        if len(group) == size or (group and group[0].device != weight.device):
+        if len(group) == size or (group and group[0][0].device != weight.device):
             yield group
             group = []
-        group.append(weight)
+        group.append((weight, copy))
     if group:
         yield group

@@ -143,7 +143,7 @@ class TestTheCopyIsTheParameterRounded:
         for _ in range(3):
             before = copies.get(parameter).clone()
             step(make, fused=True)(parameter)
-            copies.refresh_all()
+            copies.refresh_all([parameter])
             check_current(copies, parameter)
             assert not torch.equal(copies.get(parameter), before)
 
@@ -216,7 +216,7 @@ class TestTheCopyIsTheParameterRounded:
         parameter, copies = watched(3, 5), WorkingCopies(FP16)
         copies.get(parameter)
         parameter.data = random(*shape, seed=1)
-        copies.refresh_all()
+        copies.refresh_all([parameter])
         check_current(copies, parameter)
         assert copies.get(parameter).shape == shape and len(copies) == 1
 
@@ -259,7 +259,7 @@ class TestTheCopyIsTheParameterRounded:
         with torch.inference_mode():
             check_current(copies, parameter)
         assert not copies.get(parameter).is_inference()
-        for refresh in (copies.refresh_all, lambda: None):
+        for refresh in (lambda: copies.refresh_all([parameter]), lambda: None):
             write_in_place(parameter)
             refresh()
             check_current(copies, parameter)
@@ -376,25 +376,25 @@ class TestRefresh:
         for parameter in parameters:
             copies.get(parameter)
         assert not any(torch.equal(c, p.detach().half()) for p, c in zip(parameters, held, strict=True))
-        copies.refresh_all()
+        copies.refresh_all(parameters)
         assert all(torch.equal(c, p.detach().half()) for p, c in zip(parameters, held, strict=True))
 
     def test_makes_no_copies(self) -> None:
         copies = WorkingCopies(FP16)
-        _ = watched(3)
-        copies.refresh_all()
+        parameter = watched(3)
+        copies.refresh_all([parameter])
         assert len(copies) == 0
 
     def test_of_a_parameter_that_is_gone(self, parameters: list[nn.Parameter], copies: WorkingCopies) -> None:
         del parameters[1]
         gc.collect()
-        copies.refresh_all()
+        copies.refresh_all(parameters)
         assert len(copies) == 3
 
     def test_leaves_autograd_alone(self, parameters: list[nn.Parameter], copies: WorkingCopies) -> None:
         write_in_place(parameters[0])
         with torch.enable_grad():
-            copies.refresh_all()
+            copies.refresh_all(parameters)
             assert not copies.get(parameters[0]).requires_grad
         assert parameters[0].grad is None and parameters[0].is_leaf
 
@@ -515,7 +515,7 @@ def test_frozen_parameters_are_not_rounded_at_every_update(monkeypatch: pytest.M
     refreshed: list[int] = []
     original = torch._foreach_copy_
     monkeypatch.setattr(torch, "_foreach_copy_", lambda to, of: (refreshed.append(len(to)), original(to, of)))
-    copies.refresh_all()
+    copies.refresh_all([frozen, trained])
     assert refreshed == [1]
     assert torch.equal(copies.get(frozen), frozen.half())
 
