@@ -29,7 +29,7 @@ from hf_mp.casting import deferred_output
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 from autograd_functions import Times
 
-STEPS = 50
+STEPS = 30
 LEARNING_RATE = 0.1
 Wrap = Callable[[nn.Module], nn.Module]
 

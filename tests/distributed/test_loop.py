@@ -43,9 +43,9 @@ def assert_ranks_agree(two: Results, case: str) -> dict[str, Any]:
 @pytest.mark.parametrize("case", ["ddp", "fsdp"])
 def test_two_processes_train_as_one_with_the_same_global_batch(one: dict[str, Any], two: Results, case: str) -> None:
     log = assert_ranks_agree(two, case)
-    assert len(log["loss"]) == 50
+    assert len(log["loss"]) == 30
     assert log["loss"] == pytest.approx(one["one"]["loss"], rel=1e-4)
-    assert log["loss"][-1] < 0.7 * log["loss"][0]  # it learns, so that equal losses say something
+    assert log["loss"][-1] < 0.85 * log["loss"][0]  # it learns, so that equal losses say something
     assert not any(log["skipped"])
     assert all(headroom is not None for headroom in log["headroom"])
 

@@ -142,8 +142,8 @@ def resumed(folder: Path, **settings: Any) -> dict[str, Any]:
 # Cases: DDP, or one process
 
 
-def fifty_steps(folder: Path) -> dict[str, Any]:
-    return run(folder, max_steps=50)
+def twenty_steps(folder: Path) -> dict[str, Any]:
+    return run(folder, max_steps=20)
 
 
 def overflow(folder: Path) -> dict[str, Any]:
@@ -173,8 +173,8 @@ def _fsdp(**settings: Any) -> dict[str, Any]:
     return {"fsdp": True, "fsdp_config": config}
 
 
-def fsdp_fifty_steps(folder: Path) -> dict[str, Any]:
-    return run(folder, max_steps=50, **_fsdp())
+def fsdp_twenty_steps(folder: Path) -> dict[str, Any]:
+    return run(folder, max_steps=20, **_fsdp())
 
 
 def fsdp_overflow(folder: Path) -> dict[str, Any]:
@@ -215,9 +215,9 @@ def fsdp_saved_model(folder: Path) -> dict[str, Any]:
     }
 
 
-ONE_PROCESS = [fifty_steps, accumulation, resume_from_two]
+ONE_PROCESS = [twenty_steps, accumulation, resume_from_two]
 TWO_PROCESSES = [
-    fifty_steps, overflow, accumulation, resume, fsdp_fifty_steps, fsdp_overflow, fsdp_accumulation,
+    twenty_steps, overflow, accumulation, resume, fsdp_twenty_steps, fsdp_overflow, fsdp_accumulation,
     fsdp_resume_full, fsdp_resume_sharded, fsdp_checkpointing, fsdp_saved_model,
 ]  # fmt: skip
 
