@@ -158,9 +158,12 @@ def _fused(parts: Sequence[AdamWTensors], master: Tensor, gradient: Tensor, sett
 
 
 def _has_blocks(tensors: AdamWTensors) -> bool:
-    gradient = tensors.gradient
-    dense = gradient.numel() > 0 and all(tensor.is_contiguous() for tensor in tensors.state())
-    return tensors.remainder is not None and gradient.device.type == "cpu" and dense
+    gradient, exp_avg, exp_avg_sq, _, _, working, remainder = tensors
+    if remainder is None or working is None or gradient.device.type != "cpu" or not gradient.numel():
+        return False
+    # each by name: this is asked of every parameter at every step
+    is_dense = exp_avg.is_contiguous() and exp_avg_sq.is_contiguous()
+    return is_dense and working.is_contiguous() and remainder.is_contiguous()
 
 
 def is_small(gradient: Tensor) -> bool:

@@ -147,14 +147,16 @@ def _moments(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[Tensor, Ten
             state[name] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
     for name in ("exp_avg", "exp_avg_sq"):
         # Those of a channels-last parameter, loaded: torch's fused step reads by position, and masters are contiguous.
-        state[name] = state[name].contiguous()
+        if not state[name].is_contiguous():
+            state[name] = state[name].contiguous()
         if state[name].shape != parameter.shape:  # torch's kernel would write beyond its end
             raise ValueError(
                 f"{name} has shape {tuple(state[name].shape)}, but its parameter {tuple(parameter.shape)}: the state "
                 "of this optimizer is that of another model"
             )
     moments = state["exp_avg"], state["exp_avg_sq"], state["step"]
-    fit = all(m.dtype is torch.float32 and m.device == parameter.device for m in moments)
+    device = parameter.device
+    fit = all([m.dtype is torch.float32 and m.device == device for m in moments])
     return moments if fit else None
 
 

@@ -131,7 +131,6 @@ class SplitParameter(nn.Parameter):
         self._wants_true_gradients = True
         return super().register_post_accumulate_grad_hook(hook)
 
-    @torch.no_grad()
     def take_scaled_gradient(self, gradient: Tensor, factor: Tensor | None = None) -> bool:
         """Keep what backward brings, still scaled, or add it to what is there; False where autograd is to do it."""
         if self._wants_true_gradients or gradient.dtype not in LOWER_PRECISION_DTYPES:
@@ -139,9 +138,10 @@ class SplitParameter(nn.Parameter):
         if self._scaled is None and _GRAD.__get__(self) is None:
             self._scaled = ScaledGradient(gradient, factor)
             return True
-        sum_so_far, true = self.grad, unscaled(gradient, factor, like=self)
-        assert sum_so_far is not None
-        self.grad = true + sum_so_far if sum_so_far.is_sparse else sum_so_far.add_(true)
+        with torch.no_grad():
+            sum_so_far, true = self.grad, unscaled(gradient, factor, like=self)
+            assert sum_so_far is not None
+            self.grad = true + sum_so_far if sum_so_far.is_sparse else sum_so_far.add_(true)
         return True
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:

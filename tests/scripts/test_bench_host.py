@@ -13,9 +13,9 @@ from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
 
 # Of one more layer of GPT-2, at most: Python calls, autograd nodes written in Python, kernels, reads by the host.
 LIMITS = {
-    "hf_mp bf16": (830, 1, 92, 0),
-    "hf_mp bf16, loss scaled": (940, 1, 98, 0),
-    "hf_mp bf16-lean": (1900, 1, 145, 1),
+    "hf_mp bf16": (710, 1, 92, 0),
+    "hf_mp bf16, loss scaled": (840, 1, 98, 0),
+    "hf_mp bf16-lean": (1610, 1, 118, 0),
 }
 
 
