@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,15 +45,13 @@ def examine_machine() -> Machine:
 
 
 def capabilities() -> Capabilities:
-    has_fp16, has_bf16 = runs_natively(torch.float16, "cpu"), runs_natively(torch.bfloat16, "cpu")
-    cpu = Capabilities(cpu_fp16=has_fp16, cpu_bf16=has_bf16)
+    cpu = {"cpu_fp16": runs_natively(torch.float16, "cpu"), "cpu_bf16": runs_natively(torch.bfloat16, "cpu")}
     if not torch.cuda.is_available():
-        return cpu
+        return Capabilities(**cpu)
     weakest = min(range(torch.cuda.device_count()), key=torch.cuda.get_device_capability)
     capability = None if torch.version.hip is not None else torch.cuda.get_device_capability(weakest)
     gpu_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    name = torch.cuda.get_device_name(weakest)
-    return replace(cpu, gpu=name, compute_capability=capability, gpu_bf16=gpu_bf16)
+    return Capabilities(torch.cuda.get_device_name(weakest), capability, gpu_bf16, **cpu)
 
 
 def screen(machine: Machine) -> Iterator[RenderableType]:
