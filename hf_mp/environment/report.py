@@ -45,13 +45,13 @@ def examine_machine() -> Machine:
 
 
 def capabilities() -> Capabilities:
-    cpu = {"cpu_fp16": runs_natively(torch.float16, "cpu"), "cpu_bf16": runs_natively(torch.bfloat16, "cpu")}
+    cpu_fp16, cpu_bf16 = runs_natively(torch.float16, "cpu"), runs_natively(torch.bfloat16, "cpu")
     if not torch.cuda.is_available():
-        return Capabilities(**cpu)
+        return Capabilities(cpu_fp16=cpu_fp16, cpu_bf16=cpu_bf16)
     weakest = min(range(torch.cuda.device_count()), key=torch.cuda.get_device_capability)
     capability = None if torch.version.hip is not None else torch.cuda.get_device_capability(weakest)
     gpu_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    return Capabilities(torch.cuda.get_device_name(weakest), capability, gpu_bf16, **cpu)
+    return Capabilities(torch.cuda.get_device_name(weakest), capability, gpu_bf16, cpu_fp16, cpu_bf16)
 
 
 def screen(machine: Machine) -> Iterator[RenderableType]:

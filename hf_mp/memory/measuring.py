@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import tempfile
 from pathlib import Path
@@ -72,14 +73,14 @@ def measure_training_memory(
     if ask_allocator or (ask_allocator is None and place.type == "cuda"):
         allocator_peak = _cuda_peak(trainee) - before if place.type == "cuda" else _cpu_peak(trainee, recorder)
     return TrainingMemory(
-        kind.__name__,
-        parameters,
-        asked,
-        place.type,
+        **vars(profile),
+        model=kind.__name__,
+        parameters=parameters,
+        settings=asked,
+        device=place.type,
         measured=True,
         allocator_peak_bytes=allocator_peak,
         process_peak_bytes=process_peak,
-        **vars(profile),
     )
 
 
@@ -139,10 +140,8 @@ def _train_until_updated(trainee: Trainee) -> None:
 
 def reset_process_peak() -> None:
     """Reset the peak resident memory on Linux (proc_pid_clear_refs(5)); elsewhere it stays."""
-    try:
+    with contextlib.suppress(OSError):  # not Linux, or a container that does not let us
         (_PROCESS / "clear_refs").write_text("5")
-    except OSError:  # not Linux, or a container that does not let us
-        return
 
 
 def process_peak_bytes() -> int | None:

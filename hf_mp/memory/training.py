@@ -20,8 +20,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import import_utils
 
 from hf_mp.casting.mode import autocast
+from hf_mp.casting.nested import tensors_in
 from hf_mp.memory.fake_tensors import STAND_IN, AnswerAsIfAllWentWell, kernels_of_a_gpu
-from hf_mp.memory.ledger import Category, Moment, Phase, StepProfile, profile_step
+from hf_mp.memory.ledger import Category, Phase, StepProfile, profile_step
 from hf_mp.memory.models import ModelLike, find_config, replace_tensors, skeleton
 from hf_mp.memory.presets import TrainingPreset, parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
@@ -50,7 +51,7 @@ class TrainingSettings:
 
 
 @dataclass(frozen=True, repr=False)
-class TrainingMemory:
+class TrainingMemory(StepProfile):
     """The memory of one training step, estimated or measured.
 
     Attributes:
@@ -73,11 +74,6 @@ class TrainingMemory:
     settings: TrainingSettings
     device: str
     measured: bool
-    peak_bytes: int
-    peak_phase: Phase
-    peak_op: str
-    bytes_by_category: dict[Category, int]
-    timeline: tuple[Moment, ...]
     allocator_peak_bytes: int | None = None
     process_peak_bytes: int | None = None
 
@@ -164,7 +160,9 @@ def estimate_training_memory(
             scaler = trainee.runtime.scaler
             scaler.scale_tensors = functools.cache(scaler.scale_tensors)  # type: ignore[method-assign]
         profile = record_steps(trainee, MemoryRecorder(target))
-    return TrainingMemory(kind.__name__, parameters, settings, device, measured=False, **vars(profile))
+    return TrainingMemory(
+        **vars(profile), model=kind.__name__, parameters=parameters, settings=settings, device=device, measured=False
+    )
 
 
 @contextlib.contextmanager
@@ -335,7 +333,7 @@ def record_steps(trainee: Trainee, recorder: MemoryRecorder) -> StepProfile:
         while updates < _RECORDED_UPDATES and len(profiles) < MOST_STEPS:
             recorder.ledger.start_step()
             updates += train_one_step(trainee, recorder.start_phase)
-            recorder.take_optimizer_state(trainee.optimizer)
+            recorder.take(tensors_in(list(trainee.optimizer.state.values())), Category.OPTIMIZER_STATE)
             trainee.optimizer.zero_grad()
             profiles.append(profile_step(recorder.ledger.events))
     # What every step reaches counts more than what only the first one does, where they are equal.

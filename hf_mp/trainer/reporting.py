@@ -117,12 +117,8 @@ def _add_histograms(writer: Any, magnitudes: StepMagnitudes, step: int) -> None:
     """One histogram of log2 |value| for each tensor; zeros, which have no logarithm, are not in it."""
     for tensor in magnitudes.tensors if writer is not None else ():
         if tensor.histogram.finite_nonzero:
-            writer.add_histogram_raw(_tag(tensor), **_raw_histogram(tensor), global_step=step)
-
-
-def _tag(tensor: TensorMagnitudes) -> str:
-    name = f"{tensor.layer}.{tensor.tensor}" if tensor.tensor else tensor.layer
-    return f"log2 of {tensor.kind.value}/{name}"
+            name = f"{tensor.layer}.{tensor.tensor}" if tensor.tensor else tensor.layer
+            writer.add_histogram_raw(f"log2 of {tensor.kind.value}/{name}", **_raw_histogram(tensor), global_step=step)
 
 
 def _raw_histogram(tensor: TensorMagnitudes) -> dict[str, Any]:
