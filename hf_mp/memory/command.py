@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_mp.memory.html_page import check_writable, write_whole
 from hf_mp.memory.page import render_page
-from hf_mp.memory.presets import TRAINING_PRESETS, parse_preset
+from hf_mp.memory.precisions import TRAINING_PRESETS, parse_preset
 from hf_mp.memory.report import as_json as report_as_json
 from hf_mp.memory.report import gather_report
 from hf_mp.memory.sizes import parse_size

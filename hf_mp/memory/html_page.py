@@ -39,11 +39,7 @@ def check_writable(path: Path) -> None:
 
 
 def write_whole(path: Path, content: str) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(content)
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    finally:
-        Path(name).unlink(missing_ok=True)  # there only after an error
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        whole = Path(folder, path.name)
+        whole.write_text(content, encoding="utf-8")
+        whole.replace(path)

@@ -13,8 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_mp.memory.loading import load
 from hf_mp.memory.models import ModelLike, find_config, model_class
-from hf_mp.memory.precisions import parse_precision
-from hf_mp.memory.presets import parse_preset
+from hf_mp.memory.precisions import parse_precision, parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.training import (
     MOST_STEPS,
@@ -45,7 +44,7 @@ def measure_training_memory(
 
     Args:
         model: as for :func:`hf_mp.estimate_training_memory`.
-        precision: one of :data:`hf_mp.memory.presets.TRAINING_PRESETS`; default ``"fp16"``.
+        precision: one of :data:`hf_mp.memory.precisions.TRAINING_PRESETS`; default ``"fp16"``.
         device: ``"cuda"`` or ``"cpu"``; default: the GPU if there is one.
         ask_allocator: also train unobserved steps and take the peak from the allocator: CUDA's statistics, or torch's
             profiler on a CPU. Default: on a GPU.

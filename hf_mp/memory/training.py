@@ -24,7 +24,7 @@ from hf_mp.casting.nested import tensors_in
 from hf_mp.memory.fake_tensors import STAND_IN, AnswerAsIfAllWentWell, kernels_of_a_gpu
 from hf_mp.memory.ledger import Category, Phase, StepProfile, profile_step
 from hf_mp.memory.models import ModelLike, find_config, replace_tensors, skeleton
-from hf_mp.memory.presets import TrainingPreset, parse_preset
+from hf_mp.memory.precisions import TrainingPreset, parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.sizes import largest_first, readable
 from hf_mp.policy import PrecisionPolicy
@@ -41,7 +41,7 @@ _RECORDED_MICRO_BATCHES = 2  # the second adds to the gradients of the first, li
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    precision: str  # one of hf_mp.memory.presets.TRAINING_PRESETS
+    precision: str  # one of hf_mp.memory.precisions.TRAINING_PRESETS
     batch_size: int  # sequences in one forward
     seq_len: int  # tokens in a sequence
     accumulation_steps: int = 1  # micro-batches in one update
@@ -118,7 +118,7 @@ def estimate_training_memory(
     Args:
         model: a name, a directory, a ``config.json``, a configuration or a model, of which only the configuration
             is used.
-        precision: one of :data:`hf_mp.memory.presets.TRAINING_PRESETS`; default ``"fp16"``.
+        precision: one of :data:`hf_mp.memory.precisions.TRAINING_PRESETS`; default ``"fp16"``.
         batch_size: sequences in one forward, without padding; default 1.
         seq_len: tokens in a sequence; default: all positions that the model has, at most 1024.
         accumulation_steps: micro-batches in one update; default 1.

@@ -49,7 +49,11 @@ class TrainerReporting:
                 str(args.output_dir),
                 histogram_steps=settings.histogram_steps,
                 histogram_layers=settings.histogram_layers,
-                settings=_readable_settings(args),
+                settings={
+                    name: _readable(value)
+                    for name in _SETTINGS.split()
+                    if (value := getattr(args, name, None)) is not None
+                },
             )
 
     def after_step(self, stats: PrecisionStats, callbacks: Iterable[TrainerCallback], step: int) -> None:
@@ -91,11 +95,6 @@ class TrainerReporting:
                 logger.info(f"the precision report of this run is {self.recorder.write_report()}")
             except (OSError, NoRunError) as error:  # the training is done: a page is no reason to lose its result
                 logger.warning(f"the precision report of this run could not be written: {error}")
-
-
-def _readable_settings(args: TrainingArguments) -> dict[str, Any]:
-    found = {name: getattr(args, name, None) for name in _SETTINGS.split()}
-    return {name: _readable(value) for name, value in found.items() if value is not None}
 
 
 def _readable(value: Any) -> Any:
