@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from hf_mp.casting.cpu.upcast import runs_natively
 from hf_mp.environment.advice import Advice, Capabilities, advise
 from hf_mp.environment.libraries import Library, bitsandbytes_status, triton_status
 from hf_mp.environment.machine import describe_hardware, package_versions
 from hf_mp.environment.products import Product, time_products
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,6 @@ def capabilities() -> Capabilities:
 
 
 def screen(machine: Machine) -> Iterator[RenderableType]:
-    from rich.table import Table
-    from rich.text import Text
-
     libraries = {library.name: library.status for library in machine.libraries}
     environment = Table("environment", "value", show_edge=False)
     for label, value in (machine.versions | libraries | machine.hardware).items():

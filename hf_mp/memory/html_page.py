@@ -5,18 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import jinja2
 
 from hf_mp.memory.sizes import readable
-
-if TYPE_CHECKING:
-    import jinja2
 
 
 def page_template(name: str) -> jinja2.Template:
     """A template by its path below ``hf_mp/``, with autoescape; it may ``include`` ``memory/page_style.css``."""
-    import jinja2  # pages alone need it
-
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hf_mp", ""),
         autoescape=True,

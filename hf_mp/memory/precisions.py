@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import BitsAndBytesConfig
 
 from hf_mp.policy import mixed_presets
-
-if TYPE_CHECKING:
-    from transformers import BitsAndBytesConfig
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,6 @@ def bitsandbytes_config(
     if quantization is None:
         return None
     check_bitsandbytes(precision, device_map)
-    from transformers import BitsAndBytesConfig
-
     return BitsAndBytesConfig(**quantization, **({"bnb_4bit_use_double_quant": True} if double_quant else {}))
 
 
