@@ -100,15 +100,15 @@ class MemoryRecorder(TorchDispatchMode):
         """Categorize the gradients, weights and logits of ``model``."""
         find_head = getattr(model, "get_output_embeddings", lambda: None)
         hook = head.register_forward_pre_hook(self._enter_head) if (head := find_head()) is not None else None
-        for found in tensors_of(model):
-            category = _CATEGORIES.get(found.kind, Category.INPUTS_AND_BUFFERS)
-            if isinstance(found.tensor, nn.Parameter):
-                self._parameters.add(found.tensor.untyped_storage()._cdata)
+        for _, _, kind, tensor in tensors_of(model):
+            category = _CATEGORIES.get(kind, Category.INPUTS_AND_BUFFERS)
+            if isinstance(tensor, nn.Parameter):
+                self._parameters.add(tensor.untyped_storage()._cdata)
                 category = Category.FROZEN_WEIGHTS
-                if found.tensor.requires_grad:
-                    is_copy = found.tensor.dtype in LOWER_PRECISION_DTYPES
+                if tensor.requires_grad:
+                    is_copy = tensor.dtype in LOWER_PRECISION_DTYPES
                     category = Category.WORKING_COPIES if is_copy else Category.MASTER_WEIGHTS
-            self.take([found.tensor], category)
+            self.take([tensor], category)
         self._followed = list(model.parameters())
         try:
             yield
