@@ -193,7 +193,7 @@ def memory_footprint(model: nn.Module, *, as_if_loaded: bool = False) -> MemoryF
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, str, Kind, Tensor]]:
-    """The name, module and kind of each tensor, and itself; parameters and buffers first: aliases are named after them."""
+    """Name, module and kind of each tensor, and itself; parameters and buffers first: aliases are named after them."""
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(path, recurse=False, remove_duplicate=False):
             yield name, path, Kind.PARAMETER, parameter

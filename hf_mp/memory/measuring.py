@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_mp.memory.loading import load
-from hf_mp.memory.models import ModelLike, find_config, model_class
+from hf_mp.memory.models import ModelLike, find_config, load, model_class
 from hf_mp.memory.precisions import parse_precision, parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.training import (
