@@ -38,4 +38,5 @@ def write_whole(path: Path, content: str) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         whole = Path(folder, path.name)
         whole.write_text(content, encoding="utf-8")
+        whole.chmod(0o644)
         whole.replace(path)

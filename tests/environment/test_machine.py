@@ -83,7 +83,9 @@ def test_without_cpuinfo_the_cpu_still_has_a_name(monkeypatch):
 
 
 def gpu_rows(monkeypatch, *gpus):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+    # NVML counts GPUs that a broken driver does not give to torch.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus) or 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**gpus[index]))
     return {name: words for name, words in describe_hardware().items() if name.startswith("GPU")}
 
