@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from hf_mp.diagnostics.scale_leaks import ScaleLeakError, check_gradients
     from hf_mp.memory.fitting import LargestBatch, largest_batch_size
     from hf_mp.memory.footprint import MemoryFootprint, memory_footprint
-    from hf_mp.memory.loading import load
     from hf_mp.memory.measuring import measure_training_memory
+    from hf_mp.memory.models import load
     from hf_mp.memory.training import TrainingMemory, estimate_training_memory
     from hf_mp.policy import PrecisionPolicy
     from hf_mp.scaling.scalers import (
@@ -55,7 +55,7 @@ _HOME = {
     "MemoryFootprint": "hf_mp.memory.footprint",
     "memory_footprint": "hf_mp.memory.footprint",
     "measure_training_memory": "hf_mp.memory.measuring",
-    "load": "hf_mp.memory.loading",
+    "load": "hf_mp.memory.models",
     "TrainingMemory": "hf_mp.memory.training",
     "estimate_training_memory": "hf_mp.memory.training",
     "PrecisionPolicy": "hf_mp.policy",

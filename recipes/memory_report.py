@@ -23,7 +23,7 @@ from hf_mp.memory.command import quiet_libraries
 from hf_mp.memory.html_page import check_writable, write_whole
 from hf_mp.memory.ledger import Category
 from hf_mp.memory.page import render_page
-from hf_mp.memory.presets import TRAINING_PRESETS
+from hf_mp.memory.precisions import TRAINING_PRESETS
 from hf_mp.memory.report import MemoryReport, gather_report
 from hf_mp.memory.sizes import GIB, parse_size
 from hf_mp.memory.tables import render

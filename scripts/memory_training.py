@@ -24,7 +24,7 @@ import hf_mp
 from _results import save_result
 from hf_mp.memory.command import quiet_libraries
 from hf_mp.memory.measuring import process_peak_bytes
-from hf_mp.memory.presets import TRAINING_PRESETS
+from hf_mp.memory.precisions import TRAINING_PRESETS
 from hf_mp.policy import PRESETS, mixed_presets
 
 IDS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}

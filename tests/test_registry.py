@@ -53,7 +53,7 @@ def said() -> str:
     return run("""
 from transformers import GPT2Config, HfArgumentParser
 from hf_mp import MixedPrecisionArguments, estimate_training_memory
-from hf_mp.memory.presets import TRAINING_PRESETS
+from hf_mp.memory.precisions import TRAINING_PRESETS
 from hf_mp.scaling.scalers import LossScaler, make_loss_scaler
 from hf_mp.scaling.rules import StepReport
 

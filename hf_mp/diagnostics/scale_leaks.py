@@ -54,11 +54,9 @@ def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callabl
     if attached is None or not runtime.check.is_scaled:
         return
     parameters = [parameter for parameter in attached.parameters() if parameter.requires_grad]
-    with untouched(attached), gradients_set_aside(parameters), torch.enable_grad():
-        states = RandomStates.now()
+    with gradients_set_aside(parameters), torch.enable_grad():
 
         def backward() -> None:
-            states.restore()
             if isinstance(batch, Mapping):
                 outputs = attached(**batch)
             else:
@@ -73,11 +71,16 @@ def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callabl
 
 
 def refuse_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
-    """Run ``backward`` at several scales, and compare the gradients, which are None afterwards."""
-    with _alone(runtime):
+    """Run ``backward`` at several scales, and compare the gradients, which are None afterwards.
+
+    Weights, buffers, random generators and the scale are restored.
+    """
+    assert runtime.model is not None
+    with untouched(runtime.model), _alone(runtime):
+        states = RandomStates.now()
         scale = runtime.scaler.get_scale()
         for _ in range(_TRIES + 1):
-            _, largest = _gradients_at(runtime, scale, backward)
+            _, largest = _gradients_at(runtime, scale, states, backward)
             if largest < math.inf:
                 break
             scale *= 2.0**-8
@@ -85,7 +88,7 @@ def refuse_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
             return  # nothing but zeros, or inf whatever the scale is
         larger = scale_with_headroom(largest, HEADROOM)
         scales = (larger, larger / APART, *TINY_SCALES)
-        samples = [_gradients_at(runtime, scale, backward)[0] for scale in scales]
+        samples = [_gradients_at(runtime, scale, states, backward)[0] for scale in scales]
     typical = max(_size(sample) for sample in samples[0].values())
     leaks = [
         f"{name} ({', '.join(f'{_size(found[name]):.3g}' for found in samples[:3])})"
@@ -136,11 +139,12 @@ def _alone(runtime: MixedPrecision) -> Iterator[None]:
 
 
 def _gradients_at(
-    runtime: MixedPrecision, scale: float, backward: Callable[[], None]
+    runtime: MixedPrecision, scale: float, states: RandomStates, backward: Callable[[], None]
 ) -> tuple[dict[str, Tensor], float]:
     """FP32 samples of the gradients by name, and their largest magnitude."""
     assert runtime.model is not None
     runtime.scaler.state = replace(runtime.scaler.state, scale=scale)
+    states.restore()  # forward, recomputation and autograd functions may draw
     try:
         backward()
         named = [(name, p.grad) for name, p in runtime.model.named_parameters() if p.grad is not None]

@@ -2,9 +2,10 @@
 
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from hf_mp import __version__
 
@@ -12,7 +13,6 @@ _PACKAGES = ("torch", "transformers", "accelerate", "bitsandbytes")
 _CPUINFO = Path("/proc/cpuinfo")
 # the names Linux gives, on x86 and on Arm, to arithmetic in 16 bits
 _CPU_FLAGS_16_BIT = ("avx512_fp16", "amx_fp16", "fphp", "asimdhp", "avx512_bf16", "amx_bf16", "bf16")
-_GIB = 2**30
 
 
 def package_versions() -> Mapping[str, str]:
@@ -33,38 +33,26 @@ def describe_hardware() -> Mapping[str, str]:
     from hf_mp.casting.cpu.upcast import runs_natively
 
     cpuinfo = _CPUINFO.read_text(encoding="utf-8", errors="replace") if _CPUINFO.exists() else ""
+    flags = (_cpuinfo_field(cpuinfo, "flags") or _cpuinfo_field(cpuinfo, "Features") or "").split()
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if torch.cuda.is_available() else 0))
     # A container or `taskset` may grant fewer CPUs than the machine has.
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     libc = " ".join(platform.libc_ver()).strip()
     return {
         "platform": f"{platform.system()} {platform.machine()}" + (f", {libc}" if libc else ""),
-        "CPU": cpu_model(cpuinfo) or platform.processor() or platform.machine(),
-        "CPU instructions": ", ".join([torch.backends.cpu.get_cpu_capability(), *cpu_flags_16_bit(cpuinfo)]),
+        "CPU": _cpuinfo_field(cpuinfo, "model name") or platform.processor() or platform.machine(),
+        "CPU instructions": ", ".join(
+            [torch.backends.cpu.get_cpu_capability(), *(flag for flag in _CPU_FLAGS_16_BIT if flag in flags)]
+        ),
         "FP16 products on the CPU": "native" if runs_natively(torch.float16, "cpu") else "through FP32",
         "BF16 products on the CPU": "native" if runs_natively(torch.bfloat16, "cpu") else "through FP32",
         "CPU threads": f"{torch.get_num_threads()} of {usable or 1}",
-        **gpu_rows((gpu.name, gpu.total_memory, (gpu.major, gpu.minor)) for gpu in gpus),
+        **({f"GPU {index}": _in_words(gpu) for index, gpu in enumerate(gpus)} or {"GPU": "none that torch can use"}),
     }
 
 
-def cpu_model(cpuinfo: str) -> str | None:
-    """The model name in ``/proc/cpuinfo``; None if there is none, as on Arm."""
-    return _cpuinfo_field(cpuinfo, "model name")
-
-
-def cpu_flags_16_bit(cpuinfo: str) -> list[str]:
-    flags = (_cpuinfo_field(cpuinfo, "flags") or _cpuinfo_field(cpuinfo, "Features") or "").split()
-    return [flag for flag in _CPU_FLAGS_16_BIT if flag in flags]
-
-
-def gpu_rows(gpus: Iterable[tuple[str, int, tuple[int, int]]]) -> Mapping[str, str]:
-    """One row per GPU: name, memory in bytes, compute capability."""
-    rows = {
-        f"GPU {index}": f"{name}, {memory / _GIB:.1f} GiB, compute capability {major}.{minor}"
-        for index, (name, memory, (major, minor)) in enumerate(gpus)
-    }
-    return rows or {"GPU": "none that torch can use"}
+def _in_words(gpu: Any) -> str:
+    return f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, compute capability {gpu.major}.{gpu.minor}"
 
 
 def _cpuinfo_field(cpuinfo: str, field: str) -> str | None:

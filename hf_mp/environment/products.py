@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.benchmark import set_torch_threads
 
 from hf_mp.casting.cpu.upcast import runs_natively
 from hf_mp.casting.mode import autocast
@@ -91,11 +92,8 @@ def _natives(device: torch.device) -> tuple[bool | None, bool | None, bool | Non
 def _seconds(multiply: Callable[[], Tensor], device: torch.device, rounds: int) -> float | None:
     """The best seconds of one product after a first one; None if torch has no such product for this device."""
     wait = torch.cuda.synchronize if device.type == "cuda" else torch.cpu.synchronize
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on a busy machine, threads that wait for each other are a hundred times slower
     try:
-        return min(timeit.repeat(lambda: (multiply(), wait(device)), number=1, repeat=rounds + 1)[1:])
+        with set_torch_threads(1):  # on a busy machine, threads that wait for each other are a hundred times slower
+            return min(timeit.repeat(lambda: (multiply(), wait(device)), number=1, repeat=rounds + 1)[1:])
     except RuntimeError:  # how torch says that a kernel is missing
         return None
-    finally:
-        torch.set_num_threads(threads)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
 
 import torch
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from hf_mp.casting.cpu.upcast import runs_natively
 from hf_mp.environment.advice import Advice, Capabilities, advise
 from hf_mp.environment.libraries import Library, bitsandbytes_status, triton_status
 from hf_mp.environment.machine import describe_hardware, package_versions
 from hf_mp.environment.products import Product, time_products
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 @dataclass(frozen=True)
@@ -45,21 +44,16 @@ def examine_machine() -> Machine:
 
 
 def capabilities() -> Capabilities:
-    has_fp16, has_bf16 = runs_natively(torch.float16, "cpu"), runs_natively(torch.bfloat16, "cpu")
-    cpu = Capabilities(cpu_fp16=has_fp16, cpu_bf16=has_bf16)
+    cpu_fp16, cpu_bf16 = runs_natively(torch.float16, "cpu"), runs_natively(torch.bfloat16, "cpu")
     if not torch.cuda.is_available():
-        return cpu
+        return Capabilities(cpu_fp16=cpu_fp16, cpu_bf16=cpu_bf16)
     weakest = min(range(torch.cuda.device_count()), key=torch.cuda.get_device_capability)
     capability = None if torch.version.hip is not None else torch.cuda.get_device_capability(weakest)
     gpu_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    name = torch.cuda.get_device_name(weakest)
-    return replace(cpu, gpu=name, compute_capability=capability, gpu_bf16=gpu_bf16)
+    return Capabilities(torch.cuda.get_device_name(weakest), capability, gpu_bf16, cpu_fp16, cpu_bf16)
 
 
 def screen(machine: Machine) -> Iterator[RenderableType]:
-    from rich.table import Table
-    from rich.text import Text
-
     libraries = {library.name: library.status for library in machine.libraries}
     environment = Table("environment", "value", show_edge=False)
     for label, value in (machine.versions | libraries | machine.hardware).items():

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_mp.memory.html_page import check_writable, write_whole
 from hf_mp.memory.page import render_page
-from hf_mp.memory.presets import TRAINING_PRESETS, parse_preset
+from hf_mp.memory.precisions import TRAINING_PRESETS, parse_preset
 from hf_mp.memory.report import as_json as report_as_json
 from hf_mp.memory.report import gather_report
 from hf_mp.memory.sizes import parse_size
@@ -62,7 +62,10 @@ def run(
     if html is not None:
         write_whole(html, render_page(report))
         return f"{html} is written: {html.stat().st_size / 1024:,.0f} KiB, open it in a browser\n"
-    return _as_text(render(report))
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    with console.capture() as capture:
+        console.print(render(report))
+    return capture.get()
 
 
 def quiet_libraries() -> None:
@@ -76,10 +79,3 @@ def _told_progress() -> Iterator[Callable[[str], None]]:
     """Show the current step on a line of stderr that disappears at the end; nothing if stderr is not a terminal."""
     with Console(stderr=True).status("reading the configuration ...") as status:
         yield lambda step: status.update(f"{step} ...")
-
-
-def _as_text(renderable: Any) -> str:
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    with console.capture() as capture:
-        console.print(renderable)
-    return capture.get()

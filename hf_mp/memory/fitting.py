@@ -38,7 +38,7 @@ def largest_batch_size(model: ModelLike, memory: str | int, precision: str = "fp
     Args:
         model: as for :func:`hf_mp.estimate_training_memory`.
         memory: a size such as ``"24GiB"``, or bytes. CUDA's context and fragmentation take part of a card, too.
-        precision: one of :data:`hf_mp.memory.presets.TRAINING_PRESETS`; default ``"fp16"``.
+        precision: one of :data:`hf_mp.memory.precisions.TRAINING_PRESETS`; default ``"fp16"``.
         settings: of :func:`hf_mp.estimate_training_memory`, except ``batch_size``.
 
     Raises:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -147,13 +147,6 @@ class MemoryFootprint:
         return dict(totals.most_common())
 
 
-class FoundTensor(NamedTuple):
-    name: str
-    module: str
-    kind: Kind
-    tensor: Tensor
-
-
 def memory_footprint(model: nn.Module, *, as_if_loaded: bool = False) -> MemoryFootprint:
     """Count the memory that a model holds, byte for byte.
 
@@ -199,27 +192,27 @@ def memory_footprint(model: nn.Module, *, as_if_loaded: bool = False) -> MemoryF
     return MemoryFootprint(tuple(rows), _tree(model, "", totals))
 
 
-def tensors_of(model: nn.Module) -> Iterator[FoundTensor]:
-    """All tensors of a model; parameters and buffers first, so that aliases are named after them."""
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, str, Kind, Tensor]]:
+    """Name, module and kind of each tensor, and itself; parameters and buffers first: aliases are named after them."""
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(path, recurse=False, remove_duplicate=False):
-            yield FoundTensor(name, path, Kind.PARAMETER, parameter)
+            yield name, path, Kind.PARAMETER, parameter
         for name, buffer in module.named_buffers(path, recurse=False, remove_duplicate=False):
-            yield FoundTensor(name, path, Kind.BUFFER, buffer)
+            yield name, path, Kind.BUFFER, buffer
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(path, recurse=False, remove_duplicate=False):
             for gradient in gradients_of(parameter):
-                yield FoundTensor(f"{name}.grad", path, Kind.GRADIENT, gradient)
+                yield f"{name}.grad", path, Kind.GRADIENT, gradient
             kind = Kind.MASTER_WEIGHTS if isinstance(parameter, SplitParameter) else Kind.QUANTIZATION_STATE
             kept = {key: value for key, value in vars(parameter).items() if key not in _GRADIENTS}
             for suffix, tensor in _inside(kept):
-                yield FoundTensor(f"{name}.{suffix}", path, kind, tensor)
+                yield f"{name}.{suffix}", path, kind, tensor
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules"):
                 continue
             kind = Kind.QUANTIZATION_STATE if _is_bitsandbytes(value) else Kind.ATTRIBUTE
             for suffix, tensor in _inside({name: value}):
-                yield FoundTensor(_join(path, suffix), path, kind, tensor)
+                yield _join(path, suffix), path, kind, tensor
 
 
 def gradients_of(parameter: nn.Parameter) -> list[Tensor]:

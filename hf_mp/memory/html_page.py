@@ -5,18 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import jinja2
 
 from hf_mp.memory.sizes import readable
-
-if TYPE_CHECKING:
-    import jinja2
 
 
 def page_template(name: str) -> jinja2.Template:
     """A template by its path below ``hf_mp/``, with autoescape; it may ``include`` ``memory/page_style.css``."""
-    import jinja2  # pages alone need it
-
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hf_mp", ""),
         autoescape=True,
@@ -39,11 +35,8 @@ def check_writable(path: Path) -> None:
 
 
 def write_whole(path: Path, content: str) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(content)
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    finally:
-        Path(name).unlink(missing_ok=True)  # there only after an error
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        whole = Path(folder, path.name)
+        whole.write_text(content, encoding="utf-8")
+        whole.chmod(0o644)
+        whole.replace(path)

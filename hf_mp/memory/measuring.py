@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import tempfile
 from pathlib import Path
@@ -10,10 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_mp.memory.loading import load
-from hf_mp.memory.models import ModelLike, find_config, model_class
-from hf_mp.memory.precisions import parse_precision
-from hf_mp.memory.presets import parse_preset
+from hf_mp.memory.models import ModelLike, find_config, load, model_class
+from hf_mp.memory.precisions import parse_precision, parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.training import (
     MOST_STEPS,
@@ -44,7 +43,7 @@ def measure_training_memory(
 
     Args:
         model: as for :func:`hf_mp.estimate_training_memory`.
-        precision: one of :data:`hf_mp.memory.presets.TRAINING_PRESETS`; default ``"fp16"``.
+        precision: one of :data:`hf_mp.memory.precisions.TRAINING_PRESETS`; default ``"fp16"``.
         device: ``"cuda"`` or ``"cpu"``; default: the GPU if there is one.
         ask_allocator: also train unobserved steps and take the peak from the allocator: CUDA's statistics, or torch's
             profiler on a CPU. Default: on a GPU.
@@ -72,14 +71,14 @@ def measure_training_memory(
     if ask_allocator or (ask_allocator is None and place.type == "cuda"):
         allocator_peak = _cuda_peak(trainee) - before if place.type == "cuda" else _cpu_peak(trainee, recorder)
     return TrainingMemory(
-        kind.__name__,
-        parameters,
-        asked,
-        place.type,
+        **vars(profile),
+        model=kind.__name__,
+        parameters=parameters,
+        settings=asked,
+        device=place.type,
         measured=True,
         allocator_peak_bytes=allocator_peak,
         process_peak_bytes=process_peak,
-        **vars(profile),
     )
 
 
@@ -139,10 +138,8 @@ def _train_until_updated(trainee: Trainee) -> None:
 
 def reset_process_peak() -> None:
     """Reset the peak resident memory on Linux (proc_pid_clear_refs(5)); elsewhere it stays."""
-    try:
+    with contextlib.suppress(OSError):  # not Linux, or a container that does not let us
         (_PROCESS / "clear_refs").write_text("5")
-    except OSError:  # not Linux, or a container that does not let us
-        return
 
 
 def process_peak_bytes() -> int | None:

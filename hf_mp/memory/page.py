@@ -12,8 +12,7 @@ from hf_mp.memory import tables
 from hf_mp.memory.folding import fold_tree
 from hf_mp.memory.html_page import page_template
 from hf_mp.memory.ledger import Category, Moment, Phase
-from hf_mp.memory.precisions import PRECISIONS
-from hf_mp.memory.presets import TRAINING_PRESETS
+from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS
 from hf_mp.memory.report import MemoryReport
 from hf_mp.memory.sizes import readable
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_mp.casting.nested import tensors_in
@@ -41,7 +40,7 @@ class MemoryRecorder(TorchDispatchMode):
         self._references: dict[int, weakref.ref[Any]] = {}
         self._parameters: set[int] = set()
         self._in_head = False
-        self._model: nn.Module | None = None
+        self._followed: list[nn.Parameter] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -90,7 +89,9 @@ class MemoryRecorder(TorchDispatchMode):
 
     def start_phase(self, phase: Phase) -> None:
         self.ledger.phase = phase
-        self._take_gradients()
+        # Not in hooks of the parameters: those of the lean layouts treat gradients that are looked at in another way.
+        for parameter in self._followed:
+            self.take(gradients_of(parameter), Category.GRADIENTS)
         if phase is not Phase.BACKWARD:  # backward begins with the loss, where forward ended
             self._in_head = False
 
@@ -99,33 +100,22 @@ class MemoryRecorder(TorchDispatchMode):
         """Categorize the gradients, weights and logits of ``model``."""
         find_head = getattr(model, "get_output_embeddings", lambda: None)
         hook = head.register_forward_pre_hook(self._enter_head) if (head := find_head()) is not None else None
-        self._take_weights(model)
-        self._model = model
+        for _, _, kind, tensor in tensors_of(model):
+            category = _CATEGORIES.get(kind, Category.INPUTS_AND_BUFFERS)
+            if isinstance(tensor, nn.Parameter):
+                self._parameters.add(tensor.untyped_storage()._cdata)
+                category = Category.FROZEN_WEIGHTS
+                if tensor.requires_grad:
+                    is_copy = tensor.dtype in LOWER_PRECISION_DTYPES
+                    category = Category.WORKING_COPIES if is_copy else Category.MASTER_WEIGHTS
+            self.take([tensor], category)
+        self._followed = list(model.parameters())
         try:
             yield
         finally:
-            self._model = None
+            self._followed = []
             if hook is not None:
                 hook.remove()
-
-    def _take_weights(self, model: nn.Module) -> None:
-        for found in tensors_of(model):
-            category = _CATEGORIES.get(found.kind, Category.INPUTS_AND_BUFFERS)
-            if isinstance(found.tensor, nn.Parameter):
-                self._parameters.add(found.tensor.untyped_storage()._cdata)
-                category = Category.FROZEN_WEIGHTS
-                if found.tensor.requires_grad:
-                    is_copy = found.tensor.dtype in LOWER_PRECISION_DTYPES
-                    category = Category.WORKING_COPIES if is_copy else Category.MASTER_WEIGHTS
-            self.take([found.tensor], category)
-
-    def take_optimizer_state(self, optimizer: Optimizer) -> None:
-        self.take(tensors_in(list(optimizer.state.values())), Category.OPTIMIZER_STATE)
-
-    def _take_gradients(self) -> None:
-        # Not in hooks of the parameters: those of the lean layouts treat gradients that are looked at in another way.
-        for parameter in [] if self._model is None else self._model.parameters():
-            self.take(gradients_of(parameter), Category.GRADIENTS)
 
     def _enter_head(self, head: nn.Module, args: Any) -> None:
         self._in_head = True

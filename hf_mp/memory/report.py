@@ -14,11 +14,9 @@ from hf_mp.environment.machine import describe_hardware, package_versions
 from hf_mp.memory.fitting import LargestBatch, largest_batch_size
 from hf_mp.memory.folding import fold_parameters, fold_tree
 from hf_mp.memory.footprint import MemoryFootprint, ModuleBytes, memory_footprint
-from hf_mp.memory.loading import load
 from hf_mp.memory.measuring import measure_training_memory
-from hf_mp.memory.models import ModelLike, find_config, model_class, skeleton
-from hf_mp.memory.precisions import PRECISIONS
-from hf_mp.memory.presets import TRAINING_PRESETS
+from hf_mp.memory.models import ModelLike, find_config, load, model_class, skeleton
+from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS
 from hf_mp.memory.training import TrainingMemory, estimate_training_memory
 
 Progress = Callable[[str], None]

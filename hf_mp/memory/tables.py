@@ -13,8 +13,7 @@ from rich.text import Text
 from hf_mp.memory.folding import fold_parameters
 from hf_mp.memory.footprint import Kind, MemoryFootprint
 from hf_mp.memory.ledger import Category
-from hf_mp.memory.precisions import PRECISIONS
-from hf_mp.memory.presets import TRAINING_PRESETS
+from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS
 from hf_mp.memory.report import MemoryReport, TrainingRow
 from hf_mp.memory.sizes import in_mib, readable
 

@@ -20,10 +20,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import import_utils
 
 from hf_mp.casting.mode import autocast
+from hf_mp.casting.nested import tensors_in
 from hf_mp.memory.fake_tensors import STAND_IN, AnswerAsIfAllWentWell, kernels_of_a_gpu
-from hf_mp.memory.ledger import Category, Moment, Phase, StepProfile, profile_step
+from hf_mp.memory.ledger import Category, Phase, StepProfile, profile_step
 from hf_mp.memory.models import ModelLike, find_config, replace_tensors, skeleton
-from hf_mp.memory.presets import TrainingPreset, parse_preset
+from hf_mp.memory.precisions import TrainingPreset, parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.sizes import largest_first, readable
 from hf_mp.policy import PrecisionPolicy
@@ -40,7 +41,7 @@ _RECORDED_MICRO_BATCHES = 2  # the second adds to the gradients of the first, li
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    precision: str  # one of hf_mp.memory.presets.TRAINING_PRESETS
+    precision: str  # one of hf_mp.memory.precisions.TRAINING_PRESETS
     batch_size: int  # sequences in one forward
     seq_len: int  # tokens in a sequence
     accumulation_steps: int = 1  # micro-batches in one update
@@ -50,7 +51,7 @@ class TrainingSettings:
 
 
 @dataclass(frozen=True, repr=False)
-class TrainingMemory:
+class TrainingMemory(StepProfile):
     """The memory of one training step, estimated or measured.
 
     Attributes:
@@ -73,11 +74,6 @@ class TrainingMemory:
     settings: TrainingSettings
     device: str
     measured: bool
-    peak_bytes: int
-    peak_phase: Phase
-    peak_op: str
-    bytes_by_category: dict[Category, int]
-    timeline: tuple[Moment, ...]
     allocator_peak_bytes: int | None = None
     process_peak_bytes: int | None = None
 
@@ -122,7 +118,7 @@ def estimate_training_memory(
     Args:
         model: a name, a directory, a ``config.json``, a configuration or a model, of which only the configuration
             is used.
-        precision: one of :data:`hf_mp.memory.presets.TRAINING_PRESETS`; default ``"fp16"``.
+        precision: one of :data:`hf_mp.memory.precisions.TRAINING_PRESETS`; default ``"fp16"``.
         batch_size: sequences in one forward, without padding; default 1.
         seq_len: tokens in a sequence; default: all positions that the model has, at most 1024.
         accumulation_steps: micro-batches in one update; default 1.
@@ -164,7 +160,9 @@ def estimate_training_memory(
             scaler = trainee.runtime.scaler
             scaler.scale_tensors = functools.cache(scaler.scale_tensors)  # type: ignore[method-assign]
         profile = record_steps(trainee, MemoryRecorder(target))
-    return TrainingMemory(kind.__name__, parameters, settings, device, measured=False, **vars(profile))
+    return TrainingMemory(
+        **vars(profile), model=kind.__name__, parameters=parameters, settings=settings, device=device, measured=False
+    )
 
 
 @contextlib.contextmanager
@@ -335,7 +333,7 @@ def record_steps(trainee: Trainee, recorder: MemoryRecorder) -> StepProfile:
         while updates < _RECORDED_UPDATES and len(profiles) < MOST_STEPS:
             recorder.ledger.start_step()
             updates += train_one_step(trainee, recorder.start_phase)
-            recorder.take_optimizer_state(trainee.optimizer)
+            recorder.take(tensors_in(list(trainee.optimizer.state.values())), Category.OPTIMIZER_STATE)
             trainee.optimizer.zero_grad()
             profiles.append(profile_step(recorder.ledger.events))
     # What every step reaches counts more than what only the first one does, where they are equal.

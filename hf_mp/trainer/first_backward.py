@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from hf_mp.diagnostics.kept_state import RandomStates, untouched
 from hf_mp.diagnostics.scale_leaks import refuse_leaks
 from hf_mp.step.mixed_precision import MixedPrecision
 
@@ -44,14 +43,7 @@ def check_first_backward(runtime: MixedPrecision, args: TrainingArguments, accel
         restore()
         model = runtime.model
         if model is not None and all(parameter.grad is None for parameter in model.parameters()):
-            with untouched(model):
-                states = RandomStates.now()
-
-                def again() -> None:
-                    states.restore()  # recomputation and autograd functions may draw
-                    backward(loss, **{**kwargs, "retain_graph": True})
-
-                refuse_leaks(runtime, again)
+            refuse_leaks(runtime, lambda: backward(loss, **{**kwargs, "retain_graph": True}))
         backward(loss, **kwargs)
 
     accelerator.backward = checked

@@ -49,7 +49,11 @@ class TrainerReporting:
                 str(args.output_dir),
                 histogram_steps=settings.histogram_steps,
                 histogram_layers=settings.histogram_layers,
-                settings=_readable_settings(args),
+                settings={
+                    name: _readable(value)
+                    for name in _SETTINGS.split()
+                    if (value := getattr(args, name, None)) is not None
+                },
             )
 
     def after_step(self, stats: PrecisionStats, callbacks: Iterable[TrainerCallback], step: int) -> None:
@@ -93,11 +97,6 @@ class TrainerReporting:
                 logger.warning(f"the precision report of this run could not be written: {error}")
 
 
-def _readable_settings(args: TrainingArguments) -> dict[str, Any]:
-    found = {name: getattr(args, name, None) for name in _SETTINGS.split()}
-    return {name: _readable(value) for name, value in found.items() if value is not None}
-
-
 def _readable(value: Any) -> Any:
     # max_grad_norm=inf is a setting, and JSON has no word for it
     if isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
@@ -117,12 +116,8 @@ def _add_histograms(writer: Any, magnitudes: StepMagnitudes, step: int) -> None:
     """One histogram of log2 |value| for each tensor; zeros, which have no logarithm, are not in it."""
     for tensor in magnitudes.tensors if writer is not None else ():
         if tensor.histogram.finite_nonzero:
-            writer.add_histogram_raw(_tag(tensor), **_raw_histogram(tensor), global_step=step)
-
-
-def _tag(tensor: TensorMagnitudes) -> str:
-    name = f"{tensor.layer}.{tensor.tensor}" if tensor.tensor else tensor.layer
-    return f"log2 of {tensor.kind.value}/{name}"
+            name = f"{tensor.layer}.{tensor.tensor}" if tensor.tensor else tensor.layer
+            writer.add_histogram_raw(f"log2 of {tensor.kind.value}/{name}", **_raw_histogram(tensor), global_step=step)
 
 
 def _raw_histogram(tensor: TensorMagnitudes) -> dict[str, Any]:

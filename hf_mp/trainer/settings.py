@@ -65,12 +65,11 @@ class SessionSettings:
         """A loss scaler; raises ValueError for settings that it does not have."""
         return make_loss_scaler(self.policy.loss_scale, **self.loss_scaler_settings)
 
-    def make_runtime(self, args: TrainingArguments | None = None) -> MixedPrecision:
+    def make_runtime(self, args: TrainingArguments) -> MixedPrecision:
         """A runtime for this policy; ``args`` say to what norm gradients are clipped inside backward."""
         in_backward: dict[str, Any] = {}
         if self.free_gradients == "backward":
-            norm = None if args is None else args.max_grad_norm or None
-            in_backward = {"free_gradients": "backward", "max_grad_norm": norm}
+            in_backward = {"free_gradients": "backward", "max_grad_norm": args.max_grad_norm or None}
         return MixedPrecision(
             self.policy, loss_scaler=self.make_scaler(), tables=self.tables, rules=self.rules, **in_backward
         )

@@ -1,6 +1,7 @@
 from importlib import metadata
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from hf_mp import __version__
 from hf_mp.casting.cpu import upcast as through_fp32
 from hf_mp.environment import machine as environment
-from hf_mp.environment.machine import cpu_flags_16_bit, cpu_model, describe_hardware, gpu_rows, package_versions
+from hf_mp.environment.machine import describe_hardware, package_versions
 
 X86_CPUINFO = """\
 processor\t: 0
@@ -58,14 +59,22 @@ def test_the_number_of_threads_is_torchs():
     assert describe_hardware()["CPU threads"].startswith(f"{torch.get_num_threads()} of ")
 
 
-def test_cpu_model_and_flags_are_those_of_the_first_processor():
-    assert cpu_model(X86_CPUINFO) == "Intel(R) Xeon(R) Platinum 8480+"
-    assert cpu_flags_16_bit(X86_CPUINFO) == ["avx512_fp16", "avx512_bf16", "amx_bf16"]
+def described(cpuinfo, tmp_path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    monkeypatch.setattr(environment, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(environment.platform, "processor", lambda: "a processor")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "capability")
+    rows = describe_hardware()
+    return rows["CPU"], rows["CPU instructions"]
 
 
-def test_arm_names_its_flags_otherwise_and_its_model_not_at_all():
-    assert cpu_model(ARM_CPUINFO) is None
-    assert cpu_flags_16_bit(ARM_CPUINFO) == ["fphp", "asimdhp", "bf16"]
+def test_cpu_model_and_flags_are_those_of_the_first_processor(tmp_path, monkeypatch):
+    expected = ("Intel(R) Xeon(R) Platinum 8480+", "capability, avx512_fp16, avx512_bf16, amx_bf16")
+    assert described(X86_CPUINFO, tmp_path, monkeypatch) == expected
+
+
+def test_arm_names_its_flags_otherwise_and_its_model_not_at_all(tmp_path, monkeypatch):
+    assert described(ARM_CPUINFO, tmp_path, monkeypatch) == ("a processor", "capability, fphp, asimdhp, bf16")
 
 
 def test_without_cpuinfo_the_cpu_still_has_a_name(monkeypatch):
@@ -73,15 +82,25 @@ def test_without_cpuinfo_the_cpu_still_has_a_name(monkeypatch):
     assert environment.describe_hardware()["CPU"]
 
 
-def test_gpus_are_listed_with_memory_in_gib():
-    assert gpu_rows([("NVIDIA H200", 150_110_011_392, (9, 0)), ("Tesla T4", 15_828_320_256, (7, 5))]) == {
+def gpu_rows(monkeypatch, *gpus):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+    # NVML counts GPUs that a broken driver does not give to torch.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus) or 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**gpus[index]))
+    return {name: words for name, words in describe_hardware().items() if name.startswith("GPU")}
+
+
+def test_gpus_are_listed_with_memory_in_gib(monkeypatch):
+    h200 = {"name": "NVIDIA H200", "total_memory": 150_110_011_392, "major": 9, "minor": 0}
+    t4 = {"name": "Tesla T4", "total_memory": 15_828_320_256, "major": 7, "minor": 5}
+    assert gpu_rows(monkeypatch, h200, t4) == {
         "GPU 0": "NVIDIA H200, 139.8 GiB, compute capability 9.0",
         "GPU 1": "Tesla T4, 14.7 GiB, compute capability 7.5",
     }
 
 
-def test_no_gpu_is_a_row_too():
-    assert gpu_rows([]) == {"GPU": "none that torch can use"}
+def test_no_gpu_is_a_row_too(monkeypatch):
+    assert gpu_rows(monkeypatch) == {"GPU": "none that torch can use"}
 
 
 @pytest.mark.gpu

@@ -65,8 +65,3 @@ def test_the_timeline_is_short_and_keeps_the_peak(moments):
     assert profile.peak_bytes == sum(1 + key % 7 for key in range(500))
     positions = [moment.position for moment in profile.timeline]
     assert positions == sorted(positions) and positions[0] >= 0 and positions[-1] < 1
-
-
-def test_no_events():
-    with pytest.raises(ValueError, match="nothing was recorded"):
-        profile_step([])

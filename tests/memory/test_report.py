@@ -11,8 +11,7 @@ from hf_mp.memory import report as report_module
 from hf_mp.memory.footprint import memory_footprint
 from hf_mp.memory.html_page import check_writable, write_whole
 from hf_mp.memory.models import skeleton
-from hf_mp.memory.precisions import PRECISIONS
-from hf_mp.memory.presets import TRAINING_PRESETS
+from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS
 from hf_mp.memory.report import as_json, gather_report
 from hf_mp.memory.tables import fit_rows, loaded_rows, measured_rows, parameter_rows, training_rows
 

@@ -12,7 +12,7 @@ from transformers.training_args import OptimizerNames
 import hf_mp
 from hf_mp.memory import training
 from hf_mp.memory.ledger import Category, Phase
-from hf_mp.memory.presets import TRAINING_PRESETS
+from hf_mp.memory.precisions import TRAINING_PRESETS
 from hf_mp.memory.training import estimate_training_memory
 
 from .conftest import CONFIGS

@@ -329,10 +329,7 @@ class CrashSafe(_Base):
 
     def _load_callback_state(self) -> None:
         super()._load_callback_state()
-        self._take_best_beside()
-
-    def _take_best_beside(self) -> None:
-        """Take the best model from the folder of the checkpoints, wherever the resumed one says that it lies."""
+        # The best model is that in the folder of the checkpoints, wherever the resumed one says that it lies.
         resumed, said = self._resumed_from, self.state.best_model_checkpoint
         if resumed is None or said is None:
             return

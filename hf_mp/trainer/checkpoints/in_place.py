@@ -18,7 +18,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
@@ -40,15 +40,9 @@ logger = logging.get_logger(__name__)
 _WAIT_SECONDS = 60.0
 
 
-class _Save(NamedTuple):
-    """A save that was announced: its checkpoint, and the lock that keeps others from clearing it up."""
-
-    checkpoint: Path
-    lock: DirectoryLock
-
-
-# By output directory: those that an exception ended hold their lock until the next Trainer of this process.
-_announced: dict[Path, _Save] = {}
+# By output directory, the checkpoint of a save that was announced, and the lock that keeps others from clearing it up:
+# those that an exception ended hold their lock until the next Trainer of this process.
+_announced: dict[Path, tuple[Path, DirectoryLock]] = {}
 
 
 class InPlaceSaves(TrainerCallback):
@@ -99,17 +93,16 @@ def _announce(args: TrainingArguments, state: TrainerState, is_due: bool) -> Non
     if not (is_due and args.should_save) or state.is_hyper_param_search:
         return
     checkpoint = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-    before = _announced.get(_key(args))
-    if checkpoint.is_symlink() or (before is not None and before.checkpoint == checkpoint):
+    if checkpoint.is_symlink() or _announced.get(_key(args), (None,))[0] == checkpoint:
         return
     _withdraw(args)
     try:
-        _announced[_key(args)] = _begin(checkpoint, args.world_size)
+        _announced[_key(args)] = checkpoint, _begin(checkpoint, args.world_size)
     except (OSError, CheckpointError) as error:
         logger.warning(f"{checkpoint} is written without a mark ({error}): a kill may leave half of it")
 
 
-def _begin(checkpoint: Path, world_size: int) -> _Save:
+def _begin(checkpoint: Path, world_size: int) -> DirectoryLock:
     """Put a marked, empty directory in the place of a checkpoint, in one step."""
     lock = DirectoryLock(checkpoint.parent).__enter__()
     try:
@@ -123,14 +116,14 @@ def _begin(checkpoint: Path, world_size: int) -> _Save:
     except OSError:
         lock.__exit__()
         raise
-    return _Save(checkpoint, lock)
+    return lock
 
 
 def _withdraw(args: TrainingArguments) -> None:
     """Take the mark off a checkpoint that was written; of one that was not, bring back what was there before."""
-    if (save := _announced.pop(_key(args), None)) is None:
+    if (announced := _announced.pop(_key(args), None)) is None:
         return
-    checkpoint = save.checkpoint
+    checkpoint, lock = announced
     replaced = atomic.staging_folder(checkpoint.parent) / (atomic.REPLACED + checkpoint.name)
     try:
         if (checkpoint / TRAINER_STATE_NAME).is_file():
@@ -144,7 +137,7 @@ def _withdraw(args: TrainingArguments) -> None:
     except OSError as error:
         logger.warning(f"{checkpoint} cannot be cleared of its mark ({error}): the next start looks at it")
     finally:
-        save.lock.__exit__()
+        lock.__exit__()
 
 
 # At the next start
@@ -156,8 +149,8 @@ def clear_up(args: TrainingArguments) -> None:
     In the process that saves; the others wait for it.
     """
     directory = Path(str(args.output_dir))
-    if (save := _announced.pop(_key(args), None)) is not None:  # an exception ended that run
-        save.lock.__exit__()
+    if (announced := _announced.pop(_key(args), None)) is not None:  # an exception ended that run
+        announced[1].__exit__()
     if not _has_leftovers(directory):
         return
     if not args.should_save:

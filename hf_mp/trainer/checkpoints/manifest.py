@@ -91,7 +91,7 @@ def _check(content: Mapping[str, Any]) -> None:
     if not isinstance(files, dict) or not isinstance(versions, dict):
         raise CheckpointError("files and versions must be objects")
     for name, least in (("step", 0), ("world_size", 1)):
-        if not _is_integer(content[name], least):
+        if type(content[name]) is not int or content[name] < least:
             raise CheckpointError(f"{name} must be an integer from {least} on, not {_short(content[name])}")
     if not isinstance(content["precision"], str):
         raise CheckpointError(f"precision must be text, not {_short(content['precision'])}")
@@ -102,14 +102,10 @@ def _check(content: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{_short(name)} is not a path inside the checkpoint")
         if not isinstance(entry, dict) or set(entry) != {"size_bytes", "sha256"}:
             raise CheckpointError(f"{_short(name)}: expected size_bytes and sha256, found {_short(entry)}")
-        if not _is_integer(entry["size_bytes"], 0):
+        if type(entry["size_bytes"]) is not int or entry["size_bytes"] < 0:
             raise CheckpointError(f"size_bytes must be a number of bytes, not {_short(entry['size_bytes'])}")
         if not re.fullmatch(r"[0-9a-f]{64}", str(entry["sha256"])):
             raise CheckpointError(f"sha256 must be 64 hexadecimal digits, not {_short(entry['sha256'])}")
-
-
-def _is_integer(value: Any, least: int) -> bool:
-    return type(value) is int and value >= least
 
 
 def _dump(content: Mapping[str, Any]) -> str:

@@ -113,8 +113,8 @@ def test_a_kill_at_any_call_leaves_the_old_or_the_new_one(tmp_path: Path, replac
         with pytest.MonkeyPatch.context() as patch, suppress(Killed):
             calls = kill_at(patch, number)
             save(folder, "new")
-        for announced in list(in_place._announced.values()):  # a killed process holds no lock
-            announced.lock._lock.release(force=True)
+        for _, lock in in_place._announced.values():  # a killed process holds no lock
+            lock._lock.release(force=True)
         in_place._announced.clear()
         clear_up(run_arguments(folder))
         left = [name for name in entries(folder) if not name.startswith(".hf_mp.lock")]
