@@ -26,6 +26,13 @@ def package_versions() -> Mapping[str, str]:
     return {**versions, "Python": platform.python_version()}
 
 
+def gpu_count() -> int:
+    """The GPUs that torch can use; NVML also counts those that a broken driver does not give to it."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def describe_hardware() -> Mapping[str, str]:
     """Platform, CPU and GPUs, without kernel release and host name: reports get published."""
     import torch
@@ -34,7 +41,7 @@ def describe_hardware() -> Mapping[str, str]:
 
     cpuinfo = _CPUINFO.read_text(encoding="utf-8", errors="replace") if _CPUINFO.exists() else ""
     flags = (_cpuinfo_field(cpuinfo, "flags") or _cpuinfo_field(cpuinfo, "Features") or "").split()
-    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if torch.cuda.is_available() else 0))
+    gpus = map(torch.cuda.get_device_properties, range(gpu_count()))
     # A container or `taskset` may grant fewer CPUs than the machine has.
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     libc = " ".join(platform.libc_ver()).strip()

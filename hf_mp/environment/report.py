@@ -14,7 +14,7 @@ from rich.text import Text
 from hf_mp.casting.cpu.upcast import runs_natively
 from hf_mp.environment.advice import Advice, Capabilities, advise
 from hf_mp.environment.libraries import Library, bitsandbytes_status, triton_status
-from hf_mp.environment.machine import describe_hardware, package_versions
+from hf_mp.environment.machine import describe_hardware, gpu_count, package_versions
 from hf_mp.environment.products import Product, time_products
 
 
@@ -33,7 +33,7 @@ class Machine:
 def examine_machine() -> Machine:
     """Query the libraries and time the products; takes seconds. Initializes CUDA if there is a GPU."""
     libraries = [bitsandbytes_status(), triton_status()]  # before anything else imports them, and lets them print
-    devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
+    devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(gpu_count()))]
     return Machine(
         versions=dict(package_versions()),
         hardware=dict(describe_hardware()),

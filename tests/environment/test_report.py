@@ -84,6 +84,13 @@ def test_capabilities_are_what_torch_tells(monkeypatch):
     )
 
 
+def test_gpus_that_a_broken_driver_hides_are_left_out(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(report, "time_products", lambda device: [Product(str(device), "float32", "torch", None, 1.0)])
+    assert [product.device for product in report.examine_machine().products] == ["cpu"]
+
+
 def test_of_several_gpus_the_least_capable_decides(monkeypatch):
     planted = [("NVIDIA H200", (9, 0)), ("Tesla T4", (7, 5))]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
