@@ -69,12 +69,18 @@ class AdamWTensors(NamedTuple):
 
 
 @torch.no_grad()
-def adamw_reference(parameters: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None = None) -> None:
+def adamw_reference(
+    parameters: Sequence[AdamWTensors],
+    settings: AdamWSettings,
+    factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
     """:func:`adamw_` operation by operation, each rounded to FP32: what the Triton kernel gives bit for bit.
 
-    torch's fused AdamW fuses one product and sum, in the first moment, and so differs from it by rounding.
+    torch's fused AdamW fuses one product and sum, in the first moment, and so differs from it by rounding. Nothing is
+    updated where ``found_inf``, FP32 of shape (), is not 0.
     """
-    for tensors in parameters:
+    for tensors in parameters if found_inf is None or found_inf == 0 else ():
         tensors.step.add_(1)
         steps = tensors.step.item()
         master = _whole_master(tensors)

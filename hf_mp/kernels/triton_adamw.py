@@ -72,14 +72,16 @@ def split_bf16(value):
 
 @triton.jit
 def adamw_kernel(
-    addresses, numels, block_tensor, block_index, step_sizes, corrections, factor,
+    addresses, numels, block_tensor, block_index, step_sizes, corrections, factor, found_inf,
     beta1, beta2, weight1, weight2, eps, keep, weight_decay, tensors,
     GRADIENT: tl.constexpr, WORKING: tl.constexpr, SPLIT: tl.constexpr, DECOUPLED: tl.constexpr,
-    MAXIMIZE: tl.constexpr, FROM_GRADIENT: tl.constexpr, HAS_FACTOR: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    MAXIMIZE: tl.constexpr, FROM_GRADIENT: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_FOUND_INF: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program updates one block; the order of operations is that of ``adamw_reference``."""
     tensor, offsets, mask = place_of(numels, block_tensor, block_index, ALIGNED, BLOCK)
+    if HAS_FOUND_INF:
+        mask = mask & (tl.load(found_inf) == 0.0)
     gradient_address = tl.load(addresses + tensor)
     first_address = tl.load(addresses + 3 * tensors + tensor)  # of the master, or of its working half
     second_address = tl.load(addresses + 4 * tensors + tensor)  # of the working copy, or of the remainder
@@ -139,9 +141,17 @@ def adamw_kernel(
 
 
 @torch.no_grad()
-def adamw_(parameters: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None = None) -> None:
+def adamw_(
+    parameters: Sequence[AdamWTensors],
+    settings: AdamWSettings,
+    factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
     """As :func:`hf_mp.kernels.adamw.adamw_reference`, without waiting for the device: one launch a layout."""
-    torch._foreach_add_([tensors.step for tensors in parameters], 1)
+    steps = [tensors.step for tensors in parameters]
+    torch._foreach_add_(steps, 1)
+    if found_inf is not None:
+        torch._foreach_sub_(steps, [found_inf.to(step.device) for step in steps])
     kinds: dict[tuple[int, int, bool], list[AdamWTensors]] = {}
     for tensors in parameters:
         if tensors.gradient.numel():
@@ -151,11 +161,15 @@ def adamw_(parameters: Sequence[AdamWTensors], settings: AdamWSettings, factor: 
     for kind, group in kinds.items():
         codes = dict(zip(("GRADIENT", "WORKING", "SPLIT"), kind, strict=True))
         with on(group[0].gradient.device):
-            _launch(group, settings, factor, codes)
+            _launch(group, settings, factor, found_inf, codes)
 
 
 def _launch(
-    parameters: list[AdamWTensors], settings: AdamWSettings, factor: Tensor | None, codes: dict[str, int]
+    parameters: list[AdamWTensors],
+    settings: AdamWSettings,
+    factor: Tensor | None,
+    found_inf: Tensor | None,
+    codes: dict[str, int],
 ) -> None:
     device = parameters[0].gradient.device
     blocks = blocks_of(tuple(tensors.gradient.numel() for tensors in parameters), device)
@@ -166,10 +180,11 @@ def _launch(
     corrections = (1.0 - settings.beta2**steps).sqrt().float()
     adamw_kernel[(blocks.tensor.numel(),)](
         addresses, *blocks[:3], step_sizes, corrections, step_sizes if factor is None else factor,
+        step_sizes if found_inf is None else found_inf,
         settings.beta1, settings.beta2, 1.0 - settings.beta1, 1.0 - settings.beta2, settings.eps,
         1.0 - settings.lr * settings.weight_decay, settings.weight_decay, len(parameters),
         **codes, DECOUPLED=settings.decoupled, MAXIMIZE=settings.maximize, FROM_GRADIENT=settings.lerps_from_gradient,
-        HAS_FACTOR=factor is not None, ALIGNED=is_aligned and blocks.are_whole, BLOCK=BLOCK, num_warps=WARPS,
+        HAS_FACTOR=factor is not None, HAS_FOUND_INF=found_inf is not None, ALIGNED=is_aligned and blocks.are_whole, BLOCK=BLOCK, num_warps=WARPS,
         enable_fp_fusion=False,  # each product and sum is rounded, as the reference does
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,19 @@ from torch.optim import Optimizer
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, magnitude_bound
 from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.attachable import UNKNOWN_OPTIMIZER
-from hf_mp.weights.distributed import local_parts
+from hf_mp.weights.distributed import is_running, local_parts
 from hf_mp.weights.open_backwards import OpenBackwards
 from hf_mp.weights.seen_gradients import SeenGradients
+
+
+_WAITS_FOR_NOTHING = ("cpu",)  # devices whose values the host reads without waiting for what is queued
+
+
+class Verdict(NamedTuple):
+    """What the gradients of an optimizer are like, as far as the device knows: nothing was read yet."""
+
+    report: Callable[[], StepReport]  # one read of a device value, and on several ranks their agreement
+    found_inf: Tensor | None = None  # FP32 of shape (): 1 for an overflow; None where the host decides before the step
 
 
 class GradientCheck(SeenGradients):
@@ -61,8 +71,8 @@ class GradientCheck(SeenGradients):
             self._warned.add(message)
             warnings.warn(message, stacklevel=2)
 
-    def report(self, optimizer: Optimizer) -> StepReport:
-        """What the gradients of ``optimizer`` are like, on all ranks: one read of a device value.
+    def verdict(self, optimizer: Optimizer) -> Verdict:
+        """What the gradients of ``optimizer`` are like.
 
         A gradient of 2**64 or more counts as an overflow: its square, Adam's second moment, would stay inf for good.
         """
@@ -73,14 +83,21 @@ class GradientCheck(SeenGradients):
         holds = seen is not None and self.measures_norm and self.hold(gradients)
         found = [] if holds else local_parts(gradients)
         numbers = [*([] if seen is None else [seen]), *([] if holds else [magnitude_bound(found)])]
-        values = torch.stack([number.to(numbers[0].device) for number in numbers]).tolist()
-        measured, bound = None if seen is None else values[0], values[-1]
-        overflow = not bound < SQUARES_BELOW and (holds or not all_finite(found, SQUARES_BELOW))
-        # Clipping by value, or a repair by hand, may have hidden what the backward gave.
-        overflow = overflow or (measured is not None and not math.isfinite(measured))
-        # Without loss scaling there is no headroom to tell of.
-        largest = measured if self.is_scaled and not overflow else None
-        return self._ranks.agree(StepReport(overflow, largest), parameters)
+        values = torch.stack([number.to(numbers[0].device) for number in numbers])
+
+        def report() -> StepReport:
+            known = values.tolist()
+            measured, bound = None if seen is None else known[0], known[-1]
+            overflow = not bound < SQUARES_BELOW and (holds or not all_finite(found, SQUARES_BELOW))
+            # Clipping by value, or a repair by hand, may have hidden what the backward gave.
+            overflow = overflow or (measured is not None and not math.isfinite(measured))
+            # Without loss scaling there is no headroom to tell of.
+            largest = measured if self.is_scaled and not overflow else None
+            return self._ranks.agree(StepReport(overflow, largest), parameters)
+
+        if values.device.type in _WAITS_FOR_NOTHING or is_running():
+            return Verdict(report)
+        return Verdict(report, 1.0 - (values[-1] < SQUARES_BELOW).logical_and(values[0].isfinite()).float())
 
 
 def _versions(parameters: Sequence[nn.Parameter]) -> dict[int, int]:

@@ -21,7 +21,7 @@ from hf_mp.scaling.events import PrecisionStats, StepObserver
 from hf_mp.scaling.rules import StepReport
 from hf_mp.scaling.scalers import LossScaleError, LossScaler, load_state, make_loss_scaler, state_of
 from hf_mp.step.forward import AttachedForward
-from hf_mp.step.gradients import GradientCheck
+from hf_mp.step.gradients import GradientCheck, Verdict
 from hf_mp.step.update import StepGuard, guard_of
 from hf_mp.weights.accelerated import as_accelerated
 from hf_mp.weights.attachable import NO_BORDER, check_attachable, check_layout, check_optimizer
@@ -222,13 +222,13 @@ class MixedPrecision:
 
     # Update and next scale: what the guard asks
 
-    def report(self, optimizer: Optimizer) -> StepReport:
+    def verdict(self, optimizer: Optimizer) -> Verdict:
         """What the gradients of ``optimizer`` are like."""
         if known := next(filter(None, (observer.report() for observer in self.observers)), None):
-            return known
+            return Verdict(lambda: known)
         # FSDP may shard a module around the model, unseen from inside.
         self._use_layout_for(parameter for group in optimizer.param_groups for parameter in group["params"])
-        return self.check.report(optimizer)
+        return self.check.verdict(optimizer)
 
     def finish_step(self, report: StepReport, *, was_skipped: bool) -> None:
         """Take in that a step was applied or skipped; sets the next loss scale."""

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hf_mp.weights.accelerated import tell_accelerate
 from hf_mp.weights.attachable import check_step
+from hf_mp.weights.fused_adamw import can_skip
 
 if TYPE_CHECKING:
     from hf_mp.step.mixed_precision import MixedPrecision
@@ -51,20 +53,38 @@ class StepGuard:
         check_step(optimizer, in_scaled_backward=any(r.check.is_scaled and r.check.runs for r in runtimes))
         self._told = self._told or tell_accelerate(optimizer)  # it may have been imported since
         loss = None if closure is None else torch.enable_grad()(closure)()
-        reports = [runtime.report(optimizer) for runtime in runtimes]
+        verdicts = [runtime.verdict(optimizer) for runtime in runtimes]
+        found_inf = verdicts[0].found_inf if len(runtimes) == 1 and not kwargs else None
+        if found_inf is not None and not can_skip(optimizer, self._before.get("step")):
+            found_inf = None
+        result = None
+        if found_inf is not None:  # all of the update is queued before the host waits for the verdict
+            result = self._update(runtimes, kwargs, found_inf)
+        reports = [verdict.report() for verdict in verdicts]
         was_skipped = any(report.overflow for report in reports)
-        if not was_skipped:
-            own_step = self._before.get("step")
-            is_done = len(runtimes) == 1 and not kwargs and runtimes[0].layout.step(optimizer, own_step)
-            if not is_done:
-                result = self._unguarded(**kwargs)
-                loss = result if closure is None else loss
-                for runtime in runtimes:
-                    runtime.layout.updated(optimizer)
+        if found_inf is None and not was_skipped:
+            result = self._update(runtimes, kwargs)
+        loss = result if closure is None else loss
         optimizer.step_was_skipped = was_skipped
         for runtime, report in zip(runtimes, reports, strict=True):
             runtime.finish_step(report, was_skipped=was_skipped)
         return loss
+
+    def _update(self, runtimes: list[MixedPrecision], kwargs: dict[str, Any], found_inf: Tensor | None = None) -> Any:
+        """Step, and have the layouts take it in; with a ``found_inf`` of 1, the device leaves all as it is."""
+        optimizer, is_alone = self.optimizer, len(runtimes) == 1 and not kwargs
+        if is_alone and runtimes[0].layout.step(optimizer, self._before.get("step"), found_inf):
+            return None
+        if found_inf is not None:
+            optimizer.found_inf = found_inf
+        try:
+            result = self._unguarded(**kwargs)
+        finally:
+            if found_inf is not None:
+                del optimizer.found_inf
+        for runtime in runtimes:
+            runtime.layout.updated(optimizer)
+        return result
 
     def remove(self, runtime: MixedPrecision) -> None:
         """Guard for one model less; with the last, give the optimizer its own ``step`` back."""

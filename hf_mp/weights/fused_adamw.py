@@ -52,10 +52,21 @@ def step_split(optimizer: Optimizer, parameters: list[nn.Parameter]) -> bool:
     return stepped
 
 
-def step_whole(optimizer: Optimizer, own_step: Callable[..., Any] | None, copies: WorkingCopies) -> bool:
+def can_skip(optimizer: Optimizer, own_step: Callable[..., Any] | None) -> bool:
+    """Whether the step of ``optimizer`` skips by itself where its ``found_inf`` is 1, and nobody hears of a step.
+
+    ``own_step`` is what stood in the place of its class's ``step`` before it was guarded.
+    """
+    is_fused = _is_fused_adam(optimizer, own_step) and all(group.get("fused") for group in optimizer.param_groups)
+    return is_fused and not _has_hooks(optimizer)
+
+
+def step_whole(
+    optimizer: Optimizer, own_step: Callable[..., Any] | None, copies: WorkingCopies, found_inf: Tensor | None = None
+) -> bool:
     """Update FP32 parameters and their working copies in one launch, where the Triton kernel is used for all of them.
 
-    ``own_step`` is what stood in the place of its class's ``step`` before it was guarded. False: nothing was done.
+    ``own_step`` as for :func:`can_skip`. False: nothing was done.
     """
     if not _is_fused_adam(optimizer, own_step) or _has_hooks(optimizer):
         return False
@@ -74,7 +85,7 @@ def step_whole(optimizer: Optimizer, own_step: Callable[..., Any] | None, copies
         return False
     for settings, batch in batches:
         if batch:
-            kernel(batch, settings)
+            kernel(batch, settings, found_inf=found_inf)
     copies.note_written(stepping)
     optimizer._opt_called = True  # type: ignore[attr-defined]
     return True

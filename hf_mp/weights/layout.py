@@ -82,9 +82,12 @@ class WeightLayout:
         """The optimizer to step from now on."""
         return optimizer
 
-    def step(self, optimizer: Optimizer, own_step: Callable[..., Any] | None) -> bool:
-        """Take the step of ``optimizer`` and refresh the working copies in one kernel; False where there is none."""
-        return step_whole(optimizer, own_step, self.copies)
+    def step(self, optimizer: Optimizer, own_step: Callable[..., Any] | None, found_inf: Tensor | None) -> bool:
+        """Take the step of ``optimizer`` and refresh the working copies in one kernel; False where there is none.
+
+        The kernel leaves all as it is where ``found_inf``, FP32 of shape (), is not 0.
+        """
+        return step_whole(optimizer, own_step, self.copies, found_inf)
 
     def updated(self, optimizer: Optimizer) -> None:
         """Take in that ``optimizer`` has written its parameters."""
@@ -123,7 +126,7 @@ class TransientLayout(WeightLayout):
     def saving(self) -> AbstractContextManager[None]:
         return self._transient.not_saved()
 
-    def step(self, optimizer: Optimizer, own_step: Callable[..., Any] | None) -> bool:
+    def step(self, optimizer: Optimizer, own_step: Callable[..., Any] | None, found_inf: Tensor | None) -> bool:
         return False
 
 
@@ -163,7 +166,7 @@ class SplitLayout(WeightLayout):
         is_wrapped = isinstance(optimizer, MasterWeightOptimizer)
         return optimizer if is_wrapped else MasterWeightOptimizer(optimizer, layout="split")
 
-    def step(self, optimizer: Optimizer, own_step: Callable[..., Any] | None) -> bool:
+    def step(self, optimizer: Optimizer, own_step: Callable[..., Any] | None, found_inf: Tensor | None) -> bool:
         return False
 
     def updated(self, optimizer: Optimizer) -> None:

@@ -62,7 +62,9 @@ class SeenGradients:
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
         """Scale all gradients down to ``max_norm``, as ``torch.nn.utils.clip_grads_with_norm_``, from :meth:`norm`."""
-        if norm <= max_norm - 1e-5:  # the factor is 1: one pass over the gradients less
+        # The factor is 1: one pass over the gradients less. The host would wait for a device to tell it.
+        if norm.device.type == "cpu" and norm <= max_norm - 1e-5:
             return
         clip_grads_with_norm_(parameters, max_norm, norm)
-        self._see(self.gradients(parameters) if norm.isfinite() else ())  # else others have become 0 or NaN
+        # What inf or NaN made of other gradients is of no matter: the largest magnitude tells of it.
+        self._see(self.gradients(parameters))
