@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,6 @@ from hf_mp.casting.tables import OPS, TABLES, CastRule, TableName
 from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
 from hf_mp.kernels.identity import version_of
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 _CASTABLE = frozenset(
     dtype for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype is not torch.float64
@@ -48,7 +45,7 @@ class PlannedCall(NamedTuple):
     handler: Callable[..., Any]  # (mode, name, func, args, kwargs) -> result
 
 
-class autocast(TorchFunctionMode):
+class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     """Run each op in the dtype that suits it: products in ``dtype``, reductions and exponentials in FP32.
 
     A context manager and a decorator, with the semantics of ``torch.autocast`` (torch's AMP documentation,
@@ -71,6 +68,8 @@ class autocast(TorchFunctionMode):
             no module.
         RuntimeError: on entering, if ``torch.autocast`` is active: the two would cast each other's results.
     """
+
+    module: nn.Module | None = None  # of an island
 
     def __init__(
         self,
@@ -135,10 +134,10 @@ class autocast(TorchFunctionMode):
         """A tensor that goes into compiled code, in this autocast."""
         return tensor
 
-    def recomputation(self, function: Callable[P, R]) -> Callable[P, R]:
+    def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, which runs in this autocast now, to run in it again where gradient checkpointing recomputes."""
 
-        def recompute(*args: P.args, **kwargs: P.kwargs) -> R:
+        def recompute(*args: Any, **kwargs: Any) -> Any:
             if active_autocast() is self:
                 return function(*args, **kwargs)
             with self:
@@ -146,19 +145,11 @@ class autocast(TorchFunctionMode):
 
         return recompute
 
-    def island(self) -> autocast:
-        """An autocast to enter inside this one, switched off."""
-        return autocast(self.dtype, enabled=False, tables=self.tables)
-
-    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Decorate ``function`` so that it runs under this autocast."""
-
-        @functools.wraps(function)
-        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self:
-                return function(*args, **kwargs)
-
-        return wrapped
+    def island(self, module: nn.Module | None = None) -> autocast:
+        """An autocast to enter inside this one, switched off; while ``module`` runs, where it is for one."""
+        island = autocast(self.dtype, enabled=False, tables=self.tables)
+        island.module = module
+        return island
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -266,26 +257,18 @@ class autocast(TorchFunctionMode):
         return kept[2]
 
 
-class _Island(autocast):
-    """Autocast switched off inside one module."""
-
-    def __init__(self, outer: autocast, module: nn.Module) -> None:
-        super().__init__(outer.dtype, enabled=False, tables=outer.tables)
-        self.module = module
-
-
 def _make_island(module: nn.Module, outer: autocast) -> tuple[RemovableHandle, RemovableHandle]:
     """Run ``module`` in FP32 inside ``outer``: floating inputs are cast up, autocast is off."""
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if outer not in state.active:
             return None
-        _Island(outer, module).__enter__()
+        outer.island(module).__enter__()
         return outer.cast(args, torch.float32), {key: outer.cast(arg, torch.float32) for key, arg in kwargs.items()}
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         island = active_autocast()
-        if isinstance(island, _Island) and island.module is module:
+        if island is not None and island.module is module:
             island.__exit__(None, None, None)
 
     # Also after an exception: an island must not outlive its module.

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hf_mp.casting.active import BOTH_ACTIVE, active_autocast, enter_island, leave_island
+from hf_mp.casting.active import active_autocast, enter_island, leave_island
 
 is_torch_autocast_enabled = torch.is_autocast_enabled  # torch's own answer, whatever is patched below
 _MISSING = object()
@@ -77,42 +77,27 @@ def _answering() -> Any:
     return ours if for_a_model else None
 
 
-def _is_autocast_enabled(original: Any) -> Any:
-    @functools.wraps(original)
-    def is_autocast_enabled(*args: Any, **kwargs: Any) -> bool:
-        ours = _answering()
-        if ours is None:
-            return original(*args, **kwargs)
-        # torch's attention and encoder layers leave their fast path where CUDA's autocast is enabled, not the CPU's.
-        asks_for_cuda = not args and not kwargs and _asker(1).startswith("torch.nn.modules.")
-        return ours.enabled and not (asks_for_cuda and ours.tables == "cpu")
+def _asks(answer: Callable[..., Any]) -> Callable[[Any], Any]:
+    """What replaces a question: ``answer`` of our autocast and the question's arguments, where it is for a model."""
 
-    return _known_to_torchscript(original, is_autocast_enabled)
+    def replace(original: Any) -> Any:
+        @functools.wraps(original)
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            ours = _answering()
+            return original(*args, **kwargs) if ours is None else answer(ours, *args, **kwargs)
 
+        # torch.jit.script compiles torch.autocast, and looks its questions up in a table by identity.
+        if (op := torch.jit._builtins._find_builtin(original)) is not None:
+            torch.jit._builtins._register_builtin(ask, op)
+        return ask
 
-def _get_autocast_dtype(original: Any) -> Any:
-    @functools.wraps(original)
-    def get_autocast_dtype(*args: Any, **kwargs: Any) -> torch.dtype:
-        ours = _answering()
-        return original(*args, **kwargs) if ours is None else ours.dtype
-
-    return _known_to_torchscript(original, get_autocast_dtype)
+    return replace
 
 
-def _known_to_torchscript(original: Any, replacement: Any) -> Any:
-    # torch.jit.script compiles torch.autocast, and looks its questions up in a table by identity.
-    if (op := torch.jit._builtins._find_builtin(original)) is not None:
-        torch.jit._builtins._register_builtin(replacement, op)
-    return replacement
-
-
-def _is_any_autocast_enabled(original: Any) -> Any:
-    @functools.wraps(original)
-    def is_any_autocast_enabled() -> bool:
-        ours = _answering()
-        return original() if ours is None else ours.enabled
-
-    return is_any_autocast_enabled
+def _is_enabled(ours: Any, *device: Any, **named: Any) -> bool:
+    # torch's attention and encoder layers leave their fast path where CUDA's autocast is enabled, not the CPU's.
+    asks_for_cuda = not device and not named and _asker(2).startswith("torch.nn.modules.")
+    return ours.enabled and not (asks_for_cuda and ours.tables == "cpu")
 
 
 def _has_torch_function(original: Any) -> Any:
@@ -142,14 +127,11 @@ def _make_torch_autocast(original: Any) -> Any:
 def _enter_torch_autocast(original: Any) -> Any:
     @functools.wraps(original)
     def enter(self: Any) -> Any:
-        ours = active_autocast()
-        if ours is None:
+        if not enter_island(self.__dict__.get("_hf_mp_wanted", self._enabled)):
             return original(self)
-        if self.__dict__.get("_hf_mp_wanted", self._enabled):
-            raise RuntimeError(BOTH_ACTIVE)
-        island = ours.island()
+        island = active_autocast()
         self.__dict__.setdefault("_hf_mp_islands", []).append(island)
-        return island.__enter__()
+        return island
 
     return enter
 
@@ -292,9 +274,11 @@ TABLE: tuple[Patch, ...] = (
         "gradient checkpointing with use_reentrant=False raises CheckpointError",
     ),
     Patch((f"{_CHECKPOINT}CheckpointFunction",), _checkpoint_function, "gradient checkpointing recomputes in FP32"),
-    Patch(("torch:is_autocast_enabled",), _is_autocast_enabled, "models that ask for autocast take it for disabled"),
-    Patch(("torch:get_autocast_dtype",), _get_autocast_dtype, "models that ask for autocast's dtype get torch's"),
-    Patch(("torch:_C._is_any_autocast_enabled",), _is_any_autocast_enabled, "nn.LSTM and its kin refuse mixed dtypes"),
+    Patch(("torch:is_autocast_enabled",), _asks(_is_enabled), "models that ask for autocast take it for disabled"),
+    Patch(("torch:get_autocast_dtype",), _asks(lambda ours, *_, **__: ours.dtype),
+          "models that ask for autocast's dtype get torch's"),
+    Patch(("torch:_C._is_any_autocast_enabled",), _asks(lambda ours: ours.enabled),
+          "nn.LSTM and its kin refuse mixed dtypes"),
     Patch(("torch:overrides.has_torch_function",), _has_torch_function, "torch's encoder layers take their slow path"),
     Patch(("torch:autocast.__init__",), _make_torch_autocast, _ISLANDS),
     Patch(("torch:autocast.__enter__",), _enter_torch_autocast, _ISLANDS),

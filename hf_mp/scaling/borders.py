@@ -9,7 +9,6 @@ Outside, every gradient is FP32 and true; inside, every FP16 gradient is S times
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -144,18 +143,6 @@ _PLAIN_DTYPES = (torch.float32, *LOWER_PRECISION_DTYPES)
 _AT_ONCE = 2**64 - 1
 
 
-@functools.cache
-def _has_order() -> bool:
-    found = hasattr(torch._C._FunctionBase, "_set_sequence_nr")
-    if not found:
-        warnings.warn(
-            "this torch cannot order autograd nodes (_set_sequence_nr is gone): gradients reach the parameters at the "
-            "end of a backward, which takes up to 2 bytes a parameter more, and DDP's all-reduce does not overlap",
-            stacklevel=2,
-        )
-    return found
-
-
 def inward_borders(
     outside: Sequence[Tensor], copies: Sequence[Tensor | None], crossings: Crossings, *, with_aliases: bool = True
 ) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -167,7 +154,7 @@ def inward_borders(
     if not with_aliases and all(copy is None for copy in copies):
         return list(outside), [None for _ in copies]
     inside = _InwardBorders.apply(crossings, copies, with_aliases, *outside)
-    if (node := inside[0].grad_fn) is not None and _has_order():
+    if (node := inside[0].grad_fn) is not None:
         node._set_sequence_nr(_AT_ONCE)
     of_copies = iter(inside[len(outside) if with_aliases else 0 :])
     aliases = list(inside[: len(outside)] if with_aliases else outside)
