@@ -175,8 +175,7 @@ class SplitParameter(nn.Parameter):
         plain.__dict__.update({k: v for k, v in self.__dict__.items() if k not in SplitParameter.__annotations__})
         return plain.__reduce_ex__(protocol)
 
-    def __repr__(self) -> str:  # type: ignore[override]
-        return repr(nn.Parameter(self.detach(), self.requires_grad))
+    __repr__ = WatchedParameter.__repr__  # type: ignore[assignment]
 
 
 # What a parameter becomes, by its class. The estimation of memory adds one for fake tensors.

@@ -121,7 +121,7 @@ class WorkingCopies:
         if entry is None or entry.copy.shape != parameter.shape or entry.copy.device != parameter.device:
             return self._make(parameter).copy
         if entry.seen[0] == -1 or entry.seen != seen(parameter):
-            _refresh([entry])
+            _refresh([(entry, parameter)])
         elif type(parameter) is nn.Parameter:  # another model that has it was detached
             watch(parameter)
             _refresh_if_changed(entry, parameter)
@@ -148,7 +148,7 @@ class WorkingCopies:
         may have saved their copies (a generator's, while its discriminator is updated).
         """
         wanted = None if parameters is None else set(map(id, parameters))
-        _refresh([e for e, p in self._live() if p.requires_grad and (wanted is None or id(p) in wanted)])
+        _refresh([(e, p) for e, p in self._live() if p.requires_grad and (wanted is None or id(p) in wanted)])
 
     def copy_of(self, parameter: nn.Parameter) -> Tensor | None:
         """The copy that ``parameter`` has, whether or not it is fresh, for a kernel that writes both."""
@@ -204,10 +204,8 @@ def _refresh_if_changed(entry: _Entry, parameter: nn.Parameter) -> None:
 
 
 @torch.no_grad()
-def _refresh(entries: list[_Entry]) -> None:
-    pairs = [(entry, parameter) for entry in entries if (parameter := entry.parameter()) is not None]
-    if not pairs:
-        return
-    torch._foreach_copy_([entry.copy for entry, _ in pairs], [parameter for _, parameter in pairs])
+def _refresh(pairs: list[tuple[_Entry, nn.Parameter]]) -> None:
+    if pairs:
+        torch._foreach_copy_([entry.copy for entry, _ in pairs], [parameter for _, parameter in pairs])
     for entry, parameter in pairs:
         entry.seen = seen(parameter)
