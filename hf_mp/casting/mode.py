@@ -21,8 +21,8 @@ from hf_mp.casting.cpu.upcast import must_be_plain, run_through_fp32, runs_nativ
 from hf_mp.casting.decompositions import AS_GIVEN
 from hf_mp.casting.decompositions.composites import COMPOSITES, call
 from hf_mp.casting.decompositions.ops import decompose
-from hf_mp.casting.explain import Explanation, Recorder
-from hf_mp.casting.rules import ParsedRules, Rules, match_modules, parse_rules
+from hf_mp.casting.explain import Explanation, Recorder, watching_modules
+from hf_mp.casting.rules import OpRules, Rules, match_modules, parse_rules
 from hf_mp.casting.tables import OPS, TABLES, CastRule, TableName
 from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
 from hf_mp.kernels.identity import version_of
@@ -93,20 +93,20 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         self._plan = PLANS[tables] if enabled else {}
         self._fp32_modules: list[nn.Module] = []
         if rules and enabled:
-            self._take_rules(parse_rules(rules, TABLES[tables]), model)
+            self._take_rules(*parse_rules(rules, TABLES[tables]), model)
         self._casts: dict[tuple[int, torch.dtype, bool], tuple[Tensor, int, Tensor]] = {}
         self._island_hooks: list[RemovableHandle] = []
         self.observer: Callable[..., Any] | None = None  # makes every call in place of apply(); see explain
 
-    def _take_rules(self, rules: ParsedRules, model: nn.Module | None) -> None:
-        unlisted = {function for function, entry in rules.ops.items() if entry is None}
+    def _take_rules(self, ops: OpRules, patterns: tuple[str, ...], model: nn.Module | None) -> None:
+        unlisted = {function for function, entry in ops.items() if entry is None}
         listed = {function: entry for function, entry in self._plan.items() if function not in unlisted}
-        self._plan = {**_COMPOSITE_PLAN, **listed, **_plan(rules.ops)}
-        if rules.modules:
+        self._plan = {**_COMPOSITE_PLAN, **listed, **_plan(ops)}
+        if patterns:
             if model is None:
-                names = ", ".join(map(repr, rules.modules))
+                names = ", ".join(map(repr, patterns))
                 raise ValueError(f"rules by module name ({names}) need the model to look them up in: model=...")
-            self._fp32_modules = match_modules(rules.modules, model)
+            self._fp32_modules = match_modules(patterns, model)
 
     def __enter__(self) -> autocast:
         if is_torch_autocast_enabled("cpu") or is_torch_autocast_enabled("cuda"):
@@ -215,7 +215,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         try:
             with contextlib.ExitStack() as contexts:
                 if model is not None:
-                    contexts.enter_context(recorder.following(model))
+                    contexts.enter_context(watching_modules(model, recorder.modules.append, recorder.modules.pop))
                 if attached is None:  # an attached model enters its region itself
                     contexts.enter_context(mode)
                 function(*inputs, **kwargs)
