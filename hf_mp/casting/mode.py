@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.cpu.attention import ATTENTION, attend, read_attention
-from hf_mp.casting.cpu.products import OWN_ELEMENTS, Operand, Product, multiply, read_product
+from hf_mp.casting.cpu.products import OWN_ELEMENTS, Operand, multiply, read_product
 from hf_mp.casting.cpu.upcast import must_be_plain, run_through_fp32, runs_natively
 from hf_mp.casting.decompositions import AS_GIVEN
 from hf_mp.casting.decompositions.composites import COMPOSITES, call
@@ -305,7 +305,9 @@ def _lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: 
     if not native or (mode.takes_products and torch.is_grad_enabled() and _has_large(args, kwargs)):
         product = read_product(name, func, args, kwargs)
         if product is not None and (not native or product.weight.numel() >= OWN_ELEMENTS):
-            return _multiply(mode, product, native)
+            x = mode.cast(product.x, dtype)
+            bias = None if product.bias is None else mode.operand(product.bias)
+            return multiply(x, mode.operand(product.weight), bias, transposed=product.transposed, native=native)
     cast = mode.cast
     args = [cast(arg, dtype) for arg in args]
     if kwargs:
@@ -330,12 +332,6 @@ def _in_rows(x: Any) -> Any:
     if is_last_token and x.stride(0) != x.shape[2]:
         return x.reshape(-1, x.shape[-1]).view(x.shape)
     return x
-
-
-def _multiply(mode: autocast, product: Product, native: bool) -> Tensor:
-    x = mode.cast(product.x, mode.dtype)
-    bias = None if product.bias is None else mode.operand(product.bias)
-    return multiply(x, mode.operand(product.weight), bias, transposed=product.transposed, native=native)
 
 
 def _fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -193,8 +192,8 @@ def op_table(tables: OpTables) -> dict[Callable[..., Any], tuple[CastRule, str]]
         function: (rule, name)
         for rule, name in tables.entries()
         for function in spellings(name)
-        # A decomposition calls torch.ops.aten where it means the op as it is; a Python function is opened.
-        if rule is not CastRule.DECOMPOSED or not isinstance(function, (OpOverload, OpOverloadPacket, FunctionType))
+        # A decomposition calls torch.ops.aten where it means the op as it is.
+        if rule is not CastRule.DECOMPOSED or not isinstance(function, (OpOverload, OpOverloadPacket))
         if function not in _WEIGHTED
     }
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch._lobpcg
 import torch._lowrank
-import torch.functional
 import torch.masked._ops
 import torch.nn.functional
 
@@ -45,16 +44,14 @@ _LEAVES = """
 
 def _find() -> dict[Callable[..., Any], Callable[..., Any]]:
     leaves = _LEAVES.split()
-    found: list[Any] = [
-        function
+    return {
+        function: _opened(function)
         for module in (torch.nn.functional, torch.masked._ops, torch._lowrank, torch._lobpcg)
         for name, function in vars(module).items()
         # Those that do not ask are made of others all the same: torch.compile takes them whole into its graph.
         if isinstance(function, types.FunctionType) and function.__globals__ is vars(module)
         if not name.startswith("_") and name not in leaves
-    ]
-    # These two read their arguments, then call the op of their name.
-    return {function: _opened(function) for function in (*found, torch.functional.einsum, torch.functional.tensordot)}
+    }
 
 
 # Names of Tensor's methods that are written in Python; torch.compile can call those as methods only.

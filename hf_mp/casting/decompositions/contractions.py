@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends import opt_einsum
 
 from hf_mp.casting.decompositions import AS_GIVEN
 
 _ATEN: Any = torch.ops.aten
 
 
-def einsum(equation: str, operands: Sequence[Tensor], *, path: Sequence[int] | None = None) -> Any:
+def einsum(equation: Any, *operands: Any, path: Sequence[int] | None = None) -> Any:
+    if not isinstance(equation, str):  # operands and lists of numbers in turns
+        numbers = (equation, *operands)
+        equation = ",".join(map(_letters, numbers[1::2])) + ("->" + _letters(numbers[-1]) if len(numbers) % 2 else "")
+        operands = numbers[: len(numbers) // 2 * 2 : 2]
+    elif isinstance(operands[0], (tuple, list)):
+        operands = tuple(operands[0])
+    if path is None and len(operands) > 2 and opt_einsum.enabled:
+        pairs = opt_einsum.get_opt_einsum().contract_path(equation, *operands, optimize=opt_einsum.strategy)[0]
+        path = [number for pair in pairs for number in pair]
     # Refuses what torch refuses, in its words.
     _ATEN.einsum(equation, [operand.detach().to("meta", torch.float32) for operand in operands])
     terms, tensors, output = _read_einsum(equation, operands)
@@ -35,6 +45,11 @@ def einsum(equation: str, operands: Sequence[Tensor], *, path: Sequence[int] | N
         tensors.insert(place, torch.einsum(f"{left},{right}->{joined}", a, b))
     term, tensor = _sum_out(terms[0], tensors[0], set(terms[0]) - set(output))
     return _ATEN.einsum(f"{term}->{output}", [tensor])
+
+
+def _letters(numbers: Iterable[Any]) -> str:
+    alphabet = string.ascii_uppercase + string.ascii_lowercase
+    return "".join("..." if number is Ellipsis else alphabet[number] for number in numbers)
 
 
 def _read_einsum(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], list[Tensor], str]:
@@ -79,7 +94,14 @@ def inner(input: Tensor, other: Tensor) -> Any:
     return torch.tensordot(input, other, ([-1], [-1]))
 
 
-def tensordot(input: Tensor, other: Tensor, left: Sequence[int], right: Sequence[int]) -> Any:
+def tensordot(input: Tensor, other: Tensor, dims: Any = 2, dims_other: Sequence[int] | None = None) -> Any:
+    if isinstance(dims, Tensor):
+        return NotImplemented
+    if dims_other is not None:  # as torch._VF.tensordot takes them
+        dims = (dims, dims_other)
+    elif isinstance(dims, int):
+        dims = (range(-dims, 0), range(dims))
+    left, right = list(dims[0]), list(dims[1])
     if len(left) != len(right) or not (_are_dims_of(input, left) and _are_dims_of(other, right)):
         return AS_GIVEN  # refused
     left, right = [dim % input.dim() for dim in left], [dim % other.dim() for dim in right]
