@@ -6,7 +6,6 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,7 +69,7 @@ class Recorder:
     """Takes down each call that autocast sees, with the module that made it."""
 
     def __init__(self) -> None:
-        self._modules: list[str] = []
+        self.modules: list[str] = []  # that run, innermost last
         self._calls: Counter[ExplainedOp] = Counter()
 
     def observe(
@@ -100,12 +99,8 @@ class Recorder:
         outputs = _dtypes(result)
         if not outputs:  # questions (`.shape`) and integer arithmetic
             return
-        module = self._modules[-1] if self._modules else ""
+        module = self.modules[-1] if self.modules else ""
         self._calls[ExplainedOp(module, op, rule, came, ran, outputs)] += 1
-
-    def following(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Know in which of ``model``'s modules a call is made."""
-        return watching_modules(model, self._modules.append, self._modules.pop)
 
     def explanation(self) -> Explanation:
         """What was recorded."""

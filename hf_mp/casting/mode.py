@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +16,16 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.cpu.attention import ATTENTION, attend, read_attention
-from hf_mp.casting.cpu.products import OWN_ELEMENTS, Operand, Product, multiply, read_product
+from hf_mp.casting.cpu.products import OWN_ELEMENTS, Operand, multiply, read_product
 from hf_mp.casting.cpu.upcast import must_be_plain, run_through_fp32, runs_natively
 from hf_mp.casting.decompositions import AS_GIVEN
 from hf_mp.casting.decompositions.composites import COMPOSITES, call
 from hf_mp.casting.decompositions.ops import decompose
-from hf_mp.casting.explain import Explanation, Recorder
-from hf_mp.casting.rules import ParsedRules, Rules, match_modules, parse_rules
+from hf_mp.casting.explain import Explanation, Recorder, watching_modules
+from hf_mp.casting.rules import OpRules, Rules, match_modules, parse_rules
 from hf_mp.casting.tables import OPS, TABLES, CastRule, TableName
 from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
 from hf_mp.kernels.identity import version_of
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _CASTABLE = frozenset(
     dtype for dtype in vars(torch).values()
@@ -48,7 +45,7 @@ class PlannedCall(NamedTuple):
     handler: Callable[..., Any]  # (mode, name, func, args, kwargs) -> result
 
 
-class autocast(TorchFunctionMode):
+class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     """Run each op in the dtype that suits it: products in ``dtype``, reductions and exponentials in FP32.
 
     A context manager and a decorator, with the semantics of ``torch.autocast`` (torch's AMP documentation,
@@ -72,6 +69,8 @@ class autocast(TorchFunctionMode):
         RuntimeError: on entering, if ``torch.autocast`` is active: the two would cast each other's results.
     """
 
+    module: nn.Module | None = None  # of an island
+
     def __init__(
         self,
         dtype: torch.dtype = torch.float16,
@@ -94,20 +93,20 @@ class autocast(TorchFunctionMode):
         self._plan = PLANS[tables] if enabled else {}
         self._fp32_modules: list[nn.Module] = []
         if rules and enabled:
-            self._take_rules(parse_rules(rules, TABLES[tables]), model)
+            self._take_rules(*parse_rules(rules, TABLES[tables]), model)
         self._casts: dict[tuple[int, torch.dtype, bool], tuple[Tensor, int, Tensor]] = {}
         self._island_hooks: list[RemovableHandle] = []
         self.observer: Callable[..., Any] | None = None  # makes every call in place of apply(); see explain
 
-    def _take_rules(self, rules: ParsedRules, model: nn.Module | None) -> None:
-        unlisted = {function for function, entry in rules.ops.items() if entry is None}
+    def _take_rules(self, ops: OpRules, patterns: tuple[str, ...], model: nn.Module | None) -> None:
+        unlisted = {function for function, entry in ops.items() if entry is None}
         listed = {function: entry for function, entry in self._plan.items() if function not in unlisted}
-        self._plan = {**_COMPOSITE_PLAN, **listed, **_plan(rules.ops)}
-        if rules.modules:
+        self._plan = {**_COMPOSITE_PLAN, **listed, **_plan(ops)}
+        if patterns:
             if model is None:
-                names = ", ".join(map(repr, rules.modules))
+                names = ", ".join(map(repr, patterns))
                 raise ValueError(f"rules by module name ({names}) need the model to look them up in: model=...")
-            self._fp32_modules = match_modules(rules.modules, model)
+            self._fp32_modules = match_modules(patterns, model)
 
     def __enter__(self) -> autocast:
         if is_torch_autocast_enabled("cpu") or is_torch_autocast_enabled("cuda"):
@@ -135,10 +134,10 @@ class autocast(TorchFunctionMode):
         """A tensor that goes into compiled code, in this autocast."""
         return tensor
 
-    def recomputation(self, function: Callable[P, R]) -> Callable[P, R]:
+    def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, which runs in this autocast now, to run in it again where gradient checkpointing recomputes."""
 
-        def recompute(*args: P.args, **kwargs: P.kwargs) -> R:
+        def recompute(*args: Any, **kwargs: Any) -> Any:
             if active_autocast() is self:
                 return function(*args, **kwargs)
             with self:
@@ -146,19 +145,11 @@ class autocast(TorchFunctionMode):
 
         return recompute
 
-    def island(self) -> autocast:
-        """An autocast to enter inside this one, switched off."""
-        return autocast(self.dtype, enabled=False, tables=self.tables)
-
-    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Decorate ``function`` so that it runs under this autocast."""
-
-        @functools.wraps(function)
-        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self:
-                return function(*args, **kwargs)
-
-        return wrapped
+    def island(self, module: nn.Module | None = None) -> autocast:
+        """An autocast to enter inside this one, switched off; while ``module`` runs, where it is for one."""
+        island = autocast(self.dtype, enabled=False, tables=self.tables)
+        island.module = module
+        return island
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -224,7 +215,7 @@ class autocast(TorchFunctionMode):
         try:
             with contextlib.ExitStack() as contexts:
                 if model is not None:
-                    contexts.enter_context(recorder.following(model))
+                    contexts.enter_context(watching_modules(model, recorder.modules.append, recorder.modules.pop))
                 if attached is None:  # an attached model enters its region itself
                     contexts.enter_context(mode)
                 function(*inputs, **kwargs)
@@ -266,26 +257,18 @@ class autocast(TorchFunctionMode):
         return kept[2]
 
 
-class _Island(autocast):
-    """Autocast switched off inside one module."""
-
-    def __init__(self, outer: autocast, module: nn.Module) -> None:
-        super().__init__(outer.dtype, enabled=False, tables=outer.tables)
-        self.module = module
-
-
 def _make_island(module: nn.Module, outer: autocast) -> tuple[RemovableHandle, RemovableHandle]:
     """Run ``module`` in FP32 inside ``outer``: floating inputs are cast up, autocast is off."""
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if outer not in state.active:
             return None
-        _Island(outer, module).__enter__()
+        outer.island(module).__enter__()
         return outer.cast(args, torch.float32), {key: outer.cast(arg, torch.float32) for key, arg in kwargs.items()}
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         island = active_autocast()
-        if isinstance(island, _Island) and island.module is module:
+        if island is not None and island.module is module:
             island.__exit__(None, None, None)
 
     # Also after an exception: an island must not outlive its module.
@@ -322,7 +305,9 @@ def _lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: 
     if not native or (mode.takes_products and torch.is_grad_enabled() and _has_large(args, kwargs)):
         product = read_product(name, func, args, kwargs)
         if product is not None and (not native or product.weight.numel() >= OWN_ELEMENTS):
-            return _multiply(mode, product, native)
+            x = mode.cast(product.x, dtype)
+            bias = None if product.bias is None else mode.operand(product.bias)
+            return multiply(x, mode.operand(product.weight), bias, transposed=product.transposed, native=native)
     cast = mode.cast
     args = [cast(arg, dtype) for arg in args]
     if kwargs:
@@ -348,12 +333,6 @@ def _in_rows(x: Any) -> Any:
     if is_last_token and x.stride(0) != x.shape[2]:
         return x.reshape(-1, x.shape[-1]).view(x.shape)
     return x
-
-
-def _multiply(mode: autocast, product: Product, native: bool) -> Tensor:
-    x = mode.cast(product.x, mode.dtype)
-    bias = None if product.bias is None else mode.operand(product.bias)
-    return multiply(x, mode.operand(product.weight), bias, transposed=product.transposed, native=native)
 
 
 def _fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch.overrides
@@ -23,15 +22,10 @@ OP_RULES = {
 }
 
 
-@dataclass(frozen=True)
-class ParsedRules:
-    """Rules told apart."""
-
-    ops: dict[Callable[..., Any], tuple[CastRule, str] | None]  # of every spelling; None for the rule "unlisted"
-    modules: tuple[str, ...]  # name patterns of modules that run in FP32
+OpRules = dict[Callable[..., Any], tuple[CastRule, str] | None]  # of every spelling; None for the rule "unlisted"
 
 
-def parse_rules(rules: Rules | None, tables: OpTables) -> ParsedRules:
+def parse_rules(rules: Rules | None, tables: OpTables) -> tuple[OpRules, tuple[str, ...]]:
     """Check the rules.
 
     Args:
@@ -40,11 +34,14 @@ def parse_rules(rules: Rules | None, tables: OpTables) -> ParsedRules:
             ``"*.mlp.*"``); values are ``"fp32"``, and for ops also ``"lower_precision"``, ``"widest"``, ``"unlisted"``.
         tables: the tables that the rules change.
 
+    Returns:
+        The rules by op, and the name patterns of modules that run in FP32.
+
     Raises:
         TypeError: for a key that is neither.
         ValueError: for a value that is no rule.
     """
-    ops: dict[Callable[..., Any], tuple[CastRule, str] | None] = {}
+    ops: OpRules = {}
     patterns = []
     for key, value in (rules or {}).items():
         if isinstance(key, str):
@@ -57,7 +54,7 @@ def parse_rules(rules: Rules | None, tables: OpTables) -> ParsedRules:
         rule = OP_RULES[value]
         name, functions = _spellings_of(key, tables)
         ops.update(dict.fromkeys(functions, None if rule is None else (rule, name)))
-    return ParsedRules(ops, tuple(patterns))
+    return ops, tuple(patterns)
 
 
 def _spellings_of(key: Any, tables: OpTables) -> tuple[str, list[Callable[..., Any]]]:

@@ -19,10 +19,23 @@ from typing import Any
 
 import torch
 
-from hf_mp.casting.active import BOTH_ACTIVE, active_autocast, enter_island, leave_island
+from hf_mp.casting.active import active_autocast, enter_island, leave_island
 
 is_torch_autocast_enabled = torch.is_autocast_enabled  # torch's own answer, whatever is patched below
 _MISSING = object()
+
+
+def _around(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """What replaces an original by a call of ``function``, which is given it before the call's arguments."""
+
+    def replace(original: Any) -> Any:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        return replacement
+
+    return replace
 
 
 # Gradient checkpointing runs a block again in backward, on CUDA in another thread: without our autocast it would
@@ -39,12 +52,9 @@ def _within_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     return functools.wraps(function, updated=())(mode.recomputation(function))
 
 
-def _checkpoint_generator(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return original(_within_autocast(function), *args, **kwargs)
-
-    return generator
+@_around
+def _checkpoint_generator(original: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return original(_within_autocast(function), *args, **kwargs)
 
 
 def _checkpoint_function(original: Any) -> Any:
@@ -77,90 +87,62 @@ def _answering() -> Any:
     return ours if for_a_model else None
 
 
-def _is_autocast_enabled(original: Any) -> Any:
-    @functools.wraps(original)
-    def is_autocast_enabled(*args: Any, **kwargs: Any) -> bool:
-        ours = _answering()
-        if ours is None:
-            return original(*args, **kwargs)
-        # torch's attention and encoder layers leave their fast path where CUDA's autocast is enabled, not the CPU's.
-        asks_for_cuda = not args and not kwargs and _asker(1).startswith("torch.nn.modules.")
-        return ours.enabled and not (asks_for_cuda and ours.tables == "cpu")
+def _asks(answer: Callable[..., Any]) -> Callable[[Any], Any]:
+    """What replaces a question: ``answer`` of our autocast and the question's arguments, where it is for a model."""
 
-    return _known_to_torchscript(original, is_autocast_enabled)
+    def replace(original: Any) -> Any:
+        @functools.wraps(original)
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            ours = _answering()
+            return original(*args, **kwargs) if ours is None else answer(ours, *args, **kwargs)
 
+        # torch.jit.script compiles torch.autocast, and looks its questions up in a table by identity.
+        if (op := torch.jit._builtins._find_builtin(original)) is not None:
+            torch.jit._builtins._register_builtin(ask, op)
+        return ask
 
-def _get_autocast_dtype(original: Any) -> Any:
-    @functools.wraps(original)
-    def get_autocast_dtype(*args: Any, **kwargs: Any) -> torch.dtype:
-        ours = _answering()
-        return original(*args, **kwargs) if ours is None else ours.dtype
-
-    return _known_to_torchscript(original, get_autocast_dtype)
+    return replace
 
 
-def _known_to_torchscript(original: Any, replacement: Any) -> Any:
-    # torch.jit.script compiles torch.autocast, and looks its questions up in a table by identity.
-    if (op := torch.jit._builtins._find_builtin(original)) is not None:
-        torch.jit._builtins._register_builtin(replacement, op)
-    return replacement
+def _is_enabled(ours: Any, *device: Any, **named: Any) -> bool:
+    # torch's attention and encoder layers leave their fast path where CUDA's autocast is enabled, not the CPU's.
+    asks_for_cuda = not device and not named and _asker(2).startswith("torch.nn.modules.")
+    return ours.enabled and not (asks_for_cuda and ours.tables == "cpu")
 
 
-def _is_any_autocast_enabled(original: Any) -> Any:
-    @functools.wraps(original)
-    def is_any_autocast_enabled() -> bool:
-        ours = _answering()
-        return original() if ours is None else ours.enabled
-
-    return is_any_autocast_enabled
-
-
-def _has_torch_function(original: Any) -> Any:
+@_around
+def _has_torch_function(original: Any, args: Any) -> bool:
     # A mode alone is no tensor argument with a torch function, which is what torch's layers ask for.
-    @functools.wraps(original)
-    def has_torch_function(args: Any) -> bool:
-        if torch.compiler.is_dynamo_compiling() or not _asker(1).startswith("torch.nn.modules."):
-            return original(args)
-        ours = active_autocast()
-        if ours is None or ours.tables != "cpu":
-            return original(args)
-        with torch.overrides._pop_mode_temporarily():
-            return original(args)
-
-    return has_torch_function
+    if torch.compiler.is_dynamo_compiling() or not _asker(2).startswith("torch.nn.modules."):
+        return original(args)
+    ours = active_autocast()
+    if ours is None or ours.tables != "cpu":
+        return original(args)
+    with torch.overrides._pop_mode_temporarily():
+        return original(args)
 
 
-def _make_torch_autocast(original: Any) -> Any:
-    @functools.wraps(original)
-    def make(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any, **kwargs: Any) -> None:
-        original(self, device_type, dtype, enabled, *args, **kwargs)
-        self._hf_mp_wanted = enabled  # torch switches it off where the device is missing
-
-    return make
-
-
-def _enter_torch_autocast(original: Any) -> Any:
-    @functools.wraps(original)
-    def enter(self: Any) -> Any:
-        ours = active_autocast()
-        if ours is None:
-            return original(self)
-        if self.__dict__.get("_hf_mp_wanted", self._enabled):
-            raise RuntimeError(BOTH_ACTIVE)
-        island = ours.island()
-        self.__dict__.setdefault("_hf_mp_islands", []).append(island)
-        return island.__enter__()
-
-    return enter
+@_around
+def _make_torch_autocast(
+    original: Any, self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any, **kwargs: Any
+) -> None:
+    original(self, device_type, dtype, enabled, *args, **kwargs)
+    self._hf_mp_wanted = enabled  # torch switches it off where the device is missing
 
 
-def _leave_torch_autocast(original: Any) -> Any:
-    @functools.wraps(original)
-    def leave(self: Any, *exc_info: Any) -> Any:
-        islands = self.__dict__.get("_hf_mp_islands")
-        return islands.pop().__exit__(*exc_info) if islands else original(self, *exc_info)
+@_around
+def _enter_torch_autocast(original: Any, self: Any) -> Any:
+    if not enter_island(self.__dict__.get("_hf_mp_wanted", self._enabled)):
+        return original(self)
+    island = active_autocast()
+    self.__dict__.setdefault("_hf_mp_islands", []).append(island)
+    return island
 
-    return leave
+
+@_around
+def _leave_torch_autocast(original: Any, self: Any, *exc_info: Any) -> Any:
+    islands = self.__dict__.get("_hf_mp_islands")
+    return islands.pop().__exit__(*exc_info) if islands else original(self, *exc_info)
 
 
 # torch.compile has variables of its own for what we replace above: there, our functions are traced in their place.
@@ -173,69 +155,57 @@ def _trace(tx: Any, function: Callable[..., Any], args: list[Any]) -> Any:
     return VariableTracker.build(tx, function).call_function(tx, args, {})
 
 
-def _enter_traced_autocast(original: Any) -> Any:
-    @functools.wraps(original)
-    def enter(self: Any, tx: Any) -> Any:
-        from torch._dynamo.variables.base import VariableTracker
+@_around
+def _enter_traced_autocast(original: Any, self: Any, tx: Any) -> Any:
+    from torch._dynamo.variables.base import VariableTracker
 
-        enabled = VariableTracker.build(tx, bool(self.target_values[2]))
-        self._hf_mp_island = _trace(tx, enter_island, [enabled]).as_python_constant()
-        if not self._hf_mp_island:
-            return original(self, tx)
-        # A graph that ends inside would leave torch's context, not ours: such a function is not compiled.
-        tx.active_generic_context_managers.append(self)
-        return VariableTracker.build(tx, None)
-
-    return enter
+    enabled = VariableTracker.build(tx, bool(self.target_values[2]))
+    self._hf_mp_island = _trace(tx, enter_island, [enabled]).as_python_constant()
+    if not self._hf_mp_island:
+        return original(self, tx)
+    # A graph that ends inside would leave torch's context, not ours: such a function is not compiled.
+    tx.active_generic_context_managers.append(self)
+    return VariableTracker.build(tx, None)
 
 
-def _leave_traced_autocast(original: Any) -> Any:
-    @functools.wraps(original)
-    def leave(self: Any, tx: Any, *args: Any) -> Any:
-        if not getattr(self, "_hf_mp_island", False):
-            return original(self, tx, *args)
-        tx.active_generic_context_managers.pop()
-        return _trace(tx, leave_island, [])
-
-    return leave
+@_around
+def _leave_traced_autocast(original: Any, self: Any, tx: Any, *args: Any) -> Any:
+    if not getattr(self, "_hf_mp_island", False):
+        return original(self, tx, *args)
+    tx.active_generic_context_managers.pop()
+    return _trace(tx, leave_island, [])
 
 
-def _call_user_compiler(original: Any) -> Any:
+@_around
+def _call_user_compiler(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     # A graph is called with the modes active that were traced into it: a backend that runs op by op would cast twice.
     # And it is called with all that it reads, parameters and closures: what comes from outside crosses a border here.
-    @functools.wraps(original)
-    def call_user_compiler(self: Any, *args: Any, **kwargs: Any) -> Any:
-        compiled = original(self, *args, **kwargs)
-        if active_autocast() is None:  # a graph compiled outside any is not run inside one
-            return compiled
+    compiled = original(self, *args, **kwargs)
+    if active_autocast() is None:  # a graph compiled outside any is not run inside one
+        return compiled
 
-        def run(*inputs: Any) -> Any:
-            mode = active_autocast()
-            if mode is not None:
-                inputs = tuple([mode.bring_in(i) if isinstance(i, torch.Tensor) else i for i in inputs])
-            with torch._C.DisableTorchFunction():
-                return compiled(*inputs)
+    def run(*inputs: Any) -> Any:
+        mode = active_autocast()
+        if mode is not None:
+            inputs = tuple([mode.bring_in(i) if isinstance(i, torch.Tensor) else i for i in inputs])
+        with torch._C.DisableTorchFunction():
+            return compiled(*inputs)
 
-        return run
-
-    return call_user_compiler
+    return run
 
 
-def _dispatch_torch_function(original: Any) -> Any:
+@_around
+def _dispatch_torch_function(original: Any, tx: Any, fn: Any, args: Any, kwargs: Any) -> Any:
     # The compiler hands the call of an operator (torch.cond, map, scan, a checkpoint) to the mode, and traces its
     # functions with that mode off, without casts. A nested_compile_region becomes part of the code around it: whether
     # its graph may be used again under a mode, the compiler cannot tell.
     from torch._dynamo.variables.higher_order_ops import TorchHigherOrderOperatorVariable
 
-    @functools.wraps(original)
-    def dispatch_torch_function(tx: Any, fn: Any, args: Any, kwargs: Any) -> Any:
-        if active_autocast() is None or not isinstance(fn, TorchHigherOrderOperatorVariable):
-            return original(tx, fn, args, kwargs)
-        if fn.value is torch._higher_order_ops.invoke_subgraph:
-            return args[0].call_function(tx, args[1:], kwargs)
-        return fn._call_function(tx, args, kwargs)
-
-    return dispatch_torch_function
+    if active_autocast() is None or not isinstance(fn, TorchHigherOrderOperatorVariable):
+        return original(tx, fn, args, kwargs)
+    if fn.value is torch._higher_order_ops.invoke_subgraph:
+        return args[0].call_function(tx, args[1:], kwargs)
+    return fn._call_function(tx, args, kwargs)
 
 
 def _overridable_functions(original: Any) -> Any:
@@ -248,14 +218,11 @@ def _overridable_functions(original: Any) -> Any:
     return functools.wraps(original)(lambda: functions)
 
 
-def _hash_by_identity(original: Any) -> Any:
+@_around
+def _hash_by_identity(original: Any, self: Any, *tx: Any) -> Any:
     # The compiler holds `Tensor.norm` of a value that it computed itself in a variable without a source, whose hash is
     # not the function's: it finds it in no table, and the guard on that fails at once. torch 2.11 hashes the function.
-    @functools.wraps(original)
-    def hash_impl(self: Any, *tx: Any) -> Any:
-        return original(self, *tx) if self.source or not tx else (hash(self.fn), False)
-
-    return hash_impl
+    return original(self, *tx) if self.source or not tx else (hash(self.fn), False)
 
 
 # torch 2.11 to 2.15 ask a mode about l1_loss with all arguments but its weights.
@@ -292,9 +259,11 @@ TABLE: tuple[Patch, ...] = (
         "gradient checkpointing with use_reentrant=False raises CheckpointError",
     ),
     Patch((f"{_CHECKPOINT}CheckpointFunction",), _checkpoint_function, "gradient checkpointing recomputes in FP32"),
-    Patch(("torch:is_autocast_enabled",), _is_autocast_enabled, "models that ask for autocast take it for disabled"),
-    Patch(("torch:get_autocast_dtype",), _get_autocast_dtype, "models that ask for autocast's dtype get torch's"),
-    Patch(("torch:_C._is_any_autocast_enabled",), _is_any_autocast_enabled, "nn.LSTM and its kin refuse mixed dtypes"),
+    Patch(("torch:is_autocast_enabled",), _asks(_is_enabled), "models that ask for autocast take it for disabled"),
+    Patch(("torch:get_autocast_dtype",), _asks(lambda ours, *_, **__: ours.dtype),
+          "models that ask for autocast's dtype get torch's"),
+    Patch(("torch:_C._is_any_autocast_enabled",), _asks(lambda ours: ours.enabled),
+          "nn.LSTM and its kin refuse mixed dtypes"),
     Patch(("torch:overrides.has_torch_function",), _has_torch_function, "torch's encoder layers take their slow path"),
     Patch(("torch:autocast.__init__",), _make_torch_autocast, _ISLANDS),
     Patch(("torch:autocast.__enter__",), _enter_torch_autocast, _ISLANDS),
@@ -329,14 +298,14 @@ class Patches:
     def acquire(self) -> None:
         """One more autocast or attached model is in use."""
         if torch.compiler.is_dynamo_compiling():
-            _enter_traced()
+            _count_traced(1)
         else:
             self.count(users=1)
 
     def release(self) -> None:
         """One less."""
         if torch.compiler.is_dynamo_compiling():
-            _leave_traced()
+            _count_traced(-1)
         else:
             self.count(users=-1)
 
@@ -407,13 +376,9 @@ def _warn_of_lack(patch: Patch) -> None:
 PATCHES = Patches()
 
 
-def _enter_traced() -> None:
-    PATCHES.count(traced=1)
-
-
-def _leave_traced() -> None:
-    PATCHES.count(traced=-1)
+def _count_traced(more: int) -> None:
+    PATCHES.count(traced=more)
 
 
 # As torch.compiler.assume_constant_result does, without its import of the compiler: called when code is traced.
-_enter_traced._dynamo_marked_constant = _leave_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_count_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -61,18 +61,6 @@ class _Connector(Function):
         return gradient
 
 
-class _Reconnect(Function):
-    """The logits, as what their connector stands for."""
-
-    @staticmethod
-    def forward(ctx: Any, connector: Tensor, logits: Tensor) -> Tensor:
-        return logits.view_as(logits)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
 class _CrossEntropy(Function):
     @staticmethod
     def forward(
@@ -93,7 +81,7 @@ class _CrossEntropy(Function):
         if version_of(ctx.logits) != ctx.version:
             raise RuntimeError("the logits were modified by an inplace operation after the loss was computed from them")
         if torch.is_grad_enabled():  # create_graph=True
-            logits = _Reconnect.apply(connector, ctx.logits)
+            logits = connector + ctx.logits  # which the connector, all zeros, stands for in the graph
             loss = cross_entropy_reference(logits, labels, ignore_index=ctx.ignore_index, reduction=ctx.reduction)
             return *torch.autograd.grad(loss, logits, gradient, create_graph=True), None, None, None, None
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()

@@ -66,7 +66,15 @@ def why_not(tensors: Sequence[Tensor]) -> str | None:
     devices = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
     if len(devices) > 1:
         return f"the tensors are on {' and '.join(devices)}"
-    return _why_not_on(tensors[0].device)
+    device = tensors[0].device
+    if is_interpreting() and device.type == "cpu":
+        return None
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"the device is {device}, not a CUDA GPU"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _SMALLEST_CAPABILITY:
+        return f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, below 7.0"
+    return None
 
 
 @functools.cache
@@ -77,17 +85,6 @@ def _has_triton() -> bool:
 def is_interpreting() -> bool:
     """Whether Triton runs kernels in its interpreter (``TRITON_INTERPRET=1``), which it can on a CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _why_not_on(device: torch.device) -> str | None:
-    if is_interpreting() and device.type == "cpu":
-        return None
-    if device.type != "cuda" or torch.version.cuda is None:
-        return f"the device is {device}, not a CUDA GPU"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _SMALLEST_CAPABILITY:
-        return f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, below 7.0"
-    return None
 
 
 def launcher(name: str) -> Any:

@@ -308,11 +308,6 @@ def power_of_two_below(value: float) -> float:
     return math.ldexp(0.5, exponent) if value > 0.0 else -math.ldexp(0.5, exponent + (mantissa != -0.5))
 
 
-def is_power_of_two(value: float) -> bool:
-    """Whether multiplying by ``value`` only changes a number's exponent."""
-    return math.frexp(value)[0] == 0.5
-
-
 def to_fp32(value: float) -> float:
     """``value`` rounded to FP32, in which torch keeps a loss scale; ``inf`` beyond its range."""
     return ctypes.c_float(value).value

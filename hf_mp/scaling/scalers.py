@@ -34,7 +34,6 @@ from hf_mp.scaling.rules import (
     StepReport,
     check_scale,
     check_whole,
-    is_power_of_two,
     power_of_two_below,
 )
 
@@ -223,7 +222,7 @@ class LossScaler(ExplicitScaling, Generic[State]):
                 continue
             if name == "backoff_factor" and value <= 0.0:
                 _warn(f"{name}={value}: the first overflow takes the loss scale down to min_scale")
-            elif value and not is_power_of_two(value):
+            elif value and math.frexp(value)[0] != 0.5:
                 _warn(f"{name}={value} is no power of two: scaling and unscaling then round gradients")
 
     def __getstate__(self) -> dict[str, Any]:

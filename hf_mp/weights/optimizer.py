@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hf_mp.kernels.gradient_scan import norm_of_one, real_values, total_norm
+from hf_mp.kernels.gradient_scan import real_values, total_norm
 from hf_mp.kernels.split import split
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.early_state import state_to_fp32
@@ -175,14 +175,6 @@ class MasterWeightOptimizer(Optimizer):
         still scaled: those keep the factor, for their readers. Gives the unscaled norm before: FP32, of shape ().
         """
         return clip_grad_norm_(self._parameters(), max_norm)
-
-    @staticmethod
-    def gradient_norm(parameter: nn.Parameter) -> Tensor:
-        """The 2-norm of one gradient, which there is: FP32 of shape (), unscaled."""
-        gradient, factor = gradient_and_factor(parameter)
-        assert gradient is not None
-        norm = norm_of_one(real_values(gradient))
-        return norm if factor is None else norm * factor.squeeze()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

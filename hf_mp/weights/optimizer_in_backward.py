@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, largest_magnitude
+from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, largest_magnitude, norm_of_one, real_values
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.borders import accumulates
 from hf_mp.scaling.events import StepObserver
@@ -180,8 +180,8 @@ class OptimizerInBackward(StepObserver):
             if parameter in backward.norms:
                 raise RuntimeError(_MORE_THAN_ONCE)
             if id(parameter) in self._own:
-                backward.norms[parameter] = self._optimizer.gradient_norm(parameter)
-            backward.largest.append(_largest(parameter))
+                backward.norms[parameter] = _of_gradient(parameter, norm_of_one)
+            backward.largest.append(_of_gradient(parameter, _largest))
             parameter.grad = None
         elif id(parameter) in self._own and backward.phase == "discard":
             parameter.grad = None
@@ -191,10 +191,10 @@ class OptimizerInBackward(StepObserver):
     def _update(self, parameter: SplitParameter, backward: _Backward) -> None:
         if parameter in backward.updated:
             raise RuntimeError(_MORE_THAN_ONCE)
-        norm = self._optimizer.gradient_norm(parameter)
+        norm = _of_gradient(parameter, norm_of_one)
         measured = backward.norms.get(parameter)
         if measured is None:
-            is_sound = bool(_largest(parameter) < SQUARES_BELOW)
+            is_sound = bool(_of_gradient(parameter, _largest) < SQUARES_BELOW)
         else:
             is_sound = bool((norm - measured).abs() <= _PASSES_AGREE_WITHIN * measured)
         if not is_sound:
@@ -224,11 +224,16 @@ class OptimizerInBackward(StepObserver):
         self._backward = None
 
 
-def _largest(parameter: nn.Parameter) -> Tensor:
+def _largest(values: Tensor) -> Tensor:
+    return largest_magnitude([values])
+
+
+def _of_gradient(parameter: nn.Parameter, measure: Callable[[Tensor], Tensor]) -> Tensor:
+    """What ``measure`` gives of the values of a gradient, which there is: FP32 of shape (), unscaled."""
     gradient, factor = gradient_and_factor(parameter)
     assert gradient is not None
-    largest = largest_magnitude([gradient])
-    return largest if factor is None else largest * factor.squeeze()
+    found = measure(real_values(gradient))
+    return found if factor is None else found * factor.squeeze()
 
 
 _MORE_THAN_ONCE = (

@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import CastRule
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.working_weights import WorkingWeights
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class _Thread(threading.local):
@@ -63,10 +60,10 @@ class Region(autocast):
             if weights is not None:
                 weights.clear()
 
-    def recomputation(self, function: Callable[P, R]) -> Callable[P, R]:
+    def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]:
         weights = self._thread.weights
 
-        def recompute(*args: P.args, **kwargs: P.kwargs) -> R:
+        def recompute(*args: Any, **kwargs: Any) -> Any:
             if active_autocast() is self:
                 return function(*args, **kwargs)
             with self._no_backward(), self.running(weights):

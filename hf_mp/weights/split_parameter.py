@@ -45,13 +45,13 @@ class SplitParameter(nn.Parameter):
     """
 
     remainder_bits: Tensor
-    is_saved_in_full: bool
-    _scaled: ScaledGradient | None
-    _read: tuple[Tensor, int] | None  # the true gradient that a reader of .grad was given, and its version
+    is_saved_in_full: bool = False
+    _scaled: ScaledGradient | None = None
+    _read: tuple[Tensor, int] | None = None  # the true gradient that a reader of .grad was given, and its version
     _version_seen: int
-    _snapshot: Tensor | None
+    _snapshot: Tensor | None = None
     _wants_true_gradients: bool
-    _merged: tuple[weakref.ref[Tensor], int] | None  # the master value that a reader was given, and its version
+    _merged: tuple[weakref.ref[Tensor], int] | None = None  # the master value that a reader was given, and its version
 
     @property
     def data(self) -> Tensor:
@@ -175,8 +175,7 @@ class SplitParameter(nn.Parameter):
         plain.__dict__.update({k: v for k, v in self.__dict__.items() if k not in SplitParameter.__annotations__})
         return plain.__reduce_ex__(protocol)
 
-    def __repr__(self) -> str:  # type: ignore[override]
-        return repr(nn.Parameter(self.detach(), self.requires_grad))
+    __repr__ = WatchedParameter.__repr__  # type: ignore[assignment]
 
 
 # What a parameter becomes, by its class. The estimation of memory adds one for fake tensors.
@@ -238,11 +237,6 @@ def _become_split(parameter: nn.Parameter, remainder: Tensor) -> SplitParameter:
     parameter.__class__ = SPLIT_CLASSES[type(parameter)]
     assert isinstance(parameter, SplitParameter)
     parameter.remainder_bits = remainder
-    parameter.is_saved_in_full = False
-    parameter._scaled = None
-    parameter._read = None
-    parameter._snapshot = None
-    parameter._merged = None
     parameter._wants_true_gradients = bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
     parameter._version_seen = version_of(parameter)
     parameter.grad_dtype = None  # FP16 as well as FP32

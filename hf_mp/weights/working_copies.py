@@ -127,7 +127,7 @@ class WorkingCopies:
         if entry is None or entry.copy.shape != parameter.shape or entry.copy.device != parameter.device:
             return self._make(parameter).copy
         if entry.seen[0] == -1 or entry.seen != seen(parameter):
-            _refresh([entry])
+            _refresh([(entry, parameter)])
         elif type(parameter) is nn.Parameter:  # another model that has it was detached
             watch(parameter)
             _refresh_if_changed(entry, parameter)
@@ -155,7 +155,7 @@ class WorkingCopies:
         graph may have saved their copies (a generator's, while its discriminator is updated).
         """
         found = [(self._entries.get(id(parameter)), parameter) for parameter in parameters]
-        _refresh([e for e, p in found if e is not None and p.requires_grad and e.copy.shape == p.shape])
+        _refresh([(e, p) for e, p in found if e is not None and p.requires_grad and e.copy.shape == p.shape])
 
     def copy_of(self, parameter: nn.Parameter) -> Tensor | None:
         """The copy that ``parameter`` has, whether or not it is fresh, for a kernel that writes both."""
@@ -211,10 +211,8 @@ def _refresh_if_changed(entry: _Entry, parameter: nn.Parameter) -> None:
 
 
 @torch.no_grad()
-def _refresh(entries: list[_Entry]) -> None:
-    pairs = [(entry, parameter) for entry in entries if (parameter := entry.parameter()) is not None]
-    if not pairs:
-        return
-    torch._foreach_copy_([entry.copy for entry, _ in pairs], [parameter for _, parameter in pairs])
+def _refresh(pairs: list[tuple[_Entry, nn.Parameter]]) -> None:
+    if pairs:
+        torch._foreach_copy_([entry.copy for entry, _ in pairs], [parameter for _, parameter in pairs])
     for entry, parameter in pairs:
         entry.seen = seen(parameter)

@@ -186,8 +186,8 @@ class TestErrors:
 
 
 def test_parsing_tells_ops_and_modules_apart() -> None:
-    parsed = parse_rules({torch.softmax: "unlisted", "lm_head": "fp32", torch.mm: "fp32"}, CUDA_TABLES)
-    assert parsed.modules == ("lm_head",)
-    assert parsed.ops[torch.softmax] is None and parsed.ops[Tensor.softmax] is None
-    assert parsed.ops[torch.mm] == parsed.ops[Tensor.mm] == (CastRule.FP32, "mm")
-    assert parse_rules(None, CUDA_TABLES).ops == {}
+    ops, patterns = parse_rules({torch.softmax: "unlisted", "lm_head": "fp32", torch.mm: "fp32"}, CUDA_TABLES)
+    assert patterns == ("lm_head",)
+    assert ops[torch.softmax] is None and ops[Tensor.softmax] is None
+    assert ops[torch.mm] == ops[Tensor.mm] == (CastRule.FP32, "mm")
+    assert parse_rules(None, CUDA_TABLES) == ({}, ())

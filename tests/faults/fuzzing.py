@@ -224,8 +224,8 @@ def rules(mutator: Mutator) -> None:
         given[odd] = "fp32"
     if mutator.chance.random() < 0.5:
         given[mutator.text("transformer.*.mlp")] = "fp32"
-    parsed = parse_rules(given, TABLES[mutator.chance.choice(list(TABLES))])
-    match_modules(parsed.modules, MODEL)
+    _, patterns = parse_rules(given, TABLES[mutator.chance.choice(list(TABLES))])
+    match_modules(patterns, MODEL)
 
 
 MANIFEST = Manifest(
