@@ -184,7 +184,8 @@ def _launch(
         settings.beta1, settings.beta2, 1.0 - settings.beta1, 1.0 - settings.beta2, settings.eps,
         1.0 - settings.lr * settings.weight_decay, settings.weight_decay, len(parameters),
         **codes, DECOUPLED=settings.decoupled, MAXIMIZE=settings.maximize, FROM_GRADIENT=settings.lerps_from_gradient,
-        HAS_FACTOR=factor is not None, HAS_FOUND_INF=found_inf is not None, ALIGNED=is_aligned and blocks.are_whole, BLOCK=BLOCK, num_warps=WARPS,
+        HAS_FACTOR=factor is not None, HAS_FOUND_INF=found_inf is not None,
+        ALIGNED=is_aligned and blocks.are_whole, BLOCK=BLOCK, num_warps=WARPS,
         enable_fp_fusion=False,  # each product and sum is rounded, as the reference does
     )  # fmt: skip
 

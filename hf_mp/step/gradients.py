@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, magnitude_bound
 from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.attachable import UNKNOWN_OPTIMIZER
-from hf_mp.weights.distributed import is_running, local_parts
+from hf_mp.weights.distributed import local_parts
 from hf_mp.weights.open_backwards import OpenBackwards
-from hf_mp.weights.seen_gradients import SeenGradients
-
-
-_WAITS_FOR_NOTHING = ("cpu",)  # devices whose values the host reads without waiting for what is queued
-
-
-class Verdict(NamedTuple):
-    """What the gradients of an optimizer are like, as far as the device knows: nothing was read yet."""
-
-    report: Callable[[], StepReport]  # one read of a device value, and on several ranks their agreement
-    found_inf: Tensor | None = None  # FP32 of shape (): 1 for an overflow; None where the host decides before the step
+from hf_mp.weights.seen_gradients import SeenGradients, Verdict, versions_of
 
 
 class GradientCheck(SeenGradients):
@@ -41,14 +30,13 @@ class GradientCheck(SeenGradients):
         self.is_scaled = False  # whether the loss is scaled
         self.runs = OpenBackwards()
         self._versions: dict[int, int] = {}  # of the weights, at the end of the last backward
-        self._warned: set[str] = set()
 
     def backward_began(self) -> None:
         """A gradient enters the model through an output: the one place where a backward is known to begin."""
         if not self.runs.begin(task := torch._C._current_graph_task_id()):
             return
         if self._largest is not None:
-            versions = _versions(parameters := self.parameters())
+            versions = versions_of(parameters := self.parameters())
             if is_used := any(versions.get(weight, seen) != seen for weight, seen in self._versions.items()):
                 self.warn_once(UNKNOWN_OPTIMIZER)
             if is_used or not self.gradients(parameters):
@@ -62,14 +50,8 @@ class GradientCheck(SeenGradients):
         largest = None
         if self.is_scaled or self.measures_norm:
             largest = self.measure(parameters := self.parameters())
-            self._versions = _versions(parameters)
+            self._versions = versions_of(parameters)
         self._on_ended(largest)
-
-    def warn_once(self, message: str) -> None:
-        """Warn of ``message`` unless that was done before."""
-        if message not in self._warned:
-            self._warned.add(message)
-            warnings.warn(message, stacklevel=2)
 
     def verdict(self, optimizer: Optimizer) -> Verdict:
         """What the gradients of ``optimizer`` are like.
@@ -95,10 +77,4 @@ class GradientCheck(SeenGradients):
             largest = measured if self.is_scaled and not overflow else None
             return self._ranks.agree(StepReport(overflow, largest), parameters)
 
-        if values.device.type in _WAITS_FOR_NOTHING or is_running():
-            return Verdict(report)
-        return Verdict(report, 1.0 - (values[-1] < SQUARES_BELOW).logical_and(values[0].isfinite()).float())
-
-
-def _versions(parameters: Sequence[nn.Parameter]) -> dict[int, int]:
-    return {id(parameter): parameter._version for parameter in parameters if parameter.requires_grad}
+        return Verdict(report, self._ranks.found_inf(values, SQUARES_BELOW))

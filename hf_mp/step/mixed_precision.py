@@ -22,7 +22,7 @@ from hf_mp.scaling.rules import StepReport
 from hf_mp.scaling.scalers import LossScaleError, LossScaler, load_state, make_loss_scaler, state_of
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.gradients import GradientCheck, Verdict
-from hf_mp.step.update import StepGuard, guard_of
+from hf_mp.step.update import StepGuard
 from hf_mp.weights.accelerated import as_accelerated
 from hf_mp.weights.attachable import NO_BORDER, check_attachable, check_layout, check_optimizer
 from hf_mp.weights.distributed import Ranks, ddp_of
@@ -156,7 +156,9 @@ class MixedPrecision:
         state_to_fp32(optimizer)
         if self.in_backward is not None:
             self.in_backward.take_optimizer(optimizer)
-        guard = guard_of(optimizer) or StepGuard(optimizer)
+        guard = getattr(optimizer.step, "hf_mp_guard", None)
+        if guard is None or not guard.runtimes or guard.optimizer is not optimizer:
+            guard = StepGuard(optimizer)
         if guard not in self._guards:
             guard.runtimes.append(self)
             self._guards.append(guard)

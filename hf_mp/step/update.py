@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from hf_mp.weights.accelerated import tell_accelerate
 from hf_mp.weights.attachable import check_step
-from hf_mp.weights.fused_adamw import can_skip
+from hf_mp.weights.fused_adamw import can_skip, skipping
 
 if TYPE_CHECKING:
     from hf_mp.step.mixed_precision import MixedPrecision
@@ -54,12 +53,10 @@ class StepGuard:
         self._told = self._told or tell_accelerate(optimizer)  # it may have been imported since
         loss = None if closure is None else torch.enable_grad()(closure)()
         verdicts = [runtime.verdict(optimizer) for runtime in runtimes]
-        found_inf = verdicts[0].found_inf if len(runtimes) == 1 and not kwargs else None
-        if found_inf is not None and not can_skip(optimizer, self._before.get("step")):
-            found_inf = None
-        result = None
-        if found_inf is not None:  # all of the update is queued before the host waits for the verdict
-            result = self._update(runtimes, kwargs, found_inf)
+        is_alone = len(runtimes) == 1 and not kwargs
+        found_inf = verdicts[0].found_inf if is_alone and can_skip(optimizer, self._before.get("step")) else None
+        # Where the device can skip, all of the update is queued before the host waits for the verdict.
+        result = None if found_inf is None else self._update(runtimes, kwargs, found_inf)
         reports = [verdict.report() for verdict in verdicts]
         was_skipped = any(report.overflow for report in reports)
         if found_inf is None and not was_skipped:
@@ -75,13 +72,8 @@ class StepGuard:
         optimizer, is_alone = self.optimizer, len(runtimes) == 1 and not kwargs
         if is_alone and runtimes[0].layout.step(optimizer, self._before.get("step"), found_inf):
             return None
-        if found_inf is not None:
-            optimizer.found_inf = found_inf
-        try:
+        with skipping(optimizer, found_inf):
             result = self._unguarded(**kwargs)
-        finally:
-            if found_inf is not None:
-                del optimizer.found_inf
         for runtime in runtimes:
             runtime.layout.updated(optimizer)
         return result
@@ -101,9 +93,3 @@ class StepGuard:
             state.update(self._before)
         elif _SUPPORTS_SCALING in self._before:
             state[_SUPPORTS_SCALING] = self._before[_SUPPORTS_SCALING]
-
-
-def guard_of(optimizer: Optimizer) -> StepGuard | None:
-    """The guard in front of ``optimizer.step``, if it is guarded."""
-    guard: StepGuard | None = getattr(optimizer.step, "hf_mp_guard", None)
-    return guard if guard is not None and guard.runtimes and guard.optimizer is optimizer else None

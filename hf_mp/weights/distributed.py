@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not in every build of torch
 
 _NOT_MEASURED = -1.0
+_READ_AT_ONCE = ("cpu",)  # devices whose values the host reads without waiting for what is queued
 
 
 def to_number(report: StepReport) -> float:
@@ -77,6 +78,15 @@ class Ranks:
     def gradients_are_final(self, parameters: Iterable[Tensor]) -> bool:
         """Whether nobody reduces gradients after a backward: a loop's own ``all_reduce`` raises no version counter."""
         return not is_running() or bool(self._groups) or any(is_dtensor(parameter) for parameter in parameters)
+
+    def found_inf(self, magnitudes: Tensor, limit: float) -> Tensor | None:
+        """FP32 of shape (): 1 where the last of ``magnitudes`` reaches ``limit`` or the first is not finite, else 0.
+
+        None where the host loses nothing by reading them first, or has to: on a CPU, and with several processes.
+        """
+        if magnitudes.device.type in _READ_AT_ONCE or is_running():
+            return None
+        return 1.0 - (magnitudes[-1] < limit).logical_and(magnitudes[0].isfinite()).float()
 
     def agree(self, report: StepReport, parameters: Iterable[Tensor]) -> StepReport:
         """The report of all processes that train ``parameters``: a collective call; ``report`` itself on a single one.

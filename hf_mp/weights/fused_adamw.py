@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -59,6 +60,19 @@ def can_skip(optimizer: Optimizer, own_step: Callable[..., Any] | None) -> bool:
     """
     is_fused = _is_fused_adam(optimizer, own_step) and all(group.get("fused") for group in optimizer.param_groups)
     return is_fused and not _has_hooks(optimizer)
+
+
+@contextlib.contextmanager
+def skipping(optimizer: Any, found_inf: Tensor | None) -> Iterator[None]:
+    """To call the step of ``optimizer`` in, which does nothing where ``found_inf`` is 1; None for a plain step."""
+    if found_inf is None:
+        yield
+        return
+    optimizer.found_inf = found_inf  # as torch.amp.GradScaler tells it
+    try:
+        yield
+    finally:
+        del optimizer.found_inf
 
 
 def step_whole(

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
+from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.distributed import Ranks
 from hf_mp.weights.layout import WeightLayout, measure
+
+
+class Verdict(NamedTuple):
+    """What the gradients of an optimizer are like, as far as the device knows: nothing was read yet."""
+
+    report: Callable[[], StepReport]  # one read of a device value, and on several ranks their agreement
+    found_inf: Tensor | None = None  # FP32 of shape (): 1 for an overflow; None where the host decides before the step
+
+
+def versions_of(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
+    """By identity the version counters of those that are trained."""
+    return {id(parameter): parameter._version for parameter in parameters if parameter.requires_grad}
 
 
 class SeenGradients:
@@ -19,7 +34,14 @@ class SeenGradients:
     def __init__(self, layout: WeightLayout, ranks: Ranks, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
         self.layout, self._ranks, self.parameters = layout, ranks, parameters
         self.measures_norm = False  # whether the global norm is measured along, for norm()
+        self._warned: set[str] = set()
         self.forget()
+
+    def warn_once(self, message: str) -> None:
+        """Warn of ``message`` unless that was done before."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=2)
 
     def forget(self) -> None:
         """Begin anew: the gradients were used, or thrown away."""
@@ -62,9 +84,9 @@ class SeenGradients:
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
         """Scale all gradients down to ``max_norm``, as ``torch.nn.utils.clip_grads_with_norm_``, from :meth:`norm`."""
-        # The factor is 1: one pass over the gradients less. The host would wait for a device to tell it.
-        if norm.device.type == "cpu" and norm <= max_norm - 1e-5:
+        is_known = norm.device.type == "cpu"  # the host would wait for any other device to tell it
+        if is_known and norm <= max_norm - 1e-5:  # the factor is 1: one pass over the gradients less
             return
         clip_grads_with_norm_(parameters, max_norm, norm)
-        # What inf or NaN made of other gradients is of no matter: the largest magnitude tells of it.
-        self._see(self.gradients(parameters))
+        # By inf or NaN, others have become 0 or NaN.
+        self._see(() if is_known and not norm.isfinite() else self.gradients(parameters))
