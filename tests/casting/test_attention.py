@@ -116,8 +116,9 @@ class TestAgainstTheReference:
 
     @pytest.mark.parametrize("is_causal", [False, True])
     @pytest.mark.parametrize("shared", [1, 2])
-    def test_heads_that_share_keys(self, shared: int, is_causal: bool) -> None:
-        check(make(shared=shared, dropout=0.3, is_causal=is_causal))
+    @pytest.mark.parametrize("dropout", [0.0, 0.3])
+    def test_heads_that_share_keys(self, shared: int, is_causal: bool, dropout: float) -> None:
+        check(make(shared=shared, dropout=dropout, is_causal=is_causal))
 
     def test_inf_and_nan_reach_those_rows_that_see_them(self) -> None:
         given = make(is_causal=True)

@@ -69,9 +69,10 @@ def _is_better(attention: Attention) -> bool:
 def _has_flash(attention: Attention) -> bool:
     """Whether torch would choose its flash kernel for CPUs."""
     query, key, value, mask, dropout, is_causal, scale = attention
-    if dropout or key.shape[1] != query.shape[1] or value.shape != key.shape or _FLASH is None:
+    if dropout or value.shape != key.shape or _FLASH is None:
         return False
-    return bool(torch._fused_sdp_choice(query, key, value, mask, 0.0, is_causal, scale=scale) == _FLASH_CHOICE)
+    settings: Any = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    return bool(torch._fused_sdp_choice(query, key, value, mask, 0.0, is_causal, **settings) == _FLASH_CHOICE)
 
 
 def _read(
