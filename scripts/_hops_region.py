@@ -37,7 +37,7 @@ GRADIENT = (
     ("the backward ended", "step/gradients.py", "GradientCheck._backward_ended"),
     ("the largest magnitude, and the norm, are measured in one pass", "weights/seen_gradients.py",
      "SeenGradients.measure"),
-    ("the step asks for the verdict", "step/gradients.py", "GradientCheck.report"),
+    ("the step asks for the verdict", "step/gradients.py", "GradientCheck.verdict"),
     ("the optimizer uses it, or the step is skipped", "step/update.py", "StepGuard._step"),
 )  # fmt: skip
 SCALE = (

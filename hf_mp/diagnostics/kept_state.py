@@ -129,9 +129,9 @@ def gradients_set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
     try:
         yield
     finally:
-        for parameter, (gradient, beside) in zip(parameters, kept, strict=True):
+        for parameter, (gradient, others) in zip(parameters, kept, strict=True):
             _GRAD.__set__(parameter, gradient)
-            parameter.__dict__.update(beside)
+            parameter.__dict__.update(others)
 
 
 @contextlib.contextmanager

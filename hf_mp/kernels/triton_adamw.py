@@ -81,7 +81,7 @@ def adamw_kernel(
     """Each program updates one block; the order of operations is that of ``adamw_reference``."""
     tensor, offsets, mask = place_of(numels, block_tensor, block_index, ALIGNED, BLOCK)
     if HAS_FOUND_INF:
-        mask = mask & (tl.load(found_inf) == 0.0)
+        mask = tl.where(tl.load(found_inf) == 0.0, mask, False)
     gradient_address = tl.load(addresses + tensor)
     first_address = tl.load(addresses + 3 * tensors + tensor)  # of the master, or of its working half
     second_address = tl.load(addresses + 4 * tensors + tensor)  # of the working copy, or of the remainder

@@ -11,7 +11,7 @@ from hf_mp.kernels.split import split
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 from hf_mp.weights.distributed import is_dtensor
 from hf_mp.weights.layout import WeightLayout
-from hf_mp.weights.split_layout import trained_beside_statistics
+from hf_mp.weights.split_layout import trained_with_statistics
 
 
 class ReadingLayout(WeightLayout):
@@ -39,9 +39,9 @@ class ReadingLayout(WeightLayout):
                     self._widened.append((tensor, tensor.dtype))
                     tensor.data = tensor.data.float()
             return
-        beside_statistics = trained_beside_statistics(model)
+        with_statistics = trained_with_statistics(model)
         for parameter in model.parameters():
-            is_left = parameter in beside_statistics or (self._trained_alone and not parameter.requires_grad)
+            is_left = parameter in with_statistics or (self._trained_alone and not parameter.requires_grad)
             if parameter.dtype is torch.float32 and not is_left and not is_dtensor(parameter):
                 masters, parameter.data = parameter.data, split(parameter.data, self.policy.params).working
                 self._narrowed[parameter] = masters, parameter._version

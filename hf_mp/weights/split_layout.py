@@ -30,11 +30,11 @@ def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
     model and its parts save is FP32 then. Code that computes with the parameters themselves
     (``torch.optim.swa_utils.AveragedModel``) computes in 16 bits: average :func:`master_value` instead.
     """
-    beside_statistics = trained_beside_statistics(model)
+    with_statistics = trained_with_statistics(model)
     trainable = {
         parameter: None
         for parameter in parameters_of(model)
-        if parameter.requires_grad and parameter.is_floating_point() and parameter not in beside_statistics
+        if parameter.requires_grad and parameter.is_floating_point() and parameter not in with_statistics
     }
     new = [parameter for parameter in trainable if not isinstance(parameter, SplitParameter)]
     check_splittable(new)  # before anything is changed
@@ -46,7 +46,7 @@ def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
     for module in model.modules():
         if put_masters_into_state_dict not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(put_masters_into_state_dict)
-    for parameter in beside_statistics:
+    for parameter in with_statistics:
         parameter.data = parameter.data.float()
     for buffer in model.buffers():  # running statistics in FP16 would swamp their updates, as weights would
         if buffer.dtype in LOWER_PRECISION_DTYPES:
@@ -56,7 +56,7 @@ def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
     return True
 
 
-def trained_beside_statistics(model: nn.Module) -> dict[nn.Parameter, None]:
+def trained_with_statistics(model: nn.Module) -> dict[nn.Parameter, None]:
     """The trained weights of normalizations with running statistics, in the order of the model."""
     return {
         parameter: None

@@ -1,3 +1,4 @@
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ every_dtype = pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
 # The two round an FP32 value once, which was summed in another order: one unit in the last place apart, and a little
 # where terms cancel. In units of the largest value, which is what a loss sees of it.
 ULPS = 1.5
+VALUE_WIDTH = 16  # other than the query's, so that torch has no flash kernel
 
 
 def random(*shape: int, dtype: torch.dtype = FP16, seed: int = 0) -> Tensor:
@@ -46,7 +48,7 @@ def make(
     def inputs(heads: int, rows: int, width: int, seed: int) -> Tensor:
         return random(2, rows, heads, width, dtype=dtype, seed=seed).transpose(1, 2).requires_grad_()
 
-    query, key, value = inputs(heads, rows, 8, 1), inputs(shared, keys, 8, 2), inputs(shared, keys, 16, 3)
+    query, key, value = inputs(heads, rows, 8, 1), inputs(shared, keys, 8, 2), inputs(shared, keys, VALUE_WIDTH, 3)
     return Attention(query, key, value, mask, dropout, is_causal, 8**-0.5)
 
 
@@ -55,9 +57,9 @@ def gradients(result: Tensor, given: Attention, **settings: Any) -> tuple[Tensor
     return torch.autograd.grad(result, [given.query, given.key, given.value], direction, **settings)
 
 
-def check_close(found: Tensor, expected: Tensor) -> None:
+def check_close(found: Tensor, expected: Tensor, terms: float = 0.0) -> None:
     assert found.dtype is expected.dtype and found.shape == expected.shape
-    allowed = ULPS * torch.finfo(found.dtype).eps * expected.double().abs().max()
+    allowed = ULPS * torch.finfo(found.dtype).eps * max(expected.double().abs().max().item(), terms)
     assert (found.double() - expected.double()).abs().max() <= allowed
 
 
@@ -69,12 +71,17 @@ def check(given: Attention) -> None:
         torch.manual_seed(7)
     found, expected = attend(given), attention_reference(given, kept)
     check_close(found.detach(), expected.detach())
+    # A flash kernel subtracts the product of the gradient and the result, which is kept in 16 bits: all there is of a
+    # single key's gradient.
+    terms = given.scale if VALUE_WIDTH == 8 and not given.dropout else 0.0
     for ours, theirs in zip(gradients(found, given), gradients(expected, given), strict=True):
-        check_close(ours, theirs)
+        check_close(ours, theirs, terms)
 
 
-@pytest.fixture(params=["one block", "many blocks"])
+@pytest.fixture(params=["one block", "many blocks", "flash"])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "flash":
+        monkeypatch.setattr(sys.modules[__name__], "VALUE_WIDTH", 8)
     if request.param == "many blocks":
         monkeypatch.setattr(module, "ROW_BLOCK_ELEMENTS", 7 * 24)
         monkeypatch.setattr(module, "HEAD_BLOCK_ELEMENTS", 24 * 24)
@@ -109,8 +116,9 @@ class TestAgainstTheReference:
 
     @pytest.mark.parametrize("is_causal", [False, True])
     @pytest.mark.parametrize("shared", [1, 2])
-    def test_heads_that_share_keys(self, shared: int, is_causal: bool) -> None:
-        check(make(shared=shared, dropout=0.3, is_causal=is_causal))
+    @pytest.mark.parametrize("dropout", [0.0, 0.3])
+    def test_heads_that_share_keys(self, shared: int, is_causal: bool, dropout: float) -> None:
+        check(make(shared=shared, dropout=dropout, is_causal=is_causal))
 
     def test_inf_and_nan_reach_those_rows_that_see_them(self) -> None:
         given = make(is_causal=True)
@@ -290,17 +298,28 @@ class TestWhichCallsAreTaken:
         [
             (FP16, 0.0, 24, False, True),
             (FP16, 0.3, 24, False, True),
-            (BF16, 0.0, 256, True, False),
+            (FP16, 0.0, 300, True, True),
+            (BF16, 0.0, 300, True, False),
+            (BF16, 0.0, 200, True, True),
             (BF16, 0.3, 256, True, True),
             (BF16, 0.3, 24, True, False),
         ],
-        ids=["FP16", "FP16, dropout", "BF16", "BF16, dropout", "BF16, dropout, few probabilities"],
+        ids=[
+            "FP16",
+            "FP16, dropout",
+            "native FP16",
+            "native BF16, many scores",
+            "native BF16, few scores",
+            "native BF16, dropout, many probabilities",
+            "native BF16, dropout, few probabilities",
+        ],
     )
     def test_by_the_mode(
         self, dtype: torch.dtype, dropout: float, rows: int, native: bool, taken: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         calls: list[Attention] = []
         monkeypatch.setattr(mode, "runs_natively", lambda *_: native)
+        monkeypatch.setattr(module, "OWN_SCORES", 2**18)
         monkeypatch.setattr(mode, "attend", lambda given: calls.append(given) or attend(given))
 
         class Attending(torch.nn.Module):
@@ -323,3 +342,14 @@ class TestWhichCallsAreTaken:
         with torch.no_grad():  # as a token is generated
             model(random(2, 4, rows, 8).float(), queries=1)
         assert bool(calls) == (bool(dropout) and not native)
+
+
+def test_flash_keeps_what_torchs_keeps() -> None:
+    query, key, value = (random(2, 128, 4, 8, seed=seed).transpose(1, 2).requires_grad_() for seed in range(3))
+    given = Attention(query, key, value, None, 0.0, True, 8**-0.5)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        found = attend(given)
+    sums = 4 * 2 * 128 * 4  # FP32, one a row
+    assert sum(tensor.nbytes for tensor in kept) == 3 * query.nbytes + found.nbytes + sums
+    assert found.transpose(1, 2).is_contiguous()

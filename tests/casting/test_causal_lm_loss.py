@@ -110,7 +110,8 @@ def test_compiled_models_and_transforms_use_the_original(monkeypatch: pytest.Mon
     plain = model(input_ids=IDS, labels=IDS).loss
     monkeypatch.setattr("hf_mp.casting.replacements.causal_lm_loss.cross_entropy", None)  # not to be called
     compiled = torch.compile(model, backend="eager")
-    torch.testing.assert_close(compiled(input_ids=IDS, labels=IDS).loss, plain, rtol=1e-5, atol=0)
+    # Attention is torch's own there, in BF16.
+    torch.testing.assert_close(compiled(input_ids=IDS, labels=IDS).loss, plain, rtol=1e-4, atol=0)
 
     def loss(scale: Tensor) -> Tensor:
         logits = torch.linspace(-1, 1, 64).view(1, 2, 32) * scale

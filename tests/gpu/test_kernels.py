@@ -225,6 +225,12 @@ class TestAdamW:
         self.check([make(torch.randn(shape), torch.randn(shape), layout) for shape in shapes])
 
     @LAYOUTS
+    @pytest.mark.parametrize("found", [0.0, 1.0])
+    def test_nothing_is_updated_where_inf_was_found(self, found: float, layout: str) -> None:
+        (after,) = self.check([make(weights(200), torch.randn(200), layout)], found_inf=torch.tensor(found))
+        assert after.step == (0 if found else 3)
+
+    @LAYOUTS
     def test_unaligned(self, layout: str) -> None:
         given = make(weights(BLOCK + 1), torch.randn(BLOCK + 1), layout)
         self.check([given.map(lambda tensor: tensor[1:] if tensor.dim() else tensor)])

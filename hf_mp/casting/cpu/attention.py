@@ -3,7 +3,8 @@
 With dropout or a mask, torch's CPU attention keeps scores, probabilities and dropout masks whole. Here a block of
 scores lives in the cache, is softmaxed in FP32, and is computed again in backward from the 16-bit query and key, as
 FlashAttention does (Dao et al. 2022, arXiv 2205.14135, section 3.1). What is kept is one bit an element, where dropout
-needs it. :func:`attention_reference` is the reference of :func:`attend`; both drop what torch's own would drop.
+needs it. Where torch has a flash kernel, that runs in FP32: its backward in 16 bits takes up to three times as long.
+:func:`attention_reference` is the reference of :func:`attend`; both drop what torch's own would drop.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Function
+from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_mp.casting.cpu.fp32_products import fp32_product
-from hf_mp.casting.cpu.products import OWN_ELEMENTS
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 ROW_BLOCK_ELEMENTS = 2**17  # scores in one block: 512 KiB in FP32. Causal rows leave out the keys behind their block
+FLASH_SCORES = 2**16  # of a head: with more, a CPU that multiplies BF16 is faster in BF16
+OWN_SCORES = 2**22  # in one call: fewer are left to torch where the CPU multiplies in 16 bits, in half of the time
 HEAD_BLOCK_ELEMENTS = 2**16  # heads whose scores are smaller are taken several at once
 
 ATTENTION = frozenset({F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention})
@@ -44,18 +47,32 @@ class Attention(NamedTuple):
 def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any], native: bool = False) -> Attention | None:
     """The attention that a call computes; None where :func:`attend` is not for it: torch's own then has the word.
 
-    ``native``: whether the CPU multiplies in 16 bits. Then torch's is better where it keeps no probabilities, or few.
+    ``native``: whether the CPU multiplies in 16 bits. Then torch's is better but for flash in FP32, and where it keeps
+    many probabilities.
     """
     try:
-        return None if native and not _keeps_many(*args, **kwargs) else _read(*args, **kwargs)
+        found = _read(*args, **kwargs)
     except (TypeError, AttributeError, RuntimeError):
         return None  # not a valid call: torch's own error is the better one
+    return found if found is None or not native or _is_better(found) else None
 
 
-def _keeps_many(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any = None, dropout_p: float = 0.0, *_: Any, **__: Any
-) -> bool:
-    return bool(dropout_p) and math.prod(query.shape[:-1]) * key.shape[-2] >= OWN_ELEMENTS
+def _is_better(attention: Attention) -> bool:
+    query, keys = attention.query, attention.key.shape[2]
+    if attention.dropout:
+        return math.prod(query.shape[:3]) * keys >= OWN_SCORES
+    if not _has_flash(attention):
+        return False
+    return query.dtype is torch.float16 or query.shape[2] * keys <= FLASH_SCORES
+
+
+def _has_flash(attention: Attention) -> bool:
+    """Whether torch would choose its flash kernel for CPUs."""
+    query, key, value, mask, dropout, is_causal, scale = attention
+    if dropout or value.shape != key.shape or _FLASH is None:
+        return False
+    settings: Any = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    return bool(torch._fused_sdp_choice(query, key, value, mask, 0.0, is_causal, **settings) == _FLASH_CHOICE)
 
 
 def _read(
@@ -92,7 +109,8 @@ def attend(attention: Attention) -> Tensor:
     Computed in FP32. Dropout draws from torch's generator what torch's own attention would draw.
     """
     kept = draw_kept(attention) if attention.dropout else None
-    result: Tensor = _Attention.apply(*attention[:4], kept, attention[4:])
+    function = _Flash if _has_flash(attention) else _Attention
+    result: Tensor = function.apply(*attention[:4], kept, attention[4:])
     return result
 
 
@@ -229,10 +247,7 @@ class _Attention(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, kept = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
-            whole = Attention(query, key, value, mask, *ctx.settings)
-            inputs = [t for t, needed in zip((query, key, value), ctx.needs_input_grad, strict=False) if needed]
-            found = iter(torch.autograd.grad(attention_reference(whole, kept), inputs, gradient, create_graph=True))
-            return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None, None, None
+            return _differentiable_backward(ctx, Attention(query, key, value, mask, *ctx.settings), kept, gradient)
         grad_query, grad_key, grad_value = (torch.empty_like(tensor) for tensor in (query, key, value))
         for shared, key32, value32, rows in _blocks(query, key, value, mask, kept, ctx.settings):
             sum_key, sum_value = torch.zeros_like(key32), torch.zeros_like(value32)
@@ -249,3 +264,44 @@ class _Attention(Function):
             grad_key[shared].copy_(sum_key)
             grad_value[shared].copy_(sum_value)
         return grad_query, grad_key, grad_value, None, None, None
+
+
+def _differentiable_backward(
+    ctx: Any, attention: Attention, kept: Tensor | None, gradient: Tensor
+) -> tuple[Tensor | None, ...]:
+    inputs = [tensor for tensor, needed in zip(attention[:3], ctx.needs_input_grad, strict=False) if needed]
+    found = iter(torch.autograd.grad(attention_reference(attention, kept), inputs, gradient, create_graph=True))
+    return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None, None, None
+
+
+_FLASH: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_FLASH_BACKWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+_FLASH_CHOICE = SDPBackend.FLASH_ATTENTION.value
+
+
+class _Flash(Function):
+    """torch's flash kernel in FP32, which keeps query, key, value and result in 16 bits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kept: None, settings: Any
+    ) -> Tensor:
+        ctx.settings = settings
+        if mask is not None and mask.dtype is torch.bool:
+            mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
+        elif mask is not None:
+            mask = mask.float()
+        operands = query.float(), key.float(), value.float()
+        result, sums = _FLASH(*operands, 0.0, settings[1], attn_mask=mask, scale=settings[2])
+        result = result.to(query.dtype)
+        ctx.save_for_backward(query, key, value, mask, result, sums)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, result, sums = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            return _differentiable_backward(ctx, Attention(query, key, value, mask, *ctx.settings), None, gradient)
+        tensors = [tensor.float() for tensor in (gradient, query, key, value, result)]
+        found = _FLASH_BACKWARD(*tensors, sums, 0.0, ctx.settings[1], attn_mask=mask, scale=ctx.settings[2])
+        return *(one.to(query.dtype) for one in found), None, None, None

@@ -22,7 +22,7 @@ from hf_mp.casting.cpu.upcast import must_be_plain, run_through_fp32
 from hf_mp.scaling.borders import Crossings
 from hf_mp.scaling.borders import multiply as scaled_by
 
-OWN_ELEMENTS = 2**18  # of a weight: smaller ones are left to torch where it has the product, which costs the host less
+OWN_ELEMENTS = 2**21  # of a weight: smaller ones are left to torch where it has the product, which costs the host less
 BLOCK_ELEMENTS = 2**20  # 4 MiB in FP32: large enough for full matmul speed, small enough for caches and malloc
 
 
