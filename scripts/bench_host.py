@@ -11,6 +11,7 @@ Stores ``scripts/results/bench_host[_NAME].json``.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -39,7 +40,7 @@ OURS = {
     "hf_mp bf16, loss scaled": "params=fp32,compute=bf16,loss_scale=headroom",
 }
 CONTENDERS = ("fp32", BARE, UNSCALED, PEER, *OURS)
-PARTS = ("forward", "backward", "update", "step")
+PARTS = ("forward", "backward", "clipping", "update", "step")
 
 
 class BareMode(TorchFunctionMode):
@@ -49,7 +50,7 @@ class BareMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-Step = Callable[[], tuple[float, float, float, float]]
+Step = Callable[[], tuple[float, ...]]
 
 
 def make_step(contender: str, layers: int, width: int, tokens: int) -> Step:
@@ -66,7 +67,7 @@ def make_step(contender: str, layers: int, width: int, tokens: int) -> Step:
     context: Any = torch.autocast("cpu", torch.bfloat16) if contender in (UNSCALED, PEER) else contextlib.nullcontext()
     context = BareMode() if contender == BARE else context
 
-    def step() -> tuple[float, float, float, float]:
+    def step() -> tuple[float, ...]:
         begin = time.perf_counter()
         with context:
             loss = model(input_ids=ids, labels=ids).loss
@@ -75,12 +76,23 @@ def make_step(contender: str, layers: int, width: int, tokens: int) -> Step:
         backward = time.perf_counter()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        clipping = time.perf_counter()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        return begin, forward, backward, time.perf_counter()
+        return begin, forward, backward, clipping, time.perf_counter()
 
     return step
+
+
+class _Calls(TorchFunctionMode):
+    """Counts the torch calls that a model makes in Python."""
+
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
 
 
 class _Kernels(TorchDispatchMode):
@@ -141,10 +153,10 @@ def main(
     times: dict[str, dict[str, list[float]]] = {c: {part: [] for part in PARTS} for c in steps}
     for index in range(-5, rounds):
         for contender, step in steps.items():
-            begin, forward, backward, end = step()
+            moments = step()
             if index >= 0:
-                seconds = (forward - begin, backward - forward, end - backward, end - begin)
-                for part, value in zip(PARTS, seconds, strict=True):
+                seconds = [end - begin for begin, end in itertools.pairwise(moments)]
+                for part, value in zip(PARTS, [*seconds, moments[-1] - moments[0]], strict=True):
                     times[contender][part].append(value)
     rows = {
         c: {part: median_and_spread(found)._asdict() for part, found in parts.items()} for c, parts in times.items()
@@ -153,7 +165,14 @@ def main(
         for part, row in parts.items():
             row["ratio_to_torch_autocast"] = row["median_seconds"] / rows[PEER][part]["median_seconds"]
     counts = {c: count(step) for c, step in steps.items()}
-    workload = {"layers": layers, "width": width, "tokens": tokens, "threads": 1, "group_size": group_size}
+    with (seen := _Calls()):
+        steps["fp32"]()
+    workload = {"layers": layers, "width": width, "tokens": tokens, "threads": 1, "group_size": group_size,
+                "parameters": 4 + 12 * layers, "torch_calls": seen.calls}  # fmt: skip
+    for parts in rows.values():  # above FP32
+        above = {part: row["median_seconds"] - rows["fp32"][part]["median_seconds"] for part, row in parts.items()}
+        parts["forward"]["seconds_per_torch_call"] = above["forward"] / seen.calls
+        parts["step"]["seconds_per_parameter"] = (above["step"] - above["forward"]) / workload["parameters"]
     path = save_result(name, {"workload": workload, "contenders": rows, "counts": counts}, directory=output_dir)
     show_table(
         "Milliseconds of the host (times torch.autocast)",

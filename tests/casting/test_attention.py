@@ -301,6 +301,7 @@ class TestWhichCallsAreTaken:
             (FP16, 0.0, 300, True, True),
             (BF16, 0.0, 300, True, False),
             (BF16, 0.0, 200, True, True),
+            (FP16, 0.0, 24, True, False),
             (BF16, 0.3, 256, True, True),
             (BF16, 0.3, 24, True, False),
         ],
@@ -310,6 +311,7 @@ class TestWhichCallsAreTaken:
             "native FP16",
             "native BF16, many scores",
             "native BF16, few scores",
+            "native, next to no scores",
             "native BF16, dropout, many probabilities",
             "native BF16, dropout, few probabilities",
         ],
@@ -320,6 +322,7 @@ class TestWhichCallsAreTaken:
         calls: list[Attention] = []
         monkeypatch.setattr(mode, "runs_natively", lambda *_: native)
         monkeypatch.setattr(module, "OWN_SCORES", 2**18)
+        monkeypatch.setattr(module, "SMALL_SCORES", 2**13)
         monkeypatch.setattr(mode, "attend", lambda given: calls.append(given) or attend(given))
 
         class Attending(torch.nn.Module):

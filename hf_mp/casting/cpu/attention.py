@@ -25,6 +25,7 @@ from hf_mp.casting.cpu.fp32_products import fp32_product
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 ROW_BLOCK_ELEMENTS = 2**17  # scores in one block: 512 KiB in FP32. Causal rows leave out the keys behind their block
+SMALL_SCORES = 2**15  # in one call: fewer cost the host more than the kernels
 FLASH_SCORES = 2**16  # of a head: with more, a CPU that multiplies BF16 is faster in BF16
 OWN_SCORES = 2**22  # in one call: fewer are left to torch where the CPU multiplies in 16 bits, in half of the time
 HEAD_BLOCK_ELEMENTS = 2**16  # heads whose scores are smaller are taken several at once
@@ -51,19 +52,21 @@ def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any], native: bool 
     many probabilities.
     """
     try:
-        found = _read(*args, **kwargs)
+        found = None if native and _is_small(*args, **kwargs) else _read(*args, **kwargs)
     except (TypeError, AttributeError, RuntimeError):
         return None  # not a valid call: torch's own error is the better one
     return found if found is None or not native or _is_better(found) else None
+
+
+def _is_small(query: Tensor, key: Tensor, *_: Any, **__: Any) -> bool:
+    return math.prod(query.shape[:-1]) * key.shape[-2] < SMALL_SCORES
 
 
 def _is_better(attention: Attention) -> bool:
     query, keys = attention.query, attention.key.shape[2]
     if attention.dropout:
         return math.prod(query.shape[:3]) * keys >= OWN_SCORES
-    if not _has_flash(attention):
-        return False
-    return query.dtype is torch.float16 or query.shape[2] * keys <= FLASH_SCORES
+    return (query.dtype is torch.float16 or query.shape[2] * keys <= FLASH_SCORES) and _has_flash(attention)
 
 
 def _has_flash(attention: Attention) -> bool:
