@@ -23,7 +23,7 @@ def host_parts(results: StoredResults) -> str:
         ratios = [f"{parts[part]['ratio_to_torch_autocast'].number:.2f}" for part in _PARTS]
         call = 1e6 * parts["forward"]["seconds_per_torch_call"].number
         parameter = 1e6 * parts["step"]["seconds_per_parameter"].number
-        costs = ["", ""] if name == "fp32" else [f"{call:.1f}", f"{parameter:.1f}"]
+        costs = ["", ""] if name == "fp32" else [f"{call:.1f}", f"{parameter:.0f}"]
         rows.append([name, *ratios, *costs, *(f"{counts[name][count].number:,.0f}" for count in _COUNTS)])
     text = paragraph(
         f"GPT-2 of {workload['layers'].number:.0f} layers of width {workload['width'].number:.0f}, "
