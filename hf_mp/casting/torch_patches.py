@@ -53,7 +53,7 @@ def _within_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_around
-def _checkpoint_generator(original: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpoint_generator(original: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return original(_within_autocast(function), *args, **kwargs)
 
 
@@ -124,7 +124,7 @@ def _has_torch_function(original: Any, args: Any) -> bool:
 
 @_around
 def _make_torch_autocast(
-    original: Any, self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any, **kwargs: Any
+    original: Any, self: Any, /, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any, **kwargs: Any
 ) -> None:
     original(self, device_type, dtype, enabled, *args, **kwargs)
     self._hf_mp_wanted = enabled  # torch switches it off where the device is missing
@@ -140,7 +140,7 @@ def _enter_torch_autocast(original: Any, self: Any) -> Any:
 
 
 @_around
-def _leave_torch_autocast(original: Any, self: Any, *exc_info: Any) -> Any:
+def _leave_torch_autocast(original: Any, self: Any, /, *exc_info: Any) -> Any:
     islands = self.__dict__.get("_hf_mp_islands")
     return islands.pop().__exit__(*exc_info) if islands else original(self, *exc_info)
 
@@ -177,7 +177,7 @@ def _leave_traced_autocast(original: Any, self: Any, tx: Any, *args: Any) -> Any
 
 
 @_around
-def _call_user_compiler(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_user_compiler(original: Any, self: Any, /, *args: Any, **kwargs: Any) -> Any:
     # A graph is called with the modes active that were traced into it: a backend that runs op by op would cast twice.
     # And it is called with all that it reads, parameters and closures: what comes from outside crosses a border here.
     compiled = original(self, *args, **kwargs)

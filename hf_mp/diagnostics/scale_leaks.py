@@ -73,7 +73,7 @@ def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callabl
 def refuse_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
     """Run ``backward`` at several scales, and compare the gradients, which are None afterwards.
 
-    Weights, buffers, random generators and the scale are restored.
+    Buffers, random generators and the scale are restored; weights are not written.
     """
     assert runtime.model is not None
     with untouched(runtime.model), _alone(runtime):

@@ -180,7 +180,7 @@ def _launch(
     corrections = (1.0 - settings.beta2**steps).sqrt().float()
     adamw_kernel[(blocks.tensor.numel(),)](
         addresses, *blocks[:3], step_sizes, corrections, step_sizes if factor is None else factor,
-        step_sizes if found_inf is None else found_inf,
+        step_sizes if found_inf is None else found_inf.to(device),
         settings.beta1, settings.beta2, 1.0 - settings.beta1, 1.0 - settings.beta2, settings.eps,
         1.0 - settings.lr * settings.weight_decay, settings.weight_decay, len(parameters),
         **codes, DECOUPLED=settings.decoupled, MAXIMIZE=settings.maximize, FROM_GRADIENT=settings.lerps_from_gradient,

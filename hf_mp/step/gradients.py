@@ -77,4 +77,5 @@ class GradientCheck(SeenGradients):
             largest = measured if self.is_scaled and not overflow else None
             return self._ranks.agree(StepReport(overflow, largest), parameters)
 
-        return Verdict(report, self._ranks.found_inf(values, SQUARES_BELOW))
+        is_together = all(number.device == values.device for number in numbers)
+        return Verdict(report, self._ranks.found_inf(values, SQUARES_BELOW) if is_together else None)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not in every build of torch
 
 _NOT_MEASURED = -1.0
-_READ_AT_ONCE = ("cpu",)  # devices whose values the host reads without waiting for what is queued
+_SKIP_BY_THEMSELVES = ("cuda",)  # devices on which a fused step takes found_inf, and the host would have to wait
 
 
 def to_number(report: StepReport) -> float:
@@ -82,9 +82,9 @@ class Ranks:
     def found_inf(self, magnitudes: Tensor, limit: float) -> Tensor | None:
         """FP32 of shape (): 1 where the last of ``magnitudes`` reaches ``limit`` or the first is not finite, else 0.
 
-        None where the host loses nothing by reading them first, or has to: on a CPU, and with several processes.
+        None where the host has to read them first, or loses nothing by it: off CUDA, and with several processes.
         """
-        if magnitudes.device.type in _READ_AT_ONCE or is_running():
+        if magnitudes.device.type not in _SKIP_BY_THEMSELVES or is_running():
             return None
         return 1.0 - (magnitudes[-1] < limit).logical_and(magnitudes[0].isfinite()).float()
 

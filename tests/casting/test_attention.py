@@ -19,6 +19,7 @@ from hf_mp.casting.cpu.attention import (
     pack_bits,
     read_attention,
 )
+from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
 
 FP16, BF16 = torch.float16, torch.bfloat16
 every_dtype = pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
@@ -287,6 +288,20 @@ class TestWhichCallsAreTaken:
             heads = sequence.transpose(0, 1).float()
             check_close(row, F.scaled_dot_product_attention(heads, heads, heads).half())
 
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    def test_sequences_of_different_lengths_in_an_attached_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(CPU_PRODUCTS, BF16, True)
+
+        class Attending(torch.nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                rows = [super(Attending, self).forward(x[:length]) for length in (5, 3)]
+                nested = torch.nested.as_nested_tensor(rows, layout=torch.jagged).unflatten(-1, [4, 2]).transpose(1, 2)
+                return F.scaled_dot_product_attention(nested, nested, nested).transpose(1, 2).contiguous().values()
+
+        model = Attending(8, 8)
+        hf_mp.MixedPrecision("bf16").attach(model)
+        assert model(random(6, 8).float()).isfinite().all()
+
     def test_a_mask_without_rows_is_torchs_to_judge(self) -> None:
         given = make()
         inputs = (given.query, given.key, given.value)
@@ -356,3 +371,28 @@ def test_flash_keeps_what_torchs_keeps() -> None:
     sums = 4 * 2 * 128 * 4  # FP32, one a row
     assert sum(tensor.nbytes for tensor in kept) == 3 * query.nbytes + found.nbytes + sums
     assert found.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, FP16], ids=str)
+def test_flash_keeps_an_expanded_mask_as_it_is(dtype: torch.dtype) -> None:
+    query = random(2, 4, 128, 8).requires_grad_()
+    mask = (torch.arange(128) < 100).to(dtype).expand(2, 4, 128, 128)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        attend(Attention(query, query, query, mask, 0.0, False, 8**-0.5))
+    assert (
+        sum(tensor.untyped_storage().nbytes() for tensor in kept if tensor.shape == mask.shape) == mask[0, 0, 0].nbytes
+    )
+    assert module._added(mask, slice(0, 1)).untyped_storage().nbytes() == 4 * 128  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("elements", [1, 3 * 4 * 24 * 8, 2**18])
+def test_flash_of_some_sequences_at_a_time(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FLASH_ELEMENTS", elements)
+    inputs = [random(7, 4, 24, 8, seed=seed).requires_grad_() for seed in range(3)]
+    hidden = (torch.arange(24) < 20).expand(7, 4, 24, 24)
+    given = Attention(*inputs, hidden, 0.0, False, 8**-0.5)
+    found, expected = attend(given), attention_reference(given)
+    check_close(found.detach(), expected.detach())
+    for ours, theirs in zip(gradients(found, given), gradients(expected, given), strict=True):
+        check_close(ours, theirs)

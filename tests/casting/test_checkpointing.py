@@ -273,3 +273,14 @@ def test_arguments_and_results_pass_as_they_are(model: Model, x: Tensor, use_ree
 def test_without_autocast_checkpointing_is_torchs(model: Model, x: Tensor, use_reentrant: bool) -> None:
     expected = gradients(model, x, plain, nullcontext())
     check_equal(gradients(model, x, checkpointed(use_reentrant), nullcontext()), expected)
+
+
+def test_keywords_of_the_function_may_have_any_name() -> None:
+    def scaled(x: Tensor, *, original: float) -> Tensor:
+        return torch.mm(x, x) * original
+
+    x = torch.ones(2, 2, requires_grad=True)
+    with autocast(torch.bfloat16):
+        found = checkpoint(scaled, x, use_reentrant=False, original=2.0)
+    found.sum().backward()
+    assert found.dtype is torch.bfloat16 and torch.equal(x.grad, torch.full((2, 2), 8.0))

@@ -26,6 +26,7 @@ from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 ROW_BLOCK_ELEMENTS = 2**17  # scores in one block: 512 KiB in FP32. Causal rows leave out the keys behind their block
 SMALL_SCORES = 2**15  # in one call: fewer cost the host more than the kernels
+FLASH_ELEMENTS = 2**18  # of a query, of which there are FP32 copies at a time
 FLASH_SCORES = 2**16  # of a head: with more, a CPU that multiplies BF16 is faster in BF16
 OWN_SCORES = 2**22  # in one call: fewer are left to torch where the CPU multiplies in 16 bits, in half of the time
 HEAD_BLOCK_ELEMENTS = 2**16  # heads whose scores are smaller are taken several at once
@@ -59,6 +60,8 @@ def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any], native: bool 
 
 
 def _is_small(query: Tensor, key: Tensor, *_: Any, **__: Any) -> bool:
+    if query.is_nested or query.dim() != 4 or key.dim() != 4:  # torch's own has the word
+        return True
     return math.prod(query.shape[:-1]) * key.shape[-2] < SMALL_SCORES
 
 
@@ -74,6 +77,8 @@ def _has_flash(attention: Attention) -> bool:
     query, key, value, mask, dropout, is_causal, scale = attention
     if dropout or value.shape != key.shape or _FLASH is None:
         return False
+    if is_fake(query):  # of which torch chooses no kernel
+        return all(tensor.stride(-1) == 1 for tensor in (query, key, value))
     settings: Any = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
     return bool(torch._fused_sdp_choice(query, key, value, mask, 0.0, is_causal, **settings) == _FLASH_CHOICE)
 
@@ -283,28 +288,53 @@ _FLASH_CHOICE = SDPBackend.FLASH_ATTENTION.value
 
 
 class _Flash(Function):
-    """torch's flash kernel in FP32, which keeps query, key, value and result in 16 bits."""
+    """torch's flash kernel in FP32, which keeps query, key, value and result in 16 bits.
+
+    FP32 copies exist of some sequences at a time.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kept: None, settings: Any
     ) -> Tensor:
         ctx.settings = settings
-        if mask is not None and mask.dtype is torch.bool:
-            mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
-        elif mask is not None:
-            mask = mask.float()
-        operands = query.float(), key.float(), value.float()
-        result, sums = _FLASH(*operands, 0.0, settings[1], attn_mask=mask, scale=settings[2])
-        result = result.to(query.dtype)
-        ctx.save_for_backward(query, key, value, mask, result, sums)
+        result, sums = torch.empty_like(query), []
+        for batch in _batches(query):
+            operands = [tensor[batch].float() for tensor in (query, key, value)]
+            found, of_rows = _FLASH(*operands, 0.0, settings[1], attn_mask=_added(mask, batch), scale=settings[2])
+            result[batch].copy_(found)
+            sums.append(of_rows)
+        ctx.save_for_backward(query, key, value, mask, result, *sums)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, result, sums = ctx.saved_tensors
+        query, key, value, mask, result, *sums = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
             return _differentiable_backward(ctx, Attention(query, key, value, mask, *ctx.settings), None, gradient)
-        tensors = [tensor.float() for tensor in (gradient, query, key, value, result)]
-        found = _FLASH_BACKWARD(*tensors, sums, 0.0, ctx.settings[1], attn_mask=mask, scale=ctx.settings[2])
-        return *(one.to(query.dtype) for one in found), None, None, None
+        gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        for batch, of_rows in zip(_batches(query), sums, strict=True):
+            tensors = [tensor[batch].float() for tensor in (gradient, query, key, value, result)]
+            settings = {"attn_mask": _added(mask, batch), "scale": ctx.settings[2]}
+            found = _FLASH_BACKWARD(*tensors, of_rows, 0.0, ctx.settings[1], **settings)
+            for whole, part in zip(gradients, found, strict=True):
+                whole[batch].copy_(part)
+        return *gradients, None, None, None
+
+
+def _batches(query: Tensor) -> list[slice]:
+    size = max(1, FLASH_ELEMENTS // query[0].numel())
+    return [slice(start, start + size) for start in range(0, query.shape[0], size)]
+
+
+def _added(mask: Tensor | None, batch: slice) -> Tensor | None:
+    """The mask of some sequences, FP32, to be added to scores; where ``mask`` is expanded, so is it."""
+    if mask is None:
+        return None
+    mask = mask[batch]
+    small = mask[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in mask.stride())]
+    if small.dtype is torch.bool:
+        added = torch.zeros(small.shape, dtype=torch.float32, device=mask.device).masked_fill_(~small, -torch.inf)
+    else:
+        added = small.float()
+    return added.expand(mask.shape)
