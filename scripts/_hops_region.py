@@ -33,7 +33,7 @@ GRADIENT = (
     ("leaves the model by an inward border (a product on a CPU writes a weight's itself)", "scaling/borders.py",
      "_InwardBorders.backward"),
     ("which asks for 1/S", "step/mixed_precision.py", "MixedPrecision.inverse"),
-    ("is multiplied by it in FP32, and autograd adds it to `.grad`", "scaling/borders.py", "_leave"),
+    ("multiplies by it in FP32, and autograd adds the result to `.grad`", "scaling/borders.py", "_multiply_all"),
     ("the backward ended", "step/gradients.py", "GradientCheck._backward_ended"),
     ("the largest magnitude, and the norm, are measured in one pass", "weights/seen_gradients.py",
      "SeenGradients.measure"),

@@ -332,9 +332,10 @@ class Patches:
     def _replace(self, place: str, replace: Callable[[Any], Any]) -> bool:
         module, _, path = place.partition(":")
         *owners, name = path.split(".")
-        owner: Any = importlib.import_module(module)
-        for each in owners:
-            owner = getattr(owner, each, None)
+        try:
+            owner: Any = functools.reduce(getattr, owners, importlib.import_module(module))
+        except (ImportError, AttributeError):  # moved by a later torch
+            return False
         if (original := getattr(owner, name, _MISSING)) is _MISSING:
             return False
         replacement = _replacement(replace, original)

@@ -38,10 +38,10 @@ class _Weight:
 class WorkingWeights:
     """The trained weights of one forward, brought inside, and the rule for everything else that comes from outside.
 
-    While the forward runs, what is inside lies in the places of the parameters (in the modules' ``__dict__``, where
-    attributes are looked up first), so calls that no torch function mode sees, such as custom autograd functions,
-    cross the border as well. What comes in by another way (a closure, an attribute, an object) was made outside if its
-    autograd node is older than the forward, and gets its border at its first use.
+    While the forward runs, what is inside lies in the places of the parameters: in the modules' ``_parameters``, and in
+    their ``__dict__``, where attributes are looked up first. So calls that no torch function mode sees, such as custom
+    autograd functions, cross the border as well. What comes in by another way (a closure, an attribute, an object) was
+    made outside if its autograd node is older than the forward, and gets its border at its first use.
 
     ``has_made`` tells whether an earlier forward of the model made an autograd node; ``group_size`` is the most small
     weights that share a border.
@@ -60,7 +60,7 @@ class WorkingWeights:
         self.has_borders = is_scaled or layout.takes_gradients
         self._weights: dict[int, _Weight] = {}  # by what is outside, and by what is inside
         self._carriers: set[int] = set()  # leaves that carry gradients from one piece of the model to another
-        self._slots: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._slots: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []  # attributes, name, outside, inside
         self._model = model
         self._handles: list[RemovableHandle] = []  # of FSDP's modules
         self.first_node = torch.autograd._get_sequence_nr()
@@ -75,7 +75,7 @@ class WorkingWeights:
         for group in _groups(pairs, group_size):
             self._bring_in(group)
         if self.has_borders:
-            self._slots = [(names, name, self._in_place(weight)) for names, name, weight in places]
+            self._slots = [(names, name, weight, self._in_place(weight)) for names, name, weight in places]
 
     def _in_place(self, outside: Tensor) -> Tensor:
         weight = self._weights[id(outside)]
@@ -96,8 +96,8 @@ class WorkingWeights:
 
     def fill(self) -> None:
         """Put what is inside into the places of the parameters; where FSDP shards them, when it has gathered them."""
-        for names, name, inside in self._slots:
-            names[name] = inside
+        for names, name, _, inside in self._slots:
+            names[name] = names["_parameters"][name] = inside
         if self.has_borders and not self.layout.keeps_copies:
             self._fill_gathered(self._model, ())
             shards = [module for module in fsdp_modules(self._model) if module._compiled_call_impl is None]
@@ -107,12 +107,14 @@ class WorkingWeights:
         for names, name, weight in _places(gathered):
             if not is_dtensor(weight):  # that of a part that FSDP gathers by itself
                 names[name] = self.bring_in(weight)
-                self._slots.append((names, name, names[name]))
+                self._slots.append((names, name, weight, names[name]))
 
     def clear(self) -> None:
         """Give the places back."""
-        for names, name, _ in self._slots:
+        for names, name, weight, _ in self._slots:
             names.pop(name, None)
+            if self.layout.keeps_copies and name in names["_parameters"]:  # FSDP puts its own there
+                names["_parameters"][name] = weight
         for handle in self._handles:
             handle.remove()
 

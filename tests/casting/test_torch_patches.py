@@ -127,6 +127,7 @@ def test_what_a_torch_lacks_costs_one_warning_and_nothing_else(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "a_torch", holder)  # type: ignore[arg-type]
     table = (
         Patch(("a_torch:Gone.method", "a_torch:gone_too"), lambda original: original, "islands are lost"),
+        Patch(("moved_away:function", "a_torch:Gone.__init__"), lambda original: original, "tracing is lost"),
         Patch(("a_torch:present",), lambda original: lambda: "ours", ""),
     )
     patches = Patches(table)
@@ -137,7 +138,7 @@ def test_what_a_torch_lacks_costs_one_warning_and_nothing_else(monkeypatch: pyte
             patches.acquire()
             assert holder.present() == "ours"
             patches.release()
-    assert len(caught) == 1 and holder.present() == "original"
+    assert len(caught) == 2 and holder.present() == "original"
 
 
 def test_this_torch_lacks_nothing(recwarn: pytest.WarningsRecorder) -> None:

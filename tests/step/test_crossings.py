@@ -396,7 +396,31 @@ def test_a_model_that_differentiates_inside_of_its_forward(create_graph: bool) -
     runtime.detach()
 
 
-def test_an_autograd_function_of_ones_own_is_given_a_weight() -> None:
+def test_what_lies_in_the_place_of_a_weight_is_no_parameter() -> None:
+    class Model(Body):
+        def forward(self, x: Tensor) -> Tensor:
+            assert not isinstance(self.second.weight, nn.Parameter)
+            with pytest.raises(AttributeError, match="is not an nn"):
+                self.second.get_parameter("weight")
+            return self.second(self.hidden(x))
+
+    model = Model()
+    MixedPrecision("fp16").attach(model)
+    model(X)
+    assert isinstance(model.second.weight, nn.Parameter)
+
+
+WAYS_TO_A_WEIGHT: dict[str, Callable[[nn.Module], Tensor]] = {
+    "attribute": lambda module: module.weight,  # type: ignore[dict-item, return-value]
+    "_parameters": lambda module: module._parameters["weight"],  # type: ignore[dict-item, return-value]
+    "parameters()": lambda module: next(module.parameters(recurse=False)),
+    "named_parameters()": lambda module: dict(module.named_parameters())["weight"],
+    "state_dict()": lambda module: module.state_dict(keep_vars=True)["weight"],
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_A_WEIGHT)
+def test_an_autograd_function_of_ones_own_is_given_a_weight(way: str) -> None:
     class Product(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -414,10 +438,11 @@ def test_an_autograd_function_of_ones_own_is_given_a_weight() -> None:
             self.weight = nn.Parameter(torch.randn(6, 6))
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.second(Product.apply(self.hidden(x).float(), self.weight))
+            return self.second(Product.apply(self.hidden(x).float(), WAYS_TO_A_WEIGHT[way](self)))
 
     model = Model()
     check(model, lambda: model(X).float().pow(2).sum())
+    assert all(isinstance(weight, nn.Parameter) for weight in model.parameters())
 
 
 def test_a_state_that_is_carried_from_one_forward_to_the_next() -> None:

@@ -47,7 +47,7 @@ class Attention(NamedTuple):
 
 
 def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any], native: bool = False) -> Attention | None:
-    """The attention that a call computes; None where :func:`attend` is not for it: torch's own then has the word.
+    """The attention that a call computes; None to leave it to torch's own.
 
     ``native``: whether the CPU multiplies in 16 bits. Then torch's is better but for flash in FP32, and where it keeps
     many probabilities.
@@ -60,7 +60,7 @@ def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any], native: bool 
 
 
 def _is_small(query: Tensor, key: Tensor, *_: Any, **__: Any) -> bool:
-    if query.is_nested or query.dim() != 4 or key.dim() != 4:  # torch's own has the word
+    if query.is_nested or query.dim() != 4 or key.dim() != 4:  # torch knows what to do with them
         return True
     return math.prod(query.shape[:-1]) * key.shape[-2] < SMALL_SCORES
 
