@@ -97,7 +97,9 @@ class WorkingWeights:
     def fill(self) -> None:
         """Put what is inside into the places of the parameters; where FSDP shards them, when it has gathered them."""
         for names, name, _, inside in self._slots:
-            names[name] = names["_parameters"][name] = inside
+            names[name] = inside
+            if self.layout.keeps_copies:  # else FSDP puts its own there
+                names["_parameters"][name] = inside
         if self.has_borders and not self.layout.keeps_copies:
             self._fill_gathered(self._model, ())
             shards = [module for module in fsdp_modules(self._model) if module._compiled_call_impl is None]
@@ -113,7 +115,7 @@ class WorkingWeights:
         """Give the places back."""
         for names, name, weight, _ in self._slots:
             names.pop(name, None)
-            if self.layout.keeps_copies and name in names["_parameters"]:  # FSDP puts its own there
+            if self.layout.keeps_copies and name in names["_parameters"]:
                 names["_parameters"][name] = weight
         for handle in self._handles:
             handle.remove()
