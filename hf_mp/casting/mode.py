@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
@@ -401,4 +401,11 @@ PLANS = {name: {**_COMPOSITE_PLAN, **_plan(ops)} for name, ops in OPS.items()}
 
 # A call of the mode is compiled inside other code only: where compiled code breaks off, ops run one by one, and the
 # compiler would take each call of the mode for a function to compile. A composite then mixes up its own variables.
-set_code_exec_strategy(autocast.__torch_function__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+try:
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+except ImportError:
+    lost = "where compiled code breaks off under autocast, the compiler may compile autocast itself, and fail"
+    warnings.warn(f"torch {torch.__version__} has no set_code_exec_strategy: {lost}", stacklevel=2)
+else:
+    _skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(autocast.__torch_function__.__code__, _skip)

@@ -166,3 +166,12 @@ def test_an_exception_in_a_forward_leaves_nothing_behind() -> None:
     assert "weight" not in vars(model.linear)
     runtime.detach()
     assert torch.autocast.__enter__ is original
+
+
+def test_a_compiler_without_strategies_costs_one_warning_at_import() -> None:
+    code = (
+        "import torch._C._dynamo.eval_frame as found; del found.set_code_exec_strategy; "
+        "import hf_mp, torch; hf_mp.autocast(torch.bfloat16)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.count("has no set_code_exec_strategy: where compiled code breaks off") == 1
