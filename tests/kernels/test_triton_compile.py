@@ -33,7 +33,7 @@ SCAN = {
 }
 ADAMW = {
     **{name: SCAN[name] for name in ("addresses", "numels", "block_tensor", "block_index")},
-    **dict.fromkeys(("step_sizes", "corrections", "factor"), "*fp32"),
+    **dict.fromkeys(("step_sizes", "corrections", "factor", "found_inf"), "*fp32"),
     **dict.fromkeys(("beta1", "beta2", "weight1", "weight2", "eps", "keep", "weight_decay"), "fp32"),
     "tensors": "i32",
 }
@@ -42,6 +42,7 @@ FLAGS = {
     "MAXIMIZE": False,
     "FROM_GRADIENT": False,
     "HAS_FACTOR": True,
+    "HAS_FOUND_INF": True,
     "ALIGNED": True,
     "BLOCK": 4096,
 }
