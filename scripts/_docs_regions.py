@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from _markdown import MIB, paragraph, table, timing
+from _markdown import MIB, paragraph, table, timing, torch_version
 from _stored import StoredResults
 
 TORCH = "torch.amp.GradScaler"
@@ -81,8 +81,8 @@ def training_memory(results: StoredResults) -> str:
         [
             paragraph(
                 "Peak of a training step on a CPU in MiB, measured, and the difference of what was predicted; "
-                f"{batch['batch_size'].number:.0f} x {batch['seq_len'].number:.0f} tokens, AdamW, torch "
-                f"{versions['torch'].text.partition('+')[0]}, Transformers {versions['transformers'].text}, "
+                f"{batch['batch_size'].number:.0f} x {batch['seq_len'].number:.0f} tokens, AdamW, "
+                f"{torch_version(stored)}, Transformers {versions['transformers'].text}, "
                 f"{stored.root['date'].text[:10]} ([`scripts/memory_training.py`](../scripts/memory_training.py)):"
             ),
             table(("", *models), lines),

@@ -36,6 +36,11 @@ def ratio(ours: Stored, peer: Stored, field: str = "median_seconds") -> str:
     return f"{found:.2f}" if found >= 0.1 else f"1/{1 / found:.0f}"
 
 
+def torch_version(stored: Stored) -> str:
+    """The torch that a result was measured with, without its build."""
+    return f"torch {stored.root['versions']['torch'].text.partition('+')[0]}"
+
+
 def hardware(stored: Stored) -> str:
     """What a result was measured on."""
     device = stored.root["device"]

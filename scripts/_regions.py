@@ -7,7 +7,7 @@ from collections.abc import Callable
 from _ablation_region import lost_updates, techniques
 from _docs_regions import checkpoint_cost, faults, footprints, llama_7b, scaler_traces, training_memory
 from _hops_region import hops, host
-from _markdown import MIB, hardware, otherwise, paragraph, ratio, script, table, timing, workload
+from _markdown import MIB, hardware, otherwise, paragraph, ratio, script, table, timing, torch_version, workload
 from _speed_regions import architectures, host_parts
 from _stored import Stored, StoredResults
 from hf_mp.policy import mixed_presets
@@ -20,7 +20,7 @@ def machine(results: StoredResults) -> str:
     stored = results("bench_step")
     versions = stored.root["versions"]
     return paragraph(
-        f"{hardware(stored)}, torch {versions['torch'].text.partition('+')[0]}, Transformers "
+        f"{hardware(stored)}, {torch_version(stored)}, Transformers "
         f"{versions['transformers'].text}, {stored.root['date'].text[:10]}. Each table is one run with the contenders "
         "in turns; each time is a median ± the interquartile range."
     )
@@ -310,8 +310,7 @@ def overview(results: StoredResults) -> str:
             paragraph(
                 f"A training step of {workload(steps)}; the peak memory of all tensors for {workload(memory)}; and "
                 f"the evaluation loss after {trained['fp32']['steps'].value[-1]:.0f} steps of fine-tuning "
-                f"({hardware(steps)}, torch {steps.root['versions']['torch'].text.partition('+')[0]}, "
-                f"{steps.root['date'].text[:10]}):"
+                f"({hardware(steps)}, {torch_version(steps)}, {steps.root['date'].text[:10]}):"
             ),
             table(("", "seconds", "times FP32", "peak, MiB", "evaluation loss against FP32's"), rows),
         ]

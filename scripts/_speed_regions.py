@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from _markdown import hardware, paragraph, script, table
+from _markdown import hardware, paragraph, script, table, torch_version
 from _stored import Stored, StoredResults
 
 _PEER = "torch.autocast bf16, GradScaler"
@@ -11,7 +11,7 @@ _COUNTS = {"python_calls": "Python calls", "python_nodes": "nodes in Python", "k
 
 
 def _where(stored: Stored) -> str:
-    return f"{hardware(stored)}, torch {stored.root['versions']['torch'].text.partition('+')[0]}"
+    return f"{hardware(stored)}, {torch_version(stored)}"
 
 
 def host_parts(results: StoredResults) -> str:

@@ -300,9 +300,7 @@ def _lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: 
     if kwargs.get("out") is not None:
         return mode.call_unlisted(func, args, kwargs)
     dtype = mode.dtype
-    native = runs_natively(dtype, "cpu") or runs_natively(dtype, _device_type(args, kwargs))
-    if dtype is torch.float16 and "conv" in name and _device_type(args, kwargs) == "cpu":
-        native = False  # oneDNN has no FP16 gradient of a convolution: torch's own is some 100 times slower
+    native = runs_natively(dtype, "cpu", name) or runs_natively(dtype, _device_type(args, kwargs), name)
     # Where the CPU has the product itself, only a large gradient's way to its parameter is worth a function of our own.
     if not native or (mode.takes_products and torch.is_grad_enabled() and _has_large(args, kwargs)):
         product = read_product(name, func, args, kwargs)

@@ -15,7 +15,7 @@ from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.attachable import UNKNOWN_OPTIMIZER
 from hf_mp.weights.distributed import local_parts
 from hf_mp.weights.open_backwards import OpenBackwards
-from hf_mp.weights.seen_gradients import SeenGradients, Verdict, versions_of
+from hf_mp.weights.seen_gradients import SeenGradients, Verdict, found_inf_of, versions_of
 
 
 class GradientCheck(SeenGradients):
@@ -77,5 +77,4 @@ class GradientCheck(SeenGradients):
             largest = measured if self.is_scaled and not overflow else None
             return self._ranks.agree(StepReport(overflow, largest), parameters)
 
-        is_together = all(number.device == values.device for number in numbers)
-        return Verdict(report, self._ranks.found_inf(values, SQUARES_BELOW) if is_together else None)
+        return Verdict(report, found_inf_of(numbers, SQUARES_BELOW))

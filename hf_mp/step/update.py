@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from hf_mp.weights.accelerated import tell_accelerate
 from hf_mp.weights.attachable import check_step
@@ -53,30 +52,29 @@ class StepGuard:
         self._told = self._told or tell_accelerate(optimizer)  # it may have been imported since
         loss = None if closure is None else torch.enable_grad()(closure)()
         verdicts = [runtime.verdict(optimizer) for runtime in runtimes]
-        is_alone = len(runtimes) == 1 and not kwargs
-        found_inf = verdicts[0].found_inf if is_alone and can_skip(optimizer, self._before.get("step")) else None
+        is_alone, own_step = len(runtimes) == 1 and not kwargs, self._before.get("step")
+        found_inf = verdicts[0].found_inf if is_alone and can_skip(optimizer, own_step) else None
+
+        def update() -> Any:
+            if is_alone and runtimes[0].layout.step(optimizer, own_step, found_inf):
+                return None
+            with skipping(optimizer, found_inf):
+                result = self._unguarded(**kwargs)
+            for runtime in runtimes:
+                runtime.layout.updated(optimizer)
+            return result
+
         # Where the device can skip, all of the update is queued before the host waits for the verdict.
-        result = None if found_inf is None else self._update(runtimes, kwargs, found_inf)
+        result = None if found_inf is None else update()
         reports = [verdict.report() for verdict in verdicts]
         was_skipped = any(report.overflow for report in reports)
         if found_inf is None and not was_skipped:
-            result = self._update(runtimes, kwargs)
+            result = update()
         loss = result if closure is None else loss
         optimizer.step_was_skipped = was_skipped
         for runtime, report in zip(runtimes, reports, strict=True):
             runtime.finish_step(report, was_skipped=was_skipped)
         return loss
-
-    def _update(self, runtimes: list[MixedPrecision], kwargs: dict[str, Any], found_inf: Tensor | None = None) -> Any:
-        """Step, and have the layouts take it in; with a ``found_inf`` of 1, the device leaves all as it is."""
-        optimizer, is_alone = self.optimizer, len(runtimes) == 1 and not kwargs
-        if is_alone and runtimes[0].layout.step(optimizer, self._before.get("step"), found_inf):
-            return None
-        with skipping(optimizer, found_inf):
-            result = self._unguarded(**kwargs)
-        for runtime in runtimes:
-            runtime.layout.updated(optimizer)
-        return result
 
     def remove(self, runtime: MixedPrecision) -> None:
         """Guard for one model less; with the last, give the optimizer its own ``step`` back."""

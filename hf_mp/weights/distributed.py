@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not in every build of torch
 
 _NOT_MEASURED = -1.0
-_SKIP_BY_THEMSELVES = ("cuda",)  # devices on which a fused step takes found_inf, and the host would have to wait
 
 
 def to_number(report: StepReport) -> float:
@@ -78,15 +77,6 @@ class Ranks:
     def gradients_are_final(self, parameters: Iterable[Tensor]) -> bool:
         """Whether nobody reduces gradients after a backward: a loop's own ``all_reduce`` raises no version counter."""
         return not is_running() or bool(self._groups) or any(is_dtensor(parameter) for parameter in parameters)
-
-    def found_inf(self, magnitudes: Tensor, limit: float) -> Tensor | None:
-        """FP32 of shape (): 1 where the last of ``magnitudes`` reaches ``limit`` or the first is not finite, else 0.
-
-        None where the host has to read them first, or loses nothing by it: off CUDA, and with several processes.
-        """
-        if magnitudes.device.type not in _SKIP_BY_THEMSELVES or is_running():
-            return None
-        return 1.0 - (magnitudes[-1] < limit).logical_and(magnitudes[0].isfinite()).float()
 
     def agree(self, report: StepReport, parameters: Iterable[Tensor]) -> StepReport:
         """The report of all processes that train ``parameters``: a collective call; ``report`` itself on a single one.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from hf_mp.scaling.rules import StepReport
-from hf_mp.weights.distributed import Ranks
+from hf_mp.weights.distributed import Ranks, is_running
 from hf_mp.weights.layout import WeightLayout, measure
 
 
@@ -21,6 +21,20 @@ class Verdict(NamedTuple):
 
     report: Callable[[], StepReport]  # one read of a device value, and on several ranks their agreement
     found_inf: Tensor | None = None  # FP32 of shape (): 1 for an overflow; None where the host decides before the step
+
+
+_SKIP_BY_THEMSELVES = ("cuda",)  # devices on which a fused step takes found_inf, and the host would have to wait
+
+
+def found_inf_of(magnitudes: Sequence[Tensor], limit: float) -> Tensor | None:
+    """FP32 of shape (): 1 where the last of ``magnitudes`` reaches ``limit`` or the first is not finite, else 0.
+
+    None where the host has to read them first, or loses nothing by it: off one CUDA device, and with several processes.
+    """
+    device = magnitudes[0].device
+    if device.type not in _SKIP_BY_THEMSELVES or is_running() or any(one.device != device for one in magnitudes):
+        return None
+    return 1.0 - (magnitudes[-1] < limit).logical_and(magnitudes[0].isfinite()).float()
 
 
 def versions_of(parameters: Iterable[nn.Parameter]) -> dict[int, int]:

@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from hf_mp import autocast
 from hf_mp.casting.cpu import upcast as through_fp32
 from hf_mp.casting.cpu.upcast import map_tensors, run_through_fp32, runs_natively
 
@@ -354,6 +356,29 @@ class TestNativeProducts:
         monkeypatch.setattr(through_fp32, "CPU_PRODUCTS", through_fp32._cpu_products())
         assert not runs_natively(dtype, "cpu")
         assert runs_natively(FP32, "cpu") and runs_natively(dtype, "cuda")
+
+    def test_no_cpu_has_fp16_convolutions(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(through_fp32, "CPU_PRODUCTS", {FP32: True, FP16: True, BF16: True})
+        assert not runs_natively(FP16, "cpu", "conv2d") and not runs_natively(FP16, "cpu", "conv_transpose1d")
+        assert runs_natively(FP16, "cpu", "linear") and runs_natively(BF16, "cpu", "conv2d")
+        assert runs_natively(FP16, "cuda", "conv2d")
+
+    def test_the_gradient_of_an_fp16_convolution_is_one_of_fp32(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(through_fp32, "CPU_PRODUCTS", {FP32: True, FP16: True, BF16: True})
+        model, found = nn.Conv2d(3, 4, 3), []
+
+        class Seen(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if func is torch.ops.aten.convolution_backward.default:
+                    found.append({tensor.dtype for tensor in args[:3]})
+                return func(*args, **(kwargs or {}))
+
+        with autocast(FP16):
+            output = model(torch.randn(2, 3, 6, 7))
+        assert output.dtype is FP16
+        with Seen():
+            output.sum().backward()
+        assert found == [{FP32}]
 
 
 @every_dtype

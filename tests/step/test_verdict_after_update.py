@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_mp
-from hf_mp.weights import distributed
+from hf_mp.weights import seen_gradients
 
 READS = ("tolist", "item", "__bool__", "__float__", "__int__", "cpu", "numpy")
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -21,7 +21,7 @@ Make = Callable[[Any], torch.optim.Optimizer]
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for a CPU's values as it would for a GPU's."""
-    monkeypatch.setattr(distributed, "_SKIP_BY_THEMSELVES", ("cpu",))
+    monkeypatch.setattr(seen_gradients, "_SKIP_BY_THEMSELVES", ("cpu",))
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_weights_are_those_of_reading_first(clip: float | None, monkeypatch: pyt
         return state_of(model, optimizer)
 
     expected = trained()
-    monkeypatch.setattr(distributed, "_SKIP_BY_THEMSELVES", ("cpu",))
+    monkeypatch.setattr(seen_gradients, "_SKIP_BY_THEMSELVES", ("cpu",))
     assert all(map(torch.equal, trained(), expected))
 
 

@@ -28,9 +28,12 @@ def _cpu_products() -> dict[torch.dtype, bool]:
 CPU_PRODUCTS = _cpu_products()
 
 
-def runs_natively(dtype: torch.dtype, device_type: str) -> bool:
-    """Whether products in ``dtype`` are fast on devices of this type; on a CPU, oneDNN is asked."""
-    return device_type != "cpu" or CPU_PRODUCTS.get(dtype, False)
+def runs_natively(dtype: torch.dtype, device_type: str, op: str = "") -> bool:
+    """Whether products in ``dtype``, by ``op``, are fast on devices of this type; on a CPU, oneDNN is asked."""
+    if device_type != "cpu":
+        return True
+    # It has no FP16 gradient of a convolution: torch's own is some 100 times slower.
+    return CPU_PRODUCTS.get(dtype, False) and not (dtype is torch.float16 and "conv" in op)
 
 
 def must_be_plain() -> bool:
