@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_mp.memory.html_page import check_writable, write_whole
 from hf_mp.memory.page import render_page
+from hf_mp.memory.parallel import Bandwidth
 from hf_mp.memory.precisions import TRAINING_PRESETS, parse_preset
 from hf_mp.memory.report import as_json as report_as_json
 from hf_mp.memory.report import gather_report
@@ -30,6 +31,7 @@ def run(
     measure: bool,
     device: str | None,
     gpu: str | None,
+    bandwidth: str | None,
     precision: Sequence[str] | None,
     config_only: bool,
     as_json: bool,
@@ -42,6 +44,7 @@ def run(
     if html is not None:
         check_writable(html)
     gpu_bytes = None if gpu is None else parse_size(gpu)
+    rates = None if bandwidth is None else Bandwidth.parse(bandwidth)
     for preset in precision or ():
         parse_preset(preset)
     quiet_libraries()
@@ -49,9 +52,10 @@ def run(
         report = gather_report(
             model,
             config_only=config_only,
-            train=train or gpu is not None or precision is not None,
+            train=train or gpu is not None or precision is not None or settings["ranks"] > 1,
             measure=measure,
             gpu_bytes=gpu_bytes,
+            bandwidth=rates,
             presets=tuple(precision or TRAINING_PRESETS),
             progress=tell,
             device=device or ("cuda" if not measure or torch.cuda.is_available() else "cpu"),

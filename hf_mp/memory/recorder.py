@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from hf_mp.casting.nested import tensors_in
 from hf_mp.memory.footprint import Kind, gradients_of, tensors_of
 from hf_mp.memory.ledger import Category, Ledger, Phase
 from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.weights.distributed import local_parts
 
 _CATEGORIES = {
     Kind.MASTER_WEIGHTS: Category.MASTER_WEIGHTS,
@@ -44,7 +46,7 @@ class MemoryRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(result):
+        for tensor in _here(tensors_in(result)):
             storage = tensor.untyped_storage()
             if tensor.device.type == self.device_type and storage._cdata not in self._references:
                 self._add(storage, self._category(tensor, func, args), str(func))
@@ -58,8 +60,10 @@ class MemoryRecorder(TorchDispatchMode):
             self.ledger.free(key)
 
         self._references[key] = weakref.ref(storage, went)
-        blocks = -(-storage.nbytes() // self._block_bytes)
-        self.ledger.allocate(key, blocks * self._block_bytes, category, op)
+        self.ledger.allocate(key, self._size_bytes(storage), category, op)
+
+    def _size_bytes(self, storage: torch.UntypedStorage) -> int:
+        return -(-storage.nbytes() // self._block_bytes) * self._block_bytes
 
     def _category(self, tensor: Tensor, func: Any, args: Any) -> Category:
         phase = self.ledger.phase
@@ -76,9 +80,17 @@ class MemoryRecorder(TorchDispatchMode):
         recomputed = phase is Phase.BACKWARD and torch.is_grad_enabled()
         return Category.ACTIVATIONS if phase is Phase.FORWARD or recomputed else Category.TEMPORARIES
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Take in that FSDP2 has given up the memory of a gathered weight, or taken it again."""
+        if (key := storage._cdata) not in self._references:
+            return
+        self.ledger.free(key)
+        if storage.nbytes():
+            self.ledger.allocate(key, self._size_bytes(storage), Category.WORKING_COPIES, "all-gather")
+
     def take(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Set the category of tensors, also of those older than the recorder."""
-        for tensor in tensors:
+        for tensor in _here(tensors):
             if tensor.device.type != self.device_type:
                 continue
             storage = tensor.untyped_storage()
@@ -103,15 +115,23 @@ class MemoryRecorder(TorchDispatchMode):
         for _, _, kind, tensor in tensors_of(model):
             category = _CATEGORIES.get(kind, Category.INPUTS_AND_BUFFERS)
             if isinstance(tensor, nn.Parameter):
-                self._parameters.add(tensor.untyped_storage()._cdata)
+                self._parameters.add(_here([tensor])[0].untyped_storage()._cdata)
                 category = Category.FROZEN_WEIGHTS
                 if tensor.requires_grad:
                     is_copy = tensor.dtype in LOWER_PRECISION_DTYPES
                     category = Category.WORKING_COPIES if is_copy else Category.MASTER_WEIGHTS
             self.take([tensor], category)
         self._followed = list(model.parameters())
+        resize, recorder = torch.UntypedStorage.resize_, self
+
+        def resized(storage: torch.UntypedStorage, size_bytes: int) -> Any:
+            result = resize(storage, size_bytes)
+            recorder.resized(storage)
+            return result
+
         try:
-            yield
+            with mock.patch.object(torch.UntypedStorage, "resize_", resized):
+                yield
         finally:
             self._followed = []
             if hook is not None:
@@ -125,3 +145,9 @@ class MemoryRecorder(TorchDispatchMode):
 
     def _leave_head(self, gradient: Tensor) -> None:
         self._in_head = False
+
+
+@torch.no_grad()
+def _here(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The parts of ``tensors`` that this process holds."""
+    return local_parts(tensors)

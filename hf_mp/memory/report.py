@@ -16,6 +16,7 @@ from hf_mp.memory.folding import fold_parameters, fold_tree
 from hf_mp.memory.footprint import MemoryFootprint, ModuleBytes, memory_footprint
 from hf_mp.memory.measuring import measure_training_memory
 from hf_mp.memory.models import ModelLike, find_config, load, model_class, skeleton
+from hf_mp.memory.parallel import Bandwidth, Spread
 from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS
 from hf_mp.memory.training import TrainingMemory, estimate_training_memory
 
@@ -39,6 +40,7 @@ class MemoryReport:
     training: dict[str, TrainingRow] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)  # the reason for each missing precision
     gpu_bytes: int | None = None  # memory of the GPU, if given
+    bandwidth: Bandwidth | None = None  # between ranks, if given
 
 
 def gather_report(
@@ -48,6 +50,7 @@ def gather_report(
     train: bool = False,
     measure: bool = False,
     gpu_bytes: int | None = None,
+    bandwidth: Bandwidth | None = None,
     precisions: Sequence[str] = tuple(PRECISIONS),
     presets: Sequence[str] = tuple(TRAINING_PRESETS),
     progress: Progress = lambda step: None,
@@ -55,9 +58,13 @@ def gather_report(
 ) -> MemoryReport:
     """Count, estimate and measure.
 
-    A precision whose package is missing (bitsandbytes, peft) is left out, with the reason in ``unavailable``.
+    A precision whose package is missing (bitsandbytes, peft), or that several ranks cannot train, is left out, with the
+    reason in ``unavailable``.
     """
     config = find_config(model)
+    spread = Spread(**{name: settings[name] for name in ("ranks", "parallel", "node_size") if name in settings})
+    if measure and spread.ranks > 1:
+        raise ValueError(f"measure=True takes a step in this process alone, not on {spread.ranks} ranks: leave out one")
     unavailable: dict[str, str] = {}
     training: dict[str, TrainingRow] = {}
     footprints: dict[str, MemoryFootprint] = {}
@@ -74,6 +81,10 @@ def gather_report(
             training[preset] = _training_row(model, preset, measure, gpu_bytes, settings, tell)
         except ImportError as error:
             unavailable[preset] = str(error)
+        except (ValueError, RuntimeError) as error:  # what training on real ranks would raise as well
+            if spread.ranks == 1:
+                raise
+            unavailable[preset] = f"not on several ranks: {error}"
     planned = skeleton(config, "fp32")
     return MemoryReport(
         model=model if isinstance(model, str) else model.name if isinstance(model, Path) else type(planned).__name__,
@@ -84,6 +95,7 @@ def gather_report(
         training=training,
         unavailable=unavailable,
         gpu_bytes=gpu_bytes,
+        bandwidth=bandwidth,
     )
 
 
@@ -125,6 +137,7 @@ def as_json(report: MemoryReport) -> dict[str, Any]:
         "counted_from": report.counted_from,
         "units": "bytes",
         "gpu_bytes": report.gpu_bytes,
+        "bandwidth": report.bandwidth and report.bandwidth._asdict(),
         "loaded": {precision: _footprint_json(footprint) for precision, footprint in report.footprints.items()},
         "training": {preset: _training_json(row) for preset, row in report.training.items()},
         "unavailable": report.unavailable,

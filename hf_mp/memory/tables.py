@@ -96,6 +96,25 @@ def fit_rows(report: MemoryReport) -> list[tuple[str, ...]]:
     return rows
 
 
+def communication_rows(report: MemoryReport) -> list[tuple[str, ...]]:
+    """What a rank sends in a step: a collective with its ranks and dtype, and its bytes in each preset; then the time.
+
+    The agreement on one number is left out.
+    """
+    sent: dict[str, dict[str, str]] = {}
+    for preset, row in report.training.items():
+        for one in row.estimate.communication:
+            if one.sent_bytes >= 1024:
+                name = f"{one.name} of {one.ranks} ranks, {_SHORT.get(one.dtype, one.dtype)}"
+                sent.setdefault(name, {})[preset] = readable(one.sent_bytes)
+    rows = [(name, *(found.get(preset, "") for preset in report.training)) for name, found in sent.items()]
+    if report.bandwidth is not None and rows:
+        estimates = [row.estimate for row in report.training.values()]
+        times = [report.bandwidth.seconds(one.communication, one.settings.node_size) for one in estimates]
+        rows.append(("time to send", *(f"{seconds:.3g} s" for seconds in times)))
+    return rows
+
+
 @group()
 def render(report: MemoryReport) -> Iterator[RenderableType]:
     yield Text(
@@ -124,10 +143,13 @@ def _training_parts(report: MemoryReport) -> Iterator[RenderableType]:
     title = f"One training step on {place}: {s.batch_size} x {s.seq_len} tokens"
     title += f", {s.accumulation_steps} micro-batches" if s.accumulation_steps > 1 else ""
     title += ", gradient checkpointing" if s.gradient_checkpointing else ""
+    title += f", one of {s.ranks} ranks, {s.parallel}" if s.ranks > 1 else ""
     # Terminals are narrow: presets are columns, categories are rows.
     header = ("at the peak", *(TRAINING_PRESETS[preset].label for preset in report.training))
     rows = list(zip(TRAINING_HEADER, *training_rows(report.training), strict=True))[1:]
     yield _table(title, header, rows)
+    if rows := communication_rows(report):
+        yield _table("Sent by each rank in a step, which receives as much", ("", *header[1:]), rows)
     if first.device == "cuda":
         yield Text("Predicted for a GPU; not measured on a GPU yet. CUDA's context and fragmentation are not included.")
     if rows := measured_rows(report.training):

@@ -24,6 +24,7 @@ from hf_mp.casting.nested import tensors_in
 from hf_mp.memory.fake_tensors import STAND_IN, AnswerAsIfAllWentWell, kernels_of_a_gpu
 from hf_mp.memory.ledger import Category, Phase, StepProfile, profile_step
 from hf_mp.memory.models import ModelLike, find_config, replace_tensors, skeleton
+from hf_mp.memory.parallel import Collective, CommunicationRecorder, Parallel, Spread, one_rank_of
 from hf_mp.memory.precisions import TrainingPreset, parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.sizes import largest_first, readable
@@ -48,6 +49,9 @@ class TrainingSettings:
     gradient_checkpointing: bool = False  # whether blocks are recomputed in backward
     optimizer: str = DEFAULT_OPTIMIZER  # as in TrainingArguments(optim=...)
     free_gradients: FreeGradients = "step"  # as for MixedPrecision
+    ranks: int = 1  # processes that train together, each with `batch_size` sequences
+    parallel: Parallel = "fsdp2"  # how, where there are several
+    node_size: int = 8  # of which so many are on one machine
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,6 +71,7 @@ class TrainingMemory(StepProfile):
         timeline: the step in moments; the peak is one of them.
         allocator_peak_bytes: the allocator's own peak, with the workspace of kernels; None if not requested.
         process_peak_bytes: peak resident memory of the process during the measurement; None for an estimate.
+        communication: what one of several ranks sends and receives in a step, by collective.
     """
 
     model: str
@@ -76,10 +81,13 @@ class TrainingMemory(StepProfile):
     measured: bool
     allocator_peak_bytes: int | None = None
     process_peak_bytes: int | None = None
+    communication: tuple[Collective, ...] = ()
 
     def __repr__(self) -> str:
         step = f"{self.settings.batch_size} x {self.settings.seq_len} tokens"
         how = f"{'measured' if self.measured else 'estimated'} on {self.device}"
+        if self.settings.ranks > 1:
+            how += f", one of {self.settings.ranks} ranks with {self.settings.parallel}"
         peak = f"peak {readable(self.peak_bytes)} in {self.peak_phase} ({largest_first(self.bytes_by_category)})"
         return f"<TrainingMemory of {self.model} in {self.settings.precision}, {step}, {how}: {peak}>"
 
@@ -96,6 +104,7 @@ class Trainee:
     batch: dict[str, Tensor]
     accumulation_steps: int
     runtime: MixedPrecision | None = None
+    communication: CommunicationRecorder | None = None  # to count the collectives of each step
 
 
 def estimate_training_memory(
@@ -109,6 +118,9 @@ def estimate_training_memory(
     optimizer: str | None = None,
     free_gradients: FreeGradients = "step",
     device: str = "cuda",
+    ranks: int = 1,
+    parallel: Parallel = "fsdp2",
+    node_size: int = 8,
 ) -> TrainingMemory:
     """Predict the memory of fine-tuning, without a GPU and without using that memory.
 
@@ -127,14 +139,20 @@ def estimate_training_memory(
             ``"adamw_torch_fused"``.
         free_gradients: as for :class:`hf_mp.MixedPrecision`, with the Trainer's clipping; default ``"step"``.
         device: ``"cuda"`` (default; needs no GPU) or ``"cpu"``.
+        ranks: processes that train together, at most 4,096, each with ``batch_size`` sequences; default 1. The code of
+            one of them runs, on torch's fake process group.
+        parallel: how they do: ``"fsdp2"`` (default), ``"ddp"``, or ``"hsdp"``: FSDP2 within a machine, replicated over
+            machines.
+        node_size: ranks on one machine; default 8.
 
     Returns:
         The peak by category, and the timeline of the step, of tensors alone: without CUDA's context, the allocator's
         fragmentation, and workspaces of kernels.
 
     Raises:
-        ValueError: for an unknown model, precision, optimizer or device, or an impossible batch, sequence or number of
-            micro-batches.
+        ValueError: for an unknown model, precision, optimizer or device, an impossible batch, sequence or number of
+            micro-batches, or a precision that cannot be trained on several ranks.
+        RuntimeError: for several ranks in a process that is one of several itself.
     """
     config = find_config(model)
     settings = make_settings(
@@ -146,22 +164,35 @@ def estimate_training_memory(
         gradient_checkpointing=gradient_checkpointing,
         optimizer=optimizer,
         free_gradients=free_gradients,
+        ranks=ranks,
+        parallel=parallel,
+        node_size=node_size,
     )
+    spread = Spread(ranks, parallel, node_size)
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r} cannot be estimated for: use 'cuda' or 'cpu'")
     target = STAND_IN if device == "cuda" else torch.device("cpu")
     preset = parse_preset(precision)
+    if preset.lora and ranks > 1 and parallel != "ddp":
+        raise ValueError(f"parallel={parallel!r} cannot shard the INT8 weights of precision={precision!r}: use 'ddp'")
     planned = skeleton(config, preset.loaded)
     kind, parameters = type(planned), planned.num_parameters()
     prepared = prepare_model(planned, settings)
-    with _fake_tensors(target):
-        trainee = make_trainee(replace_tensors(prepared, target), kind, settings, target)
+    with one_rank_of(spread, target) as rank, _fake_tensors(target):
+        trainee = make_trainee(rank.shard(replace_tensors(prepared, target)), kind, settings, target)
+        trainee.forward, trainee.communication = rank.reduce_gradients(trainee.forward), rank.communication
         if trainee.runtime is not None:  # a scaler keeps no fake tensors, and an update joins gradients of one scale
             scaler = trainee.runtime.scaler
             scaler.scale_tensors = functools.cache(scaler.scale_tensors)  # type: ignore[method-assign]
         profile = record_steps(trainee, MemoryRecorder(target))
     return TrainingMemory(
-        **vars(profile), model=kind.__name__, parameters=parameters, settings=settings, device=device, measured=False
+        **vars(profile),
+        model=kind.__name__,
+        parameters=parameters,
+        settings=settings,
+        device=device,
+        measured=False,
+        communication=() if rank.communication is None else rank.communication.collectives(),
     )
 
 
@@ -329,9 +360,12 @@ def record_steps(trainee: Trainee, recorder: MemoryRecorder) -> StepProfile:
     recorder.take(trainee.batch.values(), Category.INPUTS_AND_BUFFERS)
     profiles: list[StepProfile] = []
     updates = 0
-    with recorder.following(trainee.model), recorder:
+    communication = trainee.communication or contextlib.nullcontext()
+    with recorder.following(trainee.model), communication, recorder:
         while updates < _RECORDED_UPDATES and len(profiles) < MOST_STEPS:
             recorder.ledger.start_step()
+            if trainee.communication is not None:
+                trainee.communication.start()
             updates += train_one_step(trainee, recorder.start_phase)
             recorder.take(tensors_in(list(trainee.optimizer.state.values())), Category.OPTIMIZER_STATE)
             trainee.optimizer.zero_grad()

@@ -1,0 +1,236 @@
+"""One rank of many, on one machine: a model spread as over real ranks, and the bytes that its collectives move.
+
+torch's fake process group answers every collective at once, so that the code of one rank runs as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Parallel = Literal["ddp", "fsdp2", "hsdp"]
+MOST_RANKS = 4096
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a training is spread: ``parallel`` over ``ranks``, of which ``node_size`` are on one machine."""
+
+    ranks: int = 1
+    parallel: Parallel = "fsdp2"
+    node_size: int = 8
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ranks, bool) or not isinstance(self.ranks, int) or not 1 <= self.ranks <= MOST_RANKS:
+            raise ValueError(f"ranks={self.ranks!r} is not possible: use a whole number from 1 to {MOST_RANKS}")
+        if self.parallel == "tp":
+            raise ValueError(
+                "parallel='tp' cannot be planned: tensor parallelism is refused in training as well; use 'ddp', "
+                "'fsdp2' or 'hsdp'"
+            )
+        if self.parallel not in get_args(Parallel):
+            raise ValueError(f"parallel={self.parallel!r} is not known: use one of {', '.join(get_args(Parallel))}")
+        if self.node_size < 1 or (self.parallel == "hsdp" and self.ranks % self.node_size):
+            raise ValueError(
+                f"hsdp shards within a machine and replicates over machines: ranks={self.ranks} is not a multiple of "
+                f"node_size={self.node_size}"
+            )
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What one rank moves in one step by one kind of collective."""
+
+    name: str  # all-gather, reduce-scatter, all-reduce, ...
+    ranks: int  # that take part
+    dtype: str  # of what travels
+    calls: int
+    sent_bytes: int  # by a ring, which receives as much as it sends
+
+
+class CommunicationRecorder(TorchDispatchMode):
+    """Counts what the collectives of this rank move while it is active, on a real process group or a fake one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Imported here: not in every build of torch.
+        from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
+
+        self._ops, self._collectives = CollectiveOp, collective_ops - sync_ops
+        self._found: dict[tuple[str, int, str], tuple[int, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in self._collectives:
+            ranks = self._ops.get_process_group(func, args).size()
+            name, passes = _kind(func)
+            tensor_bytes = self._ops.get_comm_tensor_size(func, result, args, kwargs or {})
+            key = name, ranks, str(_first_dtype(args)).removeprefix("torch.")
+            calls, sent = self._found.get(key, (0, 0))
+            self._found[key] = calls + 1, sent + passes * tensor_bytes * (ranks - 1) // ranks
+        return result
+
+    def start(self) -> None:
+        """Count anew."""
+        self._found.clear()
+
+    def collectives(self) -> tuple[Collective, ...]:
+        """What was counted since :meth:`start`, most bytes first."""
+        found = [Collective(*key, *counted) for key, counted in self._found.items() if key[1] > 1]
+        return tuple(sorted(found, key=lambda one: -one.sent_bytes))
+
+
+def _kind(func: Any) -> tuple[str, int]:
+    """The name of a collective, and how often a ring sends the largest tensor of it, but for one rank's part."""
+    name = func._schema.name.partition("::")[2].replace("_", "")
+    for key, found in _KINDS.items():
+        if key in name:
+            return found
+    return func._schema.name.partition("::")[2].strip("_"), 1
+
+
+_KINDS = {
+    "allgather": ("all-gather", 1),
+    "reducescatter": ("reduce-scatter", 1),
+    "allreduce": ("all-reduce", 2),  # a reduce-scatter and an all-gather
+}
+
+
+def _first_dtype(values: Any) -> torch.dtype | None:
+    for value in values:
+        if isinstance(value, Tensor):
+            return value.dtype
+        if isinstance(value, (list, tuple)) and (found := _first_dtype(value)) is not None:
+            return found
+    return None
+
+
+class Rank:
+    """Rank 0 of a :class:`Spread`, as far as a training step is concerned."""
+
+    def __init__(self, spread: Spread, mesh: DeviceMesh | None) -> None:
+        self._spread, self._mesh = spread, mesh
+        self.communication = CommunicationRecorder() if spread.ranks > 1 else None
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        """``model`` under FSDP2, block by block, as accelerate's plugin wraps it; under DDP as it is."""
+        if self._mesh is None:
+            return model
+        from torch.distributed.fsdp import fully_shard
+
+        for block in blocks_of(model):
+            fully_shard(block, mesh=self._mesh)
+        fully_shard(model, mesh=self._mesh)
+        return model
+
+    def reduce_gradients(self, forward: Any) -> Any:
+        """The forward of a model under DDP; under FSDP2 as it is."""
+        if self._spread.ranks == 1 or self._mesh is not None:
+            return forward
+        ddp = DistributedDataParallel(forward, init_sync=False)
+        ddp.register_comm_hook(None, lambda state, bucket: _all_reduce(bucket.buffer()))
+        return ddp
+
+
+def _all_reduce(gradients: Tensor) -> torch.futures.Future[Tensor]:
+    """What DDP does by itself on a real process group: a fake one gives no results."""
+    torch.distributed.all_reduce(gradients)
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(gradients)
+    return done
+
+
+@contextlib.contextmanager
+def one_rank_of(spread: Spread, device: torch.device) -> Iterator[Rank]:
+    """Be rank 0 of ``spread.ranks``, of which no other exists, on ``device``.
+
+    Raises:
+        RuntimeError: where this process is one of several that do exist.
+    """
+    if spread.ranks == 1:
+        yield Rank(spread, None)
+        return
+    import torch.distributed as distributed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if distributed.is_initialized():
+        raise RuntimeError("this process is one of several already: plan other ranks in a process outside torchrun")
+    with mock.patch.object(sys, "excepthook", sys.excepthook):  # torch puts its own there, which names the rank
+        distributed.init_process_group("fake", rank=0, world_size=spread.ranks, store=FakeStore())
+        try:
+            with _accepted_by_torch(device):
+                yield Rank(spread, make_mesh(spread))
+        finally:
+            distributed.destroy_process_group()
+
+
+def make_mesh(spread: Spread) -> DeviceMesh | None:
+    """The mesh that FSDP2 shards over, None for DDP; a ``FakeTensorMode`` cannot make one."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if spread.parallel == "ddp":
+        return None
+    if spread.parallel == "fsdp2":
+        return init_device_mesh("cpu", (spread.ranks,))
+    machines = spread.ranks // spread.node_size
+    return init_device_mesh("cpu", (machines, spread.node_size), mesh_dim_names=("replicate", "shard"))
+
+
+@contextlib.contextmanager
+def _accepted_by_torch(device: torch.device) -> Iterator[None]:
+    """Have FSDP2 and DDP run on fake tensors: with ``device`` for that of the mesh, without a look at any value."""
+    from torch.distributed import Reducer
+    from torch.distributed.fsdp._fully_shard import _fully_shard
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    with contextlib.ExitStack() as stack:
+        replace = lambda *args, **kwargs: stack.enter_context(mock.patch.object(*args, **kwargs))  # noqa: E731
+        replace(_fully_shard, "_get_device_from_mesh", lambda mesh: device)
+        replace(Reducer, "_rebuild_buckets", lambda reducer: False)
+        if device.type == "meta":  # it stands for a GPU: streams and events are the CPU's, which do nothing
+            replace(torch, "meta", torch.cpu, create=True)
+            replace(torch.cpu.Stream, "record_event", lambda stream, event=None: torch.cpu.Event())
+            replace(FSDPParamGroup, "_validate_no_meta_params", lambda group: None)
+        yield
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks that Transformers would not split over devices, in order; without any, none."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+class Bandwidth(NamedTuple):
+    """What one rank can send in bytes a second: to ranks of its machine, and to others."""
+
+    within_node: float
+    between_nodes: float
+
+    @classmethod
+    def parse(cls, text: str) -> Bandwidth:
+        """From GB/s (10**9 bytes) as ``"450,50"``; a ValueError for anything else."""
+        try:
+            within, between = (float(number) * 1e9 for number in text.split(","))
+        except ValueError:
+            within = between = 0.0
+        if not min(within, between) > 0.0:
+            raise ValueError(f"bandwidth {text!r} is not known: give GB/s within a machine and between, as 450,50")
+        return cls(within, between)
+
+    def seconds(self, collectives: Iterable[Collective], node_size: int) -> float:
+        """The time of all collectives, one after the other and with no latency; a ring runs at its slowest link."""
+        return sum(
+            one.sent_bytes / (self.within_node if one.ranks <= node_size else self.between_nodes) for one in collectives
+        )

@@ -1,0 +1,78 @@
+"""What a rank holds and sends, for models and numbers of ranks that no laptop has.
+
+    python scripts/plan_scaling.py                               # GPT-2 774M and Llama 70B on 8, 64 and 1,024 ranks
+    python scripts/plan_scaling.py --ranks 8 --layers 2          # a quick look
+
+Computed by ``hf_mp.estimate_training_memory(..., ranks=...)``: the code of one rank, on fake tensors and torch's fake
+process group. Stores ``scripts/results/plan_scaling.json``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
+from transformers.utils import logging
+
+import hf_mp
+from _benchmarks import show_table
+from _results import save_result
+
+MODELS: dict[str, PreTrainedConfig] = {
+    "GPT-2 774M": GPT2Config(n_layer=36, n_embd=1280, n_head=20),
+    "Llama 70B": LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+    ),
+}
+PRESETS = ("fp32", "trainer-bf16", "fp16", "fp16-lean")
+SEQ_LEN = 1024
+
+
+def plan(config: PreTrainedConfig, preset: str, ranks: int) -> dict[str, Any]:
+    """The plan of one rank, or the reason why there is none."""
+    try:
+        found = hf_mp.estimate_training_memory(
+            config, preset, ranks=ranks, seq_len=SEQ_LEN, gradient_checkpointing=True
+        )
+    except ValueError as error:
+        return {"refused": str(error)}
+    return {
+        "peak_bytes": found.peak_bytes,
+        "bytes_by_category": found.bytes_by_category,
+        "parameters": found.parameters,
+        "communication": [asdict(one) for one in found.communication],
+    }
+
+
+def main(
+    ranks: Annotated[list[int], typer.Option(help="Numbers of ranks.")] = [8, 64, 1024],  # noqa: B006
+    layers: Annotated[int | None, typer.Option(help="Of each model, for a quick look; nothing is stored.")] = None,
+) -> None:
+    logging.set_verbosity_error()
+    results: dict[str, Any] = {}
+    rows: list[tuple[str, ...]] = []
+    for name, config in MODELS.items():
+        if layers is not None:
+            config.num_hidden_layers = layers
+        for preset in PRESETS:
+            for count in ranks:
+                found = results.setdefault(name, {}).setdefault(preset, {})[str(count)] = plan(config, preset, count)
+                sent = sum(one["sent_bytes"] for one in found.get("communication", ()))
+                rows.append(
+                    (name, preset, str(count), f"{found.get('peak_bytes', 0) / 2**30:.2f}", f"{sent / 2**30:.2f}")
+                )
+    show_table("One rank", ("", "preset", "ranks", "peak, GiB", "sent a step, GiB"), rows)
+    if layers is None:
+        save_result("plan_scaling", {"seq_len": SEQ_LEN, "parallel": "fsdp2", "models": results})
+
+
+if __name__ == "__main__":
+    typer.run(main)

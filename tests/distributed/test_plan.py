@@ -1,0 +1,44 @@
+"""The plan of one rank against real ranks: what they send, and the peak of their memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_mp import estimate_training_memory
+from hf_mp.memory.parallel import Collective
+
+sys.path.insert(0, str(Path(__file__).parent))
+from plan_worker import NODE_SIZE, PRESETS, config
+
+
+def sent_bytes(collectives: Iterable[Collective]) -> dict[tuple[str, int, str], int]:
+    """What each kind of collective sends, but for the agreement on one number, and what DDP tells of its buckets."""
+    return {(one.name, one.ranks, one.dtype): one.sent_bytes for one in collectives if one.sent_bytes > 1024}
+
+
+def compare(counted: dict[Any, Any], parallel: Any, ranks: int) -> None:
+    for preset in PRESETS:
+        planned = estimate_training_memory(
+            config(), preset, device="cpu", ranks=ranks, parallel=parallel, node_size=NODE_SIZE
+        )
+        found = counted[parallel, preset]
+        assert sent_bytes(planned.communication) == sent_bytes(found["collectives"])
+        assert planned.peak_bytes == pytest.approx(found["peak_bytes"], rel=0.03)
+
+
+def test_two_ranks(launch: Callable[..., Any], tmp_path: Path) -> None:
+    for counted in launch("plan_worker.py", tmp_path, "fsdp2", "ddp"):
+        compare(counted, "fsdp2", 2)
+        compare(counted, "ddp", 2)
+
+
+@pytest.mark.slow
+def test_four_ranks(launch: Callable[..., Any], tmp_path: Path) -> None:
+    for counted in launch("plan_worker.py", tmp_path, "fsdp2", "hsdp", "ddp", processes=4):
+        for parallel in ("fsdp2", "hsdp", "ddp"):
+            compare(counted, parallel, 4)

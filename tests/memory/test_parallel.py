@@ -1,0 +1,118 @@
+"""The plan of one rank of many; tests/distributed/test_plan.py compares it with real ranks."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch.distributed as distributed
+from transformers import GPT2Config
+from typer.testing import CliRunner
+
+from hf_mp import estimate_training_memory
+from hf_mp.cli import app
+from hf_mp.memory.ledger import Category
+from hf_mp.memory.parallel import Bandwidth, Collective, Spread
+
+LAYERS, WIDTH = 3, 64
+
+
+def config() -> GPT2Config:
+    return GPT2Config(
+        n_layer=LAYERS, n_embd=WIDTH, n_head=4, vocab_size=512, n_positions=32, bos_token_id=0, eos_token_id=0
+    )
+
+
+def test_what_shrinks_with_the_ranks_and_what_stays() -> None:
+    alone, eight, many = (estimate_training_memory(config(), "fp16", ranks=ranks) for ranks in (1, 8, 64))
+    kept = [found.bytes_by_category[Category.OPTIMIZER_STATE] for found in (alone, eight, many)]
+    assert kept[1] < 0.2 * kept[0] and kept[2] < 0.5 * kept[1]  # blocks of 512 bytes are not shared
+    assert alone.communication == ()
+    for few, more in zip(eight.communication, many.communication, strict=True):
+        assert (few.name, few.dtype, few.calls) == (more.name, more.dtype, more.calls)
+        assert 7 / 8 * more.sent_bytes <= 1.3 * few.sent_bytes  # (n - 1) / n of the whole, and padding
+    assert "one of 8 ranks with fsdp2" in repr(eight)
+
+
+def test_ddp_holds_all_and_sends_each_gradient_twice() -> None:
+    ddp = estimate_training_memory(config(), "fp32", ranks=4, parallel="ddp")
+    alone = estimate_training_memory(config(), "fp32")
+    assert ddp.bytes_by_category[Category.MASTER_WEIGHTS] == alone.bytes_by_category[Category.MASTER_WEIGHTS]
+    reduced = next(one for one in ddp.communication if one.name == "all-reduce" and one.dtype == "float32")
+    assert reduced.sent_bytes == 2 * 4 * ddp.parameters * 3 // 4
+
+
+def test_hsdp_shards_within_a_machine() -> None:
+    found = estimate_training_memory(config(), "fp32", ranks=16, parallel="hsdp", node_size=8).communication
+    ranks = {one.name: one.ranks for one in found if one.sent_bytes > 1024}
+    assert ranks == {"all-gather": 8, "reduce-scatter": 8, "all-reduce": 2}
+
+
+def test_nothing_is_left_behind() -> None:
+    hook = sys.excepthook
+    estimate_training_memory(config(), "fp32", ranks=2)
+    assert sys.excepthook is hook
+    assert not distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ranks": 0}, r"ranks=0 is not possible: use a whole number from 1 to 4096"),
+        ({"ranks": 5000}, r"ranks=5000 is not possible"),
+        ({"ranks": 8, "parallel": "tp"}, r"parallel='tp' cannot be planned: .* use 'ddp', 'fsdp2' or 'hsdp'"),
+        ({"ranks": 8, "parallel": "zero"}, r"parallel='zero' is not known: use one of ddp, fsdp2, hsdp"),
+        ({"ranks": 12, "parallel": "hsdp"}, r"ranks=12 is not a multiple of node_size=8"),
+        ({"ranks": 2, "precision": "int8-lora"}, r"cannot shard the INT8 weights of precision='int8-lora': use 'ddp'"),
+    ],
+)
+def test_impossible_plans(settings: dict[str, object], message: str) -> None:
+    arguments = {"precision": "fp32", **settings}
+    with pytest.raises(ValueError, match=message):
+        estimate_training_memory(config(), **arguments)  # type: ignore[arg-type]
+
+
+def test_not_where_ranks_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match="this process is one of several already"):
+        estimate_training_memory(config(), "fp32", ranks=2)
+
+
+def test_bandwidth() -> None:
+    rates = Bandwidth.parse("400,50")
+    collectives = [
+        Collective("all-gather", 8, "float16", 3, 800_000_000_000),
+        Collective("all-reduce", 16, "", 1, 10**11),
+    ]
+    assert rates.seconds(collectives, node_size=8) == pytest.approx(2.0 + 2.0)
+    for wrong in ("400", "fast,slow", "400,0", "-1,1"):
+        with pytest.raises(ValueError, match=f"bandwidth '{wrong}' is not known: give GB/s"):
+            Bandwidth.parse(wrong)
+
+
+def test_spread_needs_a_node() -> None:
+    with pytest.raises(ValueError, match="node_size=0"):
+        Spread(8, "fsdp2", 0)
+
+
+class TestCommand:
+    ARGUMENTS = ("memory", "--config-only", "--seq-len", "32", "--precision", "fp32", "--ranks", "4")
+
+    def run(self, tmp_path: object, *arguments: str) -> str:
+        config().save_pretrained(str(tmp_path))
+        result = CliRunner().invoke(app, [*self.ARGUMENTS, *arguments, str(tmp_path)])
+        assert result.exit_code in (0, 2), result.output
+        return " ".join(result.output.split())
+
+    def test_table(self, tmp_path: object) -> None:
+        shown = self.run(tmp_path, "--bandwidth", "450,50")
+        assert "one of 4 ranks, fsdp2" in shown
+        assert "all-gather of 4 ranks, fp32" in shown
+        assert "time to send" in shown
+
+    def test_what_ranks_cannot_train_is_left_out_with_the_reason(self, tmp_path: object) -> None:
+        shown = self.run(tmp_path, "--precision", "int8-lora")
+        assert "int8-lora is missing: not on several ranks: parallel='fsdp2' cannot shard" in shown
+
+    def test_measuring_is_refused(self, tmp_path: object) -> None:
+        assert "measure=True takes a step in this process alone" in self.run(tmp_path, "--measure")
