@@ -10,6 +10,7 @@ from hf_mp.scaling.rules import RULES
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_DTYPE_FIELDS = ("params", "compute", "masters", "output", "reduce", "reduce_sum")
 LOWER_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -54,6 +55,9 @@ class PrecisionPolicy:
         loss_scale: ``"headroom"`` (of the presets for FP16), ``"dynamic"`` (torch's algorithm), a positive number
             (static), or None (the default here, and of the presets for BF16 and FP32, whose exponent range needs no
             scaling).
+        reduce: dtype in which gradients travel between processes, scaled: ``float32`` or ``compute``; None (default):
+            ``float32``, and ``compute`` in the lean layouts.
+        reduce_sum: dtype in which they are summed: ``float32`` (default), where they arrive, or ``reduce``, on the way.
 
     Raises:
         TypeError: for a dtype that is none.
@@ -65,9 +69,11 @@ class PrecisionPolicy:
     masters: torch.dtype = torch.float32
     output: torch.dtype = torch.float32
     loss_scale: str | float | None = None
+    reduce: torch.dtype | None = None
+    reduce_sum: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        for name in ("params", "compute", "masters", "output"):
+        for name in _DTYPE_FIELDS if self.reduce is not None else (name for name in _DTYPE_FIELDS if name != "reduce"):
             if not isinstance(getattr(self, name), torch.dtype):
                 raise TypeError(
                     f"{name}={getattr(self, name)!r} must be a torch.dtype; text is read by PrecisionPolicy.parse"
@@ -83,6 +89,12 @@ class PrecisionPolicy:
                 f"params={_DTYPE_NAMES[self.params]} with compute={_DTYPE_NAMES[self.compute]} is not allowed: store "
                 "parameters in fp32 (default layout) or in the compute dtype (lean layout)"
             )
+        if self.wire not in (torch.float32, self.compute) or self.reduce_sum not in (torch.float32, self.wire):
+            raise ValueError(
+                f"reduce={_DTYPE_NAMES[self.wire]} with reduce_sum={_DTYPE_NAMES[self.reduce_sum]} and "
+                f"compute={_DTYPE_NAMES[self.compute]} is not allowed: gradients travel in fp32 or in the compute "
+                "dtype, and are summed in fp32 or in the dtype that they travel in"
+            )
         object.__setattr__(self, "loss_scale", parse_loss_scale(self.loss_scale))
 
     @property
@@ -94,6 +106,11 @@ class PrecisionPolicy:
     def is_lean(self) -> bool:
         """Whether the model's parameters are the working copies (masters live with the optimizer)."""
         return self.params is not torch.float32
+
+    @property
+    def wire(self) -> torch.dtype:
+        """The dtype in which gradients travel between processes."""
+        return self.params if self.reduce is None else self.reduce
 
     @classmethod
     def parse(cls, text: str | PrecisionPolicy) -> PrecisionPolicy:
@@ -142,7 +159,9 @@ class PrecisionPolicy:
         for name, preset in PRESETS.items():
             if preset == self:
                 return name
-        dtypes = [f"{n}={_DTYPE_NAMES[getattr(self, n)]}" for n in ("params", "compute", "masters", "output")]
+        default = {"reduce": None, "reduce_sum": torch.float32}
+        named = {name: getattr(self, name) for name in _DTYPE_FIELDS}
+        dtypes = [f"{n}={_DTYPE_NAMES[dtype]}" for n, dtype in named.items() if n not in default or dtype != default[n]]
         return ",".join([*dtypes, f"loss_scale={'none' if self.loss_scale is None else self.loss_scale}"])
 
 

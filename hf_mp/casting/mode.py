@@ -91,7 +91,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         self.enabled = enabled
         self.tables: TableName = tables
         self._plan = PLANS[tables] if enabled else {}
-        self._fp32_modules: list[nn.Module] = []
+        self.fp32_modules: list[nn.Module] = []
         if rules and enabled:
             self._take_rules(*parse_rules(rules, TABLES[tables]), model)
         self._casts: dict[tuple[int, torch.dtype, bool], tuple[Tensor, int, Tensor]] = {}
@@ -106,15 +106,15 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             if model is None:
                 names = ", ".join(map(repr, patterns))
                 raise ValueError(f"rules by module name ({names}) need the model to look them up in: model=...")
-            self._fp32_modules = match_modules(patterns, model)
+            self.fp32_modules = match_modules(patterns, model)
 
     def __enter__(self) -> autocast:
         if is_torch_autocast_enabled("cpu") or is_torch_autocast_enabled("cuda"):
             raise RuntimeError(
                 "torch.autocast is active: use either torch.autocast or hf_mp.autocast, not one inside the other"
             )
-        if self._fp32_modules and not self._island_hooks:
-            self._island_hooks = [handle for m in self._fp32_modules for handle in _make_island(m, self)]
+        if self.fp32_modules and not self._island_hooks:
+            self._island_hooks = [handle for m in self.fp32_modules for handle in _make_island(m, self)]
         PATCHES.acquire()
         state.active.append(self)
         super().__enter__()

@@ -70,7 +70,7 @@ class MixedPrecision:
         self.policy = PrecisionPolicy.parse(policy)
         check_free_gradients(self.policy, free_gradients, max_grad_norm)
         self.scaler = loss_scaler if loss_scaler is not None else make_loss_scaler(self.policy.loss_scale)
-        self.layout, self._ranks = layout or make_layout(self.policy), Ranks()
+        self.layout, self._ranks = layout or make_layout(self.policy), Ranks(self.state_dict)
         self.check = GradientCheck(self._backward_ended, self.layout, self._ranks, self._trained_parameters)
         self._tables, self._rules = tables, rules
         self.region = self._make_region(None)
@@ -105,6 +105,7 @@ class MixedPrecision:
         check_layout(model, self.policy, is_scaled=self.scaler.is_scaling)
         try:
             self._take_model(model)
+            self._use_layout_for(model.parameters())
             self.layout.prepare(model)
             self.wrap_forwards()
             install_replacements(model, self._tables)
@@ -152,6 +153,7 @@ class MixedPrecision:
             accelerated.optimizer = self.attach_optimizer(accelerated.optimizer)
             return optimizer
         check_optimizer(optimizer, self.model)
+        self._use_layout_for(parameter for group in optimizer.param_groups for parameter in group["params"])
         optimizer = self.layout.wrap(optimizer)
         state_to_fp32(optimizer)
         if self.in_backward is not None:
@@ -171,7 +173,7 @@ class MixedPrecision:
         """The weights of a forward that is about to run, which FP32 masters are made for; None without grad."""
         if (model := self.model) is None:
             return None
-        self._ranks.note_forward(model)  # DDP or FSDP may have come after attach()
+        self._ranks.note_forward(model, is_lean=self.policy.is_lean)  # DDP or FSDP may have come after attach()
         self._use_layout_for(model.parameters())
         if (parameter := next(model.parameters(), None)) is not None:
             self.scaler.scale_tensors(parameter.device)
@@ -192,6 +194,8 @@ class MixedPrecision:
         if self.layout is not before:
             before.copies.clear()
             self.check.layout = self.region.layout = self.layout
+        if self.model is not None:
+            self.layout.join_ranks(self.model, self, self.region.fp32_modules)
 
     def _trained_parameters(self) -> list[nn.Parameter]:
         return self.layout.trained_parameters(self.model, [guard.optimizer for guard in self._guards])

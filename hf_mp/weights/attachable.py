@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.weights.distributed import check_parallelism, is_dtensor
+from hf_mp.weights.distributed import check_masters, check_parallelism, is_dtensor
 from hf_mp.weights.split_parameter import SplitParameter
 
 UNKNOWN_OPTIMIZER = (
@@ -42,9 +42,11 @@ def check_layout(model: nn.Module, policy: PrecisionPolicy, *, is_scaled: bool) 
     """Raise a ValueError where a policy is not for ``model``."""
     if policy.is_lean and isinstance(model, DistributedDataParallel):
         raise ValueError(
-            f"precision={str(policy)!r} leaves 16-bit gradients, which DistributedDataParallel would sum: use "
-            f"{str(policy).removesuffix('-lean')!r} on several processes"
+            f"precision={str(policy)!r} stores weights in 16 bits, and this DistributedDataParallel has laid out its "
+            "buckets for FP32: attach to the model first, then wrap it"
         )
+    if not policy.is_lean:
+        check_masters(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, SplitParameter) and parameter.is_saved_in_full:
             raise ValueError(

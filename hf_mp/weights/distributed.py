@@ -6,9 +6,11 @@ loss scale: one all-reduce of one number at each step.
 
 from __future__ import annotations
 
+import json
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.scaling.rules import StepReport
+from hf_mp.weights.model_walk import modules_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not in every build of torch
@@ -48,15 +51,19 @@ class Ranks:
     Processes that train models of their own, each without DDP and FSDP, never wait for each other here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Callable[[], Mapping[str, Any]]) -> None:
         self._groups: list[ProcessGroup] = []
         self._stepped = False
+        self._settings = settings
+        self._compared: list[ProcessGroup] = []
 
-    def note_forward(self, model: nn.Module) -> None:
+    def note_forward(self, model: nn.Module, *, is_lean: bool) -> None:
         """Look in which DDP a forward of ``model`` runs, and whether FSDP shards it; called when one begins."""
         if not is_running():
             return
         check_parallelism(model)
+        if not is_lean:
+            check_masters(model)
         if not torch.is_grad_enabled():
             return
         if self._stepped:
@@ -66,13 +73,22 @@ class Ranks:
         # those of the all-reduce, and who steps decides alike.
         if ddp is not None and ddp.process_group not in self._groups and not ddp._join_config.enable:
             self._groups.append(ddp.process_group)
+            self._compare(ddp.process_group)
 
     def layout_for(self, parameters: Iterable[Tensor], layout: Any) -> Any:
         """The :class:`WeightLayout` to go on with, after ``layout``, for parameters of a model or its optimizer."""
         if not is_running():
             return layout
-        is_ddp = any(torch.distributed.get_world_size(group) > 1 for group in self._groups)
-        return layout.for_parameters(parameters, is_ddp)
+        parameters = list(parameters)
+        for group in mesh_groups(parameters):
+            self._compare(group)
+        return layout.for_parameters(parameters)
+
+    def _compare(self, group: ProcessGroup) -> None:
+        if group not in self._compared and torch.distributed.get_world_size(group) > 1:
+            self._compared.append(group)
+            settings = self._settings()
+            compare_settings(group, {"precision": settings["precision"], **settings["loss_scaler"]})
 
     def gradients_are_final(self, parameters: Iterable[Tensor]) -> bool:
         """Whether nobody reduces gradients after a backward: a loop's own ``all_reduce`` raises no version counter."""
@@ -88,12 +104,44 @@ class Ranks:
         parameters = list(parameters)
         self._stepped = True
         device = next((local_part(p).device for p in parameters), torch.device("cpu"))
-        for group in [*self._groups, *_mesh_groups(parameters)]:  # one after the other: the dimensions of a mesh
+        for group in [*self._groups, *mesh_groups(parameters)]:  # one after the other: the dimensions of a mesh
             if torch.distributed.get_world_size(group) > 1:
                 number = torch.tensor([to_number(report)], dtype=torch.float32, device=_device_for(group, device))
                 torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=group)
                 report = to_report(number.item())
         return report
+
+
+def compare_settings(group: ProcessGroup, settings: Mapping[str, Any]) -> None:
+    """Raise a ValueError, on all ranks of ``group``, if not all of them call this with the same ``settings``.
+
+    A rank that does not come ends the others' wait after the timeout of ``init_process_group``: a RuntimeError.
+    """
+    store, number = torch.distributed.distributed_c10d._get_default_store(), _COMPARISONS[group.group_name]
+    _COMPARISONS[group.group_name] += 1
+    ranks = torch.distributed.get_process_group_ranks(group)
+    keys = {rank: f"hf_mp/{group.group_name}/{number}/{rank}" for rank in ranks}
+    store.set(keys[torch.distributed.get_rank()], json.dumps(settings))
+    found: dict[int, dict[str, Any]] = {}
+    for rank, key in keys.items():
+        try:
+            store.wait([key])
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {rank} has not attached mixed precision as rank {torch.distributed.get_rank()} has, or has not "
+                f"come so far: all of ranks {ranks} train one model, so all must attach it alike"
+            ) from error
+        found[rank] = json.loads(store.get(key))
+    names = sorted({name for one in found.values() for name in one})
+    if differ := [name for name in names if len({repr(one.get(name)) for one in found.values()}) > 1]:
+        said = "; ".join(
+            f"rank {rank} has " + ", ".join(f"{name}={one[name]}" for name in differ if name in one)
+            for rank, one in found.items()
+        )
+        raise ValueError(f"ranks that train one model have different settings: {said}. Give all of them the same")
+
+
+_COMPARISONS: Counter[str] = Counter()  # on each group, counted alike on its ranks
 
 
 def ddp_of(model: nn.Module) -> DistributedDataParallel | None:
@@ -108,11 +156,17 @@ def is_running() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def _mesh_groups(parameters: Iterable[Tensor]) -> list[ProcessGroup]:
+def mesh_groups(parameters: Iterable[Tensor]) -> list[ProcessGroup]:
+    """The process groups of the dimensions of the meshes over which ``parameters`` are spread."""
     groups: list[ProcessGroup] = []
-    for mesh in {id(p.device_mesh): p.device_mesh for p in parameters if is_dtensor(p)}.values():  # type: ignore[attr-defined]
+    for mesh in {id(mesh): mesh for p in parameters if (mesh := mesh_of(p)) is not None}.values():
         groups += [group for group in mesh.get_all_groups() if group not in groups]
     return groups
+
+
+def mesh_of(parameter: Tensor) -> Any:
+    """The device mesh over which ``parameter``, or that of which it is a split part, is spread; None for none."""
+    return getattr(parameter, "device_mesh", None)
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -139,7 +193,7 @@ def is_sharded(model: nn.Module) -> bool:
 def fsdp_modules(model: nn.Module) -> Iterator[Any]:
     """The parts of ``model`` that FSDP2 shards."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return (module for module in model.modules() if fsdp is not None and isinstance(module, fsdp.FSDPModule))
+    return (module for module in modules_of(model) if fsdp is not None and isinstance(module, fsdp.FSDPModule))
 
 
 def check_parallelism(model: nn.Module) -> None:
@@ -156,7 +210,6 @@ def check_parallelism(model: nn.Module) -> None:
                 f"fully_shard(mp_policy={policy}) is a mixed precision of FSDP's own: leave mp_policy "
                 "out, so that FP32 masters are gathered and FP32 gradients reduced"
             )
-    _check_masters(model)
     _check_placements(model)
 
 
@@ -169,7 +222,8 @@ def _is_flattened(model: nn.Module) -> bool:
     )
 
 
-def _check_masters(model: nn.Module) -> None:
+def check_masters(model: nn.Module) -> None:
+    """Raise a ValueError where DDP or FSDP2 holds trained parameters in 16 bits."""
     wrapper = "DistributedDataParallel" if isinstance(model, DistributedDataParallel) else "fully_shard"
     if wrapper == "fully_shard" and not is_sharded(model):
         return
@@ -177,8 +231,7 @@ def _check_masters(model: nn.Module) -> None:
         if parameter.requires_grad and parameter.dtype in LOWER_PRECISION_DTYPES:
             raise ValueError(
                 f"{name} is {parameter.dtype} and {wrapper} holds it already, so it cannot be given an FP32 master: "
-                f"attach mixed precision to the model before {wrapper}, or load it in FP32 (lean layouts do not "
-                "work with FSDP)"
+                f"attach mixed precision to the model before {wrapper}, or load it in FP32"
             )
 
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude, largest_magnitude_and_norm
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
-from hf_mp.weights.distributed import is_dtensor, local_parts
+from hf_mp.weights.buckets import Buckets, check_split_reduction
+from hf_mp.weights.distributed import ddp_of, is_dtensor, is_running, is_sharded, local_parts
 from hf_mp.weights.fused_adamw import step_whole
-from hf_mp.weights.model_walk import parameters_of
+from hf_mp.weights.model_walk import modules_of, parameters_of
 from hf_mp.weights.optimizer import MasterWeightOptimizer, clip_grad_norm_
-from hf_mp.weights.split_layout import restore_parameters, split_trainable_parameters
+from hf_mp.weights.split_layout import restore_parameters, save_masters, split_trainable_parameters
 from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, keep_scale_of_gradients
 from hf_mp.weights.transient_copies import TransientCopies
+from hf_mp.weights.wire import Arrivals, Runtime, send_as_before, send_in_16_bits
 from hf_mp.weights.working_copies import WorkingCopies, is_parameter
 
 
@@ -36,6 +40,7 @@ class WeightLayout:
     def __init__(self, policy: PrecisionPolicy) -> None:
         self.policy = policy
         self.copies = WorkingCopies(policy.compute)
+        self._joined: weakref.WeakKeyDictionary[nn.Module, Buckets] = weakref.WeakKeyDictionary()
 
     @torch.no_grad()
     def prepare(self, model: nn.Module) -> None:
@@ -54,9 +59,20 @@ class WeightLayout:
         """What lower-precision ops read in the place of ``weight``, without grad; None where they cast it."""
         return self.copies.get(weight) if _is_master(weight) else None
 
-    def for_parameters(self, parameters: Iterable[Tensor], train_together: bool) -> WeightLayout:
-        """The layout to use on several processes; ``train_together`` where DDP reduces gradients of ``parameters``."""
+    def for_parameters(self, parameters: Iterable[Tensor]) -> WeightLayout:
+        """The layout to use on several processes, for parameters of a model or its optimizer."""
         return TransientLayout(self.policy) if any(map(is_dtensor, parameters)) else self
+
+    def join_ranks(self, model: nn.Module, runtime: Runtime, in_fp32: Sequence[nn.Module]) -> None:
+        """Take over what other processes are sent of ``model``, whose modules ``in_fp32`` are not rounded."""
+        if self.policy.wire is not torch.float32 and is_running() and (ddp := ddp_of(model)) is not None:
+            self._join_ddp(ddp, runtime)
+
+    def _join_ddp(self, ddp: DistributedDataParallel, runtime: Runtime) -> bool:
+        if ddp not in self._joined:
+            self._joined[ddp] = Buckets(ddp, self.policy, runtime)
+            return True
+        return False
 
     def trained_parameters(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
         """The parameters whose gradients a backward of ``model`` may leave, each once."""
@@ -114,8 +130,16 @@ class TransientLayout(WeightLayout):
     def working_copy(self, weight: Tensor) -> Tensor | None:
         return self._transient.get(weight) if _is_master(weight) else None
 
-    def for_parameters(self, parameters: Iterable[Tensor], train_together: bool) -> WeightLayout:
+    def for_parameters(self, parameters: Iterable[Tensor]) -> WeightLayout:
         return self
+
+    def join_ranks(self, model: nn.Module, runtime: Runtime, in_fp32: Sequence[nn.Module]) -> None:
+        send_in_16_bits(model, self.policy, runtime, in_fp32, None)
+
+    def restore(self, model: nn.Module | None) -> None:
+        super().restore(model)
+        if model is not None:
+            send_as_before(model)
 
     def trained_parameters(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
         # FSDP may leave whole parameters in the places of the shards, which have the gradients.
@@ -138,29 +162,51 @@ class SplitLayout(WeightLayout):
 
     takes_gradients = True
 
+    def __init__(self, policy: PrecisionPolicy) -> None:
+        super().__init__(policy)
+        self._unsharded: dict[tuple[nn.Module, str], SplitParameter] = {}  # till FSDP has made shards of them
+
     def prepare(self, model: nn.Module) -> None:
         if split_trainable_parameters(model, self.policy.params):
             self.copies.clear()  # of what was frozen before
+            if is_running():
+                self._unsharded = {
+                    (module, name): parameter
+                    for module in modules_of(model)
+                    for name, parameter in module._parameters.items()
+                    if isinstance(parameter, SplitParameter)
+                }
 
-    def for_parameters(self, parameters: Iterable[Tensor], train_together: bool) -> WeightLayout:
-        if not train_together:
-            return self
-        raise ValueError(
-            f"precision={str(self.policy)!r} leaves 16-bit gradients, which DistributedDataParallel would sum in 16 "
-            f"bits: use {str(self.policy).removesuffix('-lean')!r} on several processes"
-        )
+    def for_parameters(self, parameters: Iterable[Tensor]) -> WeightLayout:
+        return ShardedSplitLayout(self.policy, self._unsharded) if any(map(is_dtensor, parameters)) else self
+
+    def join_ranks(self, model: nn.Module, runtime: Runtime, in_fp32: Sequence[nn.Module]) -> None:
+        if is_running() and is_sharded(model):
+            raise ValueError(
+                f"precision={str(self.policy)!r} came to know that FSDP shards this {type(model).__name__} when it ran "
+                "already: call attach_optimizer before the first forward"
+            )
+        if not is_running() or (ddp := ddp_of(model)) is None:
+            return
+        self._unsharded.clear()
+        if self._join_ddp(ddp, runtime):
+            check_split_reduction(model, self.policy, runtime)
 
     def take_gradient(self, weight: Tensor, gradients: Sequence[Tensor], inverse: Tensor | None) -> bool:
+        aside = bool(self._joined)
         return isinstance(weight, SplitParameter) and all(
-            [weight.take_scaled_gradient(gradient, inverse) for gradient in gradients]
+            [weight.take_scaled_gradient(gradient, inverse, aside=aside) for gradient in gradients]
         )
 
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
-        found = [gradient_and_factor(parameter) for parameter in parameters]
+        parameters = list(parameters)
+        for buckets in self._joined.values():
+            buckets.hand_out(parameters)
+        found = [gradient_and_factor(getattr(parameter, "local", parameter)) for parameter in parameters]
         return [(gradient, factor) for gradient, factor in found if gradient is not None]
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor | None:
-        return clip_grad_norm_(parameters, max_norm)
+        return clip_grad_norm_([getattr(parameter, "local", parameter) for parameter in parameters], max_norm)
 
     def wrap(self, optimizer: Optimizer) -> Optimizer:
         is_wrapped = isinstance(optimizer, MasterWeightOptimizer)
@@ -173,12 +219,44 @@ class SplitLayout(WeightLayout):
         pass  # the update has written both halves
 
     def scale_changes(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
-        keep_scale_of_gradients(parameters())
+        keep_scale_of_gradients(getattr(parameter, "local", parameter) for parameter in parameters())
 
     def restore(self, model: nn.Module | None) -> None:
         super().restore(model)
         if model is not None:
             restore_parameters(model)
+
+
+class ShardedSplitLayout(SplitLayout, TransientLayout):
+    """Split masters of what FSDP2 shards: gathered as they are, gradients reduced in 16 bits, scaled."""
+
+    def __init__(self, policy: PrecisionPolicy, unsharded: dict[tuple[nn.Module, str], SplitParameter]) -> None:
+        super().__init__(policy)
+        self._unsharded = unsharded
+        self._arrivals: Arrivals | None = None
+
+    def prepare(self, model: nn.Module) -> None:
+        pass  # what is whole now is FSDP's, till it is used
+
+    def for_parameters(self, parameters: Iterable[Tensor]) -> WeightLayout:
+        return self
+
+    def join_ranks(self, model: nn.Module, runtime: Runtime, in_fp32: Sequence[nn.Module]) -> None:
+        from hf_mp.weights.split_shard import split_shards  # imports DTensor
+
+        if self._arrivals is None:
+            check_split_reduction(model, self.policy, runtime)
+            self._arrivals = Arrivals(runtime)
+            split_shards(model, self.policy.params, self._unsharded, self._arrivals)
+            save_masters(model)
+        send_in_16_bits(model, self.policy, runtime, (), self._arrivals)
+
+    def restore(self, model: nn.Module | None) -> None:
+        from hf_mp.weights.split_shard import unsplit_shards
+
+        if model is not None:
+            unsplit_shards(model)
+        super().restore(model)
 
 
 def make_layout(policy: PrecisionPolicy) -> WeightLayout:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from hf_mp.kernels.gradient_scan import real_values, total_norm
 from hf_mp.kernels.split import split
 from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.weights.distributed import is_dtensor, mesh_of
 from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.fused_adamw import step_split
 from hf_mp.weights.split_parameter import (
@@ -130,6 +131,7 @@ class MasterWeightOptimizer(Optimizer):
             )
 
     def _adopt(self, parameters: list[nn.Parameter]) -> None:
+        parameters[:] = [getattr(parameter, "local", parameter) for parameter in parameters]  # in the place of shards
         for parameter in parameters:
             if not parameter.is_floating_point():
                 raise TypeError(
@@ -267,6 +269,9 @@ class MasterWeightOptimizer(Optimizer):
         return self._masters[parameter]
 
     def _parameters(self) -> list[nn.Parameter]:
+        for group in self.param_groups:
+            if any(is_dtensor(parameter) for parameter in group["params"]):  # FSDP came after this wrapper
+                self._adopt(group["params"])
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _buckets(self) -> list[list[nn.Parameter]]:
@@ -387,6 +392,16 @@ class MasterWeightOptimizer(Optimizer):
 
 def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
     """:meth:`MasterWeightOptimizer.clip_grad_norm_`, of any parameters."""
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_mesh.setdefault(mesh_of(parameter), []).append(parameter)
+    total = norm_of([_norm_over(mesh, _local_norm(spread)) for mesh, spread in by_mesh.items()])
+    if (clip_by := clip_factor(total, max_norm)) is not None:
+        multiply_gradients(parameters, clip_by)
+    return total
+
+
+def _local_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     by_factor: dict[tuple[torch.device, Tensor | None], list[Tensor]] = {}
     for parameter in parameters:
         gradient, factor = gradient_and_factor(parameter)
@@ -396,10 +411,16 @@ def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tens
         total_norm(values) if factor is None else total_norm(values) * factor.squeeze()
         for (_, factor), values in by_factor.items()
     ]
-    total = norm_of(norms)
-    if (clip_by := clip_factor(total, max_norm)) is not None:
-        multiply_gradients(parameters, clip_by)
-    return total
+    return norm_of(norms)
+
+
+def _norm_over(mesh: Any, norm: Tensor) -> Tensor:
+    """The norm of all shards from that of this rank's; its last dimension shards, others repeat."""
+    if mesh is None:
+        return norm
+    squares = norm.to(mesh.device_type).square()
+    torch.distributed.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
+    return squares.sqrt()
 
 
 def norm_of(norms: list[Tensor]) -> Tensor:

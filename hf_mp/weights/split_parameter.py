@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from hf_mp.kernels.identity import is_shared, version_of
 from hf_mp.kernels.split import REMAINDER_DTYPE, Split, merge, split, split_into
 from hf_mp.policy import LOWER_PRECISION_DTYPES
-from hf_mp.weights.distributed import is_dtensor
 from hf_mp.weights.working_copies import WatchedParameter, let_optimizers_be_fast, unwatch
 
 _DATA: Any = Tensor.data  # the properties themselves, which the class below overrides
@@ -131,8 +130,11 @@ class SplitParameter(nn.Parameter):
         self._wants_true_gradients = True
         return super().register_post_accumulate_grad_hook(hook)
 
-    def take_scaled_gradient(self, gradient: Tensor, factor: Tensor | None = None) -> bool:
-        """Keep what backward brings, still scaled, or add it to what is there; False where autograd is to do it."""
+    def take_scaled_gradient(self, gradient: Tensor, factor: Tensor | None = None, *, aside: bool = False) -> bool:
+        """Keep what backward brings, still scaled, or add it to what is there; False where autograd is to do it.
+
+        With ``aside`` the sum is kept next to autograd's ``.grad``, whose dtype DDP checks.
+        """
         if self._wants_true_gradients or gradient.dtype not in LOWER_PRECISION_DTYPES:
             return False
         if self._scaled is None and _GRAD.__get__(self) is None:
@@ -141,7 +143,9 @@ class SplitParameter(nn.Parameter):
         with torch.no_grad():
             sum_so_far, true = self.grad, unscaled(gradient, factor, like=self)
             assert sum_so_far is not None
-            self.grad = true + sum_so_far if sum_so_far.is_sparse else sum_so_far.add_(true)
+            total = true + sum_so_far if sum_so_far.is_sparse else sum_so_far.add_(true)
+            self.grad = None if aside else total
+            self._scaled = ScaledGradient(total, None) if aside else None
         return True
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -155,6 +159,27 @@ class SplitParameter(nn.Parameter):
         _mark_seen(self)
         return self
 
+    def put_gradient_into(self, bucket: Tensor, factor: Tensor | None, inverse: Tensor | None) -> None:
+        """Write the gradient to ``bucket``, FP16/BF16, times ``factor`` (None for 1), and let go of it.
+
+        What is scaled by that factor already, as its ``inverse`` tells, is copied as it is.
+        """
+        gradient, known = gradient_and_factor(self)
+        if gradient is None:
+            return
+        if known is not inverse or gradient.dtype is not bucket.dtype:
+            gradient = unscaled(gradient, known, like=self)
+            gradient = gradient if factor is None else gradient.mul_(factor.squeeze())
+        bucket.copy_(gradient)
+        self.grad = None
+
+    def take_from_bucket(self, inverse: Tensor | None) -> None:
+        """Take ``.grad`` for scaled, if it is what DDP has left there: FP16/BF16."""
+        gradient = _GRAD.__get__(self)
+        if gradient is not None and gradient.dtype in LOWER_PRECISION_DTYPES:
+            self.grad = None
+            self._scaled = ScaledGradient(gradient, inverse)
+
     def _take_snapshot(self) -> None:
         if self._snapshot is None:
             _reconcile(self)
@@ -165,7 +190,7 @@ class SplitParameter(nn.Parameter):
         if id(self) not in memo:
             _reconcile(self)
             clone = nn.Parameter(_DATA.__get__(self).clone(), self.requires_grad)
-            copied = _become_split(clone, self.remainder_bits.clone())
+            copied = become_split(clone, self.remainder_bits.clone())
             copied.is_saved_in_full = self.is_saved_in_full
             memo[id(self)] = copied
         return memo[id(self)]
@@ -214,17 +239,12 @@ def make_split(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     unwatch(parameter)
     halves = split(parameter.detach().float(), dtype)
     parameter.data = halves.working
-    _become_split(parameter, halves.remainder)
+    become_split(parameter, halves.remainder)
 
 
 def check_splittable(parameters: Iterable[nn.Parameter]) -> None:
-    """Raise ``TypeError`` for a subclass of ``nn.Parameter``, and ``ValueError`` for one that is sharded."""
+    """Raise ``TypeError`` for a subclass of ``nn.Parameter``."""
     for parameter in parameters:
-        if is_dtensor(parameter):
-            raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} is sharded by FSDP (a DTensor), and the lean layouts "
-                "do not work with FSDP: use 'fp16' or 'bf16' on several processes"
-            )
         if type(parameter) not in (*SPLIT_CLASSES, WatchedParameter):
             raise TypeError(
                 f"a {type(parameter).__name__} of shape {tuple(parameter.shape)} cannot be split into working copy and "
@@ -232,7 +252,8 @@ def check_splittable(parameters: Iterable[nn.Parameter]) -> None:
             )
 
 
-def _become_split(parameter: nn.Parameter, remainder: Tensor) -> SplitParameter:
+def become_split(parameter: nn.Parameter, remainder: Tensor) -> SplitParameter:
+    """Turn a leaf in FP16/BF16 into a :class:`SplitParameter` with these 16 bits more, in place."""
     let_optimizers_be_fast(SplitParameter)
     parameter.__class__ = SPLIT_CLASSES[type(parameter)]
     assert isinstance(parameter, SplitParameter)
@@ -371,8 +392,33 @@ def put_masters_into_state_dict(
     """State-dict hook of a module: its split parameters are saved as what they are, FP32 values."""
     for name, parameter in module._parameters.items():
         key = prefix + name
-        if isinstance(parameter, SplitParameter) and key in state_dict and state_dict[key] is not parameter:
+        if key not in state_dict or state_dict[key] is parameter:
+            continue
+        if isinstance(parameter, SplitParameter):
             state_dict[key] = master_value(parameter)
+        elif (master := getattr(parameter, "master", None)) is not None:  # of a split shard
+            state_dict[key] = master()
+
+
+@torch.no_grad()
+def follow_first_rank(parameters: Sequence[SplitParameter], group: Any) -> None:
+    """Give all ranks of ``group`` the masters of its first one: DDP has sent them the 16 bits that it knows of."""
+    distributed = torch.distributed
+    first = distributed.get_global_rank(group, 0)
+    for parameter in parameters:
+        if parameter._snapshot is None and version_of(parameter) == parameter._version_seen + 1:
+            parameter._version_seen += 1  # DDP's writing, of what was there
+        _reconcile(parameter)
+        for half in (_DATA.__get__(parameter), parameter.remainder_bits):
+            distributed.broadcast(half.contiguous().view(torch.uint8), first, group=group)
+        _mark_seen(parameter)
+
+
+def remainder_where_equal(remainder: Tensor, working: Tensor, before: Tensor) -> Tensor:
+    """A copy of ``remainder``, 0 where ``working`` is no longer what it was ``before``."""
+    kept = remainder.clone()
+    _keep_where_equal(kept, working, before)
+    return kept
 
 
 def _mark_seen(parameter: SplitParameter) -> None:

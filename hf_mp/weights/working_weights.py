@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_mp.casting.cpu.products import Operand
+from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.scaling.borders import Crossings, inward_borders
 from hf_mp.weights.distributed import fsdp_modules, is_dtensor
 from hf_mp.weights.layout import WeightLayout
@@ -108,6 +109,8 @@ class WorkingWeights:
     def _fill_gathered(self, gathered: nn.Module, args: Any) -> None:
         for names, name, weight in _places(gathered):
             if not is_dtensor(weight):  # that of a part that FSDP gathers by itself
+                if weight.dtype in LOWER_PRECISION_DTYPES:
+                    weight.grad_dtype = torch.float32  # what leaves through the border
                 names[name] = self.bring_in(weight)
                 self._slots.append((names, name, weight, names[name]))
 

@@ -531,27 +531,9 @@ def refusals() -> dict[str, str]:
     def ddp_in_fp16() -> None:
         hf_mp.MixedPrecision("fp16").attach(DistributedDataParallel(tiny_gpt2().half()))
 
-    def lean_with_ddp() -> None:
-        model = tiny_gpt2()
-        hf_mp.MixedPrecision("fp16-lean").attach(model)
-        DistributedDataParallel(model)(input_ids=ids)
-
-    def lean_with_fsdp() -> None:
-        model = tiny_gpt2()
-        hf_mp.MixedPrecision("fp16-lean").attach(model)
-        shard(model)(input_ids=ids)
-
-    def lean_after_fsdp() -> None:
-        hf_mp.MixedPrecision("fp16-lean").attach(shard(tiny_gpt2()))
-
-    def lean_optimizer_after_fsdp() -> None:
-        model = shard(tiny_gpt2())
-        hf_mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16-lean")
-
     said = {}
     for case in (
         sharded_in_fp16, policy_of_fsdp, policy_of_fsdp_later, fsdp1, fsdp1_later, tensor_parallelism, ddp_in_fp16,
-        lean_with_ddp, lean_with_fsdp, lean_after_fsdp, lean_optimizer_after_fsdp,
     ):  # fmt: skip
         try:
             case()

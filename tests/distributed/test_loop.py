@@ -245,10 +245,6 @@ def test_detach_leaves_a_plain_sharded_model(two: Results) -> None:
         ("fsdp1", "ValueError: FSDP1 .FullyShardedDataParallel.*use FSDP2"),
         ("fsdp1_later", "ValueError: FSDP1 .FullyShardedDataParallel.*use FSDP2"),
         ("tensor_parallelism", "ValueError: 0.weight is placed as .*tensor parallelism is not supported, use DDP or"),
-        ("lean_with_ddp", "ValueError: precision='fp16-lean' leaves 16-bit gradients, which .*use 'fp16' on several"),
-        ("lean_with_fsdp", "ValueError: .* is torch.float16 and fully_shard holds it.*lean layouts do not work with"),
-        ("lean_after_fsdp", "ValueError: .*sharded by FSDP.*lean layouts do not work with FSDP: use 'fp16' or 'bf16'"),
-        ("lean_optimizer_after_fsdp", "ValueError: .*sharded by FSDP.*lean layouts do not work with FSDP"),
         ("ddp_in_fp16", "ValueError: .* is torch.float16 and DistributedDataParallel holds it already"),
     ],
 )

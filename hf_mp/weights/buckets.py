@@ -1,0 +1,122 @@
+"""DDP's buckets: reduced scaled and in 16 bits, by a communication hook (``register_comm_hook``)."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_mp.policy import PrecisionPolicy
+from hf_mp.weights.distributed import is_dtensor
+from hf_mp.weights.split_parameter import SplitParameter, follow_first_rank
+from hf_mp.weights.wire import Runtime, before_sum, reduce_scatter
+
+
+class Buckets:
+    """The hook of one DDP. Buckets of split parameters come and go in 16 bits, scaled; FP32 ones stay FP32.
+
+    Gradients are summed in FP32 where they arrive: each rank sums its part of a bucket, and sends the average to the
+    others in 16 bits, as many bytes as an all-reduce in 16 bits; or by that (``reduce_sum``).
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, policy: PrecisionPolicy, runtime: Runtime) -> None:
+        if getattr(ddp, "_comm_hooks", None):
+            raise ValueError(
+                f"precision={str(policy)!r} sends scaled gradients, and this DistributedDataParallel has a "
+                "communication hook of another's: leave register_comm_hook out, or use a default layout (fp16, bf16)"
+            )
+        self._group, self._policy = ddp.process_group, policy
+        self._runtime: Callable[[], Runtime | None] = weakref.ref(runtime)
+        self._streams: dict[torch.device, Any] = {}
+        split = [parameter for parameter in ddp.parameters() if isinstance(parameter, SplitParameter)]
+        follow_first_rank(split, ddp.process_group)
+        # DDP reads the annotations of a hook as types, which they are not here.
+        ddp.register_comm_hook(self, lambda buckets, bucket: buckets.reduce(bucket))
+
+    @torch.no_grad()
+    def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """The average of ``bucket`` over the ranks: the hook."""
+        values = bucket.buffer()
+        runtime = self._runtime()
+        factor = None if runtime is None else runtime.scale(values.device)
+        inverse = None if runtime is None or factor is None else runtime.scaler.scale_tensors(values.device).inverse
+        for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if isinstance(parameter, SplitParameter):
+                parameter.put_gradient_into(part, factor, inverse)
+        with self._in_turn(values.device):
+            self._average(values, factor)
+            done: torch.futures.Future[Tensor] = torch.futures.Future(
+                devices=None if values.device.type == "cpu" else [values.device]
+            )
+            done.set_result(values)
+        return done
+
+    def hand_out(self, parameters: Iterable[Tensor]) -> None:
+        """Have split ``parameters`` take what DDP has left in their ``.grad`` for scaled; after each backward."""
+        if (runtime := self._runtime()) is None:
+            return
+        for parameter in parameters:
+            if isinstance(parameter, SplitParameter):
+                is_scaled = runtime.scale(parameter.device) is not None
+                inverse = runtime.scaler.scale_tensors(parameter.device).inverse if is_scaled else None
+                parameter.take_from_bucket(inverse)
+
+    def _in_turn(self, device: torch.device) -> Any:
+        """To communicate in: the backward does not wait, and every rank keeps the order of its buckets."""
+        if device.type == "cpu":
+            return contextlib.nullcontext()
+        handle = getattr(torch, device.type)
+        stream = self._streams.setdefault(device, handle.Stream(device))
+        stream.wait_stream(handle.current_stream(device))
+        return handle.stream(stream)
+
+    def _average(self, values: Tensor, factor: Tensor | None) -> None:
+        ranks, distributed, wire = self._group.size(), torch.distributed, self._policy.wire
+        if wire is torch.float32:
+            sums = values.float()
+            distributed.all_reduce(sums, group=self._group)
+            values.copy_(sums.div_(ranks))
+            return
+        is_split = values.dtype is wire
+        scaled = values if is_split or factor is None else values * factor
+        sent = values.new_zeros(-(-values.numel() // ranks) * ranks, dtype=wire)
+        sent[: values.numel()].copy_(scaled)
+        if self._policy.reduce_sum is torch.float32:
+            part = torch.empty(sent.numel() // ranks, dtype=torch.float32, device=sent.device)
+            reduce_scatter(part, sent, self._group, torch.float32)
+            single = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+            single(sent, part.div_(ranks).to(wire), group=self._group)
+        else:
+            divisor = before_sum(sent, ranks)
+            distributed.all_reduce(sent.div_(divisor), group=self._group)
+            sent.div_(ranks / divisor)
+        values.copy_(sent[: values.numel()])
+        if factor is not None and not is_split:
+            values.div_(factor)
+
+
+def check_split_reduction(model: nn.Module, policy: PrecisionPolicy, runtime: Any) -> None:
+    """Raise a ValueError for what a lean layout cannot do on several processes."""
+    name, usual = f"precision={str(policy)!r}", str(policy).removesuffix("-lean")
+    if runtime.in_backward is not None:
+        raise ValueError(
+            f"free_gradients='backward' updates before gradients are reduced: leave it out on several processes, or "
+            f"use {name} on one"
+        )
+    if any(map(is_dtensor, model.parameters())) and any(isinstance(one, _NormBase) for one in model.modules()):
+        raise ValueError(
+            f"{name} keeps weights of normalizations with statistics in FP32, and FSDP reduces one dtype: use "
+            f"{usual!r}, or DDP"
+        )
+    for parameter in model.parameters():
+        if isinstance(parameter, SplitParameter) and parameter._wants_true_gradients:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} has a hook, which {name} would give an FP32 gradient; "
+                f"DDP's buckets are in 16 bits: use {usual!r}, or remove the hook"
+            )

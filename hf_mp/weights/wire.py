@@ -1,0 +1,216 @@
+"""What travels between processes: weights rounded to 16 bits, gradients in FP32, or scaled in 16 bits.
+
+FSDP2 lets an all-gather and a reduce-scatter of one's own take the places of its own
+(``FSDPModule.set_custom_all_gather``, ``set_custom_reduce_scatter``). Ours change what is sent and nothing that FSDP
+sees: shards, gathered parameters and ``.grad`` stay FP32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hf_mp.policy import PrecisionPolicy
+from hf_mp.scaling.scalers import LossScaler
+from hf_mp.weights.distributed import fsdp_modules
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # not in every build of torch
+
+
+class Runtime(Protocol):
+    """What knows the loss scale."""
+
+    scaler: LossScaler[Any]
+
+    def scale(self, device: torch.device) -> Tensor | None:
+        """S, FP32 of shape (1,); None where nothing is scaled."""
+
+
+class Arrivals:
+    """What the ranks' sums of a backward are to be multiplied with, while it runs."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime, self._task = runtime, -1
+        self.inverse: Tensor | None = None  # FP32 of shape (1,), or None for 1
+
+    def begin(self, device: torch.device) -> None:
+        """Take in that a sum of this backward, on ``device``, is about to arrive."""
+        if self._task != (task := torch._C._current_graph_task_id()):
+            self._task = task
+            factor = self._runtime.scale(device)
+            self.inverse = None if factor is None else factor.reciprocal()
+
+    def are_open(self) -> bool:
+        """Whether this is called in that backward."""
+        return self._task != -1 and self._task == torch._C._current_graph_task_id()
+
+
+class RoundedGather:
+    """An all-gather of FP32 shards that sends them rounded to ``dtype``, and widens what has arrived.
+
+    The forward rounds weights of products to ``dtype`` anyway. Parameters with less than two dimensions (norms, biases)
+    and those in ``kept`` travel in FP32: ops in FP32 read them.
+    """
+
+    def __init__(self, group: Any, dtype: torch.dtype, kept: Iterable[nn.Module]) -> None:
+        self.before, self._dtype = group._all_gather_comm, dtype
+        in_fp32 = {module for one in kept for module in one.modules()}
+        self._parameters = [
+            (one, len(one._orig_size) > 1 and one._module_info.module not in in_fp32) for one in group.fsdp_params
+        ]
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As FSDP's own."""
+        return self.before.allocate(size, dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
+        """Gather ``input_tensor``, one dimension, into ``output_tensor``, as ``torch.distributed`` does.
+
+        Ordered with the stream that is current, like any collective; ``async_op`` is for what is not FP32 throughout.
+        """
+        is_fp32 = output_tensor.dtype is torch.float32  # else bytes: frozen FP16 weights are among them
+        runs = self._runs(input_tensor.numel()) if is_fp32 else []
+        if not any(is_rounded for _, is_rounded in runs):
+            return self.before(output_tensor, input_tensor, group, async_op)
+        sizes = [size for size, _ in runs]
+        kept_bytes = sum(4 * size for size, is_rounded in runs if not is_rounded)
+        rounded_bytes = sum(2 * size for size, is_rounded in runs if is_rounded)
+        stride = kept_bytes + rounded_bytes + rounded_bytes % 4  # FP32 wants its alignment in the next rank's part
+        ranks = group.size()
+        sent = self.allocate((ranks * stride,), dtype=torch.uint8, device=input_tensor.device)
+        by_rank = sent.view(ranks, stride)
+
+        def parts(of: Tensor) -> list[Tensor]:
+            kept = of[..., :kept_bytes].view(torch.float32)
+            rounded = of[..., kept_bytes : kept_bytes + rounded_bytes].view(self._dtype)
+            by_kind = {
+                False: iter(kept.split([size for size, is_rounded in runs if not is_rounded], -1)),
+                True: iter(rounded.split([size for size, is_rounded in runs if is_rounded], -1)),
+            }
+            return [next(by_kind[is_rounded]) for _, is_rounded in runs]
+
+        mine = by_rank[group.rank()]
+        torch._foreach_copy_(parts(mine), list(input_tensor.split(sizes)))
+        self.before(sent, mine, group, False)
+        torch._foreach_copy_(list(output_tensor.view(ranks, -1).split(sizes, -1)), parts(by_rank))
+        return None
+
+    def _runs(self, elements: int) -> list[tuple[int, bool]]:
+        """Runs of parameters, in the order of a rank's part: elements, and whether they are rounded."""
+        sizes = [(one._sharded_param_data.numel(), is_rounded) for one, is_rounded in self._parameters]
+        if sum(size for size, _ in sizes) != elements:  # resharded after forward to fewer ranks
+            sizes = [(one._sharded_post_forward_param_data.numel(), is_rounded) for one, is_rounded in self._parameters]
+        return [
+            (sum(size for size, _ in run), is_rounded) for is_rounded, run in groupby(sizes, key=lambda found: found[1])
+        ]
+
+
+class ScaledReduceScatter:
+    """A reduce-scatter of FP32 gradients that sends them times S in 16 bits; what it gives is FP32 and unscaled.
+
+    With ``arrivals`` it stays scaled, for shards of 16 bits, which FSDP rounds it to.
+    """
+
+    def __init__(self, group: Any, policy: PrecisionPolicy, runtime: Runtime, arrivals: Arrivals | None) -> None:
+        self.before, self._policy = group._reduce_scatter_comm, policy
+        self._runtime, self._arrivals = runtime, arrivals
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As FSDP's own."""
+        return self.before.allocate(size, dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        """Reduce ``input_tensor``, one dimension, into this rank's part of it, ``output_tensor``."""
+        averages, wire = op == torch.distributed.ReduceOp.AVG, self._policy.wire
+        factor = self._runtime.scale(input_tensor.device)
+        if self._arrivals is not None:
+            self._arrivals.begin(input_tensor.device)
+        sums = averages or op == torch.distributed.ReduceOp.SUM
+        if wire is torch.float32 or input_tensor.dtype is not torch.float32 or not sums:
+            self.before(output_tensor, input_tensor, group, op, False)
+            factor = None if factor is None else factor.reciprocal()
+            is_ready = self._arrivals is None
+        else:
+            sent = (input_tensor if factor is None else input_tensor * factor).to(wire)
+            reduce_scatter(output_tensor, sent, group, self._policy.reduce_sum)
+            output_tensor.div_(group.size()) if averages else None
+            is_ready = self._arrivals is not None
+        if factor is not None and not is_ready:
+            output_tensor.div_(factor)
+        return None
+
+
+def reduce_scatter(output: Tensor, sent: Tensor, group: ProcessGroup, sum_dtype: torch.dtype) -> None:
+    """Sum the ranks' ``sent`` of 16 bits, one dimension, and write this rank's part of the sum to ``output``, FP32.
+
+    FP32 sums are made where the parts arrive: as many bytes as a reduce-scatter in 16 bits. FP16 sums are of parts that
+    are divided before by the power of two next to the square root of the number of ranks, so that they overflow later.
+    """
+    ranks, distributed = group.size(), torch.distributed
+    if sum_dtype is torch.float32:
+        arrived = torch.empty_like(sent)
+        distributed.all_to_all_single(arrived, sent, group=group)
+        torch.sum(arrived.view(ranks, -1), 0, dtype=torch.float32, out=output)
+        return
+    divisor = before_sum(sent, ranks)
+    part = torch.empty_like(output, dtype=sent.dtype)
+    single = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor  # torch < 2.13
+    single(part, sent.div_(divisor), group=group)
+    output.copy_(part).mul_(divisor)
+
+
+def before_sum(values: Tensor, ranks: int) -> int:
+    """What to divide ``values`` by before they are summed over ``ranks`` in their own dtype."""
+    return 1 if values.dtype is torch.bfloat16 else 1 << (max(ranks - 1, 0).bit_length() + 1) // 2
+
+
+def fsdp_groups(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """FSDP2's modules in ``model``, each with its group of parameters; without those that have several (meshes)."""
+    for module in fsdp_modules(model):
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch < 2.13 has one
+        groups = [state._fsdp_param_group] if groups is None else groups
+        if len(groups) == 1 and groups[0] is not None:
+            yield module, groups[0]
+
+
+def send_in_16_bits(
+    model: nn.Module, policy: PrecisionPolicy, runtime: Runtime, kept: Iterable[nn.Module], arrivals: Arrivals | None
+) -> None:
+    """Have FSDP2 gather weights of ``model`` in 16 bits, and reduce gradients as ``policy`` says.
+
+    ``kept`` are modules whose own and inner parameters travel in FP32. A communication that somebody has set
+    (``set_custom_all_gather``, ``set_symm_mem_for_comm``) is left as it is. ``arrivals``: as for the reduce-scatter.
+
+    Raises:
+        ValueError: for what keeps gradients from staying scaled until they reach shards of 16 bits.
+    """
+    for module, group in fsdp_groups(model):
+        if type(group._all_gather_comm).__name__ == "DefaultAllGather":
+            module.set_custom_all_gather(RoundedGather(group, policy.compute, kept))
+        is_own = type(group._reduce_scatter_comm).__name__ == "DefaultReduceScatter"
+        if is_own and (arrivals is not None or policy.wire is not torch.float32):
+            module.set_custom_reduce_scatter(ScaledReduceScatter(group, policy, runtime, arrivals))
+        elif arrivals is not None and not isinstance(group._reduce_scatter_comm, ScaledReduceScatter):
+            raise ValueError(
+                f"precision={str(policy)!r} keeps gradients scaled, and a reduce-scatter of another's "
+                f"({type(group._reduce_scatter_comm).__name__}) was set: leave it out, or use a default layout"
+            )
+
+
+def send_as_before(model: nn.Module) -> None:
+    """Give FSDP2 the communication back that it had."""
+    for module, group in fsdp_groups(model):
+        if isinstance(group._all_gather_comm, RoundedGather):
+            module.set_custom_all_gather(group._all_gather_comm.before)
+        if isinstance(group._reduce_scatter_comm, ScaledReduceScatter):
+            module.set_custom_reduce_scatter(group._reduce_scatter_comm.before)

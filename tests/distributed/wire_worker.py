@@ -1,0 +1,347 @@
+"""Runs on each of several processes: what travels between them, and the lean layouts with DDP and with FSDP2.
+
+Usage: torchrun ... wire_worker.py FOLDER [CASE ...]; writes FOLDER/rankN.pt, a dict of what each case returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from loop_worker import Wrap, batches, my_rows, overflow_at, shard, tiny_gpt2, train, whole
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hf_mp
+
+PRECISIONS = ("fp16", "bf16", "fp16-lean", "bf16-lean")
+WRAPS: dict[str, Wrap] = {"ddp": DistributedDataParallel, "fsdp": shard}
+STEPS = 50
+
+
+def made(
+    precision: str, wrap: Wrap = lambda model: model, *, model: nn.Module | None = None, after: bool = False,
+    lr: float = 3e-4,
+) -> tuple[nn.Module, torch.optim.Optimizer, hf_mp.MixedPrecision]:  # fmt: skip
+    """A model attached and wrapped (``after``: the other way round), its optimizer and its runtime."""
+    model, runtime = tiny_gpt2() if model is None else model, hf_mp.MixedPrecision(precision)
+    model = model if after else runtime.attach(model)
+    wrapped = wrap(model)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(wrapped.parameters(), lr=lr, fused=True)
+    if after:
+        runtime.attach(wrapped)
+    return wrapped, runtime.attach_optimizer(optimizer), runtime
+
+
+def trained(precision: str, wrap: Wrap = lambda model: model, **settings: Any) -> dict[str, Any]:
+    model, optimizer, runtime = made(precision, wrap, model=tiny_gpt2(layers=1))
+    return train(model, optimizer, batches(STEPS, rows=8), runtime=runtime, clip=1.0, **settings)
+
+
+def masters(model: nn.Module) -> dict[str, Tensor]:
+    """The FP32 weights, whole, on every rank."""
+    return {name.removeprefix("module."): whole(value.detach()).clone() for name, value in model.state_dict().items()}
+
+
+# One process
+
+
+def one() -> dict[str, Any]:
+    return {precision: trained(precision)["loss"] for precision in PRECISIONS}
+
+
+def one_gradients() -> dict[str, Any]:
+    """True gradients of the global batch, whole, and their norm."""
+    found = {}
+    for precision in PRECISIONS:
+        model, _, _ = made(precision)
+        ids = batches(1, rows=8)[0]
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        found[precision] = gradients, torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf).item()
+    return found
+
+
+# Several
+
+
+def losses() -> dict[str, Any]:
+    return {
+        f"{wrap} {precision}": trained(precision, WRAPS[wrap])["loss"] for wrap in WRAPS for precision in PRECISIONS
+    }
+
+
+def losses_of_16_bit_reductions() -> dict[str, Any]:
+    """Gradients of the default layout in 16 bits, summed in FP32 and in FP16."""
+    text = "params=fp32,compute=fp16,reduce=fp16"
+    return {
+        f"{wrap} {sums}": trained(f"{text},reduce_sum={sums}", WRAPS[wrap])["loss"]
+        for wrap, sums in (("ddp", "fp16"), ("fsdp", "fp32"), ("fsdp", "fp16"))
+    }
+
+
+def gradients() -> dict[str, Any]:
+    """Of micro-batches with and without synchronization: ``.grad`` is true, FP32, and as that of one process."""
+
+    @contextlib.contextmanager
+    def no_sync(model: Any) -> Iterator[None]:
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+    found = {}
+    for name, wrap in WRAPS.items():
+        for precision in PRECISIONS:
+            for is_synced in (True, False):
+                model, _, _ = made(precision, wrap)
+                first, second = my_rows(batches(1, rows=8)[0]).chunk(2)
+                silent = contextlib.nullcontext
+                if not is_synced:
+                    silent = model.no_sync if name == "ddp" else lambda model=model: no_sync(model)
+                if is_synced and name == "ddp":  # DDP reduces what was accumulated again
+                    first = second = torch.cat([first, second])
+                else:
+                    with silent():
+                        (model(input_ids=first, labels=first).loss / 2).backward()
+                scale = 1 if is_synced and name == "ddp" else 2
+                (model(input_ids=second, labels=second).loss / scale).backward()
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+                dtypes = {str(p.grad.dtype) for p in model.parameters()}
+                whole_ones = {n.removeprefix("module."): whole(p.grad).clone() for n, p in model.named_parameters()}
+                found[f"{name} {precision} {is_synced}"] = whole_ones, whole(norm).item(), dtypes
+    return found
+
+
+def masters_survive() -> dict[str, Any]:
+    """Weights that 16 bits do not hold, before and after wrapping, a state dict and its loading, and detaching."""
+    start = masters(tiny_gpt2())
+    found: dict[str, Any] = {"start": start}
+    for name, (wrap, after) in {
+        "ddp": (DistributedDataParallel, False),
+        "fsdp": (shard, False),
+        "later": (shard, True),
+    }.items():
+        model, optimizer, runtime = made("bf16-lean", wrap, after=after)
+        with torch.no_grad():
+            ids = batches(1)[0]
+            model(input_ids=ids)
+        if name == "ddp":  # it looks at its ranks in the first forward
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.zero_grad()
+        kept = masters(model)
+        train(model, optimizer, batches(2), runtime=runtime)
+        moved = masters(model)
+        model.load_state_dict(copy.deepcopy(dict(model.state_dict())))
+        loaded = masters(model)
+        runtime.detach()
+        plain = {n.removeprefix("module."): whole(p.detach()).clone() for n, p in model.named_parameters()}
+        ran = model(input_ids=ids, labels=ids).loss
+        ran.backward()
+        found[name] = {"kept": kept, "moved": moved, "loaded": loaded, "plain": plain, "ran": ran.item()}
+    return found
+
+
+def overflows() -> dict[str, Any]:
+    """One process overflows once: all skip, nothing but the scale has changed, training goes on."""
+    found = {}
+    for name, wrap in WRAPS.items():
+        for precision in ("fp16-lean", "bf16-lean", "params=fp32,compute=fp16,reduce=fp16"):
+            model, optimizer, runtime = made(precision, wrap)
+            train(model, optimizer, batches(2), runtime=runtime)
+            before = masters(model)
+            skipped = train(model, optimizer, batches(1), runtime=runtime, plant=overflow_at(0, rank=1))["skipped"]
+            after = masters(model)
+            rest = train(model, optimizer, batches(3), runtime=runtime, clip=1.0)
+            found[f"{name} {precision}"] = {"before": before, "after": after, "skipped": skipped, "rest": rest}
+    return found
+
+
+class Bytes(TorchDispatchMode):
+    """Counts the bytes that this rank receives, by collective, from what torch.distributed dispatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.received: dict[str, float] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name, others = func.overloadpacket.__name__, (dist.get_world_size() - 1) / dist.get_world_size()
+            largest = max(tensor.nbytes for tensor in _tensors(args))
+            factor = {"allreduce_": 2 * others, "barrier": 0.0}.get(name, others)
+            self.received[name] = self.received.get(name, 0.0) + factor * largest
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)
+
+
+def received() -> dict[str, Any]:
+    """Bytes that a rank receives in a step, by what they are of."""
+
+    def count(model: nn.Module, step: Callable[[], Any]) -> dict[str, float]:
+        step()
+        with Bytes() as counted:
+            step()
+        return counted.received
+
+    def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+        part = my_rows(batches(1, rows=4)[0])
+
+        def step() -> None:
+            model(input_ids=part, labels=part).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    found = {"parameters": float(sum(p.numel() for p in wide().parameters()))}
+    for name, policy in (("torch bf16", {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}), ("torch", {})):
+        model = shard(wide(), mp_policy=MixedPrecisionPolicy(**policy))
+        found[name] = count(model, stepped(model, torch.optim.AdamW(model.parameters())))
+    for precision in (*PRECISIONS, "params=fp32,compute=fp16,reduce=fp16"):
+        for name, wrap in WRAPS.items():
+            model, optimizer, _ = made(precision, wrap, model=wide())
+            found[f"{name} {precision}"] = count(model, stepped(model, optimizer))
+    return found
+
+
+def wide() -> nn.Module:
+    """Wide enough that norms and biases are as small a part as in GPT-2."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(3)
+    sizes = {"n_layer": 2, "n_embd": 256, "n_head": 2, "vocab_size": 1001, "n_positions": 24}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False)).train()
+
+
+def persistent_bytes() -> dict[str, Any]:
+    """What a rank keeps between steps of a lean layout with FSDP2, in bytes a parameter over all ranks."""
+    model, optimizer, runtime = made("fp16-lean", shard, model=wide())
+    train(model, optimizer, batches(2), runtime=runtime)
+    part = my_rows(batches(1)[0])
+    model(input_ids=part, labels=part).loss.backward()
+    kept = 0
+    for parameter in model.parameters():
+        local = parameter.local
+        kept += local.nbytes + local.remainder_bits.nbytes + local._scaled.value.nbytes
+        kept += sum(state.nbytes for state in optimizer.state[local].values() if state.dim())
+    total = torch.tensor(float(kept))
+    dist.all_reduce(total)
+    return {"bytes": total.item() / sum(p.numel() for p in wide().parameters())}
+
+
+def hybrid() -> dict[str, Any]:
+    """Two replicas of shards (HSDP), on four processes."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    wraps = {precision: lambda model: shard(model, mesh=mesh) for precision in PRECISIONS}
+    return {precision: trained(precision, wrap)["loss"] for precision, wrap in wraps.items()}
+
+
+def refusals() -> dict[str, str]:
+    ids = my_rows(batches(1)[0])
+
+    def settings_differ() -> None:
+        runtime = hf_mp.MixedPrecision("fp16", loss_scaler=hf_mp.DynamicLossScaler(2.0 ** (8 + dist.get_rank())))
+        model = DistributedDataParallel(runtime.attach(tiny_gpt2()))
+        model(input_ids=ids, labels=ids)
+
+    def layouts_differ() -> None:
+        runtime = hf_mp.MixedPrecision(("fp16", "bf16")[dist.get_rank()])
+        model = shard(runtime.attach(tiny_gpt2()))
+        runtime.attach_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def lean_after_ddp() -> None:
+        hf_mp.MixedPrecision("fp16-lean").attach(DistributedDataParallel(tiny_gpt2()))
+
+    def lean_with_a_hook() -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        model = DistributedDataParallel(hf_mp.MixedPrecision("fp16-lean").attach(tiny_gpt2()))
+        model.register_comm_hook(None, fp16_compress_hook)
+        model(input_ids=ids, labels=ids)
+
+    def lean_of_a_hooked_weight() -> None:
+        model = hf_mp.MixedPrecision("fp16-lean").attach(tiny_gpt2())
+        model.transformer.ln_f.weight.register_hook(lambda gradient: None)
+        DistributedDataParallel(model)(input_ids=ids, labels=ids)
+
+    def lean_of_16_bit_shards() -> None:
+        hf_mp.MixedPrecision("bf16-lean").attach(shard(tiny_gpt2().bfloat16()))
+
+    def lean_after_a_forward() -> None:
+        model = shard(tiny_gpt2())
+        model(input_ids=ids)
+        hf_mp.MixedPrecision("bf16-lean").attach(model)
+
+    def lean_without_optimizer() -> None:
+        model = tiny_gpt2()
+        hf_mp.MixedPrecision("bf16-lean").attach(model)
+        fully_shard(model)(input_ids=ids)
+
+    def lean_in_backward() -> None:
+        runtime = hf_mp.MixedPrecision("bf16-lean", free_gradients="backward")
+        DistributedDataParallel(runtime.attach(tiny_gpt2()))(input_ids=ids, labels=ids)
+
+    def lean_with_batch_norm() -> None:
+        runtime = hf_mp.MixedPrecision("bf16-lean")
+        runtime.attach(fully_shard(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))))
+
+    def lean_offloaded() -> None:
+        hf_mp.MixedPrecision("bf16-lean").attach(shard(tiny_gpt2(), offload_policy=CPUOffloadPolicy(pin_memory=False)))
+
+    said = {}
+    for case in (
+        settings_differ, layouts_differ, lean_after_ddp, lean_with_a_hook, lean_of_a_hooked_weight,
+        lean_of_16_bit_shards, lean_after_a_forward, lean_without_optimizer, lean_in_backward, lean_with_batch_norm,
+        lean_offloaded,
+    ):  # fmt: skip
+        try:
+            case()
+            said[case.__name__] = "nothing"
+        except (ValueError, RuntimeError, TypeError) as error:
+            said[case.__name__] = f"{type(error).__name__}: {error}"
+        dist.barrier()
+    return said
+
+
+ONE_PROCESS = [one, one_gradients]
+CASES = [
+    losses, losses_of_16_bit_reductions, gradients, masters_survive, overflows, received, persistent_bytes, refusals,
+]  # fmt: skip
+FOUR_PROCESSES = [losses, hybrid]
+
+
+def main(folder: str, *names: str) -> None:
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    results = {}
+    for case in {1: ONE_PROCESS, 4: FOUR_PROCESSES}.get(ranks, CASES):
+        if not names or case.__name__ in names:
+            results[case.__name__] = case()
+            if ranks > 1:
+                dist.barrier()
+    torch.save(results, Path(folder) / f"rank{os.environ.get('RANK', '0')}.pt")
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
