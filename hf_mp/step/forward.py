@@ -36,8 +36,7 @@ class AttachedForward(ReplacedForward):
     # torch.compile leaves this frame alone and compiles the model's own forward, in the region, as one graph.
     @torch.compiler.disable(recursive=False)
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Detached: a library that put its own forward over this one still calls it. No model: this was a part of one
-        # that is gone.
+        # Detached: a library that put its own forward over this calls it. No model: this was part of one that is gone.
         if self.runtime.is_detached or self.runtime.model is None:
             return self.original(*args, **kwargs)
         passage = _Passage(self, args, kwargs)
