@@ -45,3 +45,23 @@ def architectures(results: StoredResults) -> str:
         f"A training step of small models of many kinds ({script('bench_architectures')}; {_where(stored)}):"
     )
     return f"{text}\n\n{table(('', '`bf16` / `torch.autocast`', '`fp16` / FP32'), [*rows, medians])}"
+
+
+def compiled(results: StoredResults) -> str:
+    """Compiled steps of several models over compiled peers, the floors of both, and what was compiled."""
+    stored = results("bench_compiled")
+    ratios = ("bf16_to_torch_autocast", "bf16_floor_to_torch_autocast", "fp16_to_fp32", "fp16_floor_to_fp32")
+    counts = ("graphs", "recompilations")
+    rows = [
+        [name, *(f"{row[r].number:.2f}" for r in ratios), *(f"{row['counts'][c].number:.0f}" for c in counts)]
+        for name, row in stored["models"].parts()
+    ]
+    products, steps = stored["product_seconds"], stored["counted_steps"].number
+    text = paragraph(
+        f"A training step, both sides compiled ({script('bench_compiled')}; {_where(stored)}). The floor is a model "
+        "that is BF16 (FP16) throughout. An FP16 product alone takes "
+        f"{products['fp16'].number / products['fp32'].number:.2f} of FP32's time here. Recompilations are those of "
+        f"{steps:.0f} steps in FP16 while the loss scale changes:"
+    )
+    header = ("", "`bf16` / `torch.autocast`", "floor", "`fp16` / FP32", "floor", *counts)
+    return f"{text}\n\n{table(header, rows)}"

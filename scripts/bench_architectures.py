@@ -24,12 +24,14 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 import hf_mp
-from _benchmarks import DEFAULT_DEVICE, number, show_table
+from _benchmarks import DEFAULT_DEVICE, DTYPES, number, show_table
+from _contenders import COMPILED
 from _results import RESULTS, alternate, median_and_spread, save_result
 
 Inputs = dict[str, Tensor]
 PEER = "torch.autocast bf16"
 CONTENDERS = ("fp32", PEER, "hf_mp bf16", "hf_mp fp16")
+WHOLE = "whole "  # a model that is in the dtype that follows throughout, its optimizer's state included
 VOCABULARY = 8192
 
 
@@ -41,7 +43,7 @@ class Architecture:
     inputs: Callable[[], Inputs]
 
 
-def _made(kind: str, task: str, **settings: Any) -> Callable[[], nn.Module]:
+def made(kind: str, task: str, **settings: Any) -> Callable[[], nn.Module]:
     """Makes a model of Transformers, ``<kind><task>``, from its configuration."""
 
     def make() -> nn.Module:
@@ -51,7 +53,7 @@ def _made(kind: str, task: str, **settings: Any) -> Callable[[], nn.Module]:
     return make
 
 
-def _layers(layers: int, width: int, heads: int = 8) -> dict[str, int]:
+def layers(layers: int, width: int, heads: int = 8) -> dict[str, int]:
     return {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads,
             "intermediate_size": 4 * width}  # fmt: skip
 
@@ -60,15 +62,15 @@ def _tokens(batch: int = 2, length: int = 128) -> Tensor:
     return torch.randint(3, VOCABULARY, (batch, length))
 
 
-def _language(batch: int = 2, length: int = 128, **others: Tensor) -> Inputs:
+def language(batch: int = 2, length: int = 128, **others: Tensor) -> Inputs:
     ids = _tokens(batch, length)
     return {"input_ids": ids, "labels": ids, **others}
 
 
-def _padded(batch: int = 4, length: int = 128) -> Inputs:
+def padded(batch: int = 4, length: int = 128) -> Inputs:
     """Sentences of different lengths, as an encoder is trained on."""
     mask = (torch.arange(length) < torch.linspace(length / 2, length, batch)[:, None]).long()
-    return _language(batch, length, attention_mask=mask)
+    return language(batch, length, attention_mask=mask)
 
 
 def _images(size: int = 96, batch: int = 4) -> Inputs:
@@ -94,62 +96,71 @@ _GPT2 = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "use_ca
 _WHISPER = {"d_model": 256, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
             "decoder_attention_heads": 4, "encoder_ffn_dim": 1024, "decoder_ffn_dim": 1024}  # fmt: skip
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "num_key_value_heads": 4}
-_CLIP = {"text_config": {**_layers(3, 256, 4), **_TOKENS},
-         "vision_config": {**_layers(3, 256, 4), "image_size": 96, "patch_size": 16}}  # fmt: skip
-_DEBERTA = {**_layers(3, 384), "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+_CLIP = {"text_config": {**layers(3, 256, 4), **_TOKENS},
+         "vision_config": {**layers(3, 256, 4), "image_size": 96, "patch_size": 16}}  # fmt: skip
+_DEBERTA = {**layers(3, 384), "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
 _LM, _MASKED, _IMAGE = "ForCausalLM", "ForMaskedLM", "ForImageClassification"
 
 ARCHITECTURES: dict[str, Architecture] = {
     "Llama 4 x 512, GQA": Architecture(
-        _made("Llama", _LM, **_layers(4, 512), **_DECODER, num_key_value_heads=2), _language
+        made("Llama", _LM, **layers(4, 512), **_DECODER, num_key_value_heads=2), language
     ),
     "Qwen3-MoE 4 x 256": Architecture(
-        _made("Qwen3Moe", _LM, **_layers(4, 256), **_DECODER, head_dim=32, **_EXPERTS), _language
+        made("Qwen3Moe", _LM, **layers(4, 256), **_DECODER, head_dim=32, **_EXPERTS), language
     ),
-    "GPT-2 6 x 384": Architecture(_made("GPT2", "LMHeadModel", n_layer=6, n_embd=384, n_head=6, **_GPT2), _language),
-    "BERT 4 x 512": Architecture(_made("Bert", _MASKED, **_layers(4, 512), vocab_size=VOCABULARY), _padded),
+    "GPT-2 6 x 384": Architecture(made("GPT2", "LMHeadModel", n_layer=6, n_embd=384, n_head=6, **_GPT2), language),
+    "BERT 4 x 512": Architecture(made("Bert", _MASKED, **layers(4, 512), vocab_size=VOCABULARY), padded),
     "T5 3+3 x 512": Architecture(
-        _made("T5", "ForConditionalGeneration", **_SEQ2SEQ, num_layers=3, num_decoder_layers=3), _language
+        made("T5", "ForConditionalGeneration", **_SEQ2SEQ, num_layers=3, num_decoder_layers=3), language
     ),
-    "ViT 6 x 384": Architecture(_made("ViT", _IMAGE, **_layers(6, 384, 6), image_size=160), lambda: _images(160)),
-    "ResNet-50": Architecture(_made("ResNet", _IMAGE), _images),
+    "ViT 6 x 384": Architecture(made("ViT", _IMAGE, **layers(6, 384, 6), image_size=160), lambda: _images(160)),
+    "ResNet-50": Architecture(made("ResNet", _IMAGE), _images),
     "Whisper 2+2 x 256": Architecture(
-        _made("Whisper", "ForConditionalGeneration", **_SEQ2SEQ, **_WHISPER, max_source_positions=400), _spectrograms
+        made("Whisper", "ForConditionalGeneration", **_SEQ2SEQ, **_WHISPER, max_source_positions=400), _spectrograms
     ),
     "Mamba 4 x 256": Architecture(
-        _made("Mamba", _LM, **_DECODER, hidden_size=256, num_hidden_layers=4), lambda: _language(2, 64)
+        made("Mamba", _LM, **_DECODER, hidden_size=256, num_hidden_layers=4), lambda: language(2, 64)
     ),
     "GPT-2 2 x 64": Architecture(
-        _made("GPT2", "LMHeadModel", n_layer=2, n_embd=64, n_head=4, **_GPT2), lambda: _language(4, 32)
+        made("GPT2", "LMHeadModel", n_layer=2, n_embd=64, n_head=4, **_GPT2), lambda: language(4, 32)
     ),
-    "DeBERTa 3 x 384": Architecture(_made("DebertaV2", _MASKED, **_DEBERTA, vocab_size=VOCABULARY), _padded),
+    "DeBERTa 3 x 384": Architecture(made("DebertaV2", _MASKED, **_DEBERTA, vocab_size=VOCABULARY), padded),
     "Gemma 2 3 x 384": Architecture(
-        _made("Gemma2", _LM, **_layers(3, 384), **_DECODER, num_key_value_heads=4, head_dim=48), _language
+        made("Gemma2", _LM, **layers(3, 384), **_DECODER, num_key_value_heads=4, head_dim=48), language
     ),
     "Mixtral 2 x 256": Architecture(
-        _made("Mixtral", _LM, **_layers(2, 256), **_DECODER, num_key_value_heads=4, num_local_experts=4), _language
+        made("Mixtral", _LM, **layers(2, 256), **_DECODER, num_key_value_heads=4, num_local_experts=4), language
     ),
-    "CLIP 3+3 x 256": Architecture(_made("CLIP", "Model", **_CLIP), _captions),
+    "CLIP 3+3 x 256": Architecture(made("CLIP", "Model", **_CLIP), _captions),
     "wav2vec2 3 x 256": Architecture(
-        _made("Wav2Vec2", "ForSequenceClassification", **_layers(3, 256, 4), conv_dim=(128,) * 7), _speech
+        made("Wav2Vec2", "ForSequenceClassification", **layers(3, 256, 4), conv_dim=(128,) * 7), _speech
     ),
-    "ConvNeXt": Architecture(_made("ConvNext", _IMAGE), _images),
+    "ConvNeXt": Architecture(made("ConvNext", _IMAGE), _images),
 }
 
 
-def make_step(architecture: Architecture, contender: str, device: str = DEFAULT_DEVICE) -> Callable[[], None]:
-    """One training step of a fresh model: forward, backward, clipping, update."""
+def make_step(
+    architecture: Architecture, contender: str, device: str = DEFAULT_DEVICE, backend: str = "inductor", **settings: Any
+) -> Callable[[], None]:
+    """One training step of a fresh model: forward, backward, clipping, update.
+
+    Compiled by ``backend`` where ``contender`` ends in ``" compiled"``; ``settings`` are those of ``hf_mp.prepare``.
+    """
     torch.manual_seed(0)
+    base = contender.removesuffix(COMPILED)
     model = architecture.model().to(device).train()
+    if base.startswith(WHOLE):
+        model = model.to(DTYPES[base.removeprefix(WHOLE)])
     inputs = {name: value.to(device) for name, value in architecture.inputs().items()}
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    if contender.startswith("hf_mp "):
-        model, optimizer = hf_mp.prepare(model, optimizer, contender.removeprefix("hf_mp "))
-    context: Any = torch.autocast(device, torch.bfloat16) if contender == PEER else contextlib.nullcontext()
+    if base.startswith("hf_mp "):
+        model, optimizer = hf_mp.prepare(model, optimizer, base.removeprefix("hf_mp "), **settings)
+    context: Any = torch.autocast(device, torch.bfloat16) if base == PEER else contextlib.nullcontext()
+    forward = model if base == contender else torch.compile(model, backend=backend)
 
     def step() -> None:
         with context:
-            loss = model(**inputs).loss
+            loss = forward(**inputs).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -134,6 +134,10 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         """A tensor that goes into compiled code, in this autocast."""
         return tensor
 
+    def lift_casts(self, graph: Any, inputs: list[Any]) -> tuple[Any, list[int]]:
+        """A graph to compile, with casts of weights as its inputs: :func:`hf_mp.weights.graph_inputs.lift_casts`."""
+        return graph, []
+
     def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, which runs in this autocast now, to run in it again where gradient checkpointing recomputes."""
 

@@ -177,17 +177,30 @@ def _leave_traced_autocast(original: Any, self: Any, tx: Any, *args: Any) -> Any
 
 
 @_around
-def _call_user_compiler(original: Any, self: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _make_cross_entropy(original: Any, self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    # Of an nn.CrossEntropyLoss that a forward makes, the compiler puts the function into its graph unseen by any mode.
+    from torch._dynamo.variables import LambdaVariable
+    from torch._dynamo.variables.base import VariableTracker
+
+    function = VariableTracker.build(tx, torch.nn.functional.cross_entropy)
+    return LambdaVariable(lambda input, target: function.call_function(tx, [input, target, *args], kwargs))
+
+
+@_around
+def _call_user_compiler(original: Any, self: Any, /, graph: Any, inputs: list[Any]) -> Any:
+    if (mode := active_autocast()) is None:  # a graph compiled outside any is not run inside one
+        return original(self, graph, inputs)
     # A graph is called with the modes active that were traced into it: a backend that runs op by op would cast twice.
     # And it is called with all that it reads, parameters and closures: what comes from outside crosses a border here.
-    compiled = original(self, *args, **kwargs)
-    if active_autocast() is None:  # a graph compiled outside any is not run inside one
-        return compiled
+    inputs, dtype = list(inputs), mode.dtype
+    graph, lifted = mode.lift_casts(graph, inputs)
+    compiled = original(self, graph, inputs)
 
     def run(*inputs: Any) -> Any:
         mode = active_autocast()
         if mode is not None:
             inputs = tuple([mode.bring_in(i) if isinstance(i, torch.Tensor) else i for i in inputs])
+            inputs += tuple([mode.convert(inputs[place], dtype) for place in lifted])
         with torch._C.DisableTorchFunction():
             return compiled(*inputs)
 
@@ -270,6 +283,9 @@ TABLE: tuple[Patch, ...] = (
     Patch(("torch:autocast.__exit__",), _leave_torch_autocast, _ISLANDS),
     Patch(("torch._dynamo.variables.ctx_manager:AutocastModeVariable.enter",), _enter_traced_autocast, _TRACED_ISLANDS),
     Patch(("torch._dynamo.variables.ctx_manager:AutocastModeVariable.exit",), _leave_traced_autocast, _TRACED_ISLANDS),
+    Patch(("torch._dynamo.variables.user_defined:UserDefinedClassVariable._call_cross_entropy_loss",),
+          _make_cross_entropy,
+          "compiled code computes the nn.CrossEntropyLoss of a forward in the dtype of its logits"),
     Patch(("torch._dynamo.output_graph:OutputGraph.call_user_compiler",), _call_user_compiler,
           "torch.compile with a backend that runs op by op casts twice"),
     Patch(("torch._dynamo.variables.torch_function:dispatch_torch_function",), _dispatch_torch_function,

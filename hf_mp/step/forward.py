@@ -27,13 +27,17 @@ class AttachedForward(ReplacedForward):
         self.runtime = runtime
         functools.update_wrapper(self, self.original)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Inside another attached forward this one is a part of it, also of its graph, and the borders are the outer's.
+        if any([isinstance(mode, Region) for mode in autocasts.active]):
+            return self.original(*args, **kwargs)
+        return self._run(args, kwargs)
+
     # torch.compile leaves this frame alone and compiles the model's own forward, in the region, as one graph.
     @torch.compiler.disable(recursive=False)
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Detached: a library that put its own forward over this one still calls it. No model: this was a part of one
-        # that is gone. Inside another attached forward this one is a part of it, and the borders are the outer one's.
-        is_inside = any(isinstance(mode, Region) for mode in autocasts.active)
-        if is_inside or self.runtime.is_detached or self.runtime.model is None:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Detached: a library that put its own forward over this calls it. No model: this was part of one that is gone.
+        if self.runtime.is_detached or self.runtime.model is None:
             return self.original(*args, **kwargs)
         passage = _Passage(self, args, kwargs)
         try:

@@ -20,6 +20,7 @@ from hf_mp.casting.mode import PlannedCall, autocast
 from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import CastRule
+from hf_mp.weights.graph_inputs import lift_casts
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.working_weights import WorkingWeights
 
@@ -107,6 +108,15 @@ class Region(autocast):
     def bring_in(self, tensor: Tensor) -> Tensor:
         weights = self._thread.weights
         return tensor if weights is None or not torch.is_grad_enabled() else weights.bring_in(tensor)
+
+    def lift_casts(self, graph: Any, inputs: list[Any]) -> tuple[Any, list[int]]:
+        weights = self._thread.weights
+
+        def has_copy(tensor: Tensor) -> bool:
+            outside = tensor if weights is None else weights.outside(tensor)
+            return self.layout.keeps_copies and self.layout.working_copy(outside) is not None
+
+        return lift_casts(graph, inputs, self.dtype, has_copy)
 
     def convert(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         if dtype is not self.dtype or torch.compiler.is_dynamo_compiling():

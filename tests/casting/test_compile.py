@@ -432,6 +432,18 @@ DECOMPOSED: dict[str, Function] = {
 }
 
 
+def test_a_loss_module_that_a_forward_makes_is_computed_in_fp32() -> None:
+    # torch.compile calls nn.CrossEntropyLoss of a forward by a way of its own
+    x, target = torch.randn(4, 8), torch.arange(4)
+
+    def function(x: Tensor) -> Tensor:
+        return nn.CrossEntropyLoss(torch.ones(8), label_smoothing=0.1)(x @ x.t() @ x, target)
+
+    with autocast(BF16):
+        found, expected = torch.compile(function, backend="aot_eager", fullgraph=True)(x), function(x)
+    assert found.dtype is FP32 and torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("tables", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", DECOMPOSED)
 def test_what_is_decomposed_compiles_to_the_same(name: str, tables: str) -> None:
@@ -470,3 +482,63 @@ def test_checkpointed_parts_of_a_compiled_model_have_their_casts_and_borders(bac
     torch.compile(model, backend=backend)(x).square().sum().backward()
     for found, wanted in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(found.grad, wanted.grad, rtol=0.02, atol=0.02)
+
+
+class TestOneGraph:
+    """An attached model is compiled to one graph, which takes working copies and casts no weight itself."""
+
+    def compiled(self, model: nn.Module, graphs: list[Any]) -> Any:
+        def backend(graph: Any, inputs: list[Tensor]) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        return torch.compile(model, backend=backend)
+
+    @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp16-lean"])
+    def test_a_transformers_model_with_its_base_model_is_one(self, precision: str) -> None:
+        graphs: list[Any] = []
+        model = tiny_llama().train()
+        MixedPrecision(precision).attach(model)
+        ids = torch.arange(10)[None]
+        self.compiled(model, graphs)(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        assert len(graphs) == 1
+
+    @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+    def test_weights_come_in_rounded(self, precision: str) -> None:
+        graphs: list[Any] = []
+        model = Norm()
+        runtime = MixedPrecision(precision, loss_scaler=StaticLossScaler(4.0) if precision == "fp16" else None)
+        runtime.attach(model)
+        optimizer = runtime.attach_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        reference = copy.deepcopy(model)
+        compiled, x = self.compiled(model, graphs), torch.randn(4, 16)
+        for _ in range(3):  # the copies are those of the weights after each update
+            for call in (compiled, reference):
+                call(x).square().sum().backward()
+            for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(found.grad, expected.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            reference = copy.deepcopy(model)
+        dtypes = [node.meta["example_value"].dtype for node in graphs[0].graph.find_nodes(op="placeholder")]
+        assert len(graphs) == 1 and dtypes.count(runtime.policy.compute) == 2
+        casts = [node.args for node in graphs[0].graph.find_nodes(op="call_method", target="to")]
+        assert all(tensor.meta["example_value"].dtype is not FP32 or tensor.op != "placeholder" for tensor, _ in casts)
+
+    def test_uses_of_one_weight_are_summed_in_fp32(self) -> None:
+        class Shared(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(8, 8, bias=False)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.layer(self.layer(x))
+
+        graphs: list[Any] = []
+        model, x = Shared(), torch.randn(4, 8)
+        MixedPrecision("fp16", loss_scaler=StaticLossScaler(4.0)).attach(model)
+        model(x).square().sum().backward()
+        expected = model.layer.weight.grad.clone()
+        model.zero_grad()
+        self.compiled(model, graphs)(x).square().sum().backward()
+        assert torch.equal(model.layer.weight.grad, expected)

@@ -1,0 +1,136 @@
+"""A training step under ``torch.compile``: FP32, ``torch.autocast`` and ours, each compiled and not, in turns.
+
+    python scripts/bench_compiled.py
+    python scripts/bench_compiled.py --only BERT --rounds 20
+
+Forward, backward, clipping and a fused AdamW update of models with random weights. The floor is the step of a model
+that is BF16 (FP16) throughout, compiled: no cast, no FP32 gradient, an update of half the bytes, no loss scale. Graphs
+and recompilations are counted over steps in FP16 whose loss scale changes every other time. Stores
+``scripts/results/bench_compiled.json``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch._dynamo.utils import counters
+from transformers.utils import logging
+
+import hf_mp
+from _benchmarks import DEFAULT_DEVICE, DTYPES, number, show_table
+from _contenders import COMPILED, has_cpp_compiler
+from _results import RESULTS, alternate, median_and_spread, save_result
+from bench_architectures import (
+    CONTENDERS,
+    PEER,
+    VOCABULARY,
+    WHOLE,
+    Architecture,
+    language,
+    layers,
+    made,
+    make_step,
+    padded,
+)
+
+COUNTED_STEPS = 30
+_ROWS, _INNER, _COLUMNS = 256, 768, 3072  # of the products that are timed alone
+_PRODUCTS = 20  # in one timing
+
+# Without dropout, whose attention no compiled code has a kernel for; GPT-2 names the loss that others have by default.
+_GPT2 = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "loss_type": "ForCausalLM", "use_cache": False,
+         "bos_token_id": 1, "eos_token_id": 2, "vocab_size": VOCABULARY}  # fmt: skip
+_BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "vocab_size": VOCABULARY}
+_LLAMA = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False, "num_key_value_heads": 2}
+
+MODELS: dict[str, Architecture] = {
+    "GPT-2 2 x 768": Architecture(made("GPT2", "LMHeadModel", n_layer=2, n_embd=768, n_head=12, **_GPT2), language),
+    "Llama 2 x 512, GQA": Architecture(made("Llama", "ForCausalLM", **layers(2, 512), **_LLAMA), language),
+    "BERT 2 x 512": Architecture(made("Bert", "ForMaskedLM", **layers(2, 512), **_BERT), padded),
+}
+RATIOS = {
+    "bf16_to_torch_autocast": ("hf_mp bf16", PEER),
+    "fp16_to_fp32": ("hf_mp fp16", "fp32"),
+    "bf16_floor_to_torch_autocast": (f"{WHOLE}bf16", PEER),
+    "fp16_floor_to_fp32": (f"{WHOLE}fp16", "fp32"),
+}
+
+
+def measure(architecture: Architecture, rounds: int, device: str) -> dict[str, Any]:
+    """Medians, spreads and the ratios of compiled steps, and what was compiled."""
+    torch._dynamo.reset()
+    names = [*CONTENDERS, *(c + COMPILED for c in (*CONTENDERS, f"{WHOLE}bf16", f"{WHOLE}fp16"))]
+    steps = {name: make_step(architecture, name, device) for name in names}
+    timings = {name: median_and_spread(s) for name, s in alternate(steps, rounds=rounds, warmup=3).items()}
+    median = {name: timing.median_seconds for name, timing in timings.items()}
+    return {
+        "contenders": {name: timing._asdict() for name, timing in timings.items()},
+        **{ratio: median[mine + COMPILED] / median[theirs + COMPILED] for ratio, (mine, theirs) in RATIOS.items()},
+        "counts": count_graphs(architecture, device),
+    }
+
+
+def count_graphs(architecture: Architecture, device: str, steps: int = COUNTED_STEPS) -> dict[str, int]:
+    """How many graphs an FP16 training is compiled to, how many of them later on, and how often S changed."""
+    torch._dynamo.reset()
+    counters.clear()
+    scaler = hf_mp.DynamicLossScaler(2.0**8, growth_interval=2)
+    step = make_step(architecture, "hf_mp fp16" + COMPILED, device, backend="aot_eager", loss_scaler=scaler)
+    step()
+    graphs, scales = counters["stats"]["unique_graphs"], {scaler.get_scale()}
+    for _ in range(steps - 1):
+        step()
+        scales.add(scaler.get_scale())
+    return {"graphs": graphs, "recompilations": counters["stats"]["unique_graphs"] - graphs, "scales": len(scales)}
+
+
+def time_products(rounds: int, device: str) -> dict[str, float]:
+    """Seconds of one matrix product of each dtype, which compiled code calls as torch does."""
+    left, right = torch.randn(_ROWS, _INNER, device=device), torch.randn(_INNER, _COLUMNS, device=device)
+
+    def products(dtype: torch.dtype) -> Callable[[], None]:
+        operands = left.to(dtype), right.to(dtype)
+
+        def multiply() -> None:
+            for _ in range(_PRODUCTS):
+                torch.mm(*operands)
+
+        return multiply
+
+    calls = {name: products(dtype) for name, dtype in DTYPES.items()}
+    found = alternate(calls, rounds=rounds, warmup=2)
+    return {name: statistics.median(seconds) / _PRODUCTS for name, seconds in found.items()}
+
+
+def main(
+    only: Annotated[str | None, typer.Option(help="beginnings of names, comma-separated; default: all")] = None,
+    rounds: Annotated[int, typer.Option(help="timed steps of each contender")] = 15,
+    device: str = DEFAULT_DEVICE,
+    name: str = "bench_compiled",
+    output_dir: Path = RESULTS,
+) -> None:
+    """Train a compiled step of each model, in turns; store medians, spreads, ratios and counts."""
+    logging.set_verbosity_error()
+    if device == "cpu" and not has_cpp_compiler():
+        raise typer.BadParameter("torch.compile needs a C++ compiler on a CPU, and there is none")
+    torch._dynamo.config.recompile_limit = 64  # each contender compiles the same functions anew
+    wanted = tuple(MODELS) if only is None else tuple(part.strip() for part in only.split(","))
+    chosen = [model for model in MODELS if model.startswith(wanted)]
+    if not chosen:
+        raise typer.BadParameter(f"{only!r} is the beginning of none of {', '.join(MODELS)}")
+    found = {model: measure(MODELS[model], rounds, device) for model in chosen}
+    payload = {"models": found, "counted_steps": COUNTED_STEPS, "product_seconds": time_products(rounds, device)}
+    path = save_result(name, payload, directory=output_dir)
+    rows = [(model, *(number(row[ratio], 2) for ratio in RATIOS), *map(str, row["counts"].values()))
+            for model, row in found.items()]  # fmt: skip
+    show_table("A compiled step", ("model", *RATIOS, "graphs", "recompilations", "scales"), rows)
+    print(f"stored in {path.name}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
