@@ -138,6 +138,10 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         """A graph to compile, with casts of weights as its inputs: :func:`hf_mp.weights.graph_inputs.lift_casts`."""
         return graph, []
 
+    def shortcut(self, func: Callable[..., Any], tensors: Iterable[Any]) -> Callable[..., Any] | None:
+        """What to call at once in the place of a function that asks about ``tensors``; None to be asked."""
+        return None
+
     def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, which runs in this autocast now, to run in it again where gradient checkpointing recomputes."""
 
@@ -296,11 +300,12 @@ def _decompose(mode: autocast, name: str, func: Callable[..., Any], args: Any, k
     result = mode.run_inside(decompose, (name, args, kwargs), {})
     if result is not AS_GIVEN and result is not NotImplemented:
         return result
-    entry = None if result is AS_GIVEN else PlannedCall(CastRule.LOWER_PRECISION, name, _lower_precision)
+    entry = None if result is AS_GIVEN else PlannedCall(CastRule.LOWER_PRECISION, name, lower_precision)
     return (mode.observer or mode.apply)(entry, func, args, kwargs)
 
 
-def _lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Make a call of the lower-precision table."""
     if kwargs.get("out") is not None:
         return mode.call_unlisted(func, args, kwargs)
     dtype = mode.dtype
@@ -382,7 +387,7 @@ def _banned(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwar
 
 
 _HANDLERS: dict[CastRule, Callable[..., Any]] = {
-    CastRule.LOWER_PRECISION: _lower_precision,
+    CastRule.LOWER_PRECISION: lower_precision,
     CastRule.FP32: _fp32,
     CastRule.FP32_OUTPUT: _fp32_output,
     CastRule.FP32_NORM: _fp32,

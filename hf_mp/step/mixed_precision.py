@@ -29,7 +29,8 @@ from hf_mp.weights.distributed import Ranks, ddp_of
 from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.layout import WeightLayout, make_layout, too_large
 from hf_mp.weights.optimizer_in_backward import FreeGradients, OptimizerInBackward, check_free_gradients
-from hf_mp.weights.region import Region, make_region
+from hf_mp.weights.reading_region import make_region
+from hf_mp.weights.region import Region
 from hf_mp.weights.working_weights import GROUP_SIZE, WorkingWeights
 
 

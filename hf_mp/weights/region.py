@@ -7,10 +7,10 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -18,11 +18,13 @@ from hf_mp.casting.active import active_autocast
 from hf_mp.casting.cpu.products import Operand
 from hf_mp.casting.mode import PlannedCall, autocast
 from hf_mp.casting.nested import apply_to_tensors
-from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import CastRule
 from hf_mp.weights.graph_inputs import lift_casts
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.working_weights import WorkingWeights
+
+if TYPE_CHECKING:
+    from hf_mp.weights.reading_region import ReadingRegion
 
 
 class _Thread(threading.local):
@@ -39,17 +41,31 @@ class Region(autocast):
     takes_products = True
 
     def __init__(
-        self, layout: WeightLayout, no_backward: Callable[[], AbstractContextManager[None]], **settings: Any
+        self,
+        layout: WeightLayout,
+        no_backward: Callable[[], AbstractContextManager[None]],
+        reading: ReadingRegion | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__(layout.policy.compute, **settings)
         self.layout = layout
-        self._no_backward = no_backward
+        self._no_backward, self._reading = no_backward, reading
         self._thread = _Thread()
         self._plan = {**self._plan, **_OF_WEIGHTS}
 
-    @contextmanager
-    def running(self, weights: WorkingWeights | None) -> Iterator[None]:
+    def running(self, weights: WorkingWeights | None) -> AbstractContextManager[None]:
         """To run a forward in, with the weights that it uses; None without grad."""
+        if (reading := self._reading) is None:
+            return self._running(weights)
+        if weights is not None:
+            reading.release()
+        elif self.observer is None and not torch.is_grad_enabled():
+            reading.layout = self.layout
+            return reading.running(None)
+        return self._running(weights)
+
+    @contextmanager
+    def _running(self, weights: WorkingWeights | None) -> Iterator[None]:
         before, self._thread.weights = self._thread.weights, weights
         if weights is not None:
             weights.fill()
@@ -143,17 +159,6 @@ class RegionOfUses(Region):
         if weights is not None and isinstance(value, Tensor):
             value = weights.use(value)
         return super().cast(value, dtype)
-
-
-def make_region(
-    layout: WeightLayout, no_backward: Callable[[], AbstractContextManager[None]], model: nn.Module | None,
-    rules: Rules | None, **settings: Any,
-) -> Region:  # fmt: skip
-    """The region that ``layout`` needs; arguments as for :class:`Region`, without ``model`` no rules by module."""
-    if model is None and any(isinstance(key, str) for key in rules or {}):
-        rules = None
-    kind = RegionOfUses if layout.takes_gradients else Region
-    return kind(layout, no_backward, model=model, rules=rules, **settings)
 
 
 def _brought_in(weights: WorkingWeights, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -1,0 +1,103 @@
+"""Weights in the order in which oneDNN reads them, for products of a few rows: the decoding of a token.
+
+torch has oneDNN bring a 16-bit weight into that order in each product. With hundreds of rows this is nothing; with one
+it takes as long as the product. Inductor's freezing packs weights in the same way, by the same ops.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from hf_mp.kernels.identity import version_of
+
+MOST_ROWS = 32  # with more, packing saves little, and torch.addmm sums in another order
+LEAST_ELEMENTS = 2**16  # of a weight: products with smaller ones are torch's own, and not oneDNN's
+
+
+@dataclass
+class _Entry:
+    weight: weakref.ref[Tensor]
+    version: int
+    rows: int  # of the last product without a packed weight
+    packed: Tensor | None = None
+    packed_for: tuple[int, int] | None = None  # the rows and columns with which it gives torch's own bits
+
+
+class PackedWeights:
+    """Packed forms of 16-bit weights on a CPU, each made when a weight is read a second time by as many rows."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}
+
+    def __len__(self) -> int:
+        return sum(entry.packed is not None for entry in self._entries.values())
+
+    def clear(self) -> None:
+        """Release all of them."""
+        self._entries.clear()
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor | None:
+        """``x @ weight.T + bias`` by the packed weight; None where there is none, and torch's own product is to run.
+
+        ``x`` is (..., K), ``weight`` (N, K), or (K, N) where ``transposed``, ``bias`` (N,), all of one dtype. Every
+        write to ``weight`` must raise its version counter.
+        """
+        if type(x) is not Tensor or x.dim() < 2 or not 0 < x.numel() <= MOST_ROWS * x.shape[-1] or _is_watched():
+            return None
+        columns = x.shape[-1]
+        rows = x.numel() // columns
+        entry = self._entries.get(id(weight))
+        if entry is None or entry.version != version_of(weight) or entry.weight() is not weight:
+            if _is_for_onednn(x, weight, bias):
+                self._entries[id(weight)] = self._make(weight, rows)
+        elif entry.packed_for == (rows, columns):
+            return None if entry.packed is None else _product(x, entry.packed, bias)
+        elif entry.rows == rows:
+            _pack(entry, x, weight.t() if transposed else weight, bias)
+        else:  # the tokens of a prompt, perhaps: once, before those that are generated one by one
+            entry.rows = rows
+        return None
+
+    def _make(self, weight: Tensor, rows: int) -> _Entry:
+        key, entries = id(weight), self._entries
+
+        def release(reference: weakref.ref[Tensor]) -> None:
+            if key in entries and entries[key].weight is reference:
+                del entries[key]
+
+        return _Entry(weakref.ref(weight, release), version_of(weight), rows)
+
+
+def _is_watched() -> bool:
+    """Whether something is to see torch's own product: autograd, a transform, a counter of FLOPs, a tracer."""
+    return (
+        torch.is_grad_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or is_in_torch_dispatch_mode()
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def _is_for_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    is_large = weight.dim() == 2 and weight.numel() >= LEAST_ELEMENTS
+    is_plain = x.device.type == "cpu" and x.layout is torch.strided
+    return is_large and is_plain and (bias is None or bias.dim() == 1)
+
+
+def _pack(entry: _Entry, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Pack the weight, if that gives the bits that torch's own product gives."""
+    own = torch.nn.functional.linear(x, weight, bias)
+    entry.packed, entry.packed_for = None, (entry.rows, x.shape[-1])
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, entry.rows)
+    if torch.equal(_product(x, packed, bias), own):
+        entry.packed = packed
+
+
+def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+    return product

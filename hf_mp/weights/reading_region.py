@@ -1,0 +1,118 @@
+"""``ReadingRegion``: the region of a forward without grad, of which ``generate()`` runs one for each token."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+from torch.nn import functional as F
+
+from hf_mp.casting.active import state
+from hf_mp.casting.cpu.packed import PackedWeights
+from hf_mp.casting.cpu.upcast import runs_natively
+from hf_mp.casting.mode import PlannedCall, lower_precision
+from hf_mp.casting.rules import Rules
+from hf_mp.casting.tables import CastRule
+from hf_mp.weights.layout import WeightLayout
+from hf_mp.weights.region import Region, RegionOfUses
+from hf_mp.weights.working_copies import WatchedParameter
+
+
+class ReadingRegion(Region):
+    """A region in which nothing crosses a border: what no table names goes straight on.
+
+    On a CPU, products of few rows read packed forms of the working copies, which take 2 bytes an element until the next
+    forward with grad.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.packed = PackedWeights()
+        self._plan = {**self._plan, **_of_products(self._plan, self.dtype)}
+        self._shortcuts = {**_LEAVES, **_norms(self, self._plan)}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        entry = self._plan.get(func)
+        if is_dynamo_compiling():
+            return super().__torch_function__(func, types, args, kwargs)
+        if entry is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if entry.rule is _LOWERED and state.active[-1] is self:
+            return entry.handler(self, entry.name, func, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def shortcut(self, func: Callable[..., Any], tensors: Iterable[Any]) -> Callable[..., Any] | None:
+        if (found := self._shortcuts.get(func)) is None or any([type(t) not in _PLAIN for t in tensors]):
+            return None
+        is_asked_alone = torch._C._len_torch_function_stack() == 1 and torch._C._get_function_stack_at(0) is self
+        return found if is_asked_alone else None
+
+    def release(self) -> None:
+        """Let go of the packed forms."""
+        self.packed.clear()
+
+
+def make_region(
+    layout: WeightLayout, no_backward: Callable[[], AbstractContextManager[None]], model: nn.Module | None,
+    rules: Rules | None, **settings: Any,
+) -> Region:  # fmt: skip
+    """The region that ``layout`` needs; arguments as for :class:`Region`, without ``model`` no rules by module."""
+    if model is None and any(isinstance(key, str) for key in rules or {}):
+        rules = None
+    kind = RegionOfUses if layout.takes_gradients else Region
+    reading = ReadingRegion(layout, no_backward, model=model, rules=rules, **settings)
+    return kind(layout, no_backward, reading, model=model, rules=rules, **settings)
+
+
+_Plan = dict[Callable[..., Any], PlannedCall]
+_LOWERED = CastRule.LOWER_PRECISION
+_PLAIN = frozenset({type(None), Tensor, nn.Parameter, WatchedParameter})
+
+# Functions of torch.nn.functional that ask, in Python, whether a mode takes them: answered without asking it.
+_LEAVES: dict[Callable[..., Any], Callable[..., Any]] = {f: f for f in (F.dropout, F.embedding, F.silu, F.relu)}
+
+
+def _norms(region: ReadingRegion, plan: _Plan) -> dict[Callable[..., Any], Callable[..., Any]]:
+    found = {name: plan.get(getattr(torch, name)) for name in ("layer_norm", "group_norm", "rms_norm")}
+    fp32 = {getattr(F, name): entry for name, entry in found.items() if entry and entry.rule is CastRule.FP32}
+    return {func: functools.partial(_call, entry, region, func) for func, entry in fp32.items()}
+
+
+def _call(entry: PlannedCall, region: ReadingRegion, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return entry.handler(region, entry.name, func, args, kwargs)
+
+
+_READ: dict[Callable[..., Any], Callable[..., tuple[Any, Any, Any]]] = {  # x, weight, bias
+    F.linear: lambda x, weight, bias=None: (x, weight, bias),
+    torch.addmm: lambda bias, x, weight: (x, weight, bias),
+    torch.mm: lambda x, weight: (x, weight, None),
+}
+
+
+def _of_products(plan: _Plan, dtype: torch.dtype) -> _Plan:
+    found = {func: plan.get(func) for func in _READ if runs_natively(dtype, "cpu")}
+    return {
+        func: entry._replace(handler=_multiply) for func, entry in found.items() if entry and entry.rule is _LOWERED
+    }
+
+
+def _multiply(region: ReadingRegion, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A product, by the packed form of its weight where there is one."""
+    # A weight that is stored in 16 bits is left alone: a write to it through `.data` would not be seen.
+    if not kwargs and not is_dynamo_compiling() and region.layout.keeps_copies:
+        x, weight, bias = _READ[func](*args)
+        if type(weight) is WatchedParameter and weight.dtype is torch.float32 and isinstance(x, Tensor):
+            x = region.cast(x, region.dtype)
+            bias = bias if bias is None else region.cast(bias, region.dtype)
+            copy = region.layout.copies.get(weight)
+            product = region.packed.multiply(x, copy, bias, transposed=func is not F.linear)
+            if product is not None:
+                return product
+    return lower_precision(region, name, func, args, kwargs)

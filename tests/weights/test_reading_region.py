@@ -1,0 +1,189 @@
+"""Forwards without grad: packed weights give torch's own bits and are never stale, and other modes see every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import hf_mp
+from hf_mp import MixedPrecision
+from hf_mp.casting.cpu.packed import PackedWeights
+from hf_mp.casting.cpu.upcast import CPU_PRODUCTS, runs_natively
+from hf_mp.weights.reading_region import ReadingRegion
+
+native = pytest.mark.skipif(not CPU_PRODUCTS.get(torch.bfloat16, False), reason="needs a CPU with BF16 products")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.linear, self.head = nn.LayerNorm(256), nn.Linear(256, 512), nn.Linear(512, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.dropout(F.gelu(self.linear(self.norm(x))), 0.5, self.training))
+
+
+def attached(model: nn.Module, precision: str = "bf16", **settings: object) -> MixedPrecision:
+    runtime = MixedPrecision(precision, **settings)  # type: ignore[arg-type]
+    runtime.attach(model.eval())
+    return runtime
+
+
+def packed_of(runtime: MixedPrecision) -> PackedWeights:
+    reading = runtime.region._reading
+    assert isinstance(reading, ReadingRegion)
+    return reading.packed
+
+
+def gpt2() -> nn.Module:
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=256, n_head=4, vocab_size=512, n_positions=64))
+
+
+def llama() -> nn.Module:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=512, max_position_embeddings=64, **sizes))
+
+
+@torch.no_grad()
+def decoded(model: nn.Module, batch: int) -> Tensor:
+    """The logits of six tokens, one at a time."""
+    cache, ids = DynamicCache(config=model.config), torch.arange(4).repeat(batch, 1)
+    logits = [model(ids, past_key_values=cache, use_cache=True).logits[:, -1]]
+    for _ in range(6):
+        ids = logits[-1].argmax(-1, keepdim=True)
+        logits.append(model(ids, past_key_values=cache, use_cache=True).logits[:, -1])
+    return torch.stack(logits)
+
+
+@native
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_packed_weights_give_the_same_bits(
+    make: Callable[[], nn.Module], batch: int, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not runs_natively(hf_mp.PrecisionPolicy.parse(precision).compute, "cpu"):
+        pytest.skip("needs products in that dtype")
+    model = make()
+    runtime = attached(model, precision)
+    found = decoded(model, batch)
+    assert len(packed_of(runtime)) > 4
+    again = decoded(model, batch)
+    monkeypatch.setattr(PackedWeights, "multiply", lambda *args, **named: None)
+    plain = decoded(model, batch)
+    assert torch.equal(found, plain) and torch.equal(again, plain)
+
+
+@native
+@pytest.mark.parametrize("write", ["in place", "data", "optimizer", "load_state_dict"])
+def test_a_weight_that_was_written_is_packed_anew(write: str) -> None:
+    model, x = Block(), torch.randn(1, 256)
+    runtime = attached(model)
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)
+        assert len(packed_of(runtime)) == 2
+        if write == "in place":
+            model.linear.weight.mul_(2)
+        elif write == "data":
+            model.linear.weight.data.mul_(2)
+        elif write == "load_state_dict":
+            model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
+    if write == "optimizer":
+        optimizer = runtime.attach_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        model.linear.weight.grad = model.linear.weight.detach().clone()
+        optimizer.step()
+    other = Block()
+    other.load_state_dict(model.state_dict())
+    attached(other)
+    with torch.no_grad():
+        expected = other(x)
+        assert all(torch.equal(model(x), expected) for _ in range(4))
+
+
+@native
+def test_packed_weights_are_let_go() -> None:
+    model, x = Block(), torch.randn(1, 256)
+    runtime = attached(model)
+    packed = packed_of(runtime)
+    for let_go in (lambda: model(x), runtime.detach):
+        with torch.no_grad():
+            for _ in range(3):
+                model(x)
+        assert len(packed) == 2
+        let_go()
+        assert len(packed) == 0
+
+
+@native
+def test_a_counter_of_flops_sees_torchs_own_products() -> None:
+    model, x = Block(), torch.randn(1, 256)
+    attached(model)
+    counted = []
+    for _ in range(4):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(x)
+        counted.append(counter.get_total_flops())
+        with torch.no_grad():
+            model(x)
+    assert counted == [2 * 2 * 256 * 512] * 4
+
+
+@native
+def test_grad_that_is_switched_on_inside_is_not_lost() -> None:
+    class Inner(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                self.inner = self.linear(x)
+            return self.inner
+
+    model, x = Inner(), torch.randn(1, 256)
+    attached(model)
+    for _ in range(3):
+        with torch.no_grad():
+            model(x)
+        assert torch.autograd.grad(model.inner.sum(), model.linear.bias)[0].sum() == 512
+
+
+@native
+def test_rules_come_first() -> None:
+    model, x = Block(), torch.randn(1, 256)
+    runtime = attached(model, rules={F.linear: "fp32"})
+    with torch.no_grad():
+        outputs = [model(x) for _ in range(3)]
+    assert len(packed_of(runtime)) == 0 and torch.equal(outputs[2], outputs[0])
+
+
+def test_a_mode_of_your_own_is_asked_all_the_same() -> None:
+    asked = []
+
+    class Asked(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            asked.append(func)
+            return func(*args, **(kwargs or {}))
+
+    model, x = Block(), torch.randn(1, 256)
+    attached(model)
+    with torch.no_grad(), Asked():
+        model(x)
+    assert {"dropout", "layer_norm", "linear"} <= {getattr(func, "__name__", "") for func in asked}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_without_grad_is_as_with_grad(precision: str) -> None:
+    model, x = Block(), torch.randn(3, 256)
+    attached(model, precision)
+    model.train()
+    torch.manual_seed(1)
+    expected = model(x)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
