@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from hf_mp.casting.custom_functions import custom_bwd, custom_fwd
     from hf_mp.casting.mode import autocast
+    from hf_mp.diagnostics.lost_updates import TrainingCheck, check_training
     from hf_mp.diagnostics.overflow import explain_overflows
     from hf_mp.diagnostics.overflow_report import OverflowReport
     from hf_mp.diagnostics.precision_recorder import record_precision
@@ -40,6 +41,8 @@ _HOME = {
     "autocast": "hf_mp.casting.mode",
     "custom_bwd": "hf_mp.casting.custom_functions",
     "custom_fwd": "hf_mp.casting.custom_functions",
+    "TrainingCheck": "hf_mp.diagnostics.lost_updates",
+    "check_training": "hf_mp.diagnostics.lost_updates",
     "explain_overflows": "hf_mp.diagnostics.overflow",
     "OverflowReport": "hf_mp.diagnostics.overflow_report",
     "record_precision": "hf_mp.diagnostics.precision_recorder",
@@ -89,10 +92,12 @@ __all__ = [
     "Preempted",
     "ScaleLeakError",
     "StaticLossScaler",
+    "TrainingCheck",
     "TrainingMemory",
     "__version__",
     "autocast",
     "check_gradients",
+    "check_training",
     "custom_bwd",
     "custom_fwd",
     "estimate_training_memory",
