@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hf_mp.trainer.callback import MixedPrecisionCallback
     from hf_mp.trainer.checkpoints.manifest import CheckpointError, NoCheckpointError
     from hf_mp.trainer.checkpoints.preemption import Preempted
+    from hf_mp.trainer.hand_over import save_working_copies, working_copies
     from hf_mp.trainer.trainer import MixedPrecisionTrainer
     from hf_mp.weights.optimizer import MasterWeightOptimizer
 
@@ -71,6 +72,8 @@ _HOME = {
     "MixedPrecisionCallback": "hf_mp.trainer.callback",
     "MixedPrecisionArguments": "hf_mp.trainer.arguments",
     "MixedPrecisionTrainer": "hf_mp.trainer.trainer",
+    "save_working_copies": "hf_mp.trainer.hand_over",
+    "working_copies": "hf_mp.trainer.hand_over",
 }
 
 __all__ = [
@@ -108,6 +111,8 @@ __all__ = [
     "memory_footprint",
     "prepare",
     "record_precision",
+    "save_working_copies",
+    "working_copies",
 ]
 
 
