@@ -47,7 +47,12 @@ def moved_by(trainer: Any) -> Any:
     return shares_moved(trainer.model, start)
 
 
-@pytest.mark.parametrize("kind", ["plain", "sft", "dpo", "grpo", "reward"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", "sft", "grpo", pytest.param("dpo", marks=SLOW), pytest.param("reward", marks=SLOW)]
+)
 def test_what_moves_in_fp32_moves_with_the_callback_and_not_in_the_stock_trainer(
     tmp_path: Path, saved: Path, kind: str
 ) -> None:
@@ -74,7 +79,11 @@ def test_what_moves_in_fp32_moves_with_the_subclass(
 
 @pytest.mark.parametrize(
     ("kind", "contender", "precision"),
-    [("plain", "subclass", "bf16-lean"), ("plain", "callback", "fp16"), ("sft", "callback", "bf16")],
+    [
+        ("plain", "subclass", "bf16-lean"),
+        ("plain", "callback", "fp16"),
+        pytest.param("sft", "callback", "bf16", marks=SLOW),
+    ],
 )
 def test_a_resumed_run_has_its_masters(
     tmp_path: Path, saved: Path, kind: str, contender: str, precision: str, without_first_check: None
