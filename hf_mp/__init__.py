@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from hf_mp.casting.custom_functions import custom_bwd, custom_fwd
     from hf_mp.casting.mode import autocast
+    from hf_mp.diagnostics.lost_updates import TrainingCheck, check_training
     from hf_mp.diagnostics.overflow import explain_overflows
     from hf_mp.diagnostics.overflow_report import OverflowReport
     from hf_mp.diagnostics.precision_recorder import record_precision
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from hf_mp.trainer.callback import MixedPrecisionCallback
     from hf_mp.trainer.checkpoints.manifest import CheckpointError, NoCheckpointError
     from hf_mp.trainer.checkpoints.preemption import Preempted
+    from hf_mp.trainer.hand_over import save_working_copies, working_copies
     from hf_mp.trainer.trainer import MixedPrecisionTrainer
     from hf_mp.weights.optimizer import MasterWeightOptimizer
 
@@ -40,6 +42,8 @@ _HOME = {
     "autocast": "hf_mp.casting.mode",
     "custom_bwd": "hf_mp.casting.custom_functions",
     "custom_fwd": "hf_mp.casting.custom_functions",
+    "TrainingCheck": "hf_mp.diagnostics.lost_updates",
+    "check_training": "hf_mp.diagnostics.lost_updates",
     "explain_overflows": "hf_mp.diagnostics.overflow",
     "OverflowReport": "hf_mp.diagnostics.overflow_report",
     "record_precision": "hf_mp.diagnostics.precision_recorder",
@@ -68,6 +72,8 @@ _HOME = {
     "MixedPrecisionCallback": "hf_mp.trainer.callback",
     "MixedPrecisionArguments": "hf_mp.trainer.arguments",
     "MixedPrecisionTrainer": "hf_mp.trainer.trainer",
+    "save_working_copies": "hf_mp.trainer.hand_over",
+    "working_copies": "hf_mp.trainer.hand_over",
 }
 
 __all__ = [
@@ -89,10 +95,12 @@ __all__ = [
     "Preempted",
     "ScaleLeakError",
     "StaticLossScaler",
+    "TrainingCheck",
     "TrainingMemory",
     "__version__",
     "autocast",
     "check_gradients",
+    "check_training",
     "custom_bwd",
     "custom_fwd",
     "estimate_training_memory",
@@ -103,6 +111,8 @@ __all__ = [
     "memory_footprint",
     "prepare",
     "record_precision",
+    "save_working_copies",
+    "working_copies",
 ]
 
 

@@ -64,7 +64,10 @@ SECTIONS = (
     Section(
         "training",
         "Training",
-        ("hf_mp.trainer.trainer", "hf_mp.trainer.arguments", "hf_mp.trainer.callback", "hf_mp.step", "hf_mp.policy"),
+        (
+            *("hf_mp.trainer.trainer", "hf_mp.trainer.arguments", "hf_mp.trainer.callback", "hf_mp.step"),
+            *("hf_mp.policy", "hf_mp.trainer.hand_over"),
+        ),
     ),
     Section(
         "autocast",
@@ -83,6 +86,7 @@ SECTIONS = (
         "Diagnostics",
         ("hf_mp.diagnostics",),
         (
+            "hf_mp.diagnostics.lost_updates.ParameterUpdates",
             "hf_mp.diagnostics.overflow.OverflowExplainer",
             "hf_mp.diagnostics.values.TensorRange",
             "hf_mp.diagnostics.precision_recorder.PrecisionRecorder",

@@ -1,0 +1,172 @@
+"""The working copies of an attached model, for an engine that serves it: one by one, or as a directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import CONFIG_NAME
+
+from hf_mp.diagnostics.overflow import runtime_of
+from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.trainer.checkpoints.atomic import discard, make_staging_folder, publish, sync_tree
+from hf_mp.weights.distributed import is_dtensor, is_sharded
+
+_OF_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of activation checkpointing and torch.compile
+_OF_WEIGHTS = (".safetensors", ".bin", ".index.json")
+
+
+def working_copies(model: nn.Module | MixedPrecision) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter of an attached model in FP16 or BF16, as its forward reads it, to synchronise an engine with.
+
+    With TRL's client of a vLLM server::
+
+        metadata = [(name, str(copy.dtype).removeprefix("torch."), list(copy.shape))
+                    for name, copy in hf_mp.working_copies(model)]
+        client.update_named_params(metadata, hf_mp.working_copies(model))
+
+    A copy that the forward keeps, or the parameter of a lean layout, comes as it is: read it before the next step, and
+    do not write to it. What the forward reads in FP32 (norms, embeddings, modules of an ``"fp32"`` rule) is rounded for
+    the moment, to nearest. No FP32 copy is made. Under FSDP2 every process must iterate, and gets whole parameters,
+    gathered in 16 bits. An adapter is not merged: call its ``merge_adapter()`` before.
+
+    Args:
+        model: attached, or its :class:`hf_mp.MixedPrecision`.
+
+    Yields:
+        Names as in ``named_parameters()``, without those of wrappers, tied weights once; detached tensors of the
+        parameter's shape, on its device. Quantized weights come as they are.
+
+    Raises:
+        TypeError: if ``model`` is neither.
+        ValueError: for a model that is not attached.
+    """
+    runtime = _runtime_of(model, "working_copies")
+    assert runtime.model is not None
+    return ((_plain(name), _copy_of(runtime, one)) for name, one in runtime.model.named_parameters())
+
+
+def save_working_copies(model: nn.Module | MixedPrecision, directory: str | os.PathLike[str]) -> None:
+    """Save an attached model in FP16 or BF16, as its forward reads it, for ``from_pretrained`` or an engine.
+
+    Writes what ``save_pretrained`` does, with the ``dtype`` of the working copies in the config. The directory is there
+    whole or not at all; one that is there is replaced in one moment, and its other files (a tokenizer) are kept. The
+    weights are those of :func:`working_copies`; buffers are saved as they are. Of a model with adapters, these are
+    saved.
+
+    Under FSDP2 every process must call it, and the first writes; under DDP the first writes.
+
+    Args:
+        model: attached, or its :class:`hf_mp.MixedPrecision`.
+        directory: to write.
+
+    Raises:
+        TypeError: for a model without ``save_pretrained``.
+        ValueError: for a model that is not attached, weights that the dtype does not hold, a ``directory`` with folders
+            inside, and a model sharded by Transformers' own ``distributed_config``.
+        OSError: where the disk fails; the earlier directory is still there.
+    """
+    runtime = _runtime_of(model, "save_working_copies")
+    attached: Any = runtime.model
+    if not hasattr(type(attached), "save_pretrained"):
+        raise TypeError(
+            f"save_working_copies writes Transformers' format, and {type(attached).__name__} has no save_pretrained: "
+            "save what hf_mp.working_copies(model) gives"
+        )
+    if getattr(getattr(attached, "config", None), "distributed_config", None) is not None:
+        raise ValueError(
+            "save_pretrained gathers a model with a distributed_config by itself, in FP32: shard it with fully_shard "
+            "or accelerate's FSDP2 instead, or use hf_mp.working_copies(model)"
+        )
+    target = Path(directory).absolute()
+    _check_target(target)
+    is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    state = _state(runtime, attached, keep=is_first)
+    if is_first:
+        _write(attached, state, runtime.policy.compute, target)
+    if is_sharded(attached):
+        torch.distributed.barrier()
+
+
+def _runtime_of(model: Any, caller: str) -> MixedPrecision:
+    runtime = runtime_of(model, caller)
+    if runtime.model is None:
+        raise ValueError(
+            f"{caller}: the mixed precision of this model was detached, as it is when a training ends: call it before, "
+            "or have MixedPrecisionCallback(keep_attached=True)"
+        )
+    return runtime
+
+
+def _plain(name: str) -> str:
+    for wrapper in _OF_WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _copy_of(runtime: MixedPrecision, parameter: nn.Parameter) -> Tensor:
+    layout = runtime.layout
+    if layout.keeps_copies and parameter in layout.copies:
+        return layout.copies.get(parameter)
+    copy = parameter.detach()
+    if copy.is_floating_point():
+        copy = copy.to(runtime.policy.compute)
+    return copy.full_tensor() if is_dtensor(copy) else copy  # type: ignore[attr-defined]
+
+
+def _state(runtime: MixedPrecision, model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """What ``state_dict()`` has, with working copies; empty on a process that only helps to gather."""
+    copies: dict[int, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        copy = _copy_of(runtime, parameter)
+        if not keep:
+            continue
+        if copy.is_floating_point() and not copy.isfinite().all():
+            raise ValueError(
+                f"{name} has values that are not finite in {copy.dtype}: save the model in FP32 with save_pretrained, "
+                "or train it in bf16"
+            )
+        copies[id(parameter)] = copy
+    if not keep:
+        return {}
+    state = {_plain(name): copies[id(one)] for name, one in model.named_parameters(remove_duplicate=False)}
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                state[_plain(f"{path}.{name}" if path else name)] = buffer
+    return state
+
+
+def _check_target(target: Path) -> None:
+    inside = list(target.iterdir()) if target.exists() else []
+    if folders := sorted(path.name for path in inside if path.is_dir()):
+        raise ValueError(
+            f"{target.name} has folders inside ({', '.join(folders[:3])}), which replacing it would remove: name a "
+            "directory of its own"
+        )
+
+
+def _write(model: Any, state: dict[str, Tensor], dtype: torch.dtype, target: Path) -> None:
+    staged = make_staging_folder(target.parent) / target.name
+    shutil.rmtree(staged, ignore_errors=True)  # what a killed run left
+    try:
+        dtype_before = getattr(model.config, "dtype", None)
+        try:
+            type(model).save_pretrained(model, staged, state_dict=state)
+            if (staged / CONFIG_NAME).is_file():  # an adapter is saved without one
+                model.config.dtype = dtype
+                model.config.save_pretrained(staged)
+        finally:
+            model.config.dtype = dtype_before
+        for path in target.iterdir() if target.exists() else ():
+            if not path.name.endswith(_OF_WEIGHTS) and not (staged / path.name).exists():
+                shutil.copy2(path, staged / path.name)
+        sync_tree(staged)
+        publish(staged, target)
+    finally:
+        discard(staged)

@@ -1,0 +1,103 @@
+"""``check_training``: who has no master, and what share of the updates would be lost, against updates made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+from transformers import GPT2LMHeadModel
+
+import hf_mp
+from hf_mp.diagnostics.lost_updates import lost_share
+
+RATE = 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rate", [1e-3, 1e-5])
+def test_the_share_is_what_the_first_step_of_adam_loses(gpt2, batch, dtype, rate) -> None:
+    model = gpt2.to(dtype)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter, dtype=torch.float32).to(dtype) + 0.01
+    optimizer = AdamW(model.parameters(), lr=rate, weight_decay=0.0, eps=0.0)
+    check = hf_mp.check_training(model, optimizer)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer.step()
+    for row in check.parameters:
+        kept = (before[row.name] == model.get_parameter(row.name)).float().mean().item()
+        assert row.lost_share == pytest.approx(kept, abs=0.05)
+    kept = sum(int((before[name] == one).sum()) for name, one in model.named_parameters())
+    assert check.lost_share == pytest.approx(kept / sum(one.numel() for one in model.parameters()), abs=0.02)
+
+
+def test_the_updates_of_sgd_are_its_gradients(gpt2, batch) -> None:
+    model = gpt2.to(torch.bfloat16)
+    optimizer = SGD(model.parameters(), lr=1e-2)
+    assert hf_mp.check_training(model, optimizer).lost_share is None
+    model(**batch).loss.backward()
+    check = hf_mp.check_training(model, optimizer)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer.step()
+    for row in check.parameters:
+        moves = model.get_parameter(row.name).grad != 0
+        kept = (before[row.name] == model.get_parameter(row.name))[moves].float().mean().item()
+        assert row.lost_share == pytest.approx(kept, abs=0.01)  # torch rounds the product as well
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-lean", "whole", "fp32"])
+def test_who_has_masters_has_nothing_to_be_told(gpt2, precision) -> None:
+    model = gpt2 if precision == "fp32" else gpt2.to(torch.bfloat16)
+    optimizer = AdamW(model.parameters(), lr=RATE)
+    assert precision == "fp32" or len(hf_mp.check_training(model, optimizer).without_masters) == 28
+    if precision == "whole":
+        optimizer = hf_mp.MasterWeightOptimizer(optimizer)
+    elif precision != "fp32":
+        model, optimizer = hf_mp.prepare(model, optimizer, precision)
+    check = hf_mp.check_training(model, optimizer)
+    assert check.without_masters == () and check.advice == ""
+    assert check.lost_share < 1e-3
+
+
+def test_it_says_what_to_do(gpt2: GPT2LMHeadModel) -> None:
+    gpt2.transformer.h.to(torch.bfloat16)
+    gpt2.transformer.wpe.requires_grad_(False)
+    check = hf_mp.check_training(gpt2, AdamW(gpt2.parameters(), lr=RATE))
+    assert all(".h." in name for name in check.without_masters) and len(check.without_masters) == 24
+    assert "wpe" not in str(check)
+    rows = {one.name: one for one in check.parameters}
+    assert rows["transformer.h.0.ln_1.weight"].lost_share == 1.0  # they are 1, and 1 - 1e-5 is 1 in BF16
+    assert rows["transformer.h.0.ln_1.bias"].lost_share == 0.0  # they are 0
+    assert "24 of 27 trainable parameters are bfloat16 without an FP32 master" in check.advice
+    assert "at learning rate 1e-05 are less than half a unit in the last place" in check.advice
+    (line,) = (line for line in str(check).splitlines() if "ln_1.weight" in line)
+    assert [cell.strip() for cell in line.split("│")[1:-1]] == [
+        "transformer.h.*.ln_1.weight", "bfloat16", "no", "128", "100.0%"
+    ]  # fmt: skip
+
+
+def test_a_warm_up_counts_with_the_rate_that_it_reaches(gpt2) -> None:
+    optimizer = AdamW(gpt2.to(torch.bfloat16).parameters(), lr=1e-3)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 100)
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    check = hf_mp.check_training(gpt2, optimizer)
+    assert check.learning_rate == 1e-3
+    assert check.lost_share == hf_mp.check_training(gpt2, AdamW(gpt2.parameters(), lr=1e-3)).lost_share
+
+
+def test_half_a_unit_in_the_last_place_is_the_border() -> None:
+    ones = torch.ones(4, dtype=torch.bfloat16)
+    down, up = 2.0**-9, -(2.0**-8)  # the numbers below 1 lie half as far apart; ties go to even, which 1 is
+    assert lost_share(ones, torch.tensor([down, up, 1.01 * down, 1.01 * up])) == 0.5
+    assert lost_share(ones, torch.zeros(4)) == 0.0
+    assert lost_share(ones.float(), torch.full((4,), 2.0**-26)) == 1.0
+
+
+def test_what_is_no_training_is_refused(gpt2) -> None:
+    with pytest.raises(TypeError, match=r"takes a model and its optimizer, not GPT2LMHeadModel and list: with a Tr"):
+        hf_mp.check_training(gpt2, [])
+    with pytest.raises(ValueError, match=r"no trainable parameter of this Linear is in the AdamW: make the optimizer"):
+        hf_mp.check_training(nn.Linear(2, 2), AdamW(gpt2.parameters()))
+    meta = nn.Linear(2, 2, device="meta")
+    with pytest.raises(ValueError, match=r"weight is on the meta device, without values: load the weights first"):
+        hf_mp.check_training(meta, AdamW(meta.parameters()))

@@ -1,0 +1,59 @@
+"""GRPO in several precisions, at small size, and its parts: the reward, the summary, the table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from grpo_fp16 import SCALES, VARIANTS, Run, draw, main, parse_options, share_right, summarize, table_of
+
+GAP = {"step": 2, "mean": 1e-3, "max": 0.5, "clipped": 0.25, "alpha": 0.1, "beta": -0.2}
+
+
+def test_the_reward_is_the_share_of_tokens_in_their_places() -> None:
+    given = ["a b c d", "b b c", "d c b a", "", "a b c d e"]
+    assert share_right(["a b c d"] * 5, given) == [1.0, 0.5, 0.0, 0.0, 1.0]
+
+
+def test_a_row_is_the_mean_over_seeds_and_measurements(tmp_path: Path) -> None:
+    runs = [
+        Run([0.0] * 10 + [0.5] * 9 + [1.0], [GAP, {**GAP, "mean": 3e-3}], 1.0, 0),
+        Run([0.2] * 10 + [0.5] * 8 + [0.6, 0.6], [{**GAP, "max": 0.1}, GAP], 0.5, 2),
+    ]
+    row = summarize("fp16", runs)
+    assert (row.first_reward, row.last_reward) == pytest.approx((0.1, 0.675))
+    assert row.last_range == pytest.approx((0.6, 0.75))
+    assert (row.gap, row.largest_gap, row.moved_norms, row.skipped_steps) == pytest.approx((1.5e-3, 0.5, 0.75, 2))
+    assert table_of([row]).row_count == 1
+    draw({"fp16": runs}, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_options_that_make_no_sense_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, said in (
+        (["--seeds=0"], "--seeds 0: train under one seed"),
+        (["--learning_rate=0"], "must be positive"),
+    ):
+        with pytest.raises(SystemExit):
+            parse_options(flags)
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_recipe_runs_all_variants_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.set_num_threads(1)
+    main(["--scale=small", f"--output_dir={tmp_path}"])
+    found = json.loads((tmp_path / "grpo.json").read_text())
+    rows = {row["variant"]: row for row in found["rows"]}
+    assert list(rows) == list(VARIANTS)
+    assert all(len(runs[0]["rewards"]) == SCALES["small"].steps for runs in found["runs"].values())
+    assert rows["bf16-stock"]["moved_norms"] == 0.0
+    assert all(rows[name]["moved_norms"] > 0.9 for name in rows if name != "bf16-stock")
+    assert rows["fp16"]["gap"] < 1e-3
+    assert (tmp_path / "grpo.png").read_bytes().startswith(b"\x89PNG")
+    assert "norm weights that moved" in capsys.readouterr().out.replace("\n", " ")

@@ -1,0 +1,126 @@
+"""Small updates survive: a model saved in BF16, loaded as ``from_pretrained`` does by default, trained at 1e-5.
+
+In FP32 such a training moves its weights; the stock Trainers, without masters, leave most of them where they were.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_runs import logged, make_trainer, quick_arguments, same, weights
+from transformers import Trainer
+from trl_runs import load_default, save_tiny_qwen, shares_moved, trl_trainer
+
+import hf_mp
+
+trl = pytest.importorskip("trl")
+peft = pytest.importorskip("peft")
+
+SETTINGS = {"learning_rate": 1e-5, "lr_scheduler_type": "constant", "optim": "adamw_torch", "max_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_qwen(tmp_path_factory.mktemp("model"))
+
+
+def token_rows() -> list[dict[str, Any]]:
+    ids = torch.randint(3, 63, (32, 24), generator=torch.Generator().manual_seed(2))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def trainer_for(kind: str, contender: str, precision: str, saved: Path, path: Path, **settings: Any) -> Any:
+    model = load_default("sft" if kind == "plain" else kind, saved, **settings.pop("loading", {}))
+    settings = {**SETTINGS, **settings}
+    if kind == "plain":
+        args = quick_arguments(path / contender, **settings)
+        return make_trainer(contender, precision, model, args, Trainer, train_dataset=token_rows())
+    return trl_trainer(kind, contender, precision, model, path, **settings)
+
+
+def moved_by(trainer: Any) -> Any:
+    start = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    trainer.train()
+    return shares_moved(trainer.model, start)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", "sft", "grpo", pytest.param("dpo", marks=SLOW), pytest.param("reward", marks=SLOW)]
+)
+def test_what_moves_in_fp32_moves_with_the_callback_and_not_in_the_stock_trainer(
+    tmp_path: Path, saved: Path, kind: str
+) -> None:
+    trl_default = {} if kind == "plain" else {"bf16": None}
+    stock = trainer_for(kind, "stock", "", saved, tmp_path, **trl_default)
+    assert {parameter.dtype for name, parameter in stock.model.named_parameters()} == {torch.bfloat16}
+    without_masters = moved_by(stock)
+    assert without_masters.norms == 0.0 and without_masters.matrices < 0.05
+    fp32 = trainer_for(kind, "stock", "", saved, tmp_path, loading={"dtype": torch.float32})
+    in_fp32 = moved_by(fp32)
+    assert in_fp32.norms > 0.98 and in_fp32.matrices > 0.9
+    ours = trainer_for(kind, "callback", "bf16", saved, tmp_path)
+    assert moved_by(ours) == pytest.approx(in_fp32, abs=0.01)
+    assert logged(ours, "loss") == pytest.approx(logged(fp32, "loss"), rel=0.02, abs=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp16-lean", "bf16-lean"])
+def test_what_moves_in_fp32_moves_with_the_subclass(
+    tmp_path: Path, saved: Path, precision: str, without_first_check: None
+) -> None:
+    in_fp32 = moved_by(trainer_for("plain", "stock", "", saved, tmp_path, loading={"dtype": torch.float32}))
+    assert moved_by(trainer_for("plain", "subclass", precision, saved, tmp_path)) == pytest.approx(in_fp32, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("kind", "contender", "precision"),
+    [
+        ("plain", "subclass", "bf16-lean"),
+        ("plain", "callback", "fp16"),
+        pytest.param("sft", "callback", "bf16", marks=SLOW),
+    ],
+)
+def test_a_resumed_run_has_its_masters(
+    tmp_path: Path, saved: Path, kind: str, contender: str, precision: str, without_first_check: None
+) -> None:
+    """Bit for bit: a checkpoint in BF16, or a resume that loads into BF16 weights, would end elsewhere."""
+    whole = trainer_for(kind, contender, precision, saved, tmp_path, max_steps=4)
+    whole.train()
+    settings = {"save_steps": 2, "save_strategy": "steps", "max_steps": 4}
+    first = trainer_for(kind, contender, precision, saved, tmp_path / "first", **settings)
+    first.train()
+    checkpoint = str(Path(first.args.output_dir, "checkpoint-2"))
+    resumed = trainer_for(kind, contender, precision, saved, tmp_path / "first", **settings)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert same(weights(resumed.model), weights(whole.model))
+    start = dict(load_default("sft", saved).named_parameters())
+    assert shares_moved(resumed.model, start).norms > 0.98
+    # and a run that takes the checkpoint for its model gets the masters, without being told a dtype
+    again = load_default("sft", Path(checkpoint))
+    assert {parameter.dtype for parameter in again.parameters()} == {torch.float32}
+    assert shares_moved(again, start).norms > 0.98
+
+
+def test_modules_that_peft_saves_move(tmp_path: Path, saved: Path) -> None:
+    def trained(contender: str, **settings: Any) -> Any:
+        adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm", "lm_head"])
+        return moved_by(trainer_for("sft", contender, "bf16", saved, tmp_path, peft_config=adapter, **settings))
+
+    assert trained("stock").norms == 0.0
+    in_fp32 = trained("stock", loading={"dtype": torch.float32})
+    assert in_fp32.norms > 0.98
+    assert trained("callback") == pytest.approx(in_fp32, abs=0.01)
+
+
+def test_the_loss_of_updates_is_told_before_training(tmp_path: Path, saved: Path) -> None:
+    stock = trainer_for("sft", "stock", "", saved, tmp_path)
+    check = hf_mp.check_training(stock.model, stock.create_optimizer())
+    assert check.lost_share > 0.95 and len(check.without_masters) == len(check.parameters) == 25
+    ours = trainer_for("sft", "callback", "bf16", saved, tmp_path)
+    check = hf_mp.check_training(ours.model, ours.create_optimizer())
+    assert check.lost_share < 0.01 and check.without_masters == ()

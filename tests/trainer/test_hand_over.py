@@ -1,0 +1,224 @@
+"""Working copies handed over to an engine: by name, and as a directory in Transformers' format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from trainer_runs import quick_arguments, tiny_gpt2, token_rows
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel, Trainer
+
+import hf_mp
+from hf_mp.trainer.hand_over import save_working_copies, working_copies
+from hf_mp.weights.split_parameter import SplitParameter
+
+PRESETS = ("fp16", "bf16", "fp16-lean", "bf16-lean")
+
+
+def trained(precision: str, batch: dict[str, Tensor], steps: int = 2) -> tuple[GPT2LMHeadModel, Any]:
+    model = tiny_gpt2()
+    model, optimizer = hf_mp.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), precision)
+    for _ in range(steps):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("precision", PRESETS)
+def test_they_are_what_the_forward_reads(batch: dict[str, Tensor], precision: str) -> None:
+    model, _ = trained(precision, batch)
+    dtype = torch.bfloat16 if "bf16" in precision else torch.float16
+    copies, masters = dict(working_copies(model)), model.state_dict()
+    assert list(copies) == [name for name, _ in model.named_parameters()]
+    for name, copy in copies.items():
+        assert copy.dtype is dtype and not copy.requires_grad
+        torch.testing.assert_close(copy.float(), masters[name].detach(), rtol=2.0**-8, atol=1e-7)
+    products = {name: copy.float() for name, copy in copies.items() if ".c_" in name and name.endswith("weight")}
+    assert len(products) == 4
+    assert any(not torch.equal(value, masters[name]) for name, value in products.items())
+    twin = tiny_gpt2()
+    twin.load_state_dict({**masters, **products})
+    twin, _ = hf_mp.prepare(twin, torch.optim.SGD(twin.parameters()), precision)  # type: ignore[assignment]
+    assert torch.equal(twin(**batch).logits, model(**batch).logits)
+
+
+@pytest.mark.parametrize("precision", PRESETS)
+def test_each_step_is_handed_over(batch: dict[str, Tensor], precision: str) -> None:
+    model, optimizer = trained(precision, batch)
+    before = {name: copy.clone() for name, copy in working_copies(model)}
+    optimizer.param_groups[0]["lr"] = 0.1
+    model(**batch).loss.backward()
+    optimizer.step()
+    after = dict(working_copies(model))
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    with torch.no_grad():  # and what is written from outside
+        model.transformer.ln_f.bias.fill_(0.25)
+        model.lm_head.weight.fill_(0.5)
+    after = dict(working_copies(model))
+    assert after["transformer.ln_f.bias"].eq(0.25).all() and after["transformer.wte.weight"].eq(0.5).all()
+
+
+class Largest32(TorchDispatchMode):
+    """The largest FP32 tensor that anything makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        before = {given.untyped_storage()._cdata for given in args if isinstance(given, Tensor)}
+        is_new = isinstance(result, Tensor) and result.untyped_storage()._cdata not in before
+        if is_new and result.dtype is torch.float32:
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("precision", PRESETS)
+def test_no_fp32_copy_is_made_and_no_copy_is_kept(tmp_path: Path, batch: dict[str, Tensor], precision: str) -> None:
+    model, _ = trained(precision, batch)
+    runtime = model.forward.runtime  # type: ignore[attr-defined]
+    kept = len(runtime.layout.copies)
+    with Largest32() as largest:
+        copies = dict(working_copies(model))
+        save_working_copies(model, tmp_path / "copies")
+    assert largest.elements <= 1
+    assert len(runtime.layout.copies) == kept
+    weight = model.transformer.h[0].mlp.c_fc.weight
+    own = weight if isinstance(weight, SplitParameter) else runtime.layout.copies.get(weight)
+    assert copies["transformer.h.0.mlp.c_fc.weight"].data_ptr() == own.data_ptr()
+
+
+@pytest.mark.parametrize("precision", PRESETS)
+def test_what_is_saved_loads_in_its_dtype(tmp_path: Path, batch: dict[str, Tensor], precision: str) -> None:
+    model, _ = trained(precision, batch)
+    dtype_before = model.config.dtype
+    save_working_copies(model, tmp_path / "engine")
+    assert model.config.dtype == dtype_before
+    dtype = torch.bfloat16 if "bf16" in precision else torch.float16
+    assert json.loads((tmp_path / "engine" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "engine")
+    copies = dict(working_copies(model))
+    for name, parameter in loaded.named_parameters():
+        assert parameter.dtype is dtype and torch.equal(parameter, copies[name]), name
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    assert not (tmp_path / ".saving").exists()
+    # the training goes on as if nothing had been: its own checkpoints are in FP32
+    model.save_pretrained(tmp_path / "own")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "own").dtype is torch.float32
+
+
+def test_a_directory_is_replaced_whole(tmp_path: Path, batch: dict[str, Tensor], monkeypatch: Any) -> None:
+    model, optimizer = trained("fp16", batch)
+    target = tmp_path / "engine"
+    save_working_copies(model, target)
+    (target / "tokenizer.json").write_text("{}")
+    (target / "model-00001-of-00002.safetensors").write_text("of an older save")
+    first = (target / "model.safetensors").read_bytes()
+    model(**batch).loss.backward()
+    optimizer.step()
+
+    def fails(*given: Any, **named: Any) -> None:
+        given[1].mkdir()
+        (given[1] / "model.safetensors").write_text("half of it")
+        raise OSError("No space left on device")
+
+    target_before = sorted(path.name for path in target.iterdir())
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr(GPT2LMHeadModel, "save_pretrained", fails)
+        save_working_copies(model, target)
+    assert sorted(path.name for path in target.iterdir()) == target_before
+    assert (target / "model.safetensors").read_bytes() == first
+    save_working_copies(model, target)
+    assert (target / "model.safetensors").read_bytes() != first
+    assert (target / "tokenizer.json").read_text() == "{}"
+    assert not (target / "model-00001-of-00002.safetensors").exists()
+    assert not (tmp_path / ".saving").exists()
+
+
+class Client:
+    """What TRL's ``VLLMClient.update_named_params`` asks of what it is given."""
+
+    received: dict[str, Tensor]
+
+    def update_named_params(
+        self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, Tensor]]
+    ) -> None:
+        self.received = dict(named_params)
+        told = [(name, dtype, shape) for name, dtype, shape in metadata]
+        sent = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in self.received.items()]
+        assert told == sent
+
+
+def test_the_protocol_of_trls_client(batch: dict[str, Tensor]) -> None:
+    model, _ = trained("fp16", batch)
+    metadata = [(n, str(c.dtype).removeprefix("torch."), list(c.shape)) for n, c in working_copies(model)]
+    client = Client()
+    client.update_named_params(metadata, working_copies(model))
+    assert client.received.keys() == dict(model.named_parameters()).keys()
+    assert {copy.dtype for copy in client.received.values()} == {torch.float16}
+
+
+def test_while_a_trainer_trains(tmp_path: Path) -> None:
+    sizes = []
+
+    class Engine(hf_mp.MixedPrecisionCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            save_working_copies(model, tmp_path / "engine")
+            sizes.append((tmp_path / "engine" / "model.safetensors").stat().st_size)
+
+    args = quick_arguments(tmp_path / "run", max_steps=2)
+    trainer = Trainer(model=tiny_gpt2(), args=args, train_dataset=token_rows(8), callbacks=[Engine("fp16")])
+    trainer.train()
+    (size,) = set(sizes)
+    elements = sum(parameter.numel() for parameter in trainer.model.parameters())
+    assert 2 * elements < size < 2 * elements + 8192
+    with pytest.raises(ValueError, match=r"no mixed precision is attached to this GPT2LMHeadModel"):
+        save_working_copies(trainer.model, tmp_path / "late")
+
+
+def test_an_adapter_is_saved_alone(tmp_path: Path, batch: dict[str, Tensor]) -> None:
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    model = peft.get_peft_model(tiny_gpt2(torch.float16), adapter)
+    model, _ = hf_mp.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), "fp16")
+    model(**batch).loss.backward()
+    save_working_copies(model, tmp_path / "engine")
+    assert {path.name for path in (tmp_path / "engine").glob("adapter*")} >= {"adapter_model.safetensors"}
+    loaded = peft.PeftModel.from_pretrained(tiny_gpt2(torch.float16), tmp_path / "engine", autocast_adapter_dtype=False)
+    copies = dict(working_copies(model))
+    adapters = {name: parameter for name, parameter in loaded.named_parameters() if "lora" in name}
+    assert adapters and all(torch.equal(parameter, copies[name]) for name, parameter in adapters.items())
+
+
+def test_what_cannot_be_handed_over_is_named(tmp_path: Path, batch: dict[str, Tensor]) -> None:
+    model, _ = trained("fp16", batch, steps=0)
+    (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"run has folders inside \(checkpoint-2\), which replacing it would remove"):
+        save_working_copies(model, tmp_path / "run")
+    with torch.no_grad():
+        model.transformer.ln_f.weight[3] = 7e4
+    with pytest.raises(ValueError, match=r"transformer.ln_f.weight has values that are not finite in torch.float16"):
+        save_working_copies(model, tmp_path / "engine")
+    assert not (tmp_path / "engine").exists()
+
+
+def test_a_model_of_ones_own_is_handed_over_by_name(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 2)
+    layer, _ = hf_mp.prepare(layer, torch.optim.SGD(layer.parameters()), "bf16")  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=r"writes Transformers' format, and Linear has no save_pretrained: save what"):
+        save_working_copies(layer, tmp_path / "engine")
+    assert {name: copy.dtype for name, copy in working_copies(layer)} == dict.fromkeys(
+        ["weight", "bias"], torch.bfloat16
+    )
+    runtime = layer.forward.runtime  # type: ignore[attr-defined]
+    runtime.detach()
+    with pytest.raises(ValueError, match=r"was detached, as it is when a training ends: .*keep_attached=True"):
+        working_copies(runtime)
