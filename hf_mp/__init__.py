@@ -12,9 +12,12 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from hf_mp.casting.custom_functions import custom_bwd, custom_fwd
     from hf_mp.casting.mode import autocast
+    from hf_mp.diagnostics.calibration import calibrate
     from hf_mp.diagnostics.overflow import explain_overflows
     from hf_mp.diagnostics.overflow_report import OverflowReport
     from hf_mp.diagnostics.precision_recorder import record_precision
+    from hf_mp.diagnostics.range_report import RangeReport
+    from hf_mp.diagnostics.remedies import CannotHealError
     from hf_mp.diagnostics.scale_leaks import ScaleLeakError, check_gradients
     from hf_mp.memory.fitting import LargestBatch, largest_batch_size
     from hf_mp.memory.footprint import MemoryFootprint, memory_footprint
@@ -40,6 +43,9 @@ _HOME = {
     "autocast": "hf_mp.casting.mode",
     "custom_bwd": "hf_mp.casting.custom_functions",
     "custom_fwd": "hf_mp.casting.custom_functions",
+    "calibrate": "hf_mp.diagnostics.calibration",
+    "RangeReport": "hf_mp.diagnostics.range_report",
+    "CannotHealError": "hf_mp.diagnostics.remedies",
     "explain_overflows": "hf_mp.diagnostics.overflow",
     "OverflowReport": "hf_mp.diagnostics.overflow_report",
     "record_precision": "hf_mp.diagnostics.precision_recorder",
@@ -71,6 +77,7 @@ _HOME = {
 }
 
 __all__ = [
+    "CannotHealError",
     "CheckpointError",
     "DynamicLossScaler",
     "HeadroomLossScaler",
@@ -87,11 +94,13 @@ __all__ = [
     "PrecisionPolicy",
     "PrecisionStats",
     "Preempted",
+    "RangeReport",
     "ScaleLeakError",
     "StaticLossScaler",
     "TrainingMemory",
     "__version__",
     "autocast",
+    "calibrate",
     "check_gradients",
     "custom_bwd",
     "custom_fwd",

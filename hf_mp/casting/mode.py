@@ -92,6 +92,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         self.enabled = enabled
         self.tables: TableName = tables
         self._plan = PLANS[tables] if enabled else {}
+        self._module_rules: dict[str, ModuleRule] = {}
         self._ruled_modules: list[tuple[nn.Module, ModuleRule]] = []
         if rules and enabled:
             self._take_rules(*parse_rules(rules, TABLES[tables]), model)
@@ -103,11 +104,23 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         unlisted = {function for function, entry in ops.items() if entry is None}
         listed = {function: entry for function, entry in self._plan.items() if function not in unlisted}
         self._plan = {**_COMPOSITE_PLAN, **listed, **_plan(ops)}
-        if in_modules:
-            if model is None:
-                names = ", ".join(repr(rule.key) for rule in in_modules)
-                raise ValueError(f"rules by module name ({names}) need the model to look them up in: model=...")
-            self._ruled_modules = match_modules(in_modules, model)
+        self._take_module_rules(in_modules, model)
+
+    def _take_module_rules(self, rules: tuple[ModuleRule, ...], model: nn.Module | None) -> None:
+        if rules and model is None:
+            names = ", ".join(repr(rule.key) for rule in rules)
+            raise ValueError(f"rules by module name ({names}) need the model to look them up in: model=...")
+        if rules and model is not None:
+            match_modules(rules, model)
+            self._module_rules.update((rule.key, rule) for rule in rules)
+            self._ruled_modules = match_modules(self._module_rules.values(), model)
+
+    def add_rules(self, rules: Mapping[str, str], model: nn.Module | None) -> None:
+        """Have further rules by module hold from the next time on that this autocast is entered.
+
+        A key that has a rule is given the new one. Raises as a new autocast does, and then changes nothing.
+        """
+        self._take_module_rules(parse_rules(rules, TABLES[self.tables])[1], model)
 
     def __enter__(self) -> autocast:
         if is_torch_autocast_enabled("cpu") or is_torch_autocast_enabled("cuda"):
