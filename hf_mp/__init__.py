@@ -13,9 +13,13 @@ if TYPE_CHECKING:
     from hf_mp.casting.custom_functions import custom_bwd, custom_fwd
     from hf_mp.casting.mode import autocast
     from hf_mp.diagnostics.lost_updates import TrainingCheck, check_training
+
+    from hf_mp.diagnostics.calibration import calibrate
     from hf_mp.diagnostics.overflow import explain_overflows
     from hf_mp.diagnostics.overflow_report import OverflowReport
     from hf_mp.diagnostics.precision_recorder import record_precision
+    from hf_mp.diagnostics.range_report import RangeReport
+    from hf_mp.diagnostics.remedies import CannotHealError
     from hf_mp.diagnostics.scale_leaks import ScaleLeakError, check_gradients
     from hf_mp.memory.fitting import LargestBatch, largest_batch_size
     from hf_mp.memory.footprint import MemoryFootprint, memory_footprint
@@ -44,6 +48,10 @@ _HOME = {
     "custom_fwd": "hf_mp.casting.custom_functions",
     "TrainingCheck": "hf_mp.diagnostics.lost_updates",
     "check_training": "hf_mp.diagnostics.lost_updates",
+
+    "calibrate": "hf_mp.diagnostics.calibration",
+    "RangeReport": "hf_mp.diagnostics.range_report",
+    "CannotHealError": "hf_mp.diagnostics.remedies",
     "explain_overflows": "hf_mp.diagnostics.overflow",
     "OverflowReport": "hf_mp.diagnostics.overflow_report",
     "record_precision": "hf_mp.diagnostics.precision_recorder",
@@ -77,6 +85,7 @@ _HOME = {
 }
 
 __all__ = [
+    "CannotHealError",
     "CheckpointError",
     "DynamicLossScaler",
     "HeadroomLossScaler",
@@ -93,12 +102,14 @@ __all__ = [
     "PrecisionPolicy",
     "PrecisionStats",
     "Preempted",
+    "RangeReport",
     "ScaleLeakError",
     "StaticLossScaler",
     "TrainingCheck",
     "TrainingMemory",
     "__version__",
     "autocast",
+    "calibrate",
     "check_gradients",
     "check_training",
     "custom_bwd",

@@ -115,5 +115,27 @@ def report(
         typer.echo(report_command(run_directory, html), nl=False)
 
 
+@app.command()
+def calibrate(
+    model: Annotated[str, typer.Argument(help="Directory with a model and its tokenizer, or a model on the Hub.")],
+    train_file: Annotated[Path, typer.Option(help="Text like that of the training, UTF-8.")],
+    batches: Annotated[int, typer.Option(help="Batches to run.")] = 4,
+    batch_size: Annotated[int, typer.Option(help="Sequences in one batch.")] = 1,
+    seq_len: Annotated[int, typer.Option(help="Tokens in a sequence, as far as the model can.")] = 256,
+    precision: Annotated[str, typer.Option(help="Preset that computes in FP16.")] = "fp16",
+    output: Annotated[
+        Path | None, typer.Option(help="Where to write the rules. Default: precision_rules.json beside the model.")
+    ] = None,
+    every_op: Annotated[bool, typer.Option("--every-op", help="Also show what lies well in FP16's range.")] = False,
+) -> None:
+    """Find what of MODEL leaves FP16's range, and write the rules that keep it in."""
+    options = locals()  # all of the above, by name
+
+    from hf_mp.diagnostics.calibrate_command import run
+
+    with _errors_in_one_line("calibrate"):
+        typer.echo(run(**options), nl=False)
+
+
 if __name__ == "__main__":
     app()

@@ -87,6 +87,8 @@ SECTIONS = (
         ("hf_mp.diagnostics",),
         (
             "hf_mp.diagnostics.lost_updates.ParameterUpdates",
+
+            "hf_mp.diagnostics.ranges.OpRange",
             "hf_mp.diagnostics.overflow.OverflowExplainer",
             "hf_mp.diagnostics.values.TensorRange",
             "hf_mp.diagnostics.precision_recorder.PrecisionRecorder",
@@ -119,6 +121,8 @@ MEMBERS = {
     "OverflowExplainer": ("explain_now",),
     "PrecisionStats": ("log_entries",),
     "TensorRange": (),
+    "OpRange": ("headroom", "overflows"),
+    "RangeReport": ("overflows", "close", "largest_gradient", "to_text", "to_json", "save", "load"),
     "autocast": ("explain",),
     "LossScaler": (
         *("scale", "unscale_", "step", "update", "get_scale", "is_enabled"),

@@ -22,7 +22,8 @@ from hf_mp.casting.decompositions import AS_GIVEN
 from hf_mp.casting.decompositions.composites import COMPOSITES, call
 from hf_mp.casting.decompositions.ops import decompose
 from hf_mp.casting.explain import Explanation, Recorder, watching_modules
-from hf_mp.casting.rules import OpRules, Rules, match_modules, parse_rules
+from hf_mp.casting.module_rules import put_on
+from hf_mp.casting.rules import ModuleRule, OpRules, Rules, match_modules, parse_rules
 from hf_mp.casting.tables import OPS, TABLES, CastRule, TableName
 from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
 from hf_mp.kernels.identity import version_of
@@ -91,30 +92,48 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         self.enabled = enabled
         self.tables: TableName = tables
         self._plan = PLANS[tables] if enabled else {}
-        self.fp32_modules: list[nn.Module] = []
+        self._module_rules: dict[str, ModuleRule] = {}
+        self._ruled_modules: list[tuple[nn.Module, ModuleRule]] = []
         if rules and enabled:
             self._take_rules(*parse_rules(rules, TABLES[tables]), model)
         self._casts: dict[tuple[int, torch.dtype, bool], tuple[Tensor, int, Tensor]] = {}
-        self._island_hooks: list[RemovableHandle] = []
+        self._rule_hooks: list[RemovableHandle] = []
         self.observer: Callable[..., Any] | None = None  # makes every call in place of apply(); see explain
 
-    def _take_rules(self, ops: OpRules, patterns: tuple[str, ...], model: nn.Module | None) -> None:
+    def _take_rules(self, ops: OpRules, in_modules: tuple[ModuleRule, ...], model: nn.Module | None) -> None:
         unlisted = {function for function, entry in ops.items() if entry is None}
         listed = {function: entry for function, entry in self._plan.items() if function not in unlisted}
         self._plan = {**_COMPOSITE_PLAN, **listed, **_plan(ops)}
-        if patterns:
-            if model is None:
-                names = ", ".join(map(repr, patterns))
-                raise ValueError(f"rules by module name ({names}) need the model to look them up in: model=...")
-            self.fp32_modules = match_modules(patterns, model)
+        self._take_module_rules(in_modules, model)
+
+    def _take_module_rules(self, rules: tuple[ModuleRule, ...], model: nn.Module | None) -> None:
+        if rules and model is None:
+            names = ", ".join(repr(rule.key) for rule in rules)
+            raise ValueError(f"rules by module name ({names}) need the model to look them up in: model=...")
+        if rules and model is not None:
+            match_modules(rules, model)
+            self._module_rules.update((rule.key, rule) for rule in rules)
+            self._ruled_modules = match_modules(self._module_rules.values(), model)
+
+    def add_rules(self, rules: Mapping[str, str], model: nn.Module | None) -> None:
+        """Have further rules by module hold from the next time on that this autocast is entered.
+
+        A key that has a rule is given the new one. Raises as a new autocast does, and then changes nothing.
+        """
+        self._take_module_rules(parse_rules(rules, TABLES[self.tables])[1], model)
+
+    @property
+    def fp32_modules(self) -> list[nn.Module]:
+        """The modules that a rule has run in FP32."""
+        return [m for m, rule in self._ruled_modules if not rule.functions and rule.dtype is torch.float32]
 
     def __enter__(self) -> autocast:
         if is_torch_autocast_enabled("cpu") or is_torch_autocast_enabled("cuda"):
             raise RuntimeError(
                 "torch.autocast is active: use either torch.autocast or hf_mp.autocast, not one inside the other"
             )
-        if self.fp32_modules and not self._island_hooks:
-            self._island_hooks = [handle for m in self.fp32_modules for handle in _make_island(m, self)]
+        if self._ruled_modules and not self._rule_hooks:
+            self._rule_hooks = [handle for ruled in self._ruled_modules for handle in put_on(*ruled, self)]
         PATCHES.acquire()
         state.active.append(self)
         super().__enter__()
@@ -126,9 +145,9 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         PATCHES.release()
         if self not in state.active:
             self._casts.clear()
-            for handle in self._island_hooks:
+            for handle in self._rule_hooks:
                 handle.remove()
-            self._island_hooks = []
+            self._rule_hooks = []
 
     def bring_in(self, tensor: Tensor) -> Tensor:
         """A tensor that goes into compiled code, in this autocast."""
@@ -153,9 +172,9 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
 
         return recompute
 
-    def island(self, module: nn.Module | None = None) -> autocast:
-        """An autocast to enter inside this one, switched off; while ``module`` runs, where it is for one."""
-        island = autocast(self.dtype, enabled=False, tables=self.tables)
+    def island(self, module: nn.Module | None = None, dtype: torch.dtype | None = None) -> autocast:
+        """One to enter inside this one, switched off or in ``dtype``, while ``module`` runs if it is for one."""
+        island = autocast(dtype or self.dtype, enabled=dtype is not None, tables=self.tables)
         island.module = module
         return island
 
@@ -263,27 +282,6 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         if kept is None or kept[1] != version or version == -1:
             kept = self._casts[key] = (tensor, version, tensor.to(dtype))
         return kept[2]
-
-
-def _make_island(module: nn.Module, outer: autocast) -> tuple[RemovableHandle, RemovableHandle]:
-    """Run ``module`` in FP32 inside ``outer``: floating inputs are cast up, autocast is off."""
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if outer not in state.active:
-            return None
-        outer.island(module).__enter__()
-        return outer.cast(args, torch.float32), {key: outer.cast(arg, torch.float32) for key, arg in kwargs.items()}
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        island = active_autocast()
-        if island is not None and island.module is module:
-            island.__exit__(None, None, None)
-
-    # Also after an exception: an island must not outlive its module.
-    return (
-        module.register_forward_pre_hook(enter, with_kwargs=True),
-        module.register_forward_hook(leave, always_call=True),
-    )
 
 
 def _device_type(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ what that page leaves out, the registrations in ``ATen/autocast_mode.h`` and ``a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -184,6 +185,28 @@ def op_name(function: Any) -> str:
     name = torch.overrides.resolve_name(function) or getattr(function, "__name__", repr(function))
     name = next((name.removeprefix(prefix) for prefix in _NAMESPACE_PREFIXES if name.startswith(prefix)), name)
     return name.removesuffix(".__get__")
+
+
+_OPERATORS = {"truediv": "div", "rtruediv": "div", "rmatmul": "matmul", "radd": "add", "rmul": "mul", "rsub": "sub"}
+
+
+def called_name(function: Callable[..., Any]) -> str | None:
+    """What a call of ``function`` is reported as where no table names it; None for attributes such as ``.shape``."""
+    name = getattr(function, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return None
+    name = name.strip("_") if name.startswith("__") else name
+    return _OPERATORS.get(name, name) or None
+
+
+@functools.cache
+def functions_called(name: str) -> frozenset[Callable[..., Any]]:
+    """Every function whose calls are reported as ``name``."""
+    dunders = [entry for entry in dir(torch.Tensor) if entry.startswith("__")]
+    entries = [(space, entry) for space in _NAMESPACES for entry in dir(space) if not entry.startswith("_")]
+    values = [getattr(space, entry, None) for space, entry in [*entries, *((torch.Tensor, entry) for entry in dunders)]]
+    named = [value for value in values if callable(value) and called_name(value) == name]
+    return frozenset([*named, *(spellings(name) if named else ())])
 
 
 def op_table(tables: OpTables) -> dict[Callable[..., Any], tuple[CastRule, str]]:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_mp.casting.explain import watching_modules
 from hf_mp.casting.nested import tensors_in
-from hf_mp.casting.tables import CastRule
+from hf_mp.casting.tables import CastRule, called_name
 from hf_mp.diagnostics.overflow_report import Phase
 from hf_mp.diagnostics.values import Finiteness, TensorRange, finiteness, ranges_of
 from hf_mp.scaling.rules import FP16_MAX
@@ -37,7 +37,6 @@ _UNINITIALISED = frozenset(
 # These overwrite their target.
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
 
-_OPERATORS = {"truediv": "div", "rtruediv": "div", "rmatmul": "matmul", "radd": "add", "rmul": "mul", "rsub": "sub"}
 _UNKNOWN = object()
 
 
@@ -102,7 +101,7 @@ class CallSites:
         self, mode: Any, entry: tuple[CastRule, str] | None, func: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Make a call in place of ``mode.apply`` and track it: an autocast's ``observer``."""
-        name = _name(func) if entry is None or entry[0] is CastRule.UNLISTED else entry[1]
+        name = called_name(func) if entry is None or entry[0] is CastRule.UNLISTED else entry[1]
         if name is None:
             return mode.apply(entry, func, args, kwargs)
         call = Call(self._named(args, kwargs), [])
@@ -133,15 +132,6 @@ class CallSites:
     def following(self) -> AbstractContextManager[None]:
         """Track the model's modules while they are called."""
         return watching_modules(self._model, lambda name: self._enter(Site(name)), self._leave)
-
-
-def _name(func: Callable[..., Any]) -> str | None:
-    """The name of a torch function or operator; None for attribute access such as ``.shape``."""
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__"):
-        return None
-    name = name.strip("_") if name.startswith("__") else name
-    return _OPERATORS.get(name, name) or None
 
 
 @dataclass

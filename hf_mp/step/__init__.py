@@ -14,7 +14,4 @@
 6. Update: ``optimizer.step()`` asks the check; the guard skips the update on an overflow, or lets the optimizer write
    the masters and the layout refresh the working copies.
 7. Next scale: ``MixedPrecision.finish_step`` tells the observers, and the loss scaler, which sets the next S.
-
-What is optional hangs on seams: ``WeightLayout`` (how weights are stored), ``StepObserver`` (who looks on),
-``ModelReplacement`` (pieces of the model), ``ScaleRule`` (how S is set).
 """

@@ -51,7 +51,8 @@ class MixedPrecision:
         layout: how the weights are stored; default: what the policy says.
 
     Attributes:
-        policy, scaler, stats: the :class:`PrecisionStats`; step_was_skipped: whether the last step was.
+        policy, scaler, stats: the :class:`PrecisionStats`; step_was_skipped: whether the last step was; remedies: the
+            rules that came later (:meth:`add_rules`).
 
     Raises:
         TypeError, ValueError: for an unknown policy, or ``free_gradients`` or ``max_grad_norm`` without effect.
@@ -73,7 +74,7 @@ class MixedPrecision:
         self.scaler = loss_scaler if loss_scaler is not None else make_loss_scaler(self.policy.loss_scale)
         self.layout, self._ranks = layout or make_layout(self.policy), Ranks(self.state_dict)
         self.check = GradientCheck(self._backward_ended, self.layout, self._ranks, self._trained_parameters)
-        self._tables, self._rules = tables, rules
+        self._tables, self.rules, self.remedies = tables, rules or {}, dict[str, str]()
         self.region = self._make_region(None)
         self.step_was_skipped = self.is_detached = False
         self.stats = PrecisionStats.before_first_step(self.scaler.get_scale())
@@ -81,9 +82,8 @@ class MixedPrecision:
         self._patches: Callable[[], Any] = lambda: None
         self._forwards: list[weakref.ref[AttachedForward]] = []
         self._guards: list[StepGuard] = []
-        in_step = free_gradients == "step"
-        self.in_backward = None if in_step else OptimizerInBackward(max_grad_norm, self._backward_ended)
-        self.observers: list[StepObserver] = [] if self.in_backward is None else [self.in_backward]
+        updates = [OptimizerInBackward(max_grad_norm, self._backward_ended)] if free_gradients == "backward" else []
+        self.in_backward, self.observers = next(iter(updates), None), list[StepObserver](updates)
 
     @property
     def model(self) -> nn.Module | None:
@@ -122,7 +122,13 @@ class MixedPrecision:
         self._patches = weakref.finalize(model, PATCHES.release)
 
     def _make_region(self, model: nn.Module | None) -> Region:
-        return make_region(self.layout, self.check.runs.paused, model, self._rules, tables=self._tables)
+        return make_region(self.layout, self.check.runs.paused, model, self.rules, tables=self._tables)
+
+    def add_rules(self, rules: Mapping[str, str]) -> None:
+        """Have rules by module hold too, from the next forward on, and be saved; ValueError for names without match."""
+        if self.model is not None:
+            self.region.add_rules(rules, self.model)
+        self.rules, self.remedies = {**self.rules, **rules}, {**self.remedies, **rules}
 
     def wrap_forwards(self) -> None:
         """Put the attached forward (again) wherever it is missing: a library may have set one of its own."""
@@ -274,7 +280,7 @@ class MixedPrecision:
     def copy_for(self, memo: dict[int, Any]) -> MixedPrecision:
         """The runtime of a deep copy of the model: same policy and scale, own working copies, no optimizer."""
         if id(self) not in memo:
-            copied = MixedPrecision(self.policy, loss_scaler=self.scaler.copy(), tables=self._tables, rules=self._rules)
+            copied = MixedPrecision(self.policy, loss_scaler=self.scaler.copy(), tables=self._tables, rules=self.rules)
             memo[id(self)] = copied
             if (model := self.model) is not None and id(model) in memo:
                 copied._take_model(memo[id(model)])
@@ -282,11 +288,12 @@ class MixedPrecision:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides model and optimizer, as plain values for JSON."""
-        return state_of(self.policy, self.scaler)
+        return {**state_of(self.policy, self.scaler), **({"remedies": self.remedies} if self.remedies else {})}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave; a state of another loss scaling is left, and what is none raises."""
         load_state(state_dict, self.policy, self.scaler)
+        self.add_rules(state_dict.get("remedies", {}))
         self.stats = PrecisionStats.resumed(self.scaler.state)
 
 

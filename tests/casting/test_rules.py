@@ -116,7 +116,8 @@ class TestModules:
         [("lm_head", 1), ("transformer.h.*.mlp", 2), ("transformer.h.*.ln_?", 4), ("transformer.h.1*", 10), ("*", 30)],
     )
     def test_patterns(self, gpt2: GPT2LMHeadModel, pattern: str, matched: int) -> None:
-        found = match_modules((pattern,), gpt2)
+        rules = parse_rules({pattern: "fp32"}, CUDA_TABLES)[1]
+        found = [module for module, _ in match_modules(rules, gpt2)]
         assert len(found) == matched if matched < 10 else len(found) >= matched
         assert all(any(m is module for module in gpt2.modules()) for m in found)
 
@@ -186,8 +187,8 @@ class TestErrors:
 
 
 def test_parsing_tells_ops_and_modules_apart() -> None:
-    ops, patterns = parse_rules({torch.softmax: "unlisted", "lm_head": "fp32", torch.mm: "fp32"}, CUDA_TABLES)
-    assert patterns == ("lm_head",)
+    ops, in_modules = parse_rules({torch.softmax: "unlisted", "lm_head": "fp32", torch.mm: "fp32"}, CUDA_TABLES)
+    assert [rule.key for rule in in_modules] == ["lm_head"]
     assert ops[torch.softmax] is None and ops[Tensor.softmax] is None
     assert ops[torch.mm] == ops[Tensor.mm] == (CastRule.FP32, "mm")
     assert parse_rules(None, CUDA_TABLES) == ({}, ())

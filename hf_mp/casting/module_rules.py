@@ -1,0 +1,131 @@
+"""Rules by module, put into force by hooks on the modules that they are for: no other module is touched."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from hf_mp.casting.active import active_autocast, state
+from hf_mp.casting.rules import SCALABLE, ModuleRule
+
+if TYPE_CHECKING:
+    from hf_mp.casting.mode import autocast
+
+
+def put_on(module: nn.Module, rule: ModuleRule, outer: autocast) -> list[RemovableHandle]:
+    """Have ``module`` follow ``rule`` inside ``outer``, until the handles are removed."""
+    return _make_island(module, rule.dtype, outer) if not rule.functions else _watch_op(module, rule, outer)
+
+
+def _hooked(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> list[RemovableHandle]:
+    # Also after an exception: what was entered must not outlive its module.
+    return [
+        module.register_forward_pre_hook(enter, with_kwargs=True),
+        module.register_forward_hook(leave, always_call=True),
+    ]
+
+
+def _make_island(module: nn.Module, dtype: torch.dtype | None, outer: autocast) -> list[RemovableHandle]:
+    """Run ``module`` in ``dtype`` inside ``outer``, whose rules hold no more; for FP32, floating inputs are cast up."""
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if outer not in state.active:
+            return None
+        outer.island(module, dtype).__enter__()
+        if dtype is not torch.float32:
+            return None
+        return outer.cast(args, dtype), {key: outer.cast(arg, dtype) for key, arg in kwargs.items()}
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        island = active_autocast()
+        if island is not None and island.module is module:
+            island.__exit__(None, None, None)
+
+    return _hooked(module, enter, leave)
+
+
+class _OpsOfModule(TorchFunctionMode):
+    """Makes the calls of one op in its own way, and leaves all others to the autocast around it."""
+
+    def __init__(self, outer: autocast, rule: ModuleRule) -> None:
+        super().__init__()
+        self.outer, self._functions = outer, rule.functions
+        self._make = _in_fp32 if rule.dtype is not None else functools.partial(_divided, rule.op, rule.divisor)
+        self.inside = _Depth()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_ours = func in self._functions and not self.inside.modules and kwargs.get("out") is None
+        # Inside an island, another rule has decided.
+        if not is_ours or active_autocast() is not self.outer:
+            return func(*args, **kwargs)
+        return self._make(self.outer, func, args, kwargs)
+
+
+class _Depth(threading.local):
+    modules = 0  # that run inside the module of the rule
+
+
+def _in_fp32(outer: autocast, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    args = [outer.cast(arg, torch.float32) for arg in args]
+    kwargs = {key: outer.cast(arg, torch.float32) for key, arg in kwargs.items()}
+    with outer.island():
+        return func(*args, **kwargs)
+
+
+def _divided(
+    op: str, divisor: int, outer: autocast, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    """The product in 16 bits of an input that is small enough, with the exponents of FP32 given back.
+
+    A power of two changes no mantissa, and a product is linear in its input and bias: the result is that of 16 bits
+    with a wider exponent, but for what falls below the smallest number of FP16.
+    """
+    places = SCALABLE[op]
+    args = [arg / divisor if place in places and arg is not None else arg for place, arg in enumerate(args)]
+    kwargs = {k: arg / divisor if k in places.values() and arg is not None else arg for k, arg in kwargs.items()}
+    return func(*args, **kwargs).to(torch.float32) * divisor
+
+
+def _watch_op(module: nn.Module, rule: ModuleRule, outer: autocast) -> list[RemovableHandle]:
+    """Have the calls of one op that ``module`` makes itself go by ``rule``; not those of modules inside it."""
+    mode = _OpsOfModule(outer, rule)
+    entered = _Depth()  # how often this thread runs the module
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if outer in state.active:
+            mode.__enter__()
+            entered.modules += 1
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if entered.modules:
+            entered.modules -= 1
+            mode.__exit__(None, None, None)
+
+    def enter_child(*_: Any) -> None:
+        mode.inside.modules += 1
+
+    def leave_child(*_: Any) -> None:
+        mode.inside.modules -= 1
+
+    handles = _hooked(module, enter, leave)
+    for child in _called_children(module):
+        handles += _hooked(child, enter_child, leave_child)
+    return handles
+
+
+def _called_children(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _called_children(child)
+        else:
+            yield child

@@ -1,0 +1,149 @@
+"""``calibrate``: finds out what of a model FP16 does not hold, and the rules that keep it in range."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_mp.casting.nested import named_tensors, tensors_in
+from hf_mp.casting.rules import Rules
+from hf_mp.casting.tables import TableName
+from hf_mp.diagnostics.kept_state import gradients_set_aside, untouched
+from hf_mp.diagnostics.range_report import CLOSE_DOUBLINGS, RangeReport
+from hf_mp.diagnostics.ranges import STAND_IN, OpRange, RangeRecorder
+from hf_mp.diagnostics.remedies import CannotHealError, Planned, next_remedies
+from hf_mp.policy import PrecisionPolicy
+from hf_mp.scaling.rules import FP16_MAX
+from hf_mp.step.forward import AttachedForward
+from hf_mp.step.mixed_precision import MixedPrecision
+
+SAFE = FP16_MAX / 2**CLOSE_DOUBLINGS
+MOST_LOOKS = 40  # each forward shows what is left after the rules so far
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    precision: PrecisionPolicy | str = "fp16",
+    *,
+    rules: Rules | None = None,
+    tables: TableName = "compact",
+) -> RangeReport:
+    """Find what of ``model`` FP16 does not hold, and the rules that keep it in range.
+
+    Each batch runs through a forward and, where it gives a loss, a backward, with BF16 in FP16's place, which has
+    FP32's range. Then forwards alone, with the rules so far, until nothing comes within 2 doublings of 65504. Weights,
+    gradients, buffers and random generators are afterwards as they were.
+
+    Args:
+        model: not attached; in training or evaluation mode, as it is to run.
+        batches: what to call it with: mappings of arguments, tuples of them, or one tensor each.
+        precision: a policy that computes in FP16; default ``"fp16"``.
+        rules, tables: of autocast, as they are to be used; default none and ``"compact"``.
+
+    Returns:
+        A :class:`RangeReport`; its ``rules`` come on top of those that were given.
+
+    Raises:
+        TypeError: for anything but a module.
+        ValueError: without a batch, for a batch with inf or NaN, a precision without FP16, or an attached model.
+        CannotHealError: where no rules help.
+    """
+    policy, given = _check(model, batches, precision)
+    stand_in = replace(policy, compute=STAND_IN, params=STAND_IN if policy.is_lean else policy.params, loss_scale=None)
+    with _attached(model, MixedPrecision(stand_in, rules=rules, tables=tables)) as runtime:
+        ops = last = _look(runtime, given, backward=True)
+        notes = (
+            [] if any(op.gradient is not None for op in ops) else ["the batches give no loss: there was no backward"]
+        )
+        if any(math.isnan(op.largest) for op in ops):
+            notes.append("some of it is inf or NaN in FP32's range, too: the cause is the model, and no rule helps")
+        else:
+            last, _ = find_rules(runtime, ops, lambda: _look(runtime, given, backward=False))
+        rules = dict(runtime.remedies)
+        return RangeReport(type(model).__name__, str(policy), len(given), ops, rules, fp32_share(last), tuple(notes))
+
+
+def find_rules(
+    runtime: MixedPrecision, ops: Sequence[OpRange], look: Callable[[], Sequence[OpRange]], **situation: Any
+) -> tuple[Sequence[OpRange], list[Planned]]:
+    """Add rules to ``runtime`` until ``look`` finds everything in range; returns what it finds then, and the remedies.
+
+    Raises:
+        CannotHealError: where no rules help.
+    """
+    names = [name for name, _ in runtime.model.named_modules()] if runtime.model is not None else []
+    placed: list[Planned] = []
+    for _ in range(MOST_LOOKS):
+        if not (planned := next_remedies(ops, runtime.remedies, names, **situation)):
+            return ops, placed
+        for remedy in planned:
+            runtime.add_rules(remedy.rules)
+        placed += planned
+        ops = look()
+    raise CannotHealError(f"after {MOST_LOOKS} forwards with ever more rules, values still leave FP16's range")
+
+
+def fp32_share(ops: Iterable[OpRange]) -> float:
+    """The share of the floating point operations that are not in 16 bits."""
+    ops = list(ops)
+    total = sum(op.flops for op in ops)
+    return sum(op.fp32_flops for op in ops) / total if total else 0.0
+
+
+def _check(model: Any, batches: Iterable[Any], precision: Any) -> tuple[PrecisionPolicy, list[Any]]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"calibrate takes a model, not a {type(model).__name__}")
+    policy = PrecisionPolicy.parse(precision)
+    if policy.compute is not torch.float16:
+        raise ValueError(f"precision={str(policy)!r} has FP32's range, which nothing leaves: calibrate is for FP16")
+    if any(isinstance(module.__dict__.get("forward"), AttachedForward) for module in model.modules()):
+        raise ValueError("mixed precision is attached to this model: detach() it, or calibrate it before")
+    if not (given := list(batches)):
+        raise ValueError("batches is empty: give at least one, such as next(iter(loader))")
+    for number, batch in enumerate(given, 1):
+        for name, tensor in named_tensors(batch):
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                raise ValueError(f"batch {number} contains inf or NaN: {name or 'its tensor'!r}; clean the data")
+    return policy, given
+
+
+@contextmanager
+def _attached(model: nn.Module, runtime: MixedPrecision) -> Iterator[MixedPrecision]:
+    dtypes = [(parameter, parameter.dtype) for parameter in model.parameters()]
+    with untouched(model), gradients_set_aside([parameter for parameter, _ in dtypes]):
+        try:
+            runtime.attach(model)
+            yield runtime
+        finally:
+            runtime.detach()
+            for parameter, dtype in dtypes:
+                if parameter.dtype is not dtype:  # attached, a model in 16 bits has FP32 masters
+                    parameter.grad = None
+                    parameter.data = parameter.data.to(dtype)
+
+
+def _look(runtime: MixedPrecision, batches: Sequence[Any], *, backward: bool) -> tuple[OpRange, ...]:
+    model = runtime.model
+    assert model is not None  # attached
+    recorder = RangeRecorder(SAFE, backward=backward)
+    for batch in batches:
+        with recorder.recording(runtime.region, model), torch.set_grad_enabled(backward):
+            outputs = _call(model, batch)
+        loss = next((t for t in tensors_in(outputs) if t.numel() == 1 and t.requires_grad), None)
+        if loss is not None:
+            loss.backward()
+            model.zero_grad()
+    return recorder.ranges()
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(batch) if isinstance(batch, Tensor) else model(*batch)

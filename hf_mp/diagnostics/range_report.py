@@ -1,0 +1,166 @@
+"""``RangeReport``: how a model's numbers lie in FP16's range, and the rules that keep them in it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_mp.casting.rules import match_modules, parse_rules
+from hf_mp.casting.tables import TABLES
+from hf_mp.diagnostics.ranges import OpRange
+
+RULES_NAME = "precision_rules.json"
+CLOSE_DOUBLINGS = 2.0
+_KIND = "hf_mp range report"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class RangeReport:
+    """How the numbers of a model lie in FP16's range, op by op; prints as a table.
+
+    Attributes:
+        model: name of the model's class.
+        precision: the policy that was asked for.
+        batches: number of batches that were run.
+        ops: every op by module, in the order of the forward.
+        rules: what keeps them in range with 2 doublings to spare, for ``rules=`` of anything here; empty where nothing
+            is needed.
+        fp32_share: share of the forward's floating point operations that ``rules`` take out of 16 bits.
+        notes: further observations.
+    """
+
+    model: str
+    precision: str
+    batches: int
+    ops: tuple[OpRange, ...]
+    rules: dict[str, str]
+    fp32_share: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def overflows(self) -> tuple[OpRange, ...]:
+        """What FP16 makes inf of."""
+        return tuple(op for op in self.ops if op.overflows)
+
+    @property
+    def close(self) -> tuple[OpRange, ...]:
+        """What comes within 2 doublings of FP16's end."""
+        return tuple(op for op in self.ops if op.is_within(CLOSE_DOUBLINGS))
+
+    @property
+    def largest_gradient(self) -> float | None:
+        """The largest magnitude of the true gradients; None without a backward."""
+        return max((op.gradient for op in self.ops if op.gradient is not None), default=None)
+
+    def to_json(self) -> str:
+        """All fields, as a JSON object; NaN is written as null."""
+        values = {"kind": _KIND, "version": _VERSION, **asdict(self)}
+        for op in values["ops"]:
+            op["largest"] = op["largest"] if math.isfinite(op["largest"]) else None
+            if op["gradient"] is not None and not math.isfinite(op["gradient"]):
+                op["gradient"] = None
+        return json.dumps(values, indent=2, allow_nan=False)
+
+    def save(self, path: str | Path) -> Path:
+        """Write ``precision_rules.json``; returns its path.
+
+        Args:
+            path: a directory, such as the model's, or a file.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        file = Path(path) / RULES_NAME if Path(path).is_dir() else Path(path)
+        file.write_text(self.to_json() + "\n", encoding="utf-8")
+        return file
+
+    @classmethod
+    def load(cls, path: str | Path, model: Any = None) -> RangeReport:
+        """Read what :meth:`save` wrote.
+
+        Args:
+            path: the file, or its directory.
+            model: have the rules compared with the modules of this model; default none.
+
+        Raises:
+            OSError: if there is no such file.
+            ValueError: for a file that is no such report, or rules of another model; the message names those that match
+                no module.
+        """
+        file = Path(path) / RULES_NAME if Path(path).is_dir() else Path(path)
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+            if values.pop("kind") != _KIND or values.pop("version") != _VERSION:
+                raise ValueError("another kind of file, or another version")
+            report = cls._of(values)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{file} is no range report as hf_mp.calibrate(...).save() writes it: {error}") from error
+        rules = parse_rules(report.rules, TABLES["compact"])[1]
+        if model is not None:
+            match_modules(rules, model)
+        return report
+
+    @classmethod
+    def _of(cls, values: Mapping[str, Any]) -> RangeReport:
+        ops = tuple(
+            OpRange(**{**op, "largest": math.nan if op["largest"] is None else op["largest"]}) for op in values["ops"]
+        )
+        return cls(**{**values, "ops": ops, "rules": dict(values["rules"]), "notes": tuple(values["notes"])})
+
+    def to_text(self, *, every_op: bool = False, width: int = 150) -> str:
+        """A table of what overflows and what comes close, or of every op, and the rules."""
+        from rich.console import Console  # printing alone needs them
+        from rich.table import Table
+
+        shown = self.ops if every_op else [op for op in self.ops if op.overflows or op.is_within(CLOSE_DOUBLINGS)]
+        table = Table(title=f"{self.model} in {self.precision}, {self.batches} batches")
+        for column in ("module", "op"):
+            table.add_column(column, overflow="fold")
+        for column in ("largest", "headroom", "largest gradient"):
+            table.add_column(column, justify="right")
+        table.add_column("in FP16")
+        for op in shown:
+            table.add_row(op.module, op.op, *_cells(op))
+        console = Console(width=width)
+        with console.capture() as text:
+            if shown:
+                console.print(table)
+            for line in self._lines():
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
+        return text.get()
+
+    __str__ = to_text
+
+    def _lines(self) -> list[str]:
+        held = [op for op in self.ops if op.is_fp16 and math.isfinite(op.headroom)]
+        least = min(held, key=lambda op: op.headroom, default=None)
+        lines = [f"{len(self.overflows)} of {len(self.ops)} ops overflow in FP16, {len(self.close)} come close."]
+        if least is not None and not self.overflows:
+            where = f"{least.op} in {least.module or 'the model itself'}"
+            lines.append(
+                f"The largest magnitude is {least.largest:.4g} ({where}): {least.headroom:.1f} doublings left."
+            )
+        lines += self.notes
+        if not self.rules:
+            return [*lines, "No rules are needed."]
+        rules = ", ".join(f"{key!r}: {value!r}" for key, value in self.rules.items())
+        return [*lines, f"rules={{{rules}}}", f"They take {self.fp32_share:.2%} of the forward's FLOPs out of 16 bits."]
+
+
+def _cells(op: OpRange) -> tuple[str, str, str, str]:
+    largest = "inf or NaN" if math.isnan(op.largest) else f"{op.largest:.4g}"
+    headroom = "" if not op.is_fp16 or not math.isfinite(op.headroom) else f"{op.headroom:+.1f}"
+    gradient = "" if op.gradient is None else f"{op.gradient:.3g}"
+    if not op.is_fp16:
+        return largest, headroom, gradient, "FP32"
+    return (
+        largest,
+        headroom,
+        gradient,
+        "overflows" if op.overflows else "close" if op.is_within(CLOSE_DOUBLINGS) else "",
+    )

@@ -1,0 +1,189 @@
+"""``calibrate``: what FP16 does not hold, measured where nothing overflows, and the rules that help."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from range_models import Gated, batches
+from torch import nn
+from typer.testing import CliRunner
+
+import hf_mp
+from hf_mp import MixedPrecision, RangeReport, calibrate, cli
+from hf_mp.diagnostics.ranges import OpRange
+
+FACTOR = 2.0**18
+
+
+@pytest.fixture
+def model() -> Gated:
+    torch.manual_seed(0)
+    return Gated(factor=FACTOR)
+
+
+def found_in(report: RangeReport) -> dict[str, OpRange]:
+    return {f"{op.module}:{op.op}": op for op in report.ops}
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+def test_it_names_what_overflows_and_its_rules_prevent_it(model: Gated, precision: str) -> None:
+    report = calibrate(model, batches(2), precision)
+    assert {f"{op.module}:{op.op}" for op in report.overflows} == {"up:linear", ":mul", "down:linear"}
+    model_in_fp16 = MixedPrecision(precision).attach(model)
+    assert not model_in_fp16(**batches(1)[0])["loss"].isfinite()
+    vars(model)["forward"].runtime.detach()
+    MixedPrecision(precision, rules=report.rules).attach(model)
+    assert model(**batches(1)[0])["loss"].isfinite()
+
+
+def test_magnitudes_are_those_of_fp32(model: Gated) -> None:
+    """To BF16's 8 bits, forward and backward."""
+    seen: dict[str, float] = {}
+    up = model.up.register_forward_hook(lambda m, args, out: seen.update(up=out.abs().max().item()))
+    batch = batches(1)[0]
+    loss = model(**batch)["loss"]
+    head = model.head.register_full_backward_hook(lambda m, gi, go: seen.update(head=go[0].abs().max().item()))
+    loss = model(**batch)["loss"]
+    loss.backward()
+    up.remove(), head.remove()
+    report = calibrate(model, [batch])
+    ops = found_in(report)
+    assert ops["up:linear"].largest == pytest.approx(seen["up"], rel=0.02)
+    assert ops["up:linear"].headroom == pytest.approx(math.log2(65504 / seen["up"]), abs=0.05)
+    assert ops["head:linear"].gradient == pytest.approx(seen["head"], rel=0.05)
+    assert report.largest_gradient == 1.0  # of the loss
+    assert not ops["embed:embedding"].is_fp16 and ops["gate:linear"].is_fp16
+
+
+def test_flops_are_torchs(model: Gated) -> None:
+    ops = found_in(calibrate(model, batches(3)))
+    assert ops["up:linear"].flops == 3 * 2 * (4 * 16) * 32 * 64
+    assert ops[":mul"].flops == 0
+
+
+def test_what_comes_close_gets_a_rule_as_well() -> None:
+    torch.manual_seed(0)
+    report = calibrate(Gated(factor=2.0**14), batches(1))
+    assert not report.overflows and report.close
+    assert report.rules
+    safe = calibrate(Gated(factor=1.0), batches(1))
+    assert not safe.rules and not safe.close and safe.fp32_share == 0.0
+    assert "No rules are needed" in str(safe)
+
+
+def test_everything_is_afterwards_as_it_was(model: Gated) -> None:
+    model.to(torch.bfloat16)
+    model.norm.register_buffer("counter", torch.zeros(()))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    gradient = model.up.weight.grad = torch.ones_like(model.up.weight)
+    random = torch.get_rng_state()
+    calibrate(model, batches(1))
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype is before[name].dtype and torch.equal(tensor, before[name])
+    assert model.up.weight.grad is gradient and torch.equal(random, torch.get_rng_state())
+    assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
+
+
+def test_a_mask_is_no_overflow() -> None:
+    class Masks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = self.linear(x)
+            smallest = torch.finfo(scores.dtype).min
+            scores = scores.masked_fill(x > 0, smallest) + torch.full_like(scores, float("-inf")).where(x > 1, 0.0)
+            return scores.softmax(-1)
+
+    report = calibrate(Masks(), [torch.randn(3, 4)])
+    assert not report.overflows and not report.rules
+    assert any("no backward" in note for note in report.notes)
+
+
+def test_a_report_is_saved_and_loaded(model: Gated, tmp_path: Path) -> None:
+    report = calibrate(model, batches(1))
+    file = report.save(tmp_path)
+    assert file.name == "precision_rules.json"
+    assert RangeReport.load(tmp_path, model) == RangeReport.load(file) == report
+    assert str(report) == report.to_text() and "down" in str(report) and "overflows" in str(report)
+    assert "embedding" in report.to_text(every_op=True) and "embedding" not in report.to_text()
+
+
+def test_rules_of_another_model_are_refused_by_name(model: Gated, tmp_path: Path) -> None:
+    calibrate(model, batches(1)).save(tmp_path)
+    other = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"rules 'up:linear', .*'down:linear'.* match no module of Sequential"):
+        RangeReport.load(tmp_path, other)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "hf_mp range report", "version": 9}', "{"])
+def test_a_file_that_is_no_report(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "rules.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"rules.json is no range report as hf_mp.calibrate"):
+        RangeReport.load(file)
+    with pytest.raises(OSError, match="nosuch"):
+        RangeReport.load(tmp_path / "nosuch")
+
+
+def test_rules_in_a_file_are_checked(model: Gated, tmp_path: Path) -> None:
+    file = calibrate(model, batches(1)).save(tmp_path)
+    values = json.loads(file.read_text())
+    values["rules"] = {"up:linear": "fp8"}
+    file.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"rule 'up:linear': 'fp8' is not known"):
+        RangeReport.load(file)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"batches": []}, ValueError, "batches is empty: give at least one"),
+        ({"precision": "bf16"}, ValueError, "precision='bf16' has FP32's range, which nothing leaves"),
+        ({"batches": [{"ids": torch.full((1, 2), torch.inf)}]}, ValueError, "batch 1 contains inf or NaN: 'ids'"),
+        ({"model": "gpt2"}, TypeError, "calibrate takes a model, not a str"),
+    ],
+)
+def test_bad_input(model: Gated, given: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        calibrate(**{"model": model, "batches": batches(1), **given})
+
+
+def test_an_attached_model_is_refused(model: Gated) -> None:
+    MixedPrecision("fp16").attach(model)
+    with pytest.raises(ValueError, match=r"mixed precision is attached to this model: detach\(\) it"):
+        calibrate(model, batches(1))
+
+
+def test_a_model_that_is_nan_in_fp32_gets_no_rules(model: Gated) -> None:
+    with torch.no_grad():
+        model.gate.weight.fill_(torch.nan)
+    report = calibrate(model, batches(1))
+    assert not report.rules and "the cause is the model" in report.notes[-1]
+    assert json.loads(report.to_json(), parse_constant=pytest.fail) and "inf or NaN" in report.to_text()
+
+
+def test_the_command(tmp_path: Path, gpt2: Any) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    with torch.no_grad():
+        gpt2.transformer.h[1].mlp.c_proj.weight.mul_(2.0**20)
+    gpt2.save_pretrained(tmp_path / "model")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
+    (tmp_path / "text").write_text("a b " * 100)
+    command = ["calibrate", str(tmp_path / "model"), "--train-file", str(tmp_path / "text"), "--seq-len", "32"]
+    result = CliRunner().invoke(cli.app, [*command, "--batches", "2"])
+    assert result.exit_code == 0, result.output
+    assert "mlp.c_proj" in result.stdout and "precision_rules.json is written" in result.stdout
+    report = hf_mp.RangeReport.load(tmp_path / "model")
+    assert report.batches == 2 and list(report.rules) == ["transformer.h.1.mlp.c_proj:addmm"]
+    for wrong, message in [(["--batches", "9"], "6 whole blocks of 32 tokens"), (["--batches", "0"], "at least 1")]:
+        result = CliRunner().invoke(cli.app, [*command, *wrong])
+        assert result.exit_code == 2 and message in result.output
