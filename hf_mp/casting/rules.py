@@ -11,6 +11,7 @@ from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
 from hf_mp.casting.tables import CastRule, OpTables, op_name, spellings
+from hf_mp.policy import spell
 
 Rules = Mapping[Any, str]
 
@@ -44,6 +45,7 @@ def parse_rules(rules: Rules | None, tables: OpTables) -> tuple[OpRules, tuple[s
     ops: OpRules = {}
     patterns = []
     for key, value in (rules or {}).items():
+        value = "fp32" if spell(value) == "fp32" else value
         if isinstance(key, str):
             if value != "fp32":
                 raise ValueError(f"rule {key!r}: {value!r} is not known for modules: use 'fp32'")

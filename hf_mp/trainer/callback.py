@@ -66,7 +66,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
 
     def __init__(
         self,
-        precision: str | PrecisionPolicy | None = None,
+        precision: str | torch.dtype | PrecisionPolicy | None = None,
         *,
         loss_scaler_settings: Mapping[str, Any] | None = None,
         tables: TableName = "compact",

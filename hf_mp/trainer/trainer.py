@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -69,7 +70,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
         model: nn.Module | None = None,
         args: TrainingArguments | None = None,
         *positional: Any,
-        precision: str | PrecisionPolicy | None = None,
+        precision: str | torch.dtype | PrecisionPolicy | None = None,
         tables: TableName = "compact",
         rules: Rules | None = None,
         **named: Any,
