@@ -139,7 +139,7 @@ PAIRS: dict[str, tuple[Callable[[], Rule], Callable[[], DynamicLossScaler]]] = {
         f"DeepSpeed, hysteresis {hysteresis}, consecutive {consecutive}": (
             lambda h=hysteresis, c=consecutive: DeepSpeedWithHysteresis(2.0**8, 3, h, c),
             lambda h=hysteresis, c=consecutive: DynamicLossScaler(
-                2.0**8, growth_interval=3, hysteresis=h, consecutive_hysteresis=c
+                "cpu", 2.0**8, growth_interval=3, hysteresis=h, consecutive_hysteresis=c
             ),
         )
         for hysteresis, consecutive in itertools.product((1, 2, 4), (False, True))

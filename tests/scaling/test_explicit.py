@@ -175,7 +175,7 @@ class TestEquivalence:
     @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
     @pytest.mark.parametrize("clip", [False, True], ids=["unclipped", "clipped"])
     def test_200_steps_give_torchs_weights_bit_for_bit(self, fused: bool, clip: bool) -> None:
-        weights, moments = zip(*(train(make, fused, clip) for make in (torchs, DynamicLossScaler)), strict=True)
+        weights, moments = zip(*(train(make, fused, clip) for make in (torchs, ours)), strict=True)
         assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
         assert all(torch.equal(*pair) for pair in zip(*moments, strict=True))
 
@@ -327,8 +327,8 @@ class TestOneIteration:
             scaler.step(SGD([weight], lr=1.0))
             scaler.update()
             weights[make], scales[make] = weight.item(), scaler.get_scale()
-        assert weights == {torchs: -INF, DynamicLossScaler: 1.0}
-        assert scales == {torchs: 2.0**-10, DynamicLossScaler: 2.0**-10}  # below our floor it is not lowered
+        assert weights == {torchs: -INF, ours: 1.0}
+        assert scales == {torchs: 2.0**-10, ours: 2.0**-10}  # below our floor it is not lowered
 
     @BOTH
     def test_what_the_optimizer_returns_and_takes_goes_through(self, make: MakeScaler) -> None:
