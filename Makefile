@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune loops memory docs test test-versions exhaustive outside faults tables lint clean
+.PHONY: help finetune loops memory docs test test-versions exhaustive outside faults release tables lint clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -54,6 +54,9 @@ test-versions: ## run the tests with the oldest and the newest torch and transfo
 
 faults: $(INSTALLED) ## kill, damage and starve trainings by the hundred, and store what was lost (an hour)
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/inject_faults.py $(ARGS)
+
+release: $(INSTALLED) ## build sdist and wheel, check them, and install them where nothing else is (downloads torch)
+	@$(BIN)/python scripts/release.py $(ARGS)
 
 tables: $(INSTALLED) ## write the stored results into the README and docs/ (ARGS="--check" only compares)
 	@$(BIN)/python scripts/make_tables.py $(ARGS)

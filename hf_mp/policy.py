@@ -12,6 +12,14 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _DTYPE_FIELDS = ("params", "compute", "masters", "output", "reduce", "reduce_sum")
 LOWER_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
+_SPELLINGS = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
+
+
+def spell(precision: str | torch.dtype) -> str:
+    """The name of a precision as it is written here: ``torch.float16``, ``"FP16"``, ``"half"`` are all ``"fp16"``."""
+    name = str(precision).strip().lower().removeprefix("torch.").replace("_", "-")
+    dtype, *layout = name.split("-", 1)
+    return "-".join([_SPELLINGS.get(dtype, dtype), *layout])
 
 
 def parse_loss_scale(value: str | float | None) -> str | float | None:
@@ -113,24 +121,25 @@ class PrecisionPolicy:
         return self.params if self.reduce is None else self.reduce
 
     @classmethod
-    def parse(cls, text: str | PrecisionPolicy) -> PrecisionPolicy:
+    def parse(cls, text: str | torch.dtype | PrecisionPolicy) -> PrecisionPolicy:
         """Make a policy from a preset or from a policy that is spelled out.
 
         Args:
             text: one of :data:`PRESETS`, or fields as in ``"params=fp32,compute=fp16,loss_scale=dynamic"``, where
-                those that are not named have the values of ``"fp16"``. A policy is returned as it is.
+                those that are not named have the values of ``"fp16"``. ``"FP16"``, ``"float16"`` and
+                ``torch.float16`` are ``"fp16"``. A policy is returned as it is.
 
         Raises:
-            TypeError: for anything but text and a policy.
+            TypeError: for anything but text, a dtype and a policy.
             ValueError: for an unknown preset, field or dtype.
         """
         if isinstance(text, cls):
             return text
-        if not isinstance(text, str):
-            raise TypeError(f"precision must be a string or a PrecisionPolicy, not {type(text).__name__}")
-        if text in PRESETS:
-            return PRESETS[text]
-        if "=" not in text:
+        if not isinstance(text, (str, torch.dtype)):
+            raise TypeError(f"precision must be a string, a dtype or a PrecisionPolicy, not {type(text).__name__}")
+        if (name := spell(text)) in PRESETS:
+            return PRESETS[name]
+        if isinstance(text, torch.dtype) or "=" not in text:
             raise ValueError(
                 f"precision={text!r} is not known: use one of {', '.join(PRESETS)}, "
                 "or spell it out as 'params=fp32,compute=fp16,loss_scale=headroom'"
@@ -147,10 +156,10 @@ class PrecisionPolicy:
                 raise ValueError(f"{part!r} in precision={text!r}: write field=value with one of {', '.join(names)}")
             if key in values:
                 raise ValueError(f"{key} is given twice in precision={text!r}")
-            if key != "loss_scale" and value not in _DTYPES:
+            if key != "loss_scale" and spell(value) not in _DTYPES:
                 allowed = ", ".join(_DTYPES)
                 raise ValueError(f"{key}={value!r} is not a dtype of a precision policy: use one of {allowed}")
-            values[key] = parse_loss_scale(value) if key == "loss_scale" else _DTYPES[value]
+            values[key] = parse_loss_scale(value) if key == "loss_scale" else _DTYPES[spell(value)]
         if "loss_scale" not in values and values.get("compute", torch.float16) is torch.float16:
             values["loss_scale"] = PRESETS["fp16"].loss_scale
         return cls(**values)  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ All arguments of ``TrainingArguments`` and ``MixedPrecisionArguments`` work as w
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import datasets
-import torch
 import transformers
 import yaml
 from datasets import Dataset, DatasetDict
@@ -75,7 +73,6 @@ DEFAULTS: dict[str, Any] = {
     "logging_steps": 10,
     "disable_tqdm": False,
     "include_num_input_tokens_seen": True,
-    "dataloader_pin_memory": torch.accelerator.is_available(),
 }
 # Further ones for the small model, which trains when there is no --model_name_or_path.
 SMALL_MODEL_DEFAULTS: dict[str, Any] = {
@@ -290,8 +287,6 @@ def quiet_libraries() -> None:
     """Leave one progress bar, that of the training."""
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
-    # It warns at every start that a package is missing, which only another kind of quantization needs.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 # Text and model

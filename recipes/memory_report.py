@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     except (ValueError, ImportError) as error:
         sys.exit(f"memory_report.py: error: {error}")
-    Console().print(render(report))
+    console = Console()
+    console.print(render(report, console.width))
     page = render_page(report)
     output_dir.mkdir(parents=True, exist_ok=True)
     write_whole(output_dir / "memory.html", page)

@@ -11,7 +11,6 @@ The lines that plugging in took end in ``# hf_mp``. All ``TrainingArguments`` wo
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -163,7 +162,6 @@ def load(script: Script, texts: list[str]) -> tuple[PreTrainedModel, PreTrainedT
 def quiet_libraries() -> None:
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 # Before and after

@@ -29,7 +29,7 @@ CONTENDERS = {
     "headroom": ["--loss_scale", "headroom"],
     "dynamic": ["--loss_scale", "dynamic"],
     "static": ["--loss_scale", "128"],
-    "dynamic, growth_interval=100": ["--loss_scale", "dynamic", "--loss_scale_kwargs", '{"growth_interval": 100}'],
+    "dynamic, growth_interval=100": ["--loss_scale", "dynamic", "--loss_scaler_settings", '{"growth_interval": 100}'],
 }
 
 

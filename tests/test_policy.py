@@ -62,6 +62,25 @@ def test_a_preset_spelled_out_is_the_preset(name: str) -> None:
     assert str(PrecisionPolicy.parse(text)) == name
 
 
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        (FP16, "fp16"), (BF16, "bf16"), (FP32, "fp32"), ("FP16", "fp16"), ("float16", "fp16"), ("half", "fp16"),
+        ("torch.bfloat16", "bf16"), ("BFloat16", "bf16"), ("float32", "fp32"), (" float ", "fp32"),
+        ("FP16_lean", "fp16-lean"), ("bfloat16-lean", "bf16-lean"),
+        ("params=float32,compute=BF16", "bf16"), ("compute=torch.float16", "fp16"),
+    ],
+)  # fmt: skip
+def test_other_spellings_of_a_dtype_are_understood(spelling: Any, name: str) -> None:
+    assert PrecisionPolicy.parse(spelling) == PRESETS[name]
+
+
+@pytest.mark.parametrize("precision", [torch.float64, torch.int8, torch.float8_e4m3fn, "float8", "16-mixed"])
+def test_a_dtype_without_a_preset_is_refused(precision: Any) -> None:
+    with pytest.raises(ValueError, match=rf"precision={re.escape(repr(precision))} is not known: use one of fp32"):
+        PrecisionPolicy.parse(precision)
+
+
 @REPRODUCIBLE
 @given(policies())
 def test_a_policy_survives_being_printed_and_parsed(policy: PrecisionPolicy) -> None:
@@ -132,15 +151,15 @@ def test_a_loss_scale_is_positive_and_finite(value: Any) -> None:
         PrecisionPolicy(loss_scale=value)
 
 
-@pytest.mark.parametrize("text", ["fp61", "float16", "", "FP16", "fp16-fat"])
+@pytest.mark.parametrize("text", ["fp61", "float61", "", "fp16-fat"])
 def test_an_unknown_preset_gets_the_list_of_those_there_are(text: str) -> None:
     with pytest.raises(ValueError, match=rf"precision='{text}' is not known: use one of fp32, fp16, bf16, fp16-lean"):
         PrecisionPolicy.parse(text)
 
 
-@pytest.mark.parametrize("value", [None, 16, torch.float16])
+@pytest.mark.parametrize("value", [None, 16, torch.Tensor])
 def test_a_precision_of_another_type_is_refused(value: Any) -> None:
-    with pytest.raises(TypeError, match=rf"must be a string or a PrecisionPolicy, not {type(value).__name__}"):
+    with pytest.raises(TypeError, match=rf"must be a string, a dtype or a PrecisionPolicy, not {type(value).__name__}"):
         PrecisionPolicy.parse(value)
 
 

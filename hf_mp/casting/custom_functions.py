@@ -13,7 +13,10 @@ from hf_mp.casting.mode import active_autocast
 
 
 def custom_fwd(
-    forward: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | None = None
+    forward: Callable[..., Any] | None = None,
+    *,
+    device_type: str | None = None,
+    cast_inputs: torch.dtype | None = None,
 ) -> Callable[..., Any]:
     """Decorate the ``forward`` of a ``torch.autograd.Function``; decorate its ``backward`` with :func:`custom_bwd`.
 
@@ -30,6 +33,7 @@ def custom_fwd(
 
     Args:
         forward: the static method, for use as ``@custom_fwd`` without arguments.
+        device_type: for torch's signature: ours holds on every device. Default None.
         cast_inputs: None (default) runs ``forward`` in the autocast that is active. A dtype casts the floating inputs
             to it and runs ``forward`` with autocast off; outside of any autocast it has no effect.
 
@@ -39,7 +43,7 @@ def custom_fwd(
     if cast_inputs is not None and not isinstance(cast_inputs, torch.dtype):
         raise TypeError(f"cast_inputs must be a torch.dtype, not {cast_inputs!r}")
     if forward is None:
-        return functools.partial(custom_fwd, cast_inputs=cast_inputs)
+        return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
 
     @functools.wraps(forward)
     def decorated(ctx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,14 +59,17 @@ def custom_fwd(
     return decorated
 
 
-def custom_bwd(backward: Callable[..., Any]) -> Callable[..., Any]:
+def custom_bwd(backward: Callable[..., Any] | None = None, *, device_type: str | None = None) -> Callable[..., Any]:
     """Decorate the ``backward`` of a ``torch.autograd.Function``: it runs in the autocast that its forward ran in.
 
     The equivalent of ``torch.amp.custom_bwd``; decorate the ``forward`` with :func:`custom_fwd`.
 
     Args:
-        backward: the static method.
+        backward: the static method, for use as ``@custom_bwd`` without arguments.
+        device_type: for torch's signature. Default None.
     """
+    if backward is None:
+        return functools.partial(custom_bwd, device_type=device_type)
 
     @functools.wraps(backward)
     def decorated(ctx: Any, *gradients: Any) -> Any:

@@ -54,9 +54,14 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     ``dtype=`` are left alone. It nests, holds for the calling thread only, and applies again where gradient
     checkpointing recomputes a forward that ran inside it.
 
+    Takes the arguments of ``torch.autocast`` as well: ``autocast("cuda", torch.float16)``.
+
     Args:
+        device_type: the dtype, as in ``autocast(torch.float16)``, or, as for ``torch.autocast``, the device whose
+            default ``dtype`` and op lists to take. Tensors on other devices are cast all the same. Default None.
         dtype: ``torch.float16`` (default), ``torch.bfloat16`` or ``torch.float32`` (nothing is lowered).
         enabled: False switches autocast off inside an outer one; default True.
+        cache_enabled: False casts a trained weight anew at each use; default None: once, until it changes.
         tables: whose documented op lists apply: ``"cuda"`` (default, on every device) or ``"cpu"``; ``"compact"`` is
             torch's for CUDA without the FP32 copies that kernels do not need (softmax).
         rules: your own rules, by op and by module name (:func:`hf_mp.casting.rules.parse_rules`), for
@@ -65,8 +70,8 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
 
     Raises:
         TypeError: if ``dtype`` is not a ``torch.dtype``, or a rule is for something that is not a torch function.
-        ValueError: for another dtype, a table set that does not exist, a rule that is not known, or one that matches
-            no module.
+        ValueError: for another dtype, an unknown device, a table set that does not exist, a rule that is not known, or
+            one that matches no module.
         RuntimeError: on entering, if ``torch.autocast`` is active: the two would cast each other's results.
     """
 
@@ -74,14 +79,17 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
 
     def __init__(
         self,
-        dtype: torch.dtype = torch.float16,
-        *,
+        device_type: torch.dtype | str | None = None,
+        dtype: torch.dtype | None = None,
         enabled: bool = True,
-        tables: TableName = "cuda",
+        cache_enabled: bool | None = None,
+        *,
+        tables: TableName | None = None,
         rules: Rules | None = None,
         model: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        dtype, tables = _read_torch_arguments(device_type, dtype, tables)
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"autocast's dtype must be a torch.dtype, not {type(dtype).__name__} ({dtype!r})")
         if dtype not in ALLOWED_DTYPES:
@@ -90,6 +98,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             raise ValueError(f"tables={tables!r} is not known: use one of {', '.join(map(repr, TABLES))}")
         self.dtype = dtype
         self.enabled = enabled
+        self.cache_enabled = cache_enabled is not False
         self.tables: TableName = tables
         self._plan = PLANS[tables] if enabled else {}
         self._module_rules: dict[str, ModuleRule] = {}
@@ -274,7 +283,8 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
 
     def convert(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """``tensor`` in another floating dtype; trained weights are cast once while this autocast lasts, as torch's."""
-        if not tensor.requires_grad or not tensor.is_leaf or torch.compiler.is_compiling():
+        cached = self.cache_enabled and tensor.requires_grad and tensor.is_leaf
+        if not cached or torch.compiler.is_compiling():
             return tensor.to(dtype)  # one graph casts a weight once by itself
         # A cast made without grad must not serve a forward with grad, nor one of an older value serve a newer.
         key, version = (id(tensor), dtype, torch.is_grad_enabled()), version_of(tensor)
@@ -282,6 +292,17 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         if kept is None or kept[1] != version or version == -1:
             kept = self._casts[key] = (tensor, version, tensor.to(dtype))
         return kept[2]
+
+
+def _read_torch_arguments(first: Any, dtype: Any, tables: TableName | None) -> tuple[Any, TableName]:
+    """The dtype and the op lists that the arguments of ``torch.autocast``, or ours, ask for."""
+    if isinstance(first, (str, torch.device)):
+        with contextlib.suppress(RuntimeError):  # no device: the caller refuses it as a dtype
+            kind = torch.device(first).type
+            dtype = torch.get_autocast_dtype(kind) if dtype is None else dtype
+            return dtype, tables or ("cpu" if kind == "cpu" else "cuda")
+    chosen = dtype if first is None else first
+    return torch.float16 if chosen is None else chosen, tables or "cuda"
 
 
 def _device_type(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

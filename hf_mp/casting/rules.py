@@ -12,6 +12,7 @@ from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
 from hf_mp.casting.tables import CastRule, OpTables, functions_called, op_name, spellings
+from hf_mp.policy import spell
 
 Rules = Mapping[Any, str]
 
@@ -70,6 +71,7 @@ def parse_rules(rules: Rules | None, tables: OpTables) -> tuple[OpRules, tuple[M
     ops: OpRules = {}
     in_modules = []
     for key, value in (rules or {}).items():
+        value = "fp32" if spell(value) == "fp32" else value
         if isinstance(key, str):
             in_modules.append(_parse_module_rule(key, value))
             continue

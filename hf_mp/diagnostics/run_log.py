@@ -123,9 +123,15 @@ def read_run(directory: Path) -> RunRecords:
             run.missing.append(f"{path.relative_to(directory)} cannot be read: {error}")
     if not (has_log or has_state or run.overflows):
         found = "".join(f"; {sentence}" for sentence in run.missing)
+        writes = "MixedPrecisionArguments(precision_report=True) or hf_mp.record_precision(model, RUN_DIR) writes it"
+        if states := _files(run, "checkpoint-*/trainer_state.json"):
+            raise NoRunError(
+                f"{directory} has nothing about precision: {states[-1].relative_to(directory)} logged no loss_scale "
+                "(a Trainer without hf_mp, or fewer steps than logging_steps), and there is no "
+                f"{LOG_NAME} ({writes}){found}"
+            )
         raise NoRunError(
-            f"{directory} holds no run: neither {LOG_NAME} (MixedPrecisionArguments(precision_report=True) or "
-            "hf_mp.record_precision(model, RUN_DIR) writes it), nor checkpoint-*/trainer_state.json, nor "
+            f"{directory} holds no run: neither {LOG_NAME} ({writes}), nor checkpoint-*/trainer_state.json, nor "
             f"overflows/*/report.json{found}"
         )
     if not has_log:

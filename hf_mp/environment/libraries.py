@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +21,25 @@ class Library:
     status: str  # version and capability, or the reason why it does not work
 
 
-def bitsandbytes_status() -> Library:
-    """Whether bitsandbytes can quantize: tries one small NF4 weight, on a GPU if there is one."""
+@contextlib.contextmanager
+def quiet_bitsandbytes() -> Iterator[None]:
+    """To import bitsandbytes in, or peft or Transformers' Trainer, which import it.
+
+    On CPUs with BF16 products its import warns that a package is missing, which only makes 4-bit products faster.
+    """
     logger = logging.getLogger("bitsandbytes")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # its import warns of a package that only faster 4-bit products on a CPU need
+    logger.setLevel(logging.ERROR)
     try:
-        module, problem = _import("bitsandbytes")
+        yield
     finally:
         logger.setLevel(level)
+
+
+def bitsandbytes_status() -> Library:
+    """Whether bitsandbytes can quantize: tries one small NF4 weight, on a GPU if there is one."""
+    with quiet_bitsandbytes():
+        module, problem = _import("bitsandbytes")
     if module is None:
         return Library("bitsandbytes", False, str(problem))
     device = "cuda" if torch.cuda.is_available() else "cpu"

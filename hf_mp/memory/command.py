@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
@@ -66,20 +65,23 @@ def run(
     if html is not None:
         write_whole(html, render_page(report))
         return f"{html} is written: {html.stat().st_size / 1024:,.0f} KiB, open it in a browser\n"
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = Console()
     with console.capture() as capture:
-        console.print(render(report))
-    return capture.get()
+        console.print(render(report, console.width))
+    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
 
 
 def quiet_libraries() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 @contextmanager
 def _told_progress() -> Iterator[Callable[[str], None]]:
-    """Show the current step on a line of stderr that disappears at the end; nothing if stderr is not a terminal."""
-    with Console(stderr=True).status("reading the configuration ...") as status:
+    """Show the current step on stderr: on a line that disappears, or, where that is no terminal, on one for each."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda step: typer.echo(f"hf-mp memory: {step} ...", err=True) if "training" in step else None
+        return
+    with console.status("reading the configuration ...") as status:
         yield lambda step: status.update(f"{step} ...")

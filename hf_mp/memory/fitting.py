@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from hf_mp.memory.models import ModelLike, find_config
 from hf_mp.memory.sizes import parse_size
 from hf_mp.memory.training import estimate_training_memory
@@ -32,7 +34,9 @@ class LargestBatch:
     memory_bytes: int
 
 
-def largest_batch_size(model: ModelLike, memory: str | int, precision: str = "fp16", **settings: Any) -> LargestBatch:
+def largest_batch_size(
+    model: ModelLike, memory: str | int, precision: str | torch.dtype = "fp16", **settings: Any
+) -> LargestBatch:
     """The largest batch whose training step fits in ``memory``; both it and the next one are estimated.
 
     Args:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from hf_mp.memory.footprint import Kind, ModuleBytes, TensorRow
+import torch
+
+from hf_mp.memory.footprint import Kind, MemoryFootprint, ModuleBytes, TensorRow
+from hf_mp.memory.precisions import PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,21 @@ def _folded(run: list[TensorRow]) -> FoldedRow:
         layers = before.rstrip(".").rpartition(".")[2]
         name = f"{before}{first} - {f'{layers}.' if layers else ''}{_split(run[-1].name)[1]}{after}"
     return FoldedRow(name, len(run), row.dtype, row.device, row.shape, sum(one.tensor_bytes for one in run))
+
+
+def kept_sentences(footprints: Mapping[str, MemoryFootprint]) -> list[str]:
+    """One sentence for each quantized precision that leaves stacked weights, of three dimensions, as they were."""
+    sentences = []
+    for precision, footprint in footprints.items():
+        rows = fold_parameters(footprint.rows) if PRECISIONS[precision].quantization else ()
+        if kept := [row for row in rows if len(row.shape) > 2 and getattr(torch, row.dtype).is_floating_point]:
+            share = sum(row.total_bytes for row in kept) / footprint.total_bytes
+            names = ", ".join(row.name for row in kept[:4]) + (f" and {len(kept) - 4} more" if len(kept) > 4 else "")
+            sentences.append(
+                f"{PRECISIONS[precision].label}: {share:.0%} of these bytes stay in {kept[0].dtype}. bitsandbytes "
+                f"quantizes the weights of linear layers, and these are stacked experts or the like: {names}"
+            )
+    return sentences
 
 
 def fold_tree(tree: ModuleBytes) -> ModuleBytes:

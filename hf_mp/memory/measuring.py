@@ -30,7 +30,7 @@ _PROCESS = Path("/proc/self")
 
 def measure_training_memory(
     model: ModelLike,
-    precision: str = "fp16",
+    precision: str | torch.dtype = "fp16",
     *,
     device: str | None = None,
     ask_allocator: bool | None = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +21,10 @@ from transformers.models.auto import modeling_auto
 from transformers.quantizers import AutoHfQuantizer
 
 from hf_mp.environment.libraries import first_line
+from hf_mp.memory.folding import kept_sentences
+from hf_mp.memory.footprint import memory_footprint
 from hf_mp.memory.precisions import bitsandbytes_config, parse_precision
+from hf_mp.policy import spell
 
 ModelLike = str | Path | PreTrainedConfig | PreTrainedModel
 
@@ -198,7 +202,11 @@ def skeleton(config: PreTrainedConfig, precision: str, *, double_quant: bool = F
 
 
 def load(
-    model_name_or_path: str | Path, precision: str = "fp32", *, double_quant: bool = False, **settings: Any
+    model_name_or_path: str | Path,
+    precision: str | torch.dtype = "fp32",
+    *,
+    double_quant: bool = False,
+    **settings: Any,
 ) -> PreTrainedModel:
     """Load a model through Transformers' ``from_pretrained`` in one of six precisions.
 
@@ -231,16 +239,22 @@ def load(
     config = find_config(model_name_or_path)
     offline = None if Path(model_name_or_path).exists() else ask_hub(str(model_name_or_path))
     try:
-        return model_class(config).from_pretrained(
+        model: PreTrainedModel = model_class(config).from_pretrained(
             str(model_name_or_path),
             dtype=chosen.dtype,
             **{"local_files_only": offline is not None, "trust_remote_code": False, **settings},
         )
     except OSError as error:
         if offline is None:
-            raise ValueError(f"{model_name_or_path} cannot be loaded: {first_line(error)}") from error
+            raise ValueError(
+                f"{model_name_or_path} cannot be loaded: {first_line(error)} `hf-mp memory --config-only` counts it "
+                "without its weights"
+            ) from error
         message = unknown_model(str(model_name_or_path), offline)
         raise ValueError(f"{message}; these have no weights: --config-only counts them all the same") from error
+    for sentence in kept_sentences({spell(precision): memory_footprint(model)}):
+        warnings.warn(sentence, stacklevel=2)
+    return model
 
 
 def replace_tensors(model: nn.Module, device: torch.device) -> nn.Module:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import BitsAndBytesConfig
 
-from hf_mp.policy import mixed_presets
+from hf_mp.environment.libraries import quiet_bitsandbytes
+from hf_mp.policy import mixed_presets, spell
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,15 @@ PRECISIONS: dict[str, LoadPrecision] = {
 }
 
 
-def parse_precision(precision: str) -> LoadPrecision:
+def parse_precision(precision: str | torch.dtype) -> LoadPrecision:
     """The entry of :data:`PRECISIONS`; raises ValueError with the allowed names."""
-    if precision not in PRECISIONS:
+    if spell(precision) not in PRECISIONS:
         raise ValueError(f"precision={precision!r} is not known for loading: use one of {', '.join(PRECISIONS)}")
-    return PRECISIONS[precision]
+    return PRECISIONS[spell(precision)]
 
 
 def bitsandbytes_config(
-    precision: str, double_quant: bool = False, device_map: Any = None
+    precision: str | torch.dtype, double_quant: bool = False, device_map: Any = None
 ) -> BitsAndBytesConfig | None:
     """Transformers' configuration for a quantized precision; None for the others."""
     quantization = parse_precision(precision).quantization
@@ -52,13 +53,14 @@ def bitsandbytes_config(
     return BitsAndBytesConfig(**quantization, **({"bnb_4bit_use_double_quant": True} if double_quant else {}))
 
 
-def check_bitsandbytes(precision: str, device_map: Any = None) -> None:
+def check_bitsandbytes(precision: str | torch.dtype, device_map: Any = None) -> None:
     """Raise ImportError if bitsandbytes is missing, ValueError if it does not support the device."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ImportError(
             f"precision={precision!r} needs bitsandbytes: pip install bitsandbytes, or use fp32, fp16 or bf16"
         )
-    import bitsandbytes
+    with quiet_bitsandbytes():
+        import bitsandbytes
 
     devices = device_map.values() if isinstance(device_map, dict) else [device_map]
     supported = bitsandbytes.supported_torch_devices
@@ -73,7 +75,7 @@ def check_bitsandbytes(precision: str, device_map: Any = None) -> None:
             )
 
 
-# Training: ours, FP32, the Trainer's own mixed precision, pure BF16, INT8 + LoRA
+# Training: ours, FP32, the Trainer's own mixed precision, pure BF16, quantized weights with LoRA
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,13 @@ TRAINING_PRESETS: dict[str, TrainingPreset] = {
         "hf_mp fp16-lean, 8-bit AdamW", policy="fp16-lean", optimizer="adamw_bnb_8bit"
     ),
     "int8-lora": TrainingPreset("INT8 + LoRA, hf_mp fp16", loaded="int8", policy="fp16", lora=True),
+    "nf4-lora": TrainingPreset("NF4 + LoRA (QLoRA), hf_mp fp16", loaded="nf4", policy="fp16", lora=True),
 }
 """What can be estimated and measured, by the value of ``precision``."""
 
 
-def parse_preset(name: str) -> TrainingPreset:
+def parse_preset(name: str | torch.dtype) -> TrainingPreset:
     """The entry of :data:`TRAINING_PRESETS`; raises ValueError with the allowed names."""
-    if name not in TRAINING_PRESETS:
+    if spell(name) not in TRAINING_PRESETS:
         raise ValueError(f"precision={name!r} is not known for training: use one of {', '.join(TRAINING_PRESETS)}")
-    return TRAINING_PRESETS[name]
+    return TRAINING_PRESETS[spell(name)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -104,7 +105,9 @@ def _footprint(model: ModelLike, config: Any, precision: str, config_only: bool)
         return memory_footprint(skeleton(config, precision), as_if_loaded=True)
     if not isinstance(model, (str, Path)):
         raise ValueError("a configuration has no weights to load: pass config_only=True, or a directory or name")
-    found = memory_footprint(load(model, precision))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the tables say it
+        found = memory_footprint(load(model, precision))
     gc.collect()
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -33,9 +33,11 @@ def parse_size(text: str | int) -> int:
     return size
 
 
-def in_mib(size_bytes: float) -> str:
-    """As ``486.70 MiB``, for tables whose rows are compared with each other."""
-    return f"{size_bytes / MIB:,.2f} MiB"
+def in_one_unit(sizes_bytes: Iterable[int]) -> list[str]:
+    """As ``486.70 MiB``, and all in GiB from 10 GiB on, for tables whose rows are compared with each other."""
+    sizes = list(sizes_bytes)
+    unit, name = (GIB, "GiB") if max(sizes, default=0) >= 10 * GIB else (MIB, "MiB")
+    return [f"{size / unit:,.2f} {name}" for size in sizes]
 
 
 def readable(size_bytes: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 from rich.box import SIMPLE_HEAD
@@ -10,36 +11,38 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from hf_mp.memory.folding import fold_parameters
+from hf_mp.memory.folding import fold_parameters, kept_sentences
 from hf_mp.memory.footprint import Kind, MemoryFootprint
 from hf_mp.memory.ledger import Category
 from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS
 from hf_mp.memory.report import MemoryReport, TrainingRow
-from hf_mp.memory.sizes import in_mib, readable
+from hf_mp.memory.sizes import in_one_unit, readable
 
-LOADED_HEADER = ("loaded in", "total", "parameters", "buffers", "quantization state", "get_memory_footprint()")
+LOADED_HEADER = ("loaded in", "total", "parameters", "buffers", "quantization state", "Transformers counts")
 TRAINING_HEADER = ("trained in", "peak", "in", *(category.value for category in Category))
 
 MEASURED_HEADER = ("trained in", "predicted", "measured", "difference", "allocator or process")
 FIT_HEADER = ("trained in", "this batch", "largest batch", "its peak")
 
+GAP = 2  # between columns
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 def loaded_rows(footprints: Mapping[str, MemoryFootprint]) -> list[tuple[str, ...]]:
     """One row for each precision, in the order of :data:`LOADED_HEADER`."""
-    rows = []
-    for precision, footprint in footprints.items():
-        kinds = [footprint.by_kind.get(kind, 0) for kind in (Kind.PARAMETER, Kind.BUFFER, Kind.QUANTIZATION_STATE)]
-        sizes = [footprint.total_bytes, *kinds, footprint.transformers_bytes]
-        rows.append((PRECISIONS[precision].label, *map(in_mib, sizes)))
-    return rows
+    kinds = (Kind.PARAMETER, Kind.BUFFER, Kind.QUANTIZATION_STATE)
+    columns = [
+        in_one_unit(found.total_bytes for found in footprints.values()),
+        *(in_one_unit(found.by_kind.get(kind, 0) for found in footprints.values()) for kind in kinds),
+        in_one_unit(found.transformers_bytes for found in footprints.values()),
+    ]
+    return list(zip((PRECISIONS[precision].label for precision in footprints), *columns, strict=True))
 
 
 def difference_rows(footprints: Mapping[str, MemoryFootprint]) -> list[tuple[str, ...]]:
-    """Precision, reason and size of every difference to ``get_memory_footprint()``."""
+    """Precision, size and reason of every difference to ``get_memory_footprint()``."""
     return [
-        (PRECISIONS[precision].label, one.reason, f"{one.size_bytes:+,} B")
+        (PRECISIONS[precision].label, f"{one.size_bytes:+,} B", one.reason)
         for precision, footprint in footprints.items()
         for one in footprint.differences
     ]
@@ -116,27 +119,29 @@ def communication_rows(report: MemoryReport) -> list[tuple[str, ...]]:
 
 
 @group()
-def render(report: MemoryReport) -> Iterator[RenderableType]:
+def render(report: MemoryReport, width: int) -> Iterator[RenderableType]:
+    """The tables of a report; columns for which ``width`` characters are too few follow in a table below."""
     yield Text(
         f"{report.model}: {report.architecture}, {report.parameters:,} parameters, from its {report.counted_from}"
     )
-    yield _table("Loaded", LOADED_HEADER, loaded_rows(report.footprints))
+    yield from _tables("Loaded", LOADED_HEADER, loaded_rows(report.footprints), width)
+    yield from map(Text, kept_sentences(report.footprints))
     if rows := difference_rows(report.footprints):
-        yield _table(
-            "Bytes that get_memory_footprint() counts differently", ("loaded in", "reason", "difference"), rows
-        )
+        title = "Bytes that get_memory_footprint() counts differently"
+        yield from _tables(title, ("loaded in", "difference", "reason"), rows, width)
     rows = parameter_rows(report.footprints)
     devices = ", ".join(sorted({row[2] for row in rows}))
-    shown = [(row[0], *(_SHORT.get(cell, cell) for cell in row[3:])) for row in rows]
+    left = width - (len("uint8") + GAP) * len(report.footprints)
+    shown = [(_at_dots(row[0], left), *(_SHORT.get(cell, cell) for cell in row[3:])) for row in rows]
     header = ("parameter", *(PRECISIONS[precision].label for precision in report.footprints))
-    yield _table(f"Dtype of each parameter (device: {devices})", header, shown, numbers=False)
+    yield from _tables(f"Dtype of each parameter (device: {devices})", header, shown, width, numbers=False)
     if report.training:
-        yield from _training_parts(report)
+        yield from _training_parts(report, width)
     for name, reason in report.unavailable.items():
         yield Text(f"{name} is missing: {reason}")
 
 
-def _training_parts(report: MemoryReport) -> Iterator[RenderableType]:
+def _training_parts(report: MemoryReport, width: int) -> Iterator[RenderableType]:
     first = next(iter(report.training.values())).estimate
     s = first.settings
     place = "a GPU" if first.device == "cuda" else "a CPU"
@@ -147,24 +152,62 @@ def _training_parts(report: MemoryReport) -> Iterator[RenderableType]:
     # Terminals are narrow: presets are columns, categories are rows.
     header = ("at the peak", *(TRAINING_PRESETS[preset].label for preset in report.training))
     rows = list(zip(TRAINING_HEADER, *training_rows(report.training), strict=True))[1:]
-    yield _table(title, header, rows)
+    yield from _tables(title, header, rows, width)
     if rows := communication_rows(report):
-        yield _table("Sent by each rank in a step, which receives as much", ("", *header[1:]), rows)
+        yield from _tables("Sent by each rank in a step, which receives as much", ("", *header[1:]), rows, width)
     if first.device == "cuda":
         yield Text("Predicted for a GPU; not measured on a GPU yet. CUDA's context and fragmentation are not included.")
     if rows := measured_rows(report.training):
-        yield _table("Predicted and measured", MEASURED_HEADER, rows)
+        yield from _tables("Predicted and measured", MEASURED_HEADER, rows, width)
     if report.gpu_bytes is not None and (rows := fit_rows(report)):
-        yield _table(f"In {readable(report.gpu_bytes)}", FIT_HEADER, rows)
+        yield from _tables(f"In {readable(report.gpu_bytes)}", FIT_HEADER, rows, width)
 
 
-def _table(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]], numbers: bool = True) -> RenderableType:
+def _tables(
+    title: str, header: tuple[str, ...], rows: list[tuple[str, ...]], width: int, numbers: bool = True
+) -> Iterator[RenderableType]:
+    """One table, or several with the same first column: no cell is narrower than its longest word."""
+    widths = [max(map(_longest_word, cells)) for cells in zip(header, *rows, strict=True)]
+    widths[0] = max(len(line) for row in rows for line in row[0].splitlines()) if rows else widths[0]
+    shown: list[int] = []
+    for index in range(1, len(header)):
+        if shown and widths[0] + sum(widths[one] + GAP for one in (*shown, index)) > width:
+            yield _table(title, header, rows, shown, numbers)
+            title, shown = "", []
+        shown.append(index)
+    yield _table(title, header, rows, shown, numbers)
+
+
+def _longest_word(cell: str) -> int:
+    # a number and its unit stay together
+    return len(cell) if cell[:1].isdigit() else max(map(len, cell.split()), default=0)
+
+
+def _table(
+    title: str, header: tuple[str, ...], rows: list[tuple[str, ...]], shown: list[int], numbers: bool
+) -> RenderableType:
     table = Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
+        title=title or None,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
-    for index, name in enumerate(header):
-        right = numbers and index > 0
-        table.add_column(Text(name), justify="right" if right else "left", overflow="fold", no_wrap=not index)
+    table.add_column(Text(header[0]), no_wrap=True)
+    for index in shown:
+        right = numbers and any(row[index][:1] in "+-0123456789" for row in rows)
+        table.add_column(Text(header[index]), justify="right" if right else "left")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(row[index]) for index in (0, *shown)))
     return Padding(table, (1, 0, 0, 0))
+
+
+def _at_dots(name: str, width: int) -> str:
+    """A name in lines of at most ``width`` characters that end at its dots, where there are enough of them."""
+    lines = [""]
+    for part in re.findall(r"[^.]+\.?", name):
+        if lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append("  ")
+        lines[-1] += part
+    return "\n".join(lines)

@@ -21,6 +21,7 @@ from transformers.utils import import_utils
 
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.nested import tensors_in
+from hf_mp.environment.libraries import quiet_bitsandbytes
 from hf_mp.memory.fake_tensors import STAND_IN, AnswerAsIfAllWentWell, kernels_of_a_gpu
 from hf_mp.memory.ledger import Category, Phase, StepProfile, profile_step
 from hf_mp.memory.models import ModelLike, find_config, replace_tensors, skeleton
@@ -28,7 +29,7 @@ from hf_mp.memory.parallel import Collective, CommunicationRecorder, Parallel, S
 from hf_mp.memory.precisions import TrainingPreset, parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.sizes import largest_first, readable
-from hf_mp.policy import PrecisionPolicy
+from hf_mp.policy import PrecisionPolicy, spell
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.optimizer import MasterWeightOptimizer
 from hf_mp.weights.optimizer_in_backward import FreeGradients, check_free_gradients
@@ -109,7 +110,7 @@ class Trainee:
 
 def estimate_training_memory(
     model: ModelLike,
-    precision: str = "fp16",
+    precision: str | torch.dtype = "fp16",
     *,
     batch_size: int = 1,
     seq_len: int | None = None,
@@ -216,7 +217,7 @@ def _fake_tensors(device: torch.device) -> Iterator[None]:
 
 def make_settings(
     config: PreTrainedConfig,
-    precision: str,
+    precision: str | torch.dtype,
     *,
     seq_len: int | None = None,
     optimizer: str | None = None,
@@ -229,7 +230,7 @@ def make_settings(
     if seq_len is None:
         seq_len = min(positions or 1024, 1024)
     asked = TrainingSettings(
-        precision, batch_size, seq_len, optimizer=optimizer or preset.optimizer or DEFAULT_OPTIMIZER, **settings
+        spell(precision), batch_size, seq_len, optimizer=optimizer or preset.optimizer or DEFAULT_OPTIMIZER, **settings
     )
     for name, least in {"batch_size": 1, "accumulation_steps": 1, "seq_len": 2}.items():
         value = getattr(asked, name)
@@ -295,16 +296,17 @@ def _forward(model: nn.Module, preset: TrainingPreset, device: torch.device) -> 
 def _with_adapters(model: PreTrainedModel, gradient_checkpointing: bool) -> nn.Module:
     """A frozen, quantized model with LoRA adapters, as in peft's guide to quantization."""
     try:
-        from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+        with quiet_bitsandbytes():
+            from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
     except ImportError as error:
-        raise ImportError("INT8 + LoRA needs peft: pip install peft, or choose another precision") from error
+        raise ImportError("LoRA needs peft: pip install peft, or choose another precision") from error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of Transformers, about a name that peft reads
         prepared = prepare_model_for_kbit_training(model, use_gradient_checkpointing=gradient_checkpointing)
-    try:
-        return get_peft_model(prepared, LoraConfig())
-    except ValueError:  # peft knows no usual layers for this architecture
-        return get_peft_model(prepared, LoraConfig(target_modules="all-linear"))
+        try:
+            return get_peft_model(prepared, LoraConfig())
+        except ValueError:  # peft knows no usual layers for this architecture
+            return get_peft_model(prepared, LoraConfig(target_modules="all-linear"))
 
 
 def make_batch(kind: type[PreTrainedModel], settings: TrainingSettings, device: torch.device) -> dict[str, Tensor]:
@@ -325,7 +327,8 @@ def make_batch(kind: type[PreTrainedModel], settings: TrainingSettings, device: 
 
 def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimizer:
     """The Trainer's optimizer for ``TrainingArguments(optim=name)``, with its two parameter groups."""
-    from transformers import Trainer
+    with quiet_bitsandbytes():
+        from transformers import Trainer
 
     try:
         args = _arguments_of_optimizer(name)

@@ -5,6 +5,7 @@ The rules are in :mod:`hf_mp.scaling.rules`, the methods of ``torch.amp.GradScal
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import sys
@@ -238,6 +239,13 @@ def _listed(names: Sequence[str], limit: int = 5) -> str:
     return f" (not finite: {', '.join(names[:limit])}{more})"
 
 
+def _check_device(device: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # of a name that is none
+        if device is None or isinstance(device, torch.device) or (isinstance(device, str) and torch.device(device)):
+            return
+    raise TypeError(f"device={device!r} is no device: write init_scale={device!r}, if that is the scale")
+
+
 def _warn(message: str) -> None:
     """A warning at the first line outside this package, so that Python's filters show it once for each such line."""
     level, frame = 1, sys._getframe()
@@ -280,6 +288,7 @@ class DynamicLossScaler(LossScaler[DynamicState]):
                    if tracker == growth_interval: scale *= growth_factor; tracker = 0
 
     Args:
+        device: for the signature of ``torch.amp.GradScaler``: the scale follows each loss to its device. Default None.
         init_scale: scale of the first step; default 2**16.
         growth_factor: at least 1, with which the scale never grows; default 2.
         backoff_factor: below 1; default 0.5.
@@ -301,14 +310,17 @@ class DynamicLossScaler(LossScaler[DynamicState]):
 
     Raises:
         ValueError: for settings outside these ranges.
+        TypeError: for a ``device`` that is none.
     """
 
     def __init__(
         self,
+        device: str | torch.device | None = None,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
+        enabled: bool = True,
         *,
         hysteresis: int = 1,
         consecutive_hysteresis: bool = False,
@@ -316,8 +328,8 @@ class DynamicLossScaler(LossScaler[DynamicState]):
         min_scale: float = 1.0,
         max_scale: float | None = None,
         max_consecutive_skips: int = 50,
-        enabled: bool = True,
     ) -> None:
+        _check_device(device)
         settings = DynamicSettings(
             init_scale, growth_factor, backoff_factor, growth_interval, hysteresis, consecutive_hysteresis,
             growth_delay, min_scale, max_scale,

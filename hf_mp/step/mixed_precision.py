@@ -60,7 +60,7 @@ class MixedPrecision:
 
     def __init__(
         self,
-        policy: PrecisionPolicy | str = "fp16",
+        policy: PrecisionPolicy | torch.dtype | str = "fp16",
         *,
         loss_scaler: LossScaler[Any] | None = None,
         tables: TableName = "compact",
@@ -298,7 +298,7 @@ class MixedPrecision:
 
 
 def prepare(
-    model: nn.Module, optimizer: Optimizer, precision: PrecisionPolicy | str = "fp16", **settings: Any
+    model: nn.Module, optimizer: Optimizer, precision: PrecisionPolicy | torch.dtype | str = "fp16", **settings: Any
 ) -> tuple[nn.Module, Optimizer]:
     """Mixed precision for a plain loop: attach a policy to a model and its optimizer.
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, get_args
 
+import torch
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from hf_mp.policy import PRESETS, PrecisionPolicy, parse_loss_scale
+from hf_mp.policy import PRESETS, PrecisionPolicy, parse_loss_scale, spell
 from hf_mp.scaling.rules import RULES, STATIC
 from hf_mp.trainer.checkpoints.crash_safe_trainer import SAVE_FAILURES
 from hf_mp.trainer.refusals import refuse_other_precision
@@ -33,7 +34,7 @@ class MixedPrecisionArguments(TrainingArguments):
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [  # type: ignore[misc]
         *TrainingArguments._VALID_DICT_FIELDS,
-        "loss_scale_kwargs",
+        "loss_scaler_settings",
     ]
 
     precision: str = _option(
@@ -46,7 +47,7 @@ class MixedPrecisionArguments(TrainingArguments):
         f"{', '.join(f'{rule.name} ({rule.summary})' for rule in RULES.values())}, none, or a number "
         f"({STATIC.summary}). Not given: what the precision says.",
     )
-    loss_scale_kwargs: dict[str, Any] | str | None = _option(  # noqa: RUF009
+    loss_scaler_settings: dict[str, Any] | str | None = _option(  # noqa: RUF009
         None, 'Settings of the loss scaler as JSON, e.g. \'{"init_scale": 4096, "headroom": 4}\'.'
     )
     free_gradients: str = _option(
@@ -87,7 +88,11 @@ class MixedPrecisionArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.precision, torch.dtype):  # it is saved as text
+            self.precision = spell(self.precision)
         super().__post_init__()
+        if not torch.accelerator.is_available():
+            self.dataloader_pin_memory = False  # torch warns, and pins nothing
         settings = SessionSettings.of(self, None, {})
         if self.save_failure not in SAVE_FAILURES:
             raise ValueError(f"save_failure={self.save_failure!r}: choose one of {', '.join(SAVE_FAILURES)}")
@@ -95,7 +100,7 @@ class MixedPrecisionArguments(TrainingArguments):
         if policy.is_mixed:
             settings.make_scaler()  # refuse wrong settings now
         else:
-            if self.loss_scale is not None or self.loss_scale_kwargs:
+            if self.loss_scale is not None or self.loss_scaler_settings:
                 logger.warning("loss_scale has no effect with precision='fp32': nothing is scaled")
             if settings.records:
                 logger.warning("histogram_steps and precision_report have no effect with precision='fp32'")
@@ -112,8 +117,3 @@ class MixedPrecisionArguments(TrainingArguments):
         """The policy that ``precision`` and ``loss_scale`` name."""
         policy = PrecisionPolicy.parse(self.precision)
         return policy if self.loss_scale is None else replace(policy, loss_scale=parse_loss_scale(self.loss_scale))
-
-    @property
-    def loss_scaler_settings(self) -> dict[str, Any]:
-        """Keyword arguments for the loss scaler."""
-        return dict(self.loss_scale_kwargs or {})  # type: ignore[arg-type]

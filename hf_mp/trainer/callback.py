@@ -18,6 +18,7 @@ from hf_mp.policy import PrecisionPolicy
 from hf_mp.trainer.calling_trainer import calling_trainer, come_first
 from hf_mp.trainer.checkpoints.in_place import InPlaceSaves, checkpoint_of, clear_up, refuse_damaged
 from hf_mp.trainer.checkpoints.manifest import finish
+from hf_mp.trainer.model_card import extend_card
 from hf_mp.trainer.refusals import (
     refuse_late_masters,
     refuse_lean,
@@ -66,7 +67,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
 
     def __init__(
         self,
-        precision: str | PrecisionPolicy | None = None,
+        precision: str | torch.dtype | PrecisionPolicy | None = None,
         *,
         loss_scaler_settings: Mapping[str, Any] | None = None,
         tables: TableName = "compact",
@@ -192,8 +193,8 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
 
     def _come_first(self, trainer: Trainer | None) -> None:
         if trainer is not None:
-            self._callbacks = trainer.callback_handler.callbacks
-            come_first(self, self._callbacks)
+            self._callbacks = come_first(self, trainer)
+            extend_card(trainer, self)
         elif not self._warned_of_order:
             self._warned_of_order = True
             logger.warning("not called by a Trainer: reporters before this callback will not see the loss scale")

@@ -18,15 +18,20 @@ def calling_trainer(callback: TrainerCallback) -> Trainer | None:
     return None
 
 
-def come_first(callback: TrainerCallback, callbacks: list[TrainerCallback]) -> None:
+def come_first(callback: TrainerCallback, trainer: Trainer) -> list[TrainerCallback]:
     """Move to the front of a Trainer's callbacks, so that those which report see what this one adds to the logs.
+
+    Returns:
+        The Trainer's callbacks.
 
     Raises:
         ValueError: for a second one of its class.
     """
+    callbacks = trainer.callback_handler.callbacks
     if sum(isinstance(other, type(callback)) for other in callbacks) > 1:
         raise ValueError(
             f"this Trainer has more than one {type(callback).__name__}, and a loss can be scaled only once: leave one"
         )
     callbacks.remove(callback)
     callbacks.insert(0, callback)
+    return callbacks

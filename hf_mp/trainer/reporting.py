@@ -22,7 +22,7 @@ logger = logging.get_logger(__name__)
 _SETTINGS = """
     optim learning_rate weight_decay max_grad_norm lr_scheduler_type warmup_steps per_device_train_batch_size
     gradient_accumulation_steps gradient_checkpointing num_train_epochs max_steps seed torch_compile world_size
-    loss_scale loss_scale_kwargs
+    loss_scale loss_scaler_settings
 """
 
 

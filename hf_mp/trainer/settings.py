@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 
 from hf_mp.casting.rules import Rules
@@ -41,7 +42,7 @@ class SessionSettings:
 
     @classmethod
     def of(
-        cls, args: TrainingArguments, precision: str | PrecisionPolicy | None, given: Mapping[str, Any]
+        cls, args: TrainingArguments, precision: str | torch.dtype | PrecisionPolicy | None, given: Mapping[str, Any]
     ) -> SessionSettings:
         """What is ``given`` and not None, else what ``args`` say (``MixedPrecisionArguments``), else the default."""
         said = {entry.name: getattr(args, entry.name) for entry in fields(cls) if hasattr(args, entry.name)}
@@ -49,7 +50,7 @@ class SessionSettings:
         policy = own if precision is None and own is not None else PrecisionPolicy.parse(precision or "fp16")
         if precision is not None and (loss_scale := getattr(args, "loss_scale", None)) is not None:
             policy = replace(policy, loss_scale=parse_loss_scale(loss_scale))
-        return cls(**{**said, "policy": policy, **without_none(given)})
+        return cls(**{**without_none(said), "policy": policy, **without_none(given)})
 
     def __post_init__(self) -> None:
         check_histogram_steps(self.histogram_steps)

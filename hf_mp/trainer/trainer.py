@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -19,6 +20,7 @@ from hf_mp.scaling.scalers import LossScaleError
 from hf_mp.trainer.arguments import MixedPrecisionArguments
 from hf_mp.trainer.callback import MixedPrecisionCallback
 from hf_mp.trainer.checkpoints.crash_safe_trainer import CrashSafe
+from hf_mp.trainer.model_card import add_to_card
 from hf_mp.trainer.refusals import refuse_other_precision
 from hf_mp.trainer.relative_step import read_learning_rate_from_state
 from hf_mp.trainer.session import OfSession, TrainerSession
@@ -69,7 +71,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
         model: nn.Module | None = None,
         args: TrainingArguments | None = None,
         *positional: Any,
-        precision: str | PrecisionPolicy | None = None,
+        precision: str | torch.dtype | PrecisionPolicy | None = None,
         tables: TableName = "compact",
         rules: Rules | None = None,
         **named: Any,
@@ -158,6 +160,11 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the stock Trainer's; training logs also carry ``loss_scale`` and ``skipped_steps``."""
         super().log({**logs, **self.session.log_entries(logs)}, *args, **kwargs)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """As the stock Trainer's, with a section on precision: loss scaling, skipped steps, memory by dtype."""
+        super().create_model_card(*args, **kwargs)
+        add_to_card(self, self.session)
 
     def add_callback(self, callback: Any) -> None:
         """As the stock Trainer's; refuses a :class:`MixedPrecisionCallback`."""

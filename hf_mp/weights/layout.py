@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,8 @@ from hf_mp.weights.transient_copies import TransientCopies
 from hf_mp.weights.wire import Arrivals, Runtime, send_as_before, send_in_16_bits
 from hf_mp.weights.working_copies import WorkingCopies, is_parameter
 
+logger = logging.getLogger(__name__)
+
 
 class WeightLayout:
     """How the weights of one model are stored while mixed precision is attached: FP32 masters with working copies.
@@ -45,15 +48,19 @@ class WeightLayout:
     @torch.no_grad()
     def prepare(self, model: nn.Module) -> None:
         """Give the trainable parameters of ``model`` FP32 masters where they have none; called before each forward."""
-        converted = False
+        grown: list[Tensor] = []
         for parameter in parameters_of(model):
             if parameter.requires_grad and parameter.dtype in LOWER_PRECISION_DTYPES:
+                grown.append(parameter.data)
                 parameter.data = parameter.data.float()
-                converted = True
-        if converted:  # running statistics of a model loaded in FP16 would swamp their updates, as weights would
+        if grown:  # running statistics of a model loaded in FP16 would swamp their updates, as weights would
             for buffer in model.buffers():
                 if buffer.dtype in LOWER_PRECISION_DTYPES:
                     buffer.data = buffer.data.float()
+            logger.warning(
+                f"{len(grown)} trained parameters of {type(model).__name__} came in {str(grown[0].dtype)[6:]} and are "
+                f"FP32 master weights from now on: they take {sum(one.nbytes for one in grown) / 2**20:,.0f} MiB more"
+            )
 
     def working_copy(self, weight: Tensor) -> Tensor | None:
         """What lower-precision ops read in the place of ``weight``, without grad; None where they cast it."""

@@ -304,7 +304,7 @@ def test_an_attached_model_has_the_gradients_of_eager(
 def test_another_loss_scale_needs_no_compiling_and_changes_no_gradient(
     gpt2: GPT2LMHeadModel, batch: dict[str, Tensor]
 ) -> None:
-    runtime = MixedPrecision("fp16", loss_scaler=DynamicLossScaler(2.0**10))
+    runtime = MixedPrecision("fp16", loss_scaler=DynamicLossScaler("cpu", 2.0**10))
     runtime.attach(gpt2)
     optimizer = runtime.attach_optimizer(torch.optim.SGD(gpt2.parameters(), lr=0.1))
     compiled = torch.compile(gpt2, backend="aot_eager")

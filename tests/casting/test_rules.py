@@ -166,10 +166,15 @@ class TestErrors:
         with pytest.raises(TypeError, match=r"rules are for torch functions and module names, and .* is neither"):
             autocast(rules={key: "fp32"})
 
-    @pytest.mark.parametrize("rule", ["fp16", "FP32", "", None, FP32])
+    @pytest.mark.parametrize("rule", ["fp16", "FP61", "", None, FP16])
     def test_a_rule_that_is_not_known(self, rule: Any) -> None:
         with pytest.raises(ValueError, match=r"is not known: use 'fp32', 'lower_precision', 'widest', 'unlisted'"):
             autocast(rules={torch.softmax: rule})
+
+    @pytest.mark.parametrize("rule", ["FP32", "float32", FP32])
+    def test_other_spellings_of_fp32(self, rule: Any) -> None:
+        with autocast(rules={torch.mm: rule, "0": rule}, model=nn.Sequential(nn.Linear(2, 2))):
+            assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is FP32
 
     def test_modules_know_fp32_alone(self) -> None:
         with pytest.raises(ValueError, match=r"rule '0': 'widest' is not known for modules: use 'fp32'"):

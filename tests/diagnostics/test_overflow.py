@@ -152,7 +152,7 @@ def test_a_loss_that_is_not_finite_is_explained_from_the_first_step_on() -> None
 
 
 def test_a_dynamic_scaler_that_tries_a_higher_scale_is_left_alone() -> None:
-    loop = Loop(scaler=DynamicLossScaler(2.0**30, growth_interval=2))
+    loop = Loop(scaler=DynamicLossScaler("cpu", 2.0**30, growth_interval=2))
     while loop.step(vectors(0)):
         pass
     assert loop.reports == []

@@ -181,6 +181,13 @@ def test_no_run_is_an_error_that_names_what_was_looked_for(tmp_path: Path) -> No
         read_run(tmp_path / "nowhere")
 
 
+def test_a_stock_run_is_not_denied_its_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-7").mkdir()
+    (tmp_path / "checkpoint-7/trainer_state.json").write_text(json.dumps({"log_history": [{"step": 5, "loss": 2.0}]}))
+    with pytest.raises(NoRunError, match=r"checkpoint-7/trainer_state\.json logged no loss_scale \(a Trainer without"):
+        read_run(tmp_path)
+
+
 def test_an_empty_log_is_a_run_of_which_everything_is_missing(tmp_path: Path) -> None:
     (tmp_path / LOG_NAME).touch()
     assert f"{LOG_NAME} is empty" in read_run(tmp_path).missing

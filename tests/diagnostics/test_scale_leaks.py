@@ -39,7 +39,7 @@ def with_hidden_features(model: Body) -> Any:
     return loss
 
 
-@pytest.mark.parametrize("scaler", [StaticLossScaler(1024.0), DynamicLossScaler(2.0**24)])
+@pytest.mark.parametrize("scaler", [StaticLossScaler(1024.0), DynamicLossScaler("cpu", 2.0**24)])
 @pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
 def test_a_model_without_leaks_passes_and_is_left_as_it_was(precision: str, scaler: Any) -> None:
     model = Body()

@@ -36,7 +36,7 @@ def test_which_skips_are_expected(state: ScalerState, smallest: float, clean: fl
     "scaler",
     [
         StaticLossScaler(8.0, max_consecutive_skips=5),
-        DynamicLossScaler(2.0**6, max_consecutive_skips=3),
+        DynamicLossScaler("cpu", 2.0**6, max_consecutive_skips=3),
         HeadroomLossScaler(max_consecutive_skips=2),
     ],
     ids=["static", "dynamic", "headroom"],

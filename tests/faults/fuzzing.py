@@ -259,8 +259,8 @@ def path(mutator: Mutator) -> None:
 
 
 ARGUMENTS = {"output_dir": "x", "precision": "fp16", "loss_scale": "dynamic", "save_failure": "stop", "max_steps": 3}
-ARGUMENTS |= {"loss_scale_kwargs": {"init_scale": 16}, "handle_preemption": False, "use_cpu": True, "report_to": []}
-OURS = ("precision", "loss_scale", "loss_scale_kwargs", "save_failure")
+ARGUMENTS |= {"loss_scaler_settings": {"init_scale": 16}, "handle_preemption": False, "use_cpu": True, "report_to": []}
+OURS = ("precision", "loss_scale", "loss_scaler_settings", "save_failure")
 
 
 def config(mutator: Mutator) -> None:

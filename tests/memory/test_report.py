@@ -1,19 +1,35 @@
+import io
 import json
 import os
+import re
 import time
+import warnings
+from dataclasses import replace
 
 import pytest
+from rich.console import Console
+from transformers import GPT2Config, MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
 
 from hf_mp import cli
 from hf_mp.memory import command as command_module
 from hf_mp.memory import report as report_module
+from hf_mp.memory.folding import kept_sentences
 from hf_mp.memory.footprint import memory_footprint
 from hf_mp.memory.html_page import check_writable, write_whole
-from hf_mp.memory.models import skeleton
+from hf_mp.memory.models import load, skeleton
 from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS
 from hf_mp.memory.report import as_json, gather_report
-from hf_mp.memory.tables import fit_rows, loaded_rows, measured_rows, parameter_rows, training_rows
+from hf_mp.memory.tables import (
+    LOADED_HEADER,
+    TRAINING_HEADER,
+    fit_rows,
+    loaded_rows,
+    measured_rows,
+    parameter_rows,
+    render,
+    training_rows,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -128,6 +144,55 @@ def test_the_command_prints_tables(saved):
     for words in ("Loaded", "INT8", "transformer.h.0 - h.1.ln_1.weight", "One training step on a GPU", "In 1.00 GiB"):
         assert words in result.stdout
     assert "not measured on a GPU yet" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "hf-mp memory: predicting a training step in hf_mp fp16 (1 of 1) ...\n" in result.stderr
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_no_table_is_wider_than_the_screen_and_no_word_is_broken(report, width):
+    training = dict.fromkeys(TRAINING_PRESETS, report.training["fp32"])
+    console = Console(width=width, file=io.StringIO())
+    console.print(render(replace(report, training=training), width))
+    text = console.file.getvalue()
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert max(map(len, lines)) <= width
+    words = set(text.replace("\n", " ").split())
+    for labels in (*(preset.label for preset in TRAINING_PRESETS.values()), *TRAINING_HEADER[1:], *LOADED_HEADER):
+        assert set(labels.split()) <= words
+    assert "backward" in words and (width < 80 or "transformer.ln_f.weight" in words)
+
+
+def test_the_name_of_a_parameter_is_broken_at_its_dots():
+    config = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=101, n_positions=32)
+    console = Console(width=60, file=io.StringIO())
+    console.print(render(gather_report(config, config_only=True), 60))
+    names = re.sub(r" +(fp32 .*)?\n", "\n", console.file.getvalue())
+    assert "\ntransformer.h.0.\n  attn.c_attn.\n  weight\n" in names
+
+
+def test_large_sizes_are_in_gib_and_experts_that_stay_in_16_bits_are_named():
+    found = gather_report(MixtralConfig(), config_only=True, precisions=("fp32", "nf4"))
+    assert loaded_rows(found.footprints)[0][1] == "173.98 GiB"
+    (sentence,) = kept_sentences(found.footprints)
+    assert sentence.startswith("NF4: 99% of these bytes stay in float16")
+    assert "model.layers.0 - layers.31.mlp.experts.gate_up_proj" in sentence
+
+
+def test_loading_such_a_model_says_it_too(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    MixtralForCausalLM(MixtralConfig(num_hidden_layers=1, vocab_size=128, **sizes)).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"NF4: \d+% of these bytes stay in float16.*experts.gate_up_proj"):
+        load(tmp_path, "nf4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        load(tmp_path, "FP16")
+
+
+def test_a_directory_without_weights_is_told_the_way_out(tmp_path):
+    GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
+    result = run(tmp_path)
+    assert result.exit_code == 2
+    assert re.search(r"cannot be loaded: .*`hf-mp memory --config-only` counts it", result.output.replace("\n", " "))
 
 
 def test_the_command_prints_json_alone(saved):
@@ -180,8 +245,6 @@ def test_the_command_is_quick_and_importing_hf_mp_stays_free_of_it():
     ids=["name", "decimal", "no size", "seq_len", "batch", "precision", "optimizer", "device", "both", "parent", "dir"],
 )
 def test_bad_input_ends_in_one_line_and_nothing_is_written(flags, message, tmp_path, monkeypatch):
-    import re
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("hf_mp.memory.models.ask_hub", lambda name: ConnectionError("no network"))
     result = run(*flags)
@@ -230,7 +293,7 @@ def test_a_person_who_waits_is_told_what_is_done(saved):
 
 
 @pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
-def test_the_progress_line_is_for_terminals_alone(monkeypatch, capsys, terminal):
+def test_the_progress_is_on_stderr(monkeypatch, capsys, terminal):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
@@ -239,4 +302,5 @@ def test_the_progress_line_is_for_terminals_alone(monkeypatch, capsys, terminal)
         time.sleep(0.3 if terminal else 0.0)  # it is drawn some times a second
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert ("measuring a training step in FP16" in captured.err) == terminal
+    assert "measuring a training step in FP16" in captured.err
+    assert ("\x1b" in captured.err) == terminal

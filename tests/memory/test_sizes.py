@@ -1,6 +1,6 @@
 import pytest
 
-from hf_mp.memory.sizes import in_mib, largest_first, parse_size, readable
+from hf_mp.memory.sizes import in_one_unit, largest_first, parse_size, readable
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,9 @@ def test_sizes_are_written_in_1024_based_units():
     assert [readable(size) for size in (0, 1023, 1024, 2**20, 3 * 2**29, 2**40)] == [
         "0 B", "1,023 B", "1.00 KiB", "1.00 MiB", "1.50 GiB", "1.00 TiB",
     ]  # fmt: skip
-    assert in_mib(497759232) == "474.70 MiB"
+    assert in_one_unit([497759232, 512]) == ["474.70 MiB", "0.00 MiB"]
+    assert in_one_unit([178157 * 2**20, 497759232]) == ["173.98 GiB", "0.46 GiB"]
+    assert in_one_unit([]) == []
 
 
 def test_named_sizes_come_in_one_line():

@@ -70,7 +70,7 @@ def test_optimizers_are_those_of_training_arguments(name):
 FEW = {
     *(("gpt2-4", precision) for precision in TRAINING_PRESETS),
     *(("gpt2-12", precision) for precision in ("fp32", "fp16-lean")),
-    *(("llama", precision) for precision in ("fp32", "fp16", "int8-lora")),
+    *(("llama", precision) for precision in ("fp32", "fp16", "int8-lora", "nf4-lora")),
     *(("bert", precision) for precision in ("fp16", "bf16-lean")),
 }
 CASES = [

@@ -129,41 +129,41 @@ class GradScaler:
 PAIRS: dict[str, tuple[Callable[[], Rule], Callable[[], DynamicLossScaler]]] = {
     "DeepSpeed": (
         lambda: DeepSpeed(2.0**8, 3),
-        lambda: DynamicLossScaler(2.0**8, growth_interval=3, growth_delay=1),
+        lambda: DynamicLossScaler("cpu", 2.0**8, growth_interval=3, growth_delay=1),
     ),
     "DeepSpeed, min_loss_scale 0.25": (
         lambda: DeepSpeed(2.0**4, 2, 0.25),
-        lambda: DynamicLossScaler(2.0**4, growth_interval=2, growth_delay=1, min_scale=0.25),
+        lambda: DynamicLossScaler("cpu", 2.0**4, growth_interval=2, growth_delay=1, min_scale=0.25),
     ),
     **{
         f"DeepSpeed, hysteresis {hysteresis}, consecutive {consecutive}": (
             lambda h=hysteresis, c=consecutive: DeepSpeedWithHysteresis(2.0**8, 3, h, c),
             lambda h=hysteresis, c=consecutive: DynamicLossScaler(
-                2.0**8, growth_interval=3, hysteresis=h, consecutive_hysteresis=c
+                "cpu", 2.0**8, growth_interval=3, hysteresis=h, consecutive_hysteresis=c
             ),
         )
         for hysteresis, consecutive in itertools.product((1, 2, 4), (False, True))
     },
     "Apex": (
         lambda: Apex(2.0**16, 4),
-        lambda: DynamicLossScaler(2.0**16, growth_interval=4, min_scale=0, max_scale=2.0**24),
+        lambda: DynamicLossScaler("cpu", 2.0**16, growth_interval=4, min_scale=0, max_scale=2.0**24),
     ),
     "Apex, min_loss_scale 128": (
         lambda: Apex(2.0**16, 4, floor=128.0),
-        lambda: DynamicLossScaler(2.0**16, growth_interval=4, min_scale=128, max_scale=2.0**24),
+        lambda: DynamicLossScaler("cpu", 2.0**16, growth_interval=4, min_scale=128, max_scale=2.0**24),
     ),
-    "jmp": (lambda: Jmp(2.0**10, 3), lambda: DynamicLossScaler(2.0**10, growth_interval=3)),
+    "jmp": (lambda: Jmp(2.0**10, 3), lambda: DynamicLossScaler("cpu", 2.0**10, growth_interval=3)),
     "jmp, factor 4, floor 2": (
         lambda: Jmp(2.0**10, 2, 4, 2.0),
-        lambda: DynamicLossScaler(2.0**10, 4.0, 0.25, 2, min_scale=2.0),
+        lambda: DynamicLossScaler("cpu", 2.0**10, 4.0, 0.25, 2, min_scale=2.0),
     ),
     "GradScaler": (
         lambda: GradScaler(2.0**16, 2.0, 0.5, 5),
-        lambda: DynamicLossScaler(2.0**16, growth_interval=5, min_scale=0),
+        lambda: DynamicLossScaler("cpu", 2.0**16, growth_interval=5, min_scale=0),
     ),
     "GradScaler, growth_interval 1": (
         lambda: GradScaler(2.0**3, 2.0, 0.25, 1),
-        lambda: DynamicLossScaler(2.0**3, 2.0, 0.25, 1, min_scale=0),
+        lambda: DynamicLossScaler("cpu", 2.0**3, 2.0, 0.25, 1, min_scale=0),
     ),
 }
 
@@ -213,16 +213,18 @@ def scales(scaler: DynamicLossScaler, *runs: tuple[bool, int]) -> list[float]:
 
 class TestSequencesOfTheSuites:
     def test_deepspeeds_default_window_first_grows_after_1001_clean_steps(self) -> None:
-        scaler = DynamicLossScaler(2.0**16, growth_interval=1000, growth_delay=1, hysteresis=2)
+        scaler = DynamicLossScaler("cpu", 2.0**16, growth_interval=1000, growth_delay=1, hysteresis=2)
         runs = [(False, 1000), (False, 1), (False, 999), (False, 1), (True, 2), (False, 1000), (False, 1)]
         assert scales(scaler, *runs) == [2.0**exponent for exponent in (16, 17, 17, 18, 17, 17, 18)]
 
     def test_deepspeeds_all_overflow_goes_down_to_the_floor_and_stays(self) -> None:
-        scaler = DynamicLossScaler(2.0**4, growth_interval=2, growth_delay=1, min_scale=0.25, max_consecutive_skips=99)
+        scaler = DynamicLossScaler(
+            "cpu", 2.0**4, growth_interval=2, growth_delay=1, min_scale=0.25, max_consecutive_skips=99
+        )
         assert scales(scaler, *[(True, 1)] * 8) == [8.0, 4.0, 2.0, 1.0, 0.5, 0.25, 0.25, 0.25]
 
     def test_deepspeeds_some_overflow(self) -> None:
-        scaler = DynamicLossScaler(2.0**8, growth_interval=2, growth_delay=1)
+        scaler = DynamicLossScaler("cpu", 2.0**8, growth_interval=2, growth_delay=1)
         assert scales(scaler, (True, 2), (False, 3), (True, 1)) == [2.0**6, 2.0**7, 2.0**6]
 
     def test_apexs_growth_after_2000_unskipped_steps_up_to_its_ceiling(self) -> None:
@@ -232,14 +234,14 @@ class TestSequencesOfTheSuites:
         ]  # fmt: skip
 
     def test_apexs_scale_without_a_floor_falls_below_1(self) -> None:
-        assert scales(DynamicLossScaler(1.0, min_scale=0, max_consecutive_skips=999), (True, 20)) == [2.0**-20]
+        assert scales(DynamicLossScaler("cpu", 1.0, min_scale=0, max_consecutive_skips=999), (True, 20)) == [2.0**-20]
 
     def test_a_growth_factor_of_1_never_grows(self) -> None:
-        scaler = DynamicLossScaler(8.0, growth_factor=1.0, growth_interval=1)
+        scaler = DynamicLossScaler("cpu", 8.0, growth_factor=1.0, growth_interval=1)
         assert scales(scaler, (False, 5), (True, 1), (False, 5)) == [8.0, 4.0, 4.0]
 
     def test_jmps_counter_starts_over_at_growth_and_at_an_overflow(self) -> None:
-        scaler = DynamicLossScaler(2.0**10, growth_interval=3)
+        scaler = DynamicLossScaler("cpu", 2.0**10, growth_interval=3)
         assert scales(scaler, (False, 2), (True, 1), (False, 2), (False, 1), (False, 3)) == [
             2.0**10, 2.0**9, 2.0**9, 2.0**10, 2.0**11,
         ]  # fmt: skip
@@ -254,7 +256,7 @@ class TestSequencesOfTheSuites:
     @pytest.mark.parametrize("backoff", [0.25, 0.5])
     def test_gradscalers_growth_tracker_is_in_its_state(self, backoff: float) -> None:
         """As torch's tests ask after every step: scale and tracker, also loaded into torch's scaler and back."""
-        ours = DynamicLossScaler(4.0, 2.0, backoff, 2)
+        ours = DynamicLossScaler("cpu", 4.0, 2.0, backoff, 2)
         expected = [(4.0, 1), (8.0, 0), (8.0 * backoff, 0), (8.0 * backoff, 1), (16.0 * backoff, 0)]
         for report, (scale, tracker) in zip((CLEAN, CLEAN, OVERFLOW, CLEAN, CLEAN), expected, strict=True):
             ours.record_step(report)
@@ -268,6 +270,6 @@ class TestSequencesOfTheSuites:
 
 def test_a_pair_that_differs_is_noticed() -> None:
     peer: Any = Apex(2.0**16, 4)
-    assert list(differences(peer, DynamicLossScaler(2.0**16, growth_interval=5), [False] * 4)) == [
+    assert list(differences(peer, DynamicLossScaler("cpu", 2.0**16, growth_interval=5), [False] * 4)) == [
         (3, 2.0**16, 2.0**17)
     ]

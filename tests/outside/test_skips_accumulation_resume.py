@@ -27,7 +27,7 @@ class Case:
 
     def run(self, name: str, resume: Path | None = None) -> tuple[list[Tensor], list[str], list[int]]:
         settings = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch"}
-        settings["loss_scale_kwargs"] = {"init_scale": 256.0}
+        settings["loss_scaler_settings"] = {"init_scale": 256.0}
         args = arguments(
             self.path / name,
             MixedPrecisionArguments,
@@ -88,7 +88,7 @@ def test_each(tmp_path: Path, layout: str, scale: str | None, accumulation: int,
     for contender in ("subclass", "callback") if layout == "fp16" else ("subclass",):
         settings = {"gradient_accumulation_steps": accumulation}
         if scale == "none":
-            settings["loss_scale_kwargs"] = None
+            settings["loss_scaler_settings"] = None
         case = Case(tmp_path / contender, contender, precision, skipped, **settings)
         ends.append(assert_resuming_changes_nothing(case, range(1, STEPS)))
     assert same(ends[0], ends[-1])

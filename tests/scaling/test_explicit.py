@@ -39,10 +39,14 @@ def torchs(*args: Any, **settings: Any) -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", *args, **settings)
 
 
-BOTH = pytest.mark.parametrize("make", [torchs, DynamicLossScaler], ids=["torch", "ours"])
+def ours(*args: Any, **settings: Any) -> DynamicLossScaler:
+    return DynamicLossScaler("cpu", *args, **settings)
+
+
+BOTH = pytest.mark.parametrize("make", [torchs, ours], ids=["torch", "ours"])
 OURS = pytest.mark.parametrize(
     "make",
-    [DynamicLossScaler, HeadroomLossScaler, lambda *a, **s: StaticLossScaler(*(a or (64.0,)), **s)],
+    [ours, HeadroomLossScaler, lambda *a, **s: StaticLossScaler(*(a or (64.0,)), **s)],
     ids=["dynamic", "headroom", "static"],
 )
 
@@ -115,7 +119,9 @@ class TestEquivalence:
         self, runs: list[tuple[float, int]], init_scale: float, growth: float, backoff: float, interval: int
     ) -> None:
         factors = (init_scale, growth, backoff, interval)
-        twins = Twins(DynamicLossScaler(*factors, min_scale=2.0**-126, max_consecutive_skips=10**9), torchs(*factors))
+        twins = Twins(
+            DynamicLossScaler("cpu", *factors, min_scale=2.0**-126, max_consecutive_skips=10**9), torchs(*factors)
+        )
         for gradient, length in runs:
             for _ in range(length):
                 twins.step(gradient)
@@ -140,7 +146,7 @@ class TestEquivalence:
     @settings(deadline=None, derandomize=True, max_examples=20)
     @given(st.lists(st.sampled_from(["growth", "backoff", "interval", "update", "tensor", "inf", "one"]), max_size=30))
     def test_setters_and_new_scales_are_torchs(self, actions: list[str]) -> None:
-        twins = Twins(DynamicLossScaler(64.0, growth_interval=3), torchs(64.0, growth_interval=3))
+        twins = Twins(DynamicLossScaler("cpu", 64.0, growth_interval=3), torchs(64.0, growth_interval=3))
         twins.step(1.0)
         for number, action in enumerate(actions):
             for scaler in twins.scalers:
@@ -169,7 +175,7 @@ class TestEquivalence:
     @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
     @pytest.mark.parametrize("clip", [False, True], ids=["unclipped", "clipped"])
     def test_200_steps_give_torchs_weights_bit_for_bit(self, fused: bool, clip: bool) -> None:
-        weights, moments = zip(*(train(make, fused, clip) for make in (torchs, DynamicLossScaler)), strict=True)
+        weights, moments = zip(*(train(make, fused, clip) for make in (torchs, ours)), strict=True)
         assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
         assert all(torch.equal(*pair) for pair in zip(*moments, strict=True))
 
@@ -178,7 +184,7 @@ class TestEquivalence:
     def test_unscaled_gradients_are_torchs_for_any_scale(self, dtype: torch.dtype, scale: float) -> None:
         values = torch.randn(1000, dtype=torch.float64).to(dtype)
         unscaled = []
-        for make in (torchs, DynamicLossScaler):
+        for make in (torchs, ours):
             parameter = nn.Parameter(torch.zeros(1000, dtype=dtype))
             scaler, optimizer = make(scale), SGD([parameter])
             backward(scaler, parameter)
@@ -192,7 +198,7 @@ class TestEquivalence:
     def test_fused_weights_differ_by_rounding_where_the_scale_is_no_power_of_two(self, scale: float) -> None:
         """torch's fused kernel divides by the scale; unscale_ multiplies by its inverse, in torch as with us."""
         found = []
-        for make in (torchs, DynamicLossScaler):
+        for make in (torchs, ours):
             torch.manual_seed(0)
             parameter = nn.Parameter(torch.randn(500))
             scaler, optimizer = make(scale), SGD([parameter], lr=0.1, fused=True)
@@ -308,21 +314,21 @@ class TestOneIteration:
 
     def test_fp64_gradients_beyond_fp32_are_no_overflow(self) -> None:
         weight = one_weight(dtype=torch.float64)
-        scaler = DynamicLossScaler(4.0)
+        scaler = DynamicLossScaler("cpu", 4.0)
         train_step(scaler, SGD([weight], lr=1e-300), weight, 1e300)
         assert weight.item() == pytest.approx(0.0, abs=1e-9) and scaler.state.skipped_steps == 0
 
     def test_an_overflow_of_unscaling_skips_here_and_spoils_the_weights_under_torch(self) -> None:
         weights, scales = {}, {}
-        for make in (torchs, DynamicLossScaler):
+        for make in (torchs, ours):
             scaler, weight = make(2.0**-10), one_weight()
             backward(scaler, weight)
             weight.grad.fill_(1e37)
             scaler.step(SGD([weight], lr=1.0))
             scaler.update()
             weights[make], scales[make] = weight.item(), scaler.get_scale()
-        assert weights == {torchs: -INF, DynamicLossScaler: 1.0}
-        assert scales == {torchs: 2.0**-10, DynamicLossScaler: 2.0**-10}  # below our floor it is not lowered
+        assert weights == {torchs: -INF, ours: 1.0}
+        assert scales == {torchs: 2.0**-10, ours: 2.0**-10}  # below our floor it is not lowered
 
     @BOTH
     def test_what_the_optimizer_returns_and_takes_goes_through(self, make: MakeScaler) -> None:
@@ -350,7 +356,7 @@ class TestOneIteration:
 
     def test_a_fused_optimizer_is_not_called_in_a_skipped_step(self) -> None:
         weight = one_weight()
-        scaler, optimizer = DynamicLossScaler(4.0), AdamW([weight], fused=True)
+        scaler, optimizer = DynamicLossScaler("cpu", 4.0), AdamW([weight], fused=True)
         train_step(scaler, optimizer, weight, INF)
         assert not optimizer.state and weight.item() == 1.0
         assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
@@ -401,7 +407,7 @@ class TestSparse:
     def test_duplicates_whose_sum_overflows_skip_here_and_spoil_the_weights_under_torch(self) -> None:
         largest = torch.finfo(torch.float32).max / 8.0
         gradients = [largest] * 16  # scaled by 4 and unscaled again they are finite, their sum is not
-        embedding, scaler = self.embedding(DynamicLossScaler, gradients)
+        embedding, scaler = self.embedding(ours, gradients)
         assert embedding.weight.tolist() == [[0.0]] * 3 and scaler.get_scale() == 2.0
         spoilt, scaler = self.embedding(torchs, gradients)
         assert spoilt.weight[1].item() == -INF and scaler.get_scale() == 4.0
@@ -535,7 +541,7 @@ class TestRefusals:
         assert weight.grad.item() == 4.0 and half.grad.item() == 1.0
 
     def test_the_message_about_fp16_gradients_says_the_way_out(self) -> None:
-        scaler, half = DynamicLossScaler(4.0), one_weight(dtype=torch.float16)
+        scaler, half = DynamicLossScaler("cpu", 4.0), one_weight(dtype=torch.float16)
         backward(scaler, half)
         with pytest.raises(ValueError, match=r"Wrap the optimizer in hf_mp\.MasterWeightOptimizer, or keep .* FP32"):
             scaler.step(SGD([half]))
@@ -555,7 +561,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("new_scale", [0.0, -1.0, NAN, INF, torch.tensor(0.0), True], ids=str)
     def test_a_new_scale_that_is_none(self, new_scale: Any) -> None:
-        scaler = DynamicLossScaler(4.0)
+        scaler = DynamicLossScaler("cpu", 4.0)
         with pytest.raises(ValueError, match=r"a loss scale must be a number from .*, not"):
             scaler.update(new_scale)
         assert scaler.get_scale() == 4.0
@@ -564,7 +570,7 @@ class TestRefusals:
     def test_a_new_scale_that_is_no_plain_number(self, new_scale: Tensor) -> None:
         message = re.escape(f"not one of shape {tuple(new_scale.shape)} with requires_grad={new_scale.requires_grad}")
         with pytest.raises(ValueError, match=message):
-            DynamicLossScaler(4.0).update(new_scale)
+            DynamicLossScaler("cpu", 4.0).update(new_scale)
 
     @pytest.mark.parametrize("method", ["unscale_", "step"])
     def test_an_optimizer_of_an_attached_model(self, method: str) -> None:
@@ -573,7 +579,7 @@ class TestRefusals:
         runtime = MixedPrecision("bf16")
         runtime.attach(model)
         runtime.attach_optimizer(optimizer)
-        scaler = DynamicLossScaler(4.0)
+        scaler = DynamicLossScaler("cpu", 4.0)
         scaler.scale(model(torch.ones(1, 2)).sum()).backward()
         with pytest.raises(RuntimeError, match="belongs to an attached model, whose gradients are unscaled already"):
             getattr(scaler, method)(optimizer)
@@ -614,7 +620,7 @@ class TestDisabled:
 
 class TestSavedState:
     def twins_after(self, gradients: list[float]) -> Twins:
-        twins = Twins(DynamicLossScaler(64.0, 4.0, 0.25, 3), torchs(64.0, 4.0, 0.25, 3))
+        twins = Twins(DynamicLossScaler("cpu", 64.0, 4.0, 0.25, 3), torchs(64.0, 4.0, 0.25, 3))
         for gradient in gradients:
             twins.step(gradient)
         return twins
@@ -626,7 +632,7 @@ class TestSavedState:
         source = saved.scalers[1 if to_torch else 0]
         assert source.state_dict()["_growth_tracker"] == 2 and source.get_scale() == 16.0
         state = json.loads(json.dumps(source.state_dict()))
-        twins = Twins(DynamicLossScaler(2.0), torchs(2.0))
+        twins = Twins(DynamicLossScaler("cpu", 2.0), torchs(2.0))
         if used:
             twins.step(1.0)
         for scaler in twins.scalers:
@@ -714,7 +720,10 @@ class TestOtherScalers:
     def test_masters_of_an_fp16_model_step_on_fp32_gradients(self, layout: Any) -> None:
         """Gradients of which FP16 would lose bits, or all, once they are unscaled; beside a loop in FP32."""
         half, master = one_weight(dtype=torch.float16), torch.ones(1)
-        scaler, optimizer = DynamicLossScaler(2.0**15), MasterWeightOptimizer(SGD([half], lr=2.0**8), layout=layout)
+        scaler, optimizer = (
+            DynamicLossScaler("cpu", 2.0**15),
+            MasterWeightOptimizer(SGD([half], lr=2.0**8), layout=layout),
+        )
         for step in range(6):
             optimizer.zero_grad()
             scaler.scale(half.float().sum()).backward()
@@ -733,7 +742,7 @@ class TestOtherScalers:
 
 class TestGivingUp:
     def test_it_says_since_when_at_which_scale_and_what_was_not_finite(self) -> None:
-        scaler = DynamicLossScaler(4.0, min_scale=2.0, max_consecutive_skips=3)
+        scaler = DynamicLossScaler("cpu", 4.0, min_scale=2.0, max_consecutive_skips=3)
         good, bad = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3, 2))
         optimizer = SGD([{"params": [good]}, {"params": [one_weight(), bad]}])
         train_step(scaler, optimizer, good)
@@ -770,7 +779,7 @@ class TestGivingUp:
     def test_culprits_are_looked_for_only_before_the_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         looked = []
         monkeypatch.setattr("hf_mp.scaling.explicit._nonfinite_parameters", lambda optimizer: looked.append(1) or ["x"])
-        scaler, weight = DynamicLossScaler(4.0, max_consecutive_skips=5), one_weight()
+        scaler, weight = DynamicLossScaler("cpu", 4.0, max_consecutive_skips=5), one_weight()
         optimizer = SGD([weight])
         with pytest.raises(LossScaleError, match="not finite: x"):
             for _ in range(5):
@@ -790,7 +799,7 @@ def test_an_optimizer_like_object_needs_param_groups_and_step_alone() -> None:
     """Wrappers such as accelerate's are no subclasses to count on."""
     weight, stepped = one_weight(), []
     wrapper = SimpleNamespace(param_groups=[{"params": [weight]}], step=lambda: stepped.append(weight.grad.item()))
-    scaler = DynamicLossScaler(4.0)
+    scaler = DynamicLossScaler("cpu", 4.0)
     backward(scaler, weight)
     scaler.step(wrapper)
     scaler.update()

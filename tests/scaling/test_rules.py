@@ -34,7 +34,7 @@ from hf_mp.scaling.scalers import DynamicLossScaler, HeadroomLossScaler
 
 class TestDynamic:
     def test_scale_and_every_counter_at_every_step(self) -> None:
-        scaler = DynamicLossScaler(8.0, growth_interval=3)
+        scaler = DynamicLossScaler("cpu", 8.0, growth_interval=3)
         # clean to the wrap and the step after it; an overflow; one more; the step after a skip, to the next wrap
         reports = [CLEAN, CLEAN, CLEAN, CLEAN, OVERFLOW, OVERFLOW, CLEAN, CLEAN, CLEAN]
         assert record(scaler, reports) == [
@@ -50,11 +50,11 @@ class TestDynamic:
         ]
 
     def test_an_overflow_at_the_step_of_the_wrap_lowers_and_starts_over(self) -> None:
-        states = record(DynamicLossScaler(8.0, growth_interval=2), [CLEAN, OVERFLOW, CLEAN, CLEAN])
+        states = record(DynamicLossScaler("cpu", 8.0, growth_interval=2), [CLEAN, OVERFLOW, CLEAN, CLEAN])
         assert [(s.scale, s.growth_tracker) for s in states] == [(8.0, 1), (4.0, 0), (4.0, 1), (8.0, 0)]
 
     def test_factors_other_than_two(self) -> None:
-        scaler = DynamicLossScaler(16.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=1)
+        scaler = DynamicLossScaler("cpu", 16.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=1)
         assert [s.scale for s in record(scaler, [CLEAN, OVERFLOW, OVERFLOW])] == [64.0, 16.0, 4.0]
 
     def test_defaults_are_torchs(self) -> None:
@@ -66,30 +66,32 @@ class TestDynamic:
         assert ours.settings.growth_interval == torchs.get_growth_interval()
 
     def test_the_floor_stops_the_fall(self) -> None:
-        states = record(DynamicLossScaler(8.0, backoff_factor=0.125, min_scale=2.0), [OVERFLOW] * 3)
+        states = record(DynamicLossScaler("cpu", 8.0, backoff_factor=0.125, min_scale=2.0), [OVERFLOW] * 3)
         assert [s.scale for s in states] == [2.0, 2.0, 2.0]
         assert [s.consecutive_skips for s in states] == [1, 2, 3]
 
     def test_a_scale_below_the_floor_is_not_raised_by_an_overflow(self) -> None:
-        states = record(DynamicLossScaler(0.25, growth_interval=1, min_scale=1.0), [OVERFLOW, CLEAN])
+        states = record(DynamicLossScaler("cpu", 0.25, growth_interval=1, min_scale=1.0), [OVERFLOW, CLEAN])
         assert [s.scale for s in states] == [0.25, 0.5]
 
     def test_max_scale_stops_the_rise(self) -> None:
-        states = record(DynamicLossScaler(4.0, 4.0, growth_interval=2, max_scale=32.0), [CLEAN] * 6 + [OVERFLOW])
+        states = record(DynamicLossScaler("cpu", 4.0, 4.0, growth_interval=2, max_scale=32.0), [CLEAN] * 6 + [OVERFLOW])
         assert [s.scale for s in states] == [4.0, 16.0, 16.0, 32.0, 32.0, 32.0, 16.0]
         assert [s.growth_tracker for s in states] == [1, 0, 1, 0, 1, 0, 0]
 
     def test_a_scale_above_max_scale_does_not_grow(self) -> None:
-        states = record(DynamicLossScaler(64.0, growth_interval=1, max_scale=16.0), [CLEAN, OVERFLOW, OVERFLOW, CLEAN])
+        states = record(
+            DynamicLossScaler("cpu", 64.0, growth_interval=1, max_scale=16.0), [CLEAN, OVERFLOW, OVERFLOW, CLEAN]
+        )
         assert [s.scale for s in states] == [64.0, 32.0, 16.0, 16.0]
 
     def test_a_scale_does_not_grow_out_of_fp32(self) -> None:
-        states = record(DynamicLossScaler(2.0**126, growth_interval=1), [CLEAN] * 3)
+        states = record(DynamicLossScaler("cpu", 2.0**126, growth_interval=1), [CLEAN] * 3)
         assert [s.scale for s in states] == [2.0**127] * 3
         assert [s.growth_tracker for s in states] == [0] * 3
 
     def test_hysteresis_tolerates_overflows_until_the_scale_grows_again(self) -> None:
-        scaler = DynamicLossScaler(8.0, growth_interval=2, hysteresis=3)
+        scaler = DynamicLossScaler("cpu", 8.0, growth_interval=2, hysteresis=3)
         reports = [OVERFLOW, CLEAN, OVERFLOW, OVERFLOW, OVERFLOW, CLEAN, CLEAN, OVERFLOW]
         assert [(s.scale, s.growth_tracker, s.hysteresis_left) for s in record(scaler, reports)] == [
             (8.0, 0, 2),
@@ -104,7 +106,7 @@ class TestDynamic:
         assert (scaler.state.steps, scaler.state.skipped_steps) == (8, 5)
 
     def test_consecutive_hysteresis_is_restored_by_a_clean_step(self) -> None:
-        scaler = DynamicLossScaler(8.0, hysteresis=2, consecutive_hysteresis=True)
+        scaler = DynamicLossScaler("cpu", 8.0, hysteresis=2, consecutive_hysteresis=True)
         reports = [OVERFLOW, CLEAN, OVERFLOW, OVERFLOW, OVERFLOW, CLEAN, OVERFLOW]
         assert [(s.scale, s.hysteresis_left) for s in record(scaler, reports)] == [
             (8.0, 1),
@@ -117,7 +119,7 @@ class TestDynamic:
         ]
 
     def test_a_shorter_growth_interval_takes_effect_at_once(self) -> None:
-        scaler = DynamicLossScaler(8.0, growth_interval=100)
+        scaler = DynamicLossScaler("cpu", 8.0, growth_interval=100)
         record(scaler, [CLEAN] * 50)
         scaler.set_growth_interval(10)
         assert [(s.scale, s.growth_tracker) for s in record(scaler, [CLEAN] * 2)] == [(16.0, 0), (16.0, 1)]
@@ -126,7 +128,7 @@ class TestDynamic:
     def test_a_backoff_factor_of_zero_or_less_ends_at_min_scale(self, factor: float) -> None:
         message = f"backoff_factor={factor}: the first overflow takes the loss scale down to min_scale"
         with pytest.warns(UserWarning, match=message):
-            scaler = DynamicLossScaler(8.0, backoff_factor=factor, min_scale=0.5, growth_interval=1)
+            scaler = DynamicLossScaler("cpu", 8.0, backoff_factor=factor, min_scale=0.5, growth_interval=1)
         assert [s.scale for s in record(scaler, [OVERFLOW, OVERFLOW, CLEAN])] == [0.5, 0.5, 1.0]
 
     @pytest.mark.parametrize("largest", [None, 1.0, math.inf, math.nan])

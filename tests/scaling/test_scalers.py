@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ class TestGivingUp:
         ("make", "scale"),
         [
             (lambda: StaticLossScaler(8.0, max_consecutive_skips=3), "8"),
-            (lambda: DynamicLossScaler(0.5, min_scale=0.5, max_consecutive_skips=3), "0.5"),
+            (lambda: DynamicLossScaler("cpu", 0.5, min_scale=0.5, max_consecutive_skips=3), "0.5"),
             (lambda: HeadroomLossScaler(2.0**-14, min_scale=2.0**-14, max_consecutive_skips=3), "6.10352e-05"),
         ],
         ids=["static", "dynamic", "headroom"],
@@ -66,7 +67,7 @@ class TestGivingUp:
     def test_every_scale_down_to_the_smallest_is_tried_before(
         self, make: Callable[..., LossScaler[Any]], max_skips: int
     ) -> None:
-        scaler = make(2.0**20, max_consecutive_skips=max_skips)
+        scaler = make(init_scale=2.0**20, max_consecutive_skips=max_skips)
         used = []
         with pytest.raises(LossScaleError):
             for _ in range(200):
@@ -79,7 +80,7 @@ class TestGivingUp:
 
     def test_a_floor_that_fp32_has_to_round_is_reached(self) -> None:
         with pytest.warns(UserWarning, match=r"min_scale=0\.1 is no power of two"):
-            scaler = DynamicLossScaler(1.0, min_scale=0.1, max_consecutive_skips=5)
+            scaler = DynamicLossScaler("cpu", 1.0, min_scale=0.1, max_consecutive_skips=5)
         with pytest.raises(LossScaleError, match=r"since step 1\): gradients are inf or NaN even at loss scale 0\.1,"):
             record(scaler, [OVERFLOW] * 5)
 
@@ -89,7 +90,7 @@ class TestGivingUp:
             record(scaler, [OVERFLOW] * 5)
 
     def test_an_applied_step_ends_the_row(self) -> None:
-        record(DynamicLossScaler(1.0, max_consecutive_skips=2), [OVERFLOW, CLEAN] * 20)
+        record(DynamicLossScaler("cpu", 1.0, max_consecutive_skips=2), [OVERFLOW, CLEAN] * 20)
 
     @pytest.mark.parametrize("make", [DynamicLossScaler, HeadroomLossScaler, lambda **s: StaticLossScaler(1.0, **s)])
     @pytest.mark.parametrize("skips", [0, -1])
@@ -102,7 +103,7 @@ class TestGivingUp:
 USED: list[tuple[Callable[[], LossScaler[Any]], list[StepReport]]] = [
     (lambda: StaticLossScaler(16.0), [CLEAN, OVERFLOW, OVERFLOW]),
     (
-        lambda: DynamicLossScaler(16.0, growth_interval=9, hysteresis=4),
+        lambda: DynamicLossScaler("cpu", 16.0, growth_interval=9, hysteresis=4),
         [OVERFLOW, OVERFLOW, CLEAN, CLEAN],
     ),
     (lambda: HeadroomLossScaler(patience=9), [saw(1.0), OVERFLOW, saw(3.0)]),
@@ -152,23 +153,23 @@ class TestSavedState:
 
     @pytest.mark.parametrize("key", ["scale", "_growth_tracker", "growth_factor", "steps"])
     def test_a_missing_key_is_named(self, key: str) -> None:
-        state = DynamicLossScaler(8.0).state_dict()
+        state = DynamicLossScaler("cpu", 8.0).state_dict()
         del state[key]
         message = (
             rf"neither .*'dynamic'.* nor of a torch\.amp\.GradScaler: .*missing keys \['{key}'\], unknown keys \[\]"
         )
-        self.check_refused(DynamicLossScaler(2.0), state, message)
+        self.check_refused(DynamicLossScaler("cpu", 2.0), state, message)
 
     def test_an_unknown_key_is_named(self) -> None:
-        state = {**DynamicLossScaler(8.0).state_dict(), "surprise": 1}
-        self.check_refused(DynamicLossScaler(2.0), state, r"missing keys \[\], unknown keys \['surprise'\]")
-        self.check_refused(DynamicLossScaler(2.0), {**state, 0.5: 1}, r"unknown keys \[0\.5, 'surprise'\]")
+        state = {**DynamicLossScaler("cpu", 8.0).state_dict(), "surprise": 1}
+        self.check_refused(DynamicLossScaler("cpu", 2.0), state, r"missing keys \[\], unknown keys \['surprise'\]")
+        self.check_refused(DynamicLossScaler("cpu", 2.0), {**state, 0.5: 1}, r"unknown keys \[0\.5, 'surprise'\]")
 
     def test_the_state_of_another_kind_is_refused(self) -> None:
         state = StaticLossScaler(8.0).state_dict()
         self.check_refused(HeadroomLossScaler(2.0), state, "neither one of a 'headroom' loss scaler.*kind='static'")
-        state = {**DynamicLossScaler(8.0).state_dict(), "kind": None}
-        self.check_refused(DynamicLossScaler(2.0), state, "kind=None, missing")
+        state = {**DynamicLossScaler("cpu", 8.0).state_dict(), "kind": None}
+        self.check_refused(DynamicLossScaler("cpu", 2.0), state, "kind=None, missing")
 
     @pytest.mark.parametrize("scale", [0.0, -8.0, math.nan, math.inf, "8", None, True])
     @pytest.mark.parametrize("make", [lambda: StaticLossScaler(2.0), DynamicLossScaler, HeadroomLossScaler], ids=KINDS)
@@ -251,7 +252,7 @@ class TestWarnings:
         ("lose_exactness", "message"),
         [
             (lambda: StaticLossScaler(100.0), "scale=100.0"),
-            (lambda: DynamicLossScaler(100.0), "init_scale=100.0"),
+            (lambda: DynamicLossScaler("cpu", 100.0), "init_scale=100.0"),
             (lambda: DynamicLossScaler(growth_factor=1.5), "growth_factor=1.5"),
             (lambda: DynamicLossScaler(backoff_factor=0.3), "backoff_factor=0.3"),
             (lambda: DynamicLossScaler(min_scale=3.0), "min_scale=3.0"),
@@ -286,9 +287,9 @@ class TestWarnings:
     def test_powers_of_two_and_disabled_scalers_are_quiet(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            DynamicLossScaler(8.0, 4.0, 0.25, min_scale=0.5, max_scale=math.inf).update(2.0**-3)
+            DynamicLossScaler("cpu", 8.0, 4.0, 0.25, min_scale=0.5, max_scale=math.inf).update(2.0**-3)
             HeadroomLossScaler(min_scale=3.0, max_scale=1e5, backoff_factor=0.3)  # it rounds them itself
-            DynamicLossScaler(100.0, 3.0, 0.3, enabled=False)
+            DynamicLossScaler("cpu", 100.0, 3.0, 0.3, enabled=False)
             DynamicLossScaler().load_state_dict(torch_state())
 
 
@@ -308,7 +309,7 @@ class TestScaleTensors:
         assert product.dtype is torch.float32 and product.item() == 2.0**18
 
     def test_they_follow_the_scale_without_being_asked_for_again(self) -> None:
-        scaler = DynamicLossScaler(16.0, growth_interval=2)
+        scaler = DynamicLossScaler("cpu", 16.0, growth_interval=2)
         held, found = scaler.scale_tensors(CPU), []
         for report in [OVERFLOW, OVERFLOW, CLEAN, CLEAN]:
             scaler.record_step(report)
@@ -329,7 +330,7 @@ class TestScaleTensors:
         assert inverse.item() == scale.double().reciprocal().float().item()
 
     def test_they_are_made_once_for_each_device(self) -> None:
-        scaler = DynamicLossScaler(16.0)
+        scaler = DynamicLossScaler("cpu", 16.0)
         first = scaler.scale_tensors(CPU)
         assert scaler.scale_tensors(torch.device("meta")).scale.device.type == "meta"
         scaler.record_step(OVERFLOW)
@@ -337,7 +338,7 @@ class TestScaleTensors:
         assert scaler.scale_tensors(CPU).inverse is first.inverse
 
     def test_those_of_a_copy_go_their_own_way(self) -> None:
-        scaler = DynamicLossScaler(16.0, growth_interval=7)
+        scaler = DynamicLossScaler("cpu", 16.0, growth_interval=7)
         held = scaler.scale_tensors(CPU)
         copied = scaler.copy()
         assert copied.state == scaler.state and copied.settings == scaler.settings
@@ -346,13 +347,13 @@ class TestScaleTensors:
         assert (held.scale.item(), copied.scale_tensors(CPU).scale.item()) == (16.0, 8.0)
 
     def test_asked_for_first_in_inference_mode_they_follow_too(self) -> None:
-        scaler = DynamicLossScaler(16.0)
+        scaler = DynamicLossScaler("cpu", 16.0)
         with torch.inference_mode():
             scaler.scale_tensors(CPU)
         scaler.record_step(OVERFLOW)
         assert [tensor.item() for tensor in scaler.scale_tensors(CPU)] == [8.0, 0.125]
 
-    @pytest.mark.parametrize("make", [StaticLossScaler, DynamicLossScaler, HeadroomLossScaler])
+    @pytest.mark.parametrize("make", [StaticLossScaler, partial(DynamicLossScaler, "cpu"), HeadroomLossScaler])
     @pytest.mark.parametrize("scale", [1e39, 2.0**-127, 1e-46])
     def test_a_scale_whose_tensors_would_not_be_finite_is_refused(
         self, make: Callable[[float], LossScaler[Any]], scale: float
@@ -417,7 +418,7 @@ class TestMaking:
             make_loss_scaler("dynamic", one=1, another=2)
 
     @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, True, "16"])
-    @pytest.mark.parametrize("make", [StaticLossScaler, DynamicLossScaler, HeadroomLossScaler])
+    @pytest.mark.parametrize("make", [StaticLossScaler, partial(DynamicLossScaler, "cpu"), HeadroomLossScaler])
     def test_a_scale_is_positive_and_finite(self, make: Callable[[Any], LossScaler[Any]], scale: Any) -> None:
         with pytest.raises(ValueError, match=rf"a loss scale .*not {re.escape(repr(scale))}"):
             make(scale)

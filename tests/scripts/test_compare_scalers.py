@@ -58,7 +58,7 @@ def test_scales_are_those_of_the_scalers(results):
 
 
 def test_skipped_steps_and_lowered_scales_are_noted_at_their_steps(flags):
-    found = run([*flags, "--loss_scale", "dynamic", "--loss_scale_kwargs", '{"init_scale": 1.329227995784916e+36}'])
+    found = run([*flags, "--loss_scale", "dynamic", "--loss_scaler_settings", '{"init_scale": 1.329227995784916e+36}'])
     assert len(found.skipped_at) == STEPS
     assert found.skipped_at == list(range(1, STEPS + 1))
     assert found.scale_changes == [(step, 2.0 ** (121 - step)) for step in range(1, STEPS + 1)]

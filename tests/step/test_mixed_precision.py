@@ -355,6 +355,23 @@ def test_tied_weights_have_one_master_and_one_working_copy(gpt2: GPT2LMHeadModel
 # A model loaded in FP16/BF16, frozen parameters, other models and other people's code
 
 
+def test_a_16_bit_model_that_becomes_fp32_is_told_of_once(
+    gpt2: GPT2LMHeadModel, batch: Batch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = copy.deepcopy(gpt2).bfloat16()
+    MixedPrecision("fp16").attach(gpt2)
+    assert not caplog.records
+    runtime = MixedPrecision("fp16")
+    runtime.attach(model)
+    model(**batch)
+    (line,) = [record.getMessage() for record in caplog.records]
+    count, mib = len(list(model.parameters())), sum(2 * p.numel() for p in model.parameters()) / 2**20
+    assert line.startswith(
+        f"{count} trained parameters of GPT2LMHeadModel came in bfloat16 and are FP32 master weights"
+    )
+    assert f"they take {mib:,.0f} MiB more" in line
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_model_in_fp16_is_given_masters_and_small_updates_are_not_lost(dtype: torch.dtype) -> None:
     def weight_after(precision: str | None) -> float:

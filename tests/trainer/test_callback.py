@@ -338,7 +338,7 @@ def test_what_the_arguments_of_the_trainer_say_is_used(tmp_path: Path) -> None:
         Trainer(tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[callback])
         assert callback.mixed_precision is not None
         assert callback.mixed_precision.policy == PrecisionPolicy(compute=expected, loss_scale=512.0)
-    args = arguments(tmp_path, MixedPrecisionArguments, loss_scale_kwargs={"init_scale": 32.0})
+    args = arguments(tmp_path, MixedPrecisionArguments, loss_scaler_settings={"init_scale": 32.0})
     callback = MixedPrecisionCallback()
     Trainer(tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[callback])
     assert callback.mixed_precision is not None and callback.mixed_precision.scaler.get_scale() == 32.0

@@ -119,7 +119,7 @@ def test_a_report_that_cannot_be_written_costs_no_training(contender: str, name:
 
 
 def test_training_that_cannot_go_on_leaves_its_report(tmp_path: Path) -> None:
-    settings = {"loss_scale": "1024", "loss_scale_kwargs": {"max_consecutive_skips": 2}, "max_steps": 8}
+    settings = {"loss_scale": "1024", "loss_scaler_settings": {"max_consecutive_skips": 2}, "max_steps": 8}
     with pytest.raises(LossScaleError):
         train("subclass", tmp_path, poisoned(Trainer, (3, 4)), precision_report=True, **settings)
     assert "2 of 5 steps skipped." in (tmp_path / PAGE_NAME).read_text(encoding="utf-8")

@@ -181,7 +181,7 @@ def test_resume_is_bit_exact_scaler_included(
             save_strategy="steps",
             save_steps=4,
             gradient_accumulation_steps=accumulation,
-            loss_scale_kwargs={"init_scale": 2.0**12, "headroom": 4, "patience": 2},
+            loss_scaler_settings={"init_scale": 2.0**12, "headroom": 4, "patience": 2},
         )
         made = PoisonedTrainer(model_of(config), args, train_dataset=rows)
         made.poisoned = (2,)
@@ -306,7 +306,7 @@ def test_arguments_from_the_command_line_and_from_a_file(tmp_path: Path) -> None
     (args,) = parser.parse_args_into_dataclasses(
         [
             *("--output_dir", str(tmp_path), "--precision", "fp16", "--loss_scale", "dynamic"),
-            *("--loss_scale_kwargs", '{"init_scale": 1024, "growth_interval": 7}'),
+            *("--loss_scaler_settings", '{"init_scale": 1024, "growth_interval": 7}'),
         ]
     )
     assert args.precision_policy == PrecisionPolicy(loss_scale="dynamic")
@@ -316,7 +316,7 @@ def test_arguments_from_the_command_line_and_from_a_file(tmp_path: Path) -> None
     (args,) = parser.parse_yaml_file(str(path))
     assert str(args.precision_policy) == "bf16" and args.max_steps == 3
     path = tmp_path / "args.json"
-    path.write_text(json.dumps({"output_dir": str(tmp_path), "loss_scale": "1024", "loss_scale_kwargs": None}))
+    path.write_text(json.dumps({"output_dir": str(tmp_path), "loss_scale": "1024", "loss_scaler_settings": None}))
     (args,) = parser.parse_json_file(str(path))
     assert args.precision_policy.loss_scale == 1024.0
     assert MixedPrecisionArguments(**{**args.to_dict(), "output_dir": str(tmp_path)}).loss_scale == "1024"
@@ -331,7 +331,7 @@ def test_arguments_from_the_command_line_and_from_a_file(tmp_path: Path) -> None
         ({"precision": "fp8"}, r"precision='fp8' is not known: use one of fp32, fp16"),
         ({"loss_scale": "often"}, r"loss_scale='often' is not known: use 'headroom', 'dynamic', 'none' or a positive"),
         ({"loss_scale": "-1"}, r"loss_scale='-1' must be a positive, finite number"),
-        ({"loss_scale_kwargs": {"speed": 1}}, r"has no setting speed: it has .*headroom"),
+        ({"loss_scaler_settings": {"speed": 1}}, r"has no setting speed: it has .*headroom"),
         ({"fp16_full_eval": True}, r"casts the FP32 masters away"),
         ({"optim": "lomo"}, r"optim='lomo' updates inside backward"),
         ({"optim": "galore_adamw_layerwise"}, r"updates inside backward, where an overflow cannot be skipped"),

@@ -567,7 +567,7 @@ def test_resume_is_bit_exact(
             save_strategy="steps",
             save_steps=10,
             gradient_accumulation_steps=accumulation,
-            loss_scale_kwargs=settings,
+            loss_scaler_settings=settings,
         )
         made = PoisonedTrainer(model_of(config), args, train_dataset=rows)
         made.poisoned = () if precision == "fp32" else (2, 13)

@@ -395,7 +395,7 @@ def stuck_from(step: int, folder: Path, **settings: Any) -> Any:
                 hooks.append(model.transformer.ln_f.weight.register_hook(lambda gradient: gradient * float("nan")))
 
     hooks: list[Any] = []
-    settings = {"loss_scale": "1024", "loss_scale_kwargs": {"max_consecutive_skips": 5}, "max_steps": 20, **settings}
+    settings = {"loss_scale": "1024", "loss_scaler_settings": {"max_consecutive_skips": 5}, "max_steps": 20, **settings}
     trainer = make(folder, callbacks=[Stuck()], explain_overflows=False, **settings)
     return trainer
 

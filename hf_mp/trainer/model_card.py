@@ -1,0 +1,83 @@
+"""What a model card says about the precision that the model was trained in."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+
+from hf_mp import __version__
+from hf_mp.diagnostics.report import PAGE_NAME
+from hf_mp.memory.footprint import memory_footprint
+from hf_mp.memory.sizes import largest_first
+from hf_mp.trainer.session import OfSession, TrainerSession
+
+TITLE = "### Mixed precision"
+CARD_NAME = "README.md"
+SHOWN_PLACES = 10
+_NEXT_HEADING = re.compile(r"^#{1,3} ", re.MULTILINE)
+
+
+def add_to_card(trainer: Trainer, session: TrainerSession) -> None:
+    """Write how ``trainer`` trained into the model card in its output directory; again, in the place of what was there.
+
+    The metadata, and so the ``model-index``, stays as it is. Nothing happens without a card, or with FP32.
+    """
+    card = Path(str(trainer.args.output_dir), CARD_NAME)
+    model = trainer.model
+    if session.runtime is None or model is None or not trainer.is_world_process_zero() or not card.is_file():
+        return
+    text = card.read_text(encoding="utf-8")
+    section = f"{TITLE}\n\n" + "".join(f"- {line}\n" for line in _lines(session, model, card.parent)) + "\n"
+    start = text.find(TITLE)
+    if start >= 0:
+        following = _NEXT_HEADING.search(text, start + len(TITLE))
+        end = following.start() if following else len(text)
+    else:
+        start = end = text.find("### Framework versions")
+        if start < 0:
+            text, start = f"{text.rstrip()}\n\n", len(text.rstrip()) + 2
+            end = start
+    card.write_text(text[:start] + section + text[end:], encoding="utf-8")
+
+
+def extend_card(trainer: Trainer, adapter: OfSession) -> None:
+    """Have the cards that ``trainer`` creates from now on carry that section, for the session of ``adapter``."""
+    if "create_model_card" in vars(trainer):
+        return
+    own = trainer.create_model_card
+
+    @functools.wraps(own)
+    def create_model_card(*args: Any, **kwargs: Any) -> None:
+        own(*args, **kwargs)
+        if adapter.session is not None:
+            add_to_card(trainer, adapter.session)
+
+    vars(trainer)["create_model_card"] = create_model_card
+
+
+def _lines(session: TrainerSession, model: nn.Module, directory: Path) -> Iterator[str]:
+    assert session.runtime is not None
+    policy, scaler, stats = session.settings.policy, session.runtime.scaler, session.runtime.stats
+    yield f"precision: `{policy}`, by hf_mp {__version__} (the Trainer's own `fp16` and `bf16` are off)"
+    if scaler.is_scaling:
+        yield (
+            f"loss scaling: {scaler.kind}, at {stats.loss_scale_first:,g} first, from {stats.loss_scale_min:,g} to "
+            f"{stats.loss_scale_max:,g}, and {stats.loss_scale:,g} at the end"
+        )
+    else:
+        yield "loss scaling: none"
+    yield f"skipped steps: {stats.skipped_steps:,} of {stats.steps:,}, for gradients that were inf or NaN"
+    causes = list(dict.fromkeys(report.headline for report in session.overflow_reports))
+    for cause in causes[:SHOWN_PLACES]:
+        yield f"cause of a skipped step: {cause}"
+    if rules := session.settings.rules:
+        yield "own rules: " + ", ".join(f"`{getattr(key, '__name__', key)}` in {rule}" for key, rule in rules.items())
+    yield f"memory of the weights: {largest_first(memory_footprint(model).by_dtype)}"
+    if (directory / PAGE_NAME).is_file():
+        yield f"[precision report]({PAGE_NAME}) of the run"
