@@ -138,6 +138,10 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         """A graph to compile, with casts of weights as its inputs: :func:`hf_mp.weights.graph_inputs.lift_casts`."""
         return graph, []
 
+    def copy_of(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """What a compiled graph takes in the place of a cast of ``tensor``."""
+        return self.convert(tensor, dtype)
+
     def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, which runs in this autocast now, to run in it again where gradient checkpointing recomputes."""
 
