@@ -170,6 +170,10 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         """What to call at once in the place of a function that asks about ``tensors``; None to be asked."""
         return None
 
+    def copy_of(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """What a compiled graph takes in the place of a cast of ``tensor``."""
+        return self.convert(tensor, dtype)
+
     def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, which runs in this autocast now, to run in it again where gradient checkpointing recomputes."""
 

@@ -200,7 +200,7 @@ def _call_user_compiler(original: Any, self: Any, /, graph: Any, inputs: list[An
         mode = active_autocast()
         if mode is not None:
             inputs = tuple([mode.bring_in(i) if isinstance(i, torch.Tensor) else i for i in inputs])
-            inputs += tuple([mode.convert(inputs[place], dtype) for place in lifted])
+            inputs += tuple([mode.copy_of(inputs[place], dtype) for place in lifted])
         with torch._C.DisableTorchFunction():
             return compiled(*inputs)
 

@@ -132,7 +132,15 @@ class Region(autocast):
             outside = tensor if weights is None else weights.outside(tensor)
             return self.layout.keeps_copies and self.layout.working_copy(outside) is not None
 
-        return lift_casts(graph, inputs, self.dtype, has_copy)
+        return lift_casts(graph, inputs, self.dtype, has_copy, weights is None or weights.has_borders)
+
+    def copy_of(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """The working copy of ``tensor``, which a compiled graph is given: through a border where there are borders."""
+        weights = self._thread.weights
+        if weights is None or weights.has_borders:
+            return self.convert(tensor, dtype)
+        copy = self.layout.working_copy(tensor)
+        return tensor.detach().to(dtype) if copy is None else copy
 
     def convert(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         if dtype is not self.dtype or torch.compiler.is_dynamo_compiling():

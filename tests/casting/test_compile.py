@@ -521,7 +521,7 @@ class TestOneGraph:
             optimizer.zero_grad()
             reference = copy.deepcopy(model)
         dtypes = [node.meta["example_value"].dtype for node in graphs[0].graph.find_nodes(op="placeholder")]
-        assert len(graphs) == 1 and dtypes.count(runtime.policy.compute) == 2
+        assert len(graphs) == 1 and dtypes.count(runtime.policy.compute) == 2  # weight and bias
         casts = [node.args for node in graphs[0].graph.find_nodes(op="call_method", target="to")]
         assert all(tensor.meta["example_value"].dtype is not FP32 or tensor.op != "placeholder" for tensor, _ in casts)
 
