@@ -12,9 +12,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from hf_mp.casting.custom_functions import custom_bwd, custom_fwd
     from hf_mp.casting.mode import autocast
-    from hf_mp.diagnostics.lost_updates import TrainingCheck, check_training
-
     from hf_mp.diagnostics.calibration import calibrate
+    from hf_mp.diagnostics.lost_updates import TrainingCheck, check_training
     from hf_mp.diagnostics.overflow import explain_overflows
     from hf_mp.diagnostics.overflow_report import OverflowReport
     from hf_mp.diagnostics.precision_recorder import record_precision
@@ -33,12 +32,13 @@ if TYPE_CHECKING:
         LossScaleError,
         StaticLossScaler,
     )
-    from hf_mp.step.mixed_precision import MixedPrecision, PrecisionStats, prepare
+    from hf_mp.step.mixed_precision import MixedPrecision, PrecisionStats
     from hf_mp.trainer.arguments import MixedPrecisionArguments
     from hf_mp.trainer.callback import MixedPrecisionCallback
     from hf_mp.trainer.checkpoints.manifest import CheckpointError, NoCheckpointError
     from hf_mp.trainer.checkpoints.preemption import Preempted
     from hf_mp.trainer.hand_over import save_working_copies, working_copies
+    from hf_mp.trainer.prepare import prepare
     from hf_mp.trainer.trainer import MixedPrecisionTrainer
     from hf_mp.weights.optimizer import MasterWeightOptimizer
 
@@ -48,7 +48,6 @@ _HOME = {
     "custom_fwd": "hf_mp.casting.custom_functions",
     "TrainingCheck": "hf_mp.diagnostics.lost_updates",
     "check_training": "hf_mp.diagnostics.lost_updates",
-
     "calibrate": "hf_mp.diagnostics.calibration",
     "RangeReport": "hf_mp.diagnostics.range_report",
     "CannotHealError": "hf_mp.diagnostics.remedies",
@@ -73,7 +72,7 @@ _HOME = {
     "PrecisionPolicy": "hf_mp.policy",
     "MixedPrecision": "hf_mp.step.mixed_precision",
     "PrecisionStats": "hf_mp.step.mixed_precision",
-    "prepare": "hf_mp.step.mixed_precision",
+    "prepare": "hf_mp.trainer.prepare",
     "CheckpointError": "hf_mp.trainer.checkpoints.manifest",
     "NoCheckpointError": "hf_mp.trainer.checkpoints.manifest",
     "Preempted": "hf_mp.trainer.checkpoints.preemption",

@@ -79,7 +79,7 @@ def count_graphs(architecture: Architecture, device: str, steps: int = COUNTED_S
     """How many graphs an FP16 training is compiled to, how many of them later on, and how often S changed."""
     torch._dynamo.reset()
     counters.clear()
-    scaler = hf_mp.DynamicLossScaler(2.0**8, growth_interval=2)
+    scaler = hf_mp.DynamicLossScaler(init_scale=2.0**8, growth_interval=2)
     step = make_step(architecture, "hf_mp fp16" + COMPILED, device, backend="aot_eager", loss_scaler=scaler)
     step()
     graphs, scales = counters["stats"]["unique_graphs"], {scaler.get_scale()}

@@ -87,7 +87,6 @@ SECTIONS = (
         ("hf_mp.diagnostics",),
         (
             "hf_mp.diagnostics.lost_updates.ParameterUpdates",
-
             "hf_mp.diagnostics.ranges.OpRange",
             "hf_mp.diagnostics.overflow.OverflowExplainer",
             "hf_mp.diagnostics.values.TensorRange",

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -76,6 +76,11 @@ class Region(autocast):
             self._thread.weights = before
             if weights is not None:
                 weights.clear()
+
+    def add_rules(self, rules: Mapping[str, str], model: nn.Module | None) -> None:
+        super().add_rules(rules, model)
+        if self._reading is not None:
+            self._reading.add_rules(rules, model)
 
     def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]:
         weights = self._thread.weights
