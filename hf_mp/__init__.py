@@ -32,13 +32,12 @@ if TYPE_CHECKING:
         LossScaleError,
         StaticLossScaler,
     )
-    from hf_mp.step.mixed_precision import MixedPrecision, PrecisionStats
+    from hf_mp.step.mixed_precision import MixedPrecision, PrecisionStats, prepare
     from hf_mp.trainer.arguments import MixedPrecisionArguments
     from hf_mp.trainer.callback import MixedPrecisionCallback
     from hf_mp.trainer.checkpoints.manifest import CheckpointError, NoCheckpointError
     from hf_mp.trainer.checkpoints.preemption import Preempted
     from hf_mp.trainer.hand_over import save_working_copies, working_copies
-    from hf_mp.trainer.prepare import prepare
     from hf_mp.trainer.trainer import MixedPrecisionTrainer
     from hf_mp.weights.optimizer import MasterWeightOptimizer
 
@@ -72,7 +71,7 @@ _HOME = {
     "PrecisionPolicy": "hf_mp.policy",
     "MixedPrecision": "hf_mp.step.mixed_precision",
     "PrecisionStats": "hf_mp.step.mixed_precision",
-    "prepare": "hf_mp.trainer.prepare",
+    "prepare": "hf_mp.step.mixed_precision",
     "CheckpointError": "hf_mp.trainer.checkpoints.manifest",
     "NoCheckpointError": "hf_mp.trainer.checkpoints.manifest",
     "Preempted": "hf_mp.trainer.checkpoints.preemption",

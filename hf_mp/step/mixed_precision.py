@@ -90,8 +90,6 @@ class MixedPrecision:
         """The attached model; None where none is, or where it is gone."""
         return None if self._model is None else self._model()
 
-    # Attach
-
     def attach(self, model: nn.Module) -> nn.Module:
         """Run ``model`` under this policy from now on; returns the same model, or raises ValueError with the way out.
 
@@ -172,8 +170,6 @@ class MixedPrecision:
             guard.runtimes.append(self)
             self._guards.append(guard)
         return optimizer
-
-    # Forward
 
     @torch.compiler.disable
     def begin_forward(self) -> WorkingWeights | None:
@@ -259,8 +255,6 @@ class MixedPrecision:
         finally:
             self.stats = self.stats.after_step(used_scale, self.scaler.get_scale(), report)
 
-    # Detach, copy, state
-
     def detach(self) -> None:
         """Leave the model as an ordinary FP32 model and its optimizers as they were: no hook, wrapper or copy stays."""
         for forward in filter(None, [reference() for reference in reversed(self._forwards)]):
@@ -295,3 +289,33 @@ class MixedPrecision:
         load_state(state_dict, self.policy, self.scaler)
         self.add_rules(state_dict.get("remedies", {}))
         self.stats = PrecisionStats.resumed(self.scaler.state)
+
+
+def prepare(
+    model: nn.Module, optimizer: Optimizer, precision: PrecisionPolicy | torch.dtype | str = "fp16", **settings: Any
+) -> tuple[nn.Module, Optimizer]:
+    """Mixed precision for a plain loop: attach a policy to a model and its optimizer.
+
+    The loop stays as it is for FP32; ``optimizer.step_was_skipped`` tells when to hold an LR scheduler back.
+
+    Args:
+        model, optimizer: any ``nn.Module``, one loaded in FP16/BF16 is given FP32 masters; one over its parameters.
+        precision, settings: as for :class:`MixedPrecision`; ``"fp32"`` changes nothing.
+
+    Returns:
+        The same model, and what :meth:`MixedPrecision.attach_optimizer` returns: the optimizer to use from now on.
+
+    Raises:
+        TypeError: for anything but a module and an optimizer; others as ``attach`` and ``attach_optimizer``.
+    """
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"prepare takes a model and its optimizer, not {type(model).__name__} and {type(optimizer).__name__}; "
+            "several optimizers: MixedPrecision(...).attach(model), then attach_optimizer(optimizer) for each"
+        )
+    runtime = MixedPrecision(precision, **settings)
+    try:
+        return runtime.attach(model), runtime.attach_optimizer(optimizer)
+    except BaseException:
+        runtime.detach()
+        raise
