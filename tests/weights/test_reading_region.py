@@ -187,3 +187,16 @@ def test_without_grad_is_as_with_grad(precision: str) -> None:
     torch.manual_seed(1)
     with torch.no_grad():
         assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-lean"])
+def test_a_static_cache_gives_the_tokens_of_one_that_grows(make: Callable[[], nn.Module], precision: str) -> None:
+    """Llama's keys are rotated in FP32, and Transformers makes a static cache of their dtype for values as well."""
+    model = make()
+    attached(model, precision)
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    prompt = torch.arange(4).repeat(2, 1)
+    grows = model.generate(prompt, **settings)  # type: ignore[operator]
+    static = model.generate(prompt, **settings, cache_implementation="static")  # type: ignore[operator]
+    assert torch.equal(grows, static)
