@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import CompileConfig, DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hf_mp
 from hf_mp import MixedPrecision
@@ -195,8 +197,31 @@ def test_a_static_cache_gives_the_tokens_of_one_that_grows(make: Callable[[], nn
     """Llama's keys are rotated in FP32, and Transformers makes a static cache of their dtype for values as well."""
     model = make()
     attached(model, precision)
-    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    settings: dict[str, Any] = {
+        "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0,
+    }  # fmt: skip
     prompt = torch.arange(4).repeat(2, 1)
     grows = model.generate(prompt, **settings)  # type: ignore[operator]
     static = model.generate(prompt, **settings, cache_implementation="static")  # type: ignore[operator]
     assert torch.equal(grows, static)
+
+
+@pytest.mark.slow
+def test_compiled_decoding_is_compiled_once() -> None:
+    model = gpt2()
+    attached(model)
+    compile_config = CompileConfig(backend="eager", mode=None, fullgraph=False)
+    compile_config._compile_all_devices = True  # Transformers leaves CPUs out
+    settings: dict[str, Any] = {
+        "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0,
+    }  # fmt: skip
+    prompt = torch.arange(4)[None]
+    expected = model.generate(prompt, **settings)  # type: ignore[operator]
+    settings.update(cache_implementation="static", compile_config=compile_config)
+    torch._dynamo.reset()
+    counters.clear()
+    graphs = []
+    for _ in range(3):
+        assert torch.equal(model.generate(prompt, **settings), expected)  # type: ignore[operator]
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert 0 < graphs[0] == graphs[2]
