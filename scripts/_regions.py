@@ -9,7 +9,7 @@ from _docs_regions import checkpoint_cost, faults, footprints, llama_7b, scaler_
 from _hops_region import hops, host
 from _markdown import MIB, hardware, otherwise, paragraph, ratio, script, table, timing, torch_version, workload
 from _scaling_region import scaling
-from _speed_regions import architectures, host_parts
+from _speed_regions import architectures, generation, host_parts
 from _speed_regions import compiled as compiled_models
 from _stored import Stored, StoredResults
 from hf_mp.policy import mixed_presets
@@ -411,4 +411,6 @@ REGIONS: dict[str, Region] = {
     "scaling": scaling,
     "architectures": architectures,
     "compiled models": compiled_models,
+
+    "generation": generation,
 }

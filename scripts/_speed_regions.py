@@ -65,3 +65,24 @@ def compiled(results: StoredResults) -> str:
     )
     header = ("", "`bf16` / `torch.autocast`", "floor", "`fp16` / FP32", "floor", *counts)
     return f"{text}\n\n{table(header, rows)}"
+
+
+def generation(results: StoredResults) -> str:
+    """A token of generate(), over torch.autocast's time and over that of a model in BF16 throughout."""
+    stored = results("bench_generate")
+    ours = ("hf_mp bf16", "hf_mp fp16")
+    rows = []
+    for name, row in stored["cases"].parts():
+        peer, floor = "ratio_to_torch_autocast", "ratio_to_floor"
+        found = [f"{row[one][ratio].number:.2f}" if one in row.value and ratio in row[one].value else ""
+                 for one, ratio in ((ours[0], peer), (ours[0], floor), (ours[1], peer), (ours[1], floor))]  # fmt: skip
+        rows.append([name, *found, f"{row[ours[0]]['python_calls'].number:,.0f}"])
+    text = paragraph(
+        f"`generate()` of {stored['tokens'].number:.0f} tokens one after the other, {stored['layers'].number:.0f} "
+        f"layers of width {stored['width'].number:.0f} ({script('bench_generate')}; {_where(stored)}): the time of a "
+        "token over that of `torch.autocast` in BF16 entered once around it, and over the floor, a model that is BF16 "
+        "throughout. Calls are those that Python makes for a token under `bf16`. Under `torch.autocast`, Llama fails "
+        "with a static cache:"
+    )
+    columns = ("`bf16` / `torch.autocast`", "/ floor", "`fp16` / `torch.autocast`", "/ floor", "calls")
+    return f"{text}\n\n{table(('', *columns), rows)}"

@@ -33,7 +33,7 @@ class ReadingRegion(Region):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.packed = PackedWeights()
-        self._plan = {**self._plan, **_of_products(self._plan, self.dtype)}
+        self._plan = {**self._plan, **_of_products(self._plan, self.dtype), **_OF_CACHES}
         self._shortcuts = {**_LEAVES, **_norms(self, self._plan)}
 
     def __torch_function__(
@@ -44,7 +44,7 @@ class ReadingRegion(Region):
             return super().__torch_function__(func, types, args, kwargs)
         if entry is None:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if entry.rule is _LOWERED and state.active[-1] is self:
+        if entry.rule is not _COMPOSITE and state.active[-1] is self:
             return entry.handler(self, entry.name, func, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -53,6 +53,10 @@ class ReadingRegion(Region):
             return None
         is_asked_alone = torch._C._len_torch_function_stack() == 1 and torch._C._get_function_stack_at(0) is self
         return found if is_asked_alone else None
+
+    def convert(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        is_activation = type(tensor) is Tensor and not is_dynamo_compiling()
+        return tensor.to(dtype) if is_activation else super().convert(tensor, dtype)
 
     def release(self) -> None:
         """Let go of the packed forms."""
@@ -72,7 +76,7 @@ def make_region(
 
 
 _Plan = dict[Callable[..., Any], PlannedCall]
-_LOWERED = CastRule.LOWER_PRECISION
+_LOWERED, _COMPOSITE = CastRule.LOWER_PRECISION, CastRule.COMPOSITE
 _PLAIN = frozenset({type(None), Tensor, nn.Parameter, WatchedParameter})
 
 # Functions of torch.nn.functional that ask, in Python, whether a mode takes them: answered without asking it.
@@ -116,3 +120,16 @@ def _multiply(region: ReadingRegion, name: str, func: Callable[..., Any], args: 
             if product is not None:
                 return product
     return lower_precision(region, name, func, args, kwargs)
+
+
+def _into_cache(region: ReadingRegion, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A write of keys or values into a static cache: Transformers makes both of the keys' dtype.
+
+    Keys that a rotation in FP32 has left are FP32 and values are not: they are widened, which is exact.
+    """
+    if len(args) == 4 and args[3].dtype is region.dtype and args[0].dtype is torch.float32:
+        args = (*args[:3], args[3].float())
+    return region.call_unlisted(func, args, kwargs)
+
+
+_OF_CACHES = {Tensor.index_copy_: PlannedCall(CastRule.UNLISTED, "index_copy_", _into_cache)}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import CompileConfig, DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hf_mp
 from hf_mp import MixedPrecision
@@ -75,7 +77,7 @@ def test_packed_weights_give_the_same_bits(
     model = make()
     runtime = attached(model, precision)
     found = decoded(model, batch)
-    assert len(packed_of(runtime)) > 4
+    assert batch == 1 or len(packed_of(runtime)) > 4  # torch 2.15 sums single rows in another order
     again = decoded(model, batch)
     monkeypatch.setattr(PackedWeights, "multiply", lambda *args, **named: None)
     plain = decoded(model, batch)
@@ -85,7 +87,7 @@ def test_packed_weights_give_the_same_bits(
 @native
 @pytest.mark.parametrize("write", ["in place", "data", "optimizer", "load_state_dict"])
 def test_a_weight_that_was_written_is_packed_anew(write: str) -> None:
-    model, x = Block(), torch.randn(1, 256)
+    model, x = Block(), torch.randn(3, 256)
     runtime = attached(model)
     with torch.no_grad():
         for _ in range(3):
@@ -111,7 +113,7 @@ def test_a_weight_that_was_written_is_packed_anew(write: str) -> None:
 
 @native
 def test_packed_weights_are_let_go() -> None:
-    model, x = Block(), torch.randn(1, 256)
+    model, x = Block(), torch.randn(3, 256)
     runtime = attached(model)
     packed = packed_of(runtime)
     for let_go in (lambda: model(x), runtime.detach):
@@ -125,7 +127,7 @@ def test_packed_weights_are_let_go() -> None:
 
 @native
 def test_a_counter_of_flops_sees_torchs_own_products() -> None:
-    model, x = Block(), torch.randn(1, 256)
+    model, x = Block(), torch.randn(3, 256)
     attached(model)
     counted = []
     for _ in range(4):
@@ -134,7 +136,7 @@ def test_a_counter_of_flops_sees_torchs_own_products() -> None:
         counted.append(counter.get_total_flops())
         with torch.no_grad():
             model(x)
-    assert counted == [2 * 2 * 256 * 512] * 4
+    assert counted == [3 * 2 * 2 * 256 * 512] * 4
 
 
 @native
@@ -145,17 +147,17 @@ def test_grad_that_is_switched_on_inside_is_not_lost() -> None:
                 self.inner = self.linear(x)
             return self.inner
 
-    model, x = Inner(), torch.randn(1, 256)
+    model, x = Inner(), torch.randn(3, 256)
     attached(model)
     for _ in range(3):
         with torch.no_grad():
             model(x)
-        assert torch.autograd.grad(model.inner.sum(), model.linear.bias)[0].sum() == 512
+        assert torch.autograd.grad(model.inner.sum(), model.linear.bias)[0].sum() == 3 * 512
 
 
 @native
 def test_rules_come_first() -> None:
-    model, x = Block(), torch.randn(1, 256)
+    model, x = Block(), torch.randn(3, 256)
     runtime = attached(model, rules={F.linear: "fp32"})
     with torch.no_grad():
         outputs = [model(x) for _ in range(3)]
@@ -170,7 +172,7 @@ def test_a_mode_of_your_own_is_asked_all_the_same() -> None:
             asked.append(func)
             return func(*args, **(kwargs or {}))
 
-    model, x = Block(), torch.randn(1, 256)
+    model, x = Block(), torch.randn(3, 256)
     attached(model)
     with torch.no_grad(), Asked():
         model(x)
@@ -187,3 +189,39 @@ def test_without_grad_is_as_with_grad(precision: str) -> None:
     torch.manual_seed(1)
     with torch.no_grad():
         assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-lean"])
+def test_a_static_cache_gives_the_tokens_of_one_that_grows(make: Callable[[], nn.Module], precision: str) -> None:
+    """Llama's keys are rotated in FP32, and Transformers makes a static cache of their dtype for values as well."""
+    model = make()
+    attached(model, precision)
+    settings: dict[str, Any] = {
+        "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0,
+    }  # fmt: skip
+    prompt = torch.arange(4).repeat(2, 1)
+    grows = model.generate(prompt, **settings)  # type: ignore[operator]
+    static = model.generate(prompt, **settings, cache_implementation="static")  # type: ignore[operator]
+    assert torch.equal(grows, static)
+
+
+@pytest.mark.slow
+def test_compiled_decoding_is_compiled_once() -> None:
+    model = gpt2()
+    attached(model)
+    compile_config = CompileConfig(backend="eager", mode=None, fullgraph=False)
+    compile_config._compile_all_devices = True  # Transformers leaves CPUs out
+    settings: dict[str, Any] = {
+        "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0,
+    }  # fmt: skip
+    prompt = torch.arange(4)[None]
+    expected = model.generate(prompt, **settings)  # type: ignore[operator]
+    settings.update(cache_implementation="static", compile_config=compile_config)
+    torch._dynamo.reset()
+    counters.clear()
+    graphs = []
+    for _ in range(3):
+        assert torch.equal(model.generate(prompt, **settings), expected)  # type: ignore[operator]
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert 0 < graphs[0] == graphs[2]

@@ -6,6 +6,7 @@ it takes as long as the product. Inductor's freezing packs weights in the same w
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ class _Entry:
     version: int
     rows: int  # of the last product without a packed weight
     packed: Tensor | None = None
-    packed_for: tuple[int, int] | None = None  # the rows and columns with which it gives torch's own bits
+    packed_for: tuple[int, int] | None = None  # the rows and columns with which it was tried
 
 
 class PackedWeights:
@@ -90,12 +91,34 @@ def _is_for_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _pack(entry: _Entry, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Pack the weight, if that gives the bits that torch's own product gives."""
-    own = torch.nn.functional.linear(x, weight, bias)
+    """Pack the weight, if products of these shapes have the bits of torch's own."""
     entry.packed, entry.packed_for = None, (entry.rows, x.shape[-1])
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, entry.rows)
-    if torch.equal(_product(x, packed, bias), own):
-        entry.packed = packed
+    transposed = not weight.is_contiguous()
+    if _has_torchs_bits(x.shape, len(weight), x.dtype, bias is not None, transposed, torch.get_num_threads()):
+        entry.packed = torch.ops.mkldnn._reorder_linear_weight(weight, entry.rows)
+
+
+@functools.cache
+def _has_torchs_bits(
+    shape: torch.Size, outer: int, dtype: torch.dtype, has_bias: bool, transposed: bool, threads: int
+) -> bool:
+    """Whether packed products sum in the order of torch's own.
+
+    Tried on sums that cancel: what is left is the rounding of FP32, which shows the order. Ordinary sums, rounded to
+    16 bits, can be equal by the thousands until one is not.
+    """
+    generator = torch.Generator().manual_seed(0)
+    half = shape[-1] // 2
+    order = torch.randperm(half, generator=generator)
+    x = torch.randn(*shape[:-1], half, generator=generator, dtype=dtype)
+    weight = torch.randn(outer, half, generator=generator, dtype=dtype)
+    odd = shape[-1] % 2
+    x = torch.cat([x, x[..., order], x.new_zeros(*shape[:-1], odd)], -1)
+    weight = torch.cat([weight, -weight[:, order], weight.new_zeros(outer, odd)], -1)
+    weight = weight.t().contiguous().t() if transposed else weight
+    bias = torch.zeros(outer, dtype=dtype) if has_bias else None
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, x.numel() // shape[-1])
+    return torch.equal(_product(x, packed, bias), torch.nn.functional.linear(x, weight, bias))
 
 
 def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,0 +1,183 @@
+"""Generation token by token: ours in turns with torch.autocast, FP32, and a model that is in 16 bits throughout.
+
+    python scripts/bench_generate.py
+    python scripts/bench_generate.py --only "GPT-2, batch 1" --rounds 3
+
+Greedy ``generate()`` from 8 tokens of small models with random weights: with a cache that grows, with a static one,
+and compiled. ``torch.autocast`` is entered once around it. The floor is the model in BF16 throughout: it casts no
+weight and no activation. Stores ``scripts/results/bench_generate.json``: medians, spreads, ratios to both, and the
+calls of Python functions that a token costs, which do not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import cProfile
+import pstats
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+from transformers import CompileConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+import hf_mp
+from _benchmarks import DEFAULT_DEVICE, number, show_table
+from _results import RESULTS, alternate, median_and_spread, save_result
+
+PEER, WHOLE, FP32 = "torch.autocast bf16", "BF16 throughout", "fp32"
+OURS = {"hf_mp bf16": "bf16", "hf_mp fp16": "fp16"}
+CONTENDERS = (PEER, WHOLE, FP32, *OURS)
+COMPILED_CONTENDERS = (PEER, WHOLE, "hf_mp bf16")
+RATIOS = {"ratio_to_torch_autocast": PEER, "ratio_to_floor": WHOLE}
+PROMPT = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is generated.
+
+    Attributes:
+        kind: of the model, ``"GPT-2"`` or ``"Llama"``.
+        batch: sequences at once.
+        cache: ``"dynamic"``, ``"static"``, or ``"compiled"``: a static one, and a compiled forward.
+    """
+
+    kind: str
+    batch: int
+    cache: str = "dynamic"
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        cache = {"dynamic": "", "static": ", static cache", "compiled": ", compiled"}[self.cache]
+        return f"{self.kind}, batch {self.batch}{cache}"
+
+    @property
+    def contenders(self) -> tuple[str, ...]:
+        """Those that are compared.
+
+        Compiling takes long. And under torch.autocast a Llama leaves FP32 keys and BF16 values, which Transformers'
+        static cache refuses.
+        """
+        found = COMPILED_CONTENDERS if self.cache == "compiled" else CONTENDERS
+        return tuple(name for name in found if name != PEER or self.kind == "GPT-2" or self.cache == "dynamic")
+
+
+CASES = (
+    *(Case(kind, batch) for kind in ("GPT-2", "Llama") for batch in (1, 8)),
+    *(Case(kind, 1, "static") for kind in ("GPT-2", "Llama")),
+    Case("GPT-2", 1, "compiled"),
+)
+
+
+def make_model(kind: str, layers: int, width: int, vocab: int, device: str) -> nn.Module:
+    """A model of so many layers and such a width, in evaluation, with the same random weights every time."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        if kind == "GPT-2":
+            gpt2 = GPT2Config(n_layer=layers, n_embd=width, n_head=width // 64, vocab_size=vocab)
+            return GPT2LMHeadModel(gpt2).eval()
+        llama = LlamaConfig(
+            num_hidden_layers=layers, hidden_size=width, intermediate_size=8 * width // 3, vocab_size=vocab,
+            num_attention_heads=width // 64, num_key_value_heads=max(1, width // 128), max_position_embeddings=1024,
+        )  # fmt: skip
+        return LlamaForCausalLM(llama).eval()
+
+
+def make_call(model: nn.Module, contender: str, case: Case, tokens: int, device: str) -> Callable[[], None]:
+    """One call of ``generate()`` as the contender does it."""
+    if contender == WHOLE:
+        model.to(torch.bfloat16)
+    elif contender in OURS:
+        hf_mp.MixedPrecision(OURS[contender]).attach(model)
+    prompt = torch.arange(PROMPT, device=device).repeat(case.batch, 1)
+    settings: dict[str, Any] = {} if case.cache == "dynamic" else {"cache_implementation": "static"}
+    if case.cache == "compiled":
+        settings["compile_config"] = CompileConfig(mode="default", fullgraph=False)
+        settings["compile_config"]._compile_all_devices = True  # Transformers leaves CPUs out
+    elif case.cache == "static":
+        settings["disable_compile"] = True
+
+    def call() -> None:
+        around = torch.autocast(device, torch.bfloat16) if contender == PEER else contextlib.nullcontext()
+        with around:
+            model.generate(  # type: ignore[operator]
+                prompt, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False, pad_token_id=0, **settings
+            )
+
+    return call
+
+
+def python_calls(call: Callable[[], None], tokens: int) -> float:
+    """The calls of Python functions, and of C functions by Python, that a token costs."""
+    call()
+    call()
+    profile = cProfile.Profile()
+    profile.runcall(call)
+    return float(pstats.Stats(profile).total_calls) / tokens  # type: ignore[attr-defined]
+
+
+def measure(case: Case, layers: int, width: int, vocab: int, tokens: int, rounds: int, device: str) -> dict[str, Any]:
+    """Seconds a token of each contender, in turns, with ratios to ``torch.autocast`` and to the floor."""
+    calls = {
+        name: make_call(make_model(case.kind, layers, width, vocab, device), name, case, tokens, device)
+        for name in case.contenders
+    }
+    seconds = alternate(calls, rounds=rounds, warmup=2)
+    timings = {name: median_and_spread([one / tokens for one in found]) for name, found in seconds.items()}
+    return {
+        name: {
+            **timing._asdict(),
+            "tokens_per_second": case.batch / timing.median_seconds,
+            **{
+                ratio: timing.median_seconds / timings[other].median_seconds
+                for ratio, other in RATIOS.items()
+                if other in timings
+            },
+            "python_calls": python_calls(calls[name], tokens),
+        }
+        for name, timing in timings.items()
+    }
+
+
+def main(
+    layers: int = 6,
+    width: int = 512,
+    vocab: int = 16384,
+    tokens: Annotated[int, typer.Option(help="generated at a time")] = 48,
+    rounds: int = 7,
+    only: Annotated[str, typer.Option(help="names of cases, separated by semicolons; default: all")] = "",
+    device: str = DEFAULT_DEVICE,
+    name: str = "bench_generate",
+    output_dir: Path = RESULTS,
+) -> None:
+    """Measure, store and show."""
+    logging.set_verbosity_error()
+    wanted = [part.strip() for part in only.split(";") if part.strip()]
+    unknown = set(wanted) - {case.name for case in CASES}
+    if unknown:
+        names = "; ".join(case.name for case in CASES)
+        raise typer.BadParameter(f"--only {', '.join(sorted(unknown))} is not known: use some of {names}")
+    cases = [case for case in CASES if case.name in wanted or not wanted]
+    found = {case.name: measure(case, layers, width, vocab, tokens, rounds, device) for case in cases}
+    result = {"layers": layers, "width": width, "vocab": vocab, "tokens": tokens, "prompt": PROMPT,
+              "threads": torch.get_num_threads(), "cases": found}  # fmt: skip
+    path = save_result(name, result, directory=output_dir)
+    rows = [
+        (case, contender, number(1e3 * row["median_seconds"], 2), number(1e3 * row["spread_seconds"], 2),
+         *(number(row[ratio], 2) if ratio in row else "" for ratio in RATIOS), number(row["python_calls"], 0))
+        for case, by_name in found.items()
+        for contender, row in by_name.items()
+    ]  # fmt: skip
+    columns = ("case", "contender", "ms a token", "spread", "times torch.autocast", "times BF16 throughout", "calls")
+    show_table("Generation", columns, rows)
+    print(f"stored in {path.name}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
