@@ -324,8 +324,8 @@ def table_of(rows: Sequence[Row]) -> Table:
 def sentences(rows: Sequence[Row]) -> Iterator[str]:
     """What the table says, and what it leaves out."""
     yield (
-        "reward: of the first and the last tenth of the steps; |log r|: of a token's log-probabilities in training and in "
-        "generation, the mean difference; clipped: tokens that it alone would clip; beta: its slope over the "
+        "reward: of the first and the last tenth of the steps; |log r|: of a token's log-probabilities in training and "
+        "in generation, the mean difference; clipped: tokens that it alone would clip; beta: its slope over the "
         "log-probability; norms: norm weights that moved"
     )
     for row in rows:
