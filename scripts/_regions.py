@@ -8,6 +8,7 @@ from _ablation_region import lost_updates, techniques
 from _docs_regions import checkpoint_cost, faults, footprints, llama_7b, scaler_traces, training_memory
 from _hops_region import hops, host
 from _markdown import MIB, hardware, otherwise, paragraph, ratio, script, table, timing, torch_version, workload
+from _rl_regions import grpo, small_updates
 from _scaling_region import scaling
 from _speed_regions import architectures, generation, host_parts
 from _speed_regions import compiled as compiled_models
@@ -411,6 +412,7 @@ REGIONS: dict[str, Region] = {
     "scaling": scaling,
     "architectures": architectures,
     "compiled models": compiled_models,
-
     "generation": generation,
+    "small updates": small_updates,
+    "grpo": grpo,
 }

@@ -1,6 +1,6 @@
 """What becomes of small updates: TRL's Trainers on a model saved in BF16, loaded as ``from_pretrained`` does it.
 
-    python scripts/compare_small_updates.py                          # 50 steps at 1e-5; four minutes on a CPU
+    python scripts/compare_small_updates.py                          # 50 steps at 1e-5; minutes on a CPU
     python scripts/compare_small_updates.py --steps 3 --kinds sft    # seconds: to see that it runs
 
 Counts the weights that moved, and compares the losses with those of the same training in FP32. A resumed run loads the
@@ -75,10 +75,10 @@ def train(kind: str, saved: Path, steps: int, learning_rate: float, contender: d
         trainer = make_trainer(kind, saved, folder, steps, learning_rate, **contender)
         check = hf_mp.check_training(trainer.model, trainer.create_optimizer())
         trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         if contender.get("resumed"):
             trainer = make_trainer(kind, saved, folder, steps, learning_rate, **contender)
             trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{steps // 2}"))
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         moved = shares_moved(trainer.model, start)
     finally:
         shutil.rmtree(folder)

@@ -123,7 +123,16 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         if self.is_in_train:  # a model that model_init made in FP16 would round the weights
             self._attach()
+        self._restore_split()
         super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        self._restore_split()
+        super()._load_best_model()
+
+    def _restore_split(self) -> None:
+        if self.session.settings.policy.is_lean:  # peft makes new FP32 parameters of what is FP16, the halves
+            self.session.detach()
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._attach()

@@ -26,6 +26,8 @@ def trl_trainer(
     name = KINDS[kind].trainer
     defaults = {"bf16": False, "gradient_checkpointing": False, "max_steps": 3, **KINDS[kind].settings}
     args = quick_arguments(path / contender, getattr(trl, f"{name}Config"), **{**defaults, **settings})
-    peft = {} if peft_config is None else {"peft_config": peft_config}
+    named = named_for(kind) | ({} if peft_config is None else {"peft_config": peft_config})
+    if "eval_strategy" in settings:
+        named["eval_dataset"] = named["train_dataset"]
     torch.manual_seed(7)
-    return make_trainer(contender, precision, model, args, getattr(trl, f"{name}Trainer"), **named_for(kind), **peft)
+    return make_trainer(contender, precision, model, args, getattr(trl, f"{name}Trainer"), **named)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from trainer_runs import logged, make_trainer, quick_arguments, same, weights
 from transformers import Trainer
@@ -115,6 +116,39 @@ def test_modules_that_peft_saves_move(tmp_path: Path, saved: Path) -> None:
     in_fp32 = trained("stock", loading={"dtype": torch.float32})
     assert in_fp32.norms > 0.98
     assert trained("callback") == pytest.approx(in_fp32, abs=0.01)
+
+
+@pytest.mark.parametrize(("contender", "precision"), [("callback", "bf16"), ("subclass", "fp16-lean")])
+def test_a_resumed_adapter_has_its_masters(
+    tmp_path: Path, saved: Path, contender: str, precision: str, without_first_check: None
+) -> None:
+    def trainer(path: Path, **settings: Any) -> Any:
+        adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm", "lm_head"])
+        return trainer_for("sft", contender, precision, saved, path, peft_config=adapter, max_steps=4, **settings)
+
+    whole = trainer(tmp_path)
+    whole.train()
+    settings = {"save_steps": 2, "save_strategy": "steps"}
+    first = trainer(tmp_path / "first", **settings)
+    first.train()
+    resumed = trainer(tmp_path / "first", **settings)
+    resumed.train(resume_from_checkpoint=str(Path(first.args.output_dir, "checkpoint-2")))
+    assert same(weights(resumed.model), weights(whole.model))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-lean"])
+def test_the_best_adapter_comes_back_with_all_its_bits(tmp_path: Path, saved: Path, precision: str) -> None:
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"])
+    settings = {"save_steps": 1, "save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 1}
+    best = {"learning_rate": 1e-2, "load_best_model_at_end": True, "greater_is_better": True}
+    trainer = trainer_for("sft", "subclass", precision, saved, tmp_path, peft_config=adapter, **settings, **best)
+    trainer.train()
+    file = Path(trainer.state.best_model_checkpoint, "adapter_model.safetensors")
+    stored = safetensors.torch.load_file(file)
+    loaded = peft.get_peft_model_state_dict(trainer.model)
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")  # the loss falls, and the largest is wanted
+    assert stored.keys() == loaded.keys()
+    assert all(torch.equal(stored[name], loaded[name]) for name in stored)
 
 
 def test_the_loss_of_updates_is_told_before_training(tmp_path: Path, saved: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,6 +165,8 @@ def test_the_protocol_of_trls_client(batch: dict[str, Tensor]) -> None:
     client.update_named_params(metadata, working_copies(model))
     assert client.received.keys() == dict(model.named_parameters()).keys()
     assert {copy.dtype for copy in client.received.values()} == {torch.float16}
+    theirs = pytest.importorskip("trl.generation.vllm_client").VLLMClient.update_named_params
+    assert list(inspect.signature(theirs).parameters) == list(inspect.signature(Client.update_named_params).parameters)
 
 
 def test_while_a_trainer_trains(tmp_path: Path) -> None:
