@@ -4,8 +4,12 @@ The public names below are all that a program needs. They are imported when firs
 ``hf-mp --help`` do not wait for torch.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+if sys.version_info < (3, 11):  # noqa: UP036  from a checkout, no installer says it
+    raise ImportError(f"hf_mp needs Python 3.11 or newer, and this is {sys.version.split()[0]}: use a newer one")
 
 __version__ = "0.1.0"
 
