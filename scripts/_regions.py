@@ -8,7 +8,7 @@ from _ablation_region import lost_updates, techniques
 from _docs_regions import checkpoint_cost, faults, footprints, llama_7b, scaler_traces, training_memory
 from _hops_region import hops, host
 from _markdown import MIB, hardware, otherwise, paragraph, ratio, script, table, timing, torch_version, workload
-from _speed_regions import architectures, generation, host_parts
+from _speed_regions import architectures, host_parts
 from _stored import Stored, StoredResults
 from hf_mp.policy import mixed_presets
 
@@ -407,5 +407,4 @@ REGIONS: dict[str, Region] = {
     "host": host,
     "host parts": host_parts,
     "architectures": architectures,
-    "generation": generation,
 }
