@@ -32,6 +32,7 @@ class Buckets:
                 "communication hook of another's: leave register_comm_hook out, or use a default layout (fp16, bf16)"
             )
         self._group, self._policy = ddp.process_group, policy
+        self.looks_for_unused = ddp.find_unused_parameters or ddp.static_graph
         self._runtime: Callable[[], Runtime | None] = weakref.ref(runtime)
         self._streams: dict[torch.device, Any] = {}
         split = [parameter for parameter in ddp.parameters() if isinstance(parameter, SplitParameter)]

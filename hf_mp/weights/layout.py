@@ -201,9 +201,12 @@ class SplitLayout(WeightLayout):
 
     def take_gradient(self, weight: Tensor, gradients: Sequence[Tensor], inverse: Tensor | None) -> bool:
         aside = bool(self._joined)
-        return isinstance(weight, SplitParameter) and all(
-            [weight.take_scaled_gradient(gradient, inverse, aside=aside) for gradient in gradients]
-        )
+        if not isinstance(weight, SplitParameter):
+            return False
+        taken = all([weight.take_scaled_gradient(gradient, inverse, aside=aside) for gradient in gradients])
+        if aside and any(buckets.looks_for_unused for buckets in self._joined.values()):
+            weight.mark_used()
+        return taken
 
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
         parameters = list(parameters)

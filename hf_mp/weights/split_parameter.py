@@ -164,6 +164,7 @@ class SplitParameter(nn.Parameter):
 
         What is scaled by that factor already, as its ``inverse`` tells, is copied as it is.
         """
+        self._drop_mark()
         gradient, known = gradient_and_factor(self)
         if gradient is None:
             return
@@ -175,10 +176,20 @@ class SplitParameter(nn.Parameter):
 
     def take_from_bucket(self, inverse: Tensor | None) -> None:
         """Take ``.grad`` for scaled, if it is what DDP has left there: FP16/BF16."""
+        self._drop_mark()
         gradient = _GRAD.__get__(self)
         if gradient is not None and gradient.dtype in LOWER_PRECISION_DTYPES:
             self.grad = None
             self._scaled = ScaledGradient(gradient, inverse)
+
+    def mark_used(self) -> None:
+        """Have a ``.grad`` for autograd, of zeros: DDP takes a parameter without one for unused."""
+        if _GRAD.__get__(self) is None:
+            _GRAD.__set__(self, torch.zeros_like(_DATA.__get__(self)))
+
+    def _drop_mark(self) -> None:
+        if self._scaled is not None:
+            _GRAD.__set__(self, None)
 
     def _take_snapshot(self) -> None:
         if self._snapshot is None:

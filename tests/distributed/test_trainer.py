@@ -126,3 +126,19 @@ def test_accelerate_launch_with_fsdp_does_the_same(
     log, expected = assert_ranks_agree(launched, "overflow"), two[0]["fsdp_overflow"]
     assert log["wrapper"] == "FSDPGPT2LMHeadModel"
     assert log["loss"] == expected["loss"] and log["scale"] == expected["scale"]
+
+
+def test_a_lean_layout_resumes_under_ddp(two: Results) -> None:
+    for rank in two:
+        at_once, after = rank["lean"]["at_once"], rank["lean"]["after"]
+        assert at_once["skipped"] == [False, False, True] + [False] * 5
+        assert after["loss"] == at_once["loss"][4:] and after["scale"] == at_once["scale"][4:]
+        assert same_weights(after["weights"], at_once["weights"])
+
+
+def test_a_lean_layout_trains_under_fsdp_and_saves_fp32(two: Results) -> None:
+    log, plain = two[0]["fsdp_lean"], two[0]["fsdp_twenty_steps"]
+    assert log["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+    saved = {name: value for name, value in log["saved"].items() if name in log["weights"]}
+    assert same_weights(saved, log["weights"])
+    assert "cannot save the optimizer's shards yet: save_strategy='no'" in two[0]["fsdp_lean_refused"]

@@ -77,6 +77,15 @@ def test_gradients_of_micro_batches_are_true_and_fp32(
             assert error < (0.03 if precision.startswith("bf16") else 0.005), name
 
 
+@pytest.mark.parametrize("kind", ["bucket_view", "static_graph", "unused"])
+def test_settings_of_ddp_change_no_bit_of_a_lean_layout(two: Results, kind: str) -> None:
+    for rank in two:
+        cases = rank["ddp_options"]
+        plain, other = cases.get(f"none_{kind}", cases["none"]), cases[kind]
+        assert other["loss"] == plain["loss"] and not any(other["skipped"])
+        assert same(other["weights"], plain["weights"])
+
+
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "later"])
 def test_masters_keep_all_their_bits(two: Results, name: str) -> None:
     for rank in two:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 from transformers.utils import logging
@@ -203,6 +204,28 @@ def fsdp_checkpointing(folder: Path) -> dict[str, Any]:
     }
 
 
+def lean(folder: Path) -> dict[str, Any]:
+    return resumed(folder, precision="fp16-lean")
+
+
+def fsdp_lean(folder: Path) -> dict[str, Any]:
+    """Twenty steps; the model that is saved in between, in FP32."""
+    made, log = trainer(folder, precision="fp16-lean", max_steps=20, save_steps=20, save_strategy="steps",
+                        save_only_model=True, **_fsdp(state_dict_type="FULL_STATE_DICT"))  # fmt: skip
+    made.train()
+    weights = {name: whole(p.detach()) for name, p in made.model.named_parameters()}
+    saved = load_file(folder / "checkpoint-20" / "model.safetensors")
+    return {"loss": log.losses, "scale": log.scales, "weights": weights, "saved": saved}
+
+
+def fsdp_lean_refused(folder: Path) -> str:
+    try:
+        trainer(folder, precision="fp16-lean", save_strategy="steps", **_fsdp())
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
 def fsdp_saved_model(folder: Path) -> dict[str, Any]:
     made, _ = trainer(folder, **_fsdp())
     made.train()
@@ -217,8 +240,8 @@ def fsdp_saved_model(folder: Path) -> dict[str, Any]:
 
 ONE_PROCESS = [twenty_steps, accumulation, resume_from_two]
 TWO_PROCESSES = [
-    twenty_steps, overflow, accumulation, resume, fsdp_twenty_steps, fsdp_overflow, fsdp_accumulation,
-    fsdp_resume_full, fsdp_resume_sharded, fsdp_checkpointing, fsdp_saved_model,
+    twenty_steps, overflow, accumulation, resume, lean, fsdp_twenty_steps, fsdp_overflow, fsdp_accumulation,
+    fsdp_resume_full, fsdp_resume_sharded, fsdp_checkpointing, fsdp_saved_model, fsdp_lean, fsdp_lean_refused,
 ]  # fmt: skip
 
 

@@ -124,6 +124,23 @@ def gradients() -> dict[str, Any]:
     return found
 
 
+def ddp_options() -> dict[str, Any]:
+    """Steps of two micro-batches; of one where the graph is static, which DDP wants to see in the first backward."""
+    kinds: dict[str, dict[str, Any]] = {
+        "none": {},
+        "none_static_graph": {},
+        "bucket_view": {"gradient_as_bucket_view": True},
+        "static_graph": {"static_graph": True},
+        "unused": {"find_unused_parameters": True},
+    }
+    found = {}
+    for name, settings in kinds.items():
+        model, optimizer, runtime = made("fp16-lean", lambda model, settings=settings: WRAPS["ddp"](model, **settings))
+        ids, parts = batches(3, rows=8), 1 if name.endswith("static_graph") else 2
+        found[name] = train(model, optimizer, ids, runtime=runtime, accumulate=parts, not_synced=model.no_sync)
+    return found
+
+
 def masters_survive() -> dict[str, Any]:
     """Weights that 16 bits do not hold, before and after wrapping, a state dict and its loading, and detaching."""
     start = masters(tiny_gpt2())
@@ -323,7 +340,8 @@ def refusals() -> dict[str, str]:
 
 ONE_PROCESS = [one, one_gradients]
 CASES = [
-    losses, losses_of_16_bit_reductions, gradients, masters_survive, overflows, received, persistent_bytes, refusals,
+    losses, losses_of_16_bit_reductions, gradients, ddp_options, masters_survive, overflows, received,
+    persistent_bytes, refusals,
 ]  # fmt: skip
 FOUR_PROCESSES = [losses, hybrid]
 

@@ -400,9 +400,11 @@ def test_compiling_a_sharded_model_whole_is_refused(tmp_path: Path, monkeypatch:
     refuse_other_precision(args, args.precision_policy)
 
 
-def test_lean_layouts_under_fsdp_are_refused_by_its_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"precision='fp16-lean' leaves 16-bit gradients, which FSDP would reduce"):
-        arguments(tmp_path, precision="fp16-lean", fsdp=True, fsdp_config={"version": 2})
+def test_optimizer_checkpoints_of_a_lean_layout_under_fsdp_are_refused(tmp_path: Path) -> None:
+    settings = {"precision": "fp16-lean", "fsdp": True, "fsdp_config": {"version": 2}, "save_strategy": "steps"}
+    with pytest.raises(ValueError, match=r"precision='fp16-lean' with FSDP cannot save .*save_only_model=True, or pre"):
+        arguments(tmp_path, **settings)
+    arguments(tmp_path, **settings, save_only_model=True)
 
 
 @pytest.mark.parametrize("route", ["arguments", "subclass", "callback", "callback fp32"])
