@@ -361,6 +361,7 @@ def draw(runs: Mapping[str, Sequence[Run]], path: Path, window: int = 10) -> Non
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
     grid[0, 1].set_yscale("log")
+    grid[1, 0].set_ylim(bottom=0.0)
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(runs), frameon=False)
     figure.savefig(path, dpi=100, facecolor="white")

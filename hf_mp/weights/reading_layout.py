@@ -18,7 +18,7 @@ class ReadingLayout(WeightLayout):
     """Gives, at equal weights, the values of a model that is trained under ``policy``, without its masters.
 
     Default layout: 16-bit weights of products stay as they are; others are FP32 until :meth:`restore`, so that what
-    they are added to is FP32. Lean layouts: FP32 weights are their working copies until :meth:`restore`.
+    they are added to is FP32. Lean layouts: weights are their working copies until :meth:`restore`, buffers FP32.
 
     Args:
         policy: whose values to give.
@@ -29,29 +29,31 @@ class ReadingLayout(WeightLayout):
         super().__init__(policy)
         self._trained_alone = trained_alone
         self._widened: list[tuple[Tensor, torch.dtype]] = []
-        self._narrowed: dict[nn.Parameter, tuple[Tensor, int]] = {}  # FP32 values, and the version of their rounding
+        self._narrowed: dict[nn.Parameter, tuple[Tensor, int]] = {}  # own values, and the version of their rounding
 
     @torch.no_grad()
     def prepare(self, model: nn.Module) -> None:
-        if self.policy.params is torch.float32:
-            for tensor in _outside_of_products(model):
-                if tensor.dtype in LOWER_PRECISION_DTYPES and not is_dtensor(tensor):
-                    self._widened.append((tensor, tensor.dtype))
-                    tensor.data = tensor.data.float()
+        is_lean = self.policy.params is not torch.float32
+        for tensor in model.buffers() if is_lean else _outside_of_products(model):
+            if tensor.dtype in LOWER_PRECISION_DTYPES and not is_dtensor(tensor):
+                self._widened.append((tensor, tensor.dtype))
+                tensor.data = tensor.data.float()
+        if not is_lean:
             return
-        with_statistics = trained_with_statistics(model)
+        with_statistics, others = trained_with_statistics(model), {torch.float32, *LOWER_PRECISION_DTYPES}
+        others.remove(self.policy.params)
         for parameter in model.parameters():
             is_left = parameter in with_statistics or (self._trained_alone and not parameter.requires_grad)
-            if parameter.dtype is torch.float32 and not is_left and not is_dtensor(parameter):
-                masters, parameter.data = parameter.data, split(parameter.data, self.policy.params).working
-                self._narrowed[parameter] = masters, parameter._version
+            if parameter.dtype in others and not is_left and not is_dtensor(parameter):
+                own, parameter.data = parameter.data, split(parameter.data.float(), self.policy.params).working
+                self._narrowed[parameter] = own, parameter._version
 
     def restore(self, model: nn.Module | None) -> None:
         for tensor, dtype in self._widened:
             tensor.data = tensor.data.to(dtype)
-        for parameter, (masters, version) in self._narrowed.items():
+        for parameter, (own, version) in self._narrowed.items():
             # What was written meanwhile (a reference that follows its policy) wins.
-            parameter.data = masters if parameter._version == version else parameter.data.float()
+            parameter.data = own if parameter._version == version else parameter.data.to(own.dtype)
         self._widened.clear()
         self._narrowed.clear()
         super().restore(model)

@@ -85,6 +85,30 @@ def test_a_warm_up_counts_with_the_rate_that_it_reaches(gpt2) -> None:
     assert check.lost_share == hf_mp.check_training(gpt2, AdamW(gpt2.parameters(), lr=1e-3)).lost_share
 
 
+class WithKahanSums(SGD):
+    """Adds up what rounding takes from an update, and gives it to the next."""
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            update = self.state[parameter].setdefault("rest", torch.zeros_like(parameter))
+            update.sub_(self.param_groups[0]["lr"] * parameter.grad)
+            before = parameter.clone()
+            parameter.add_(update)
+            update.sub_(parameter - before)
+
+
+def test_bits_that_an_optimizer_keeps_itself_are_not_seen() -> None:
+    weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    model = nn.ParameterList([weight])
+    optimizer = WithKahanSums(model.parameters(), lr=1e-3)
+    assert hf_mp.check_training(model, optimizer).lost_share == 1.0
+    for _ in range(10):
+        optimizer.step()
+    assert weight.mean().item() == pytest.approx(0.99, abs=4e-3)
+
+
 def test_half_a_unit_in_the_last_place_is_the_border() -> None:
     ones = torch.ones(4, dtype=torch.bfloat16)
     down, up = 2.0**-9, -(2.0**-8)  # the numbers below 1 lie half as far apart; ties go to even, which 1 is

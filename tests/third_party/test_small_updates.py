@@ -118,7 +118,9 @@ def test_modules_that_peft_saves_move(tmp_path: Path, saved: Path) -> None:
     assert trained("callback") == pytest.approx(in_fp32, abs=0.01)
 
 
-@pytest.mark.parametrize(("contender", "precision"), [("callback", "bf16"), ("subclass", "fp16-lean")])
+@pytest.mark.parametrize(
+    ("contender", "precision"), [pytest.param("callback", "bf16", marks=SLOW), ("subclass", "fp16-lean")]
+)
 def test_a_resumed_adapter_has_its_masters(
     tmp_path: Path, saved: Path, contender: str, precision: str, without_first_check: None
 ) -> None:
@@ -136,7 +138,7 @@ def test_a_resumed_adapter_has_its_masters(
     assert same(weights(resumed.model), weights(whole.model))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-lean"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=SLOW), "bf16-lean"])
 def test_the_best_adapter_comes_back_with_all_its_bits(tmp_path: Path, saved: Path, precision: str) -> None:
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"])
     settings = {"save_steps": 1, "save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 1}

@@ -213,6 +213,15 @@ def test_what_cannot_be_handed_over_is_named(tmp_path: Path, batch: dict[str, Te
     assert not (tmp_path / "engine").exists()
 
 
+def test_a_model_that_transformers_gathers_is_refused(tmp_path: Path, batch: dict[str, Tensor]) -> None:
+    model, _ = trained("bf16", batch, steps=0)
+    model.config.distributed_config = object()
+    with pytest.raises(
+        ValueError, match=r"gathers a model with a distributed_config by itself, in FP32: shard it with"
+    ):
+        save_working_copies(model, tmp_path / "engine")
+
+
 def test_a_model_of_ones_own_is_handed_over_by_name(tmp_path: Path) -> None:
     layer = nn.Linear(2, 2)
     layer, _ = hf_mp.prepare(layer, torch.optim.SGD(layer.parameters()), "bf16")  # type: ignore[assignment]
