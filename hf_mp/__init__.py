@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hf_mp.casting.custom_functions import custom_bwd, custom_fwd
     from hf_mp.casting.mode import autocast
     from hf_mp.diagnostics.calibration import calibrate
+    from hf_mp.diagnostics.healing import heal_overflows
     from hf_mp.diagnostics.lost_updates import TrainingCheck, check_training
     from hf_mp.diagnostics.overflow import explain_overflows
     from hf_mp.diagnostics.overflow_report import OverflowReport
@@ -52,6 +53,7 @@ _HOME = {
     "TrainingCheck": "hf_mp.diagnostics.lost_updates",
     "check_training": "hf_mp.diagnostics.lost_updates",
     "calibrate": "hf_mp.diagnostics.calibration",
+    "heal_overflows": "hf_mp.diagnostics.healing",
     "RangeReport": "hf_mp.diagnostics.range_report",
     "CannotHealError": "hf_mp.diagnostics.remedies",
     "explain_overflows": "hf_mp.diagnostics.overflow",
@@ -118,6 +120,7 @@ __all__ = [
     "custom_fwd",
     "estimate_training_memory",
     "explain_overflows",
+    "heal_overflows",
     "largest_batch_size",
     "load",
     "measure_training_memory",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -82,18 +82,38 @@ def _in_fp32(outer: autocast, func: Callable[..., Any], args: Any, kwargs: Mappi
         return func(*args, **kwargs)
 
 
+class _Times(torch.autograd.Function):
+    """Multiplies by one number in the forward, and its gradient by another one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float, gradient_factor: float) -> Tensor:
+        ctx.gradient_factor = gradient_factor
+        return x.view_as(x) if factor == 1.0 else x * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient if ctx.gradient_factor == 1.0 else gradient * ctx.gradient_factor, None, None
+
+
 def _divided(
     op: str, divisor: int, outer: autocast, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
     """The product in 16 bits of an input that is small enough, with the exponents of FP32 given back.
 
     A power of two changes no mantissa, and a product is linear in its input and bias: the result is that of 16 bits
-    with a wider exponent, but for what falls below the smallest number of FP16.
+    with a wider exponent, but for what falls below the smallest number of FP16. Gradients are those of the product
+    itself; the weight's, which is as large as the input, gets the divisor back in FP32.
     """
     places = SCALABLE[op]
-    args = [arg / divisor if place in places and arg is not None else arg for place, arg in enumerate(args)]
-    kwargs = {k: arg / divisor if k in places.values() and arg is not None else arg for k, arg in kwargs.items()}
-    return func(*args, **kwargs).to(torch.float32) * divisor
+
+    def divided(arg: Any, is_divided: bool) -> Any:
+        if not isinstance(arg, Tensor):
+            return arg
+        return _Times.apply(arg, 1.0 / divisor, 1.0) if is_divided else _Times.apply(arg, 1.0, float(divisor))
+
+    args = [divided(arg, place in places) for place, arg in enumerate(args)]
+    kwargs = {name: divided(arg, name in places.values()) for name, arg in kwargs.items()}
+    return _Times.apply(func(*args, **kwargs).to(torch.float32), float(divisor), 1.0)
 
 
 def _watch_op(module: nn.Module, rule: ModuleRule, outer: autocast) -> list[RemovableHandle]:

@@ -58,7 +58,8 @@ def calibrate(
     policy, given = _check(model, batches, precision)
     stand_in = replace(policy, compute=STAND_IN, params=STAND_IN if policy.is_lean else policy.params, loss_scale=None)
     with _attached(model, MixedPrecision(stand_in, rules=rules, tables=tables)) as runtime:
-        ops = last = _look(runtime, given, backward=True)
+        ops: Sequence[OpRange] = _look(runtime, given, backward=True)
+        last = ops
         notes = (
             [] if any(op.gradient is not None for op in ops) else ["the batches give no loss: there was no backward"]
         )
@@ -67,7 +68,9 @@ def calibrate(
         else:
             last, _ = find_rules(runtime, ops, lambda: _look(runtime, given, backward=False))
         rules = dict(runtime.remedies)
-        return RangeReport(type(model).__name__, str(policy), len(given), ops, rules, fp32_share(last), tuple(notes))
+        return RangeReport(
+            type(model).__name__, str(policy), len(given), tuple(ops), rules, fp32_share(last), tuple(notes)
+        )
 
 
 def find_rules(

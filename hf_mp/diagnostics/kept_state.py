@@ -136,15 +136,15 @@ def gradients_set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def masters_in_place(model: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
-    """Replace split parameters by their FP32 masters; yields the masters by the parameters' ids."""
+def masters_in_place(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[dict[int, nn.Parameter]]:
+    """Replace split parameters by their FP32 masters, in ``dtype``; yields them by the parameters' ids."""
     masters: dict[int, nn.Parameter] = {}
     places = [(module, name, p) for module in model.modules() for name, p in module._parameters.items()]
     try:
         for module, name, parameter in places:
             if isinstance(parameter, SplitParameter):
                 if id(parameter) not in masters:
-                    masters[id(parameter)] = nn.Parameter(open_master(parameter), parameter.requires_grad)
+                    masters[id(parameter)] = nn.Parameter(open_master(parameter).to(dtype), parameter.requires_grad)
                 module._parameters[name] = masters[id(parameter)]
         yield masters
     finally:

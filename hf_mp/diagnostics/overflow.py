@@ -38,12 +38,13 @@ class OverflowExplainer(StepObserver):
 
     Attributes:
         reports: one :class:`OverflowReport` for each explained step, oldest first.
+        backwards: the micro-batches since the last step.
     """
 
     def __init__(self, runtime: MixedPrecision, keep_batches: Path | None = None) -> None:
         self._runtime = runtime
         self._keep_batches = keep_batches
-        self._backwards: list[KeptBackward] = []
+        self.backwards: list[KeptBackward] = []
         self._clean_scale: float | None = None
         self._unclean_steps = 0  # in a row that called for an explanation
         self._keeps_all = False
@@ -70,24 +71,24 @@ class OverflowExplainer(StepObserver):
         if gradient is None:  # DDP looking for unused parameters hands one on for each output that has none
             return
         task = torch._C._current_graph_task_id()
-        if not self._backwards or self._backwards[-1].task != task:
-            self._backwards.append(KeptBackward(task))
+        if not self.backwards or self.backwards[-1].task != task:
+            self.backwards.append(KeptBackward(task))
         incoming = IncomingGradient(call, name, gradient if is_kept else None, gradient._version)
-        self._backwards[-1].incoming.append(incoming)
+        self.backwards[-1].incoming.append(incoming)
 
     def backward_ended(self, largest: Tensor | None) -> None:
-        if self._backwards and largest is not None:
-            self._backwards[-1].largest = largest
+        if self.backwards and largest is not None:
+            self.backwards[-1].largest = largest
 
     def stepped(self, report: StepReport) -> None:
         """Explain the step if it was skipped unexpectedly, and drop what was kept."""
-        backwards, self._backwards = self._backwards, []
+        backwards, self.backwards = self.backwards, []
         scaler = self._runtime.scaler
         if not report.overflow:
             self._clean_scale = max(self._clean_scale or 0.0, scaler.get_scale())
             self._unclean_steps, self._keeps_all = 0, False
             return
-        suspects = _suspects(backwards)
+        suspects = suspects_of(backwards)
         expected = is_finding_its_level(scaler.state, scaler.smallest_scale, self._clean_scale)
         if expected and not any(_has_bad_loss(backward) for backward in suspects):
             return
@@ -96,7 +97,7 @@ class OverflowExplainer(StepObserver):
             self._publish(self._explain(suspects, backwards))
 
     def detached(self) -> None:
-        self._backwards.clear()
+        self.backwards.clear()
 
     def last_words(self) -> str:
         """For the message of the error that ends training."""
@@ -111,7 +112,7 @@ class OverflowExplainer(StepObserver):
         Returns:
             The report on the first inf or NaN; None without one. It is added to :attr:`reports` and logged.
         """
-        report = self._explain(list(self._backwards), self._backwards)
+        report = self._explain(list(self.backwards), self.backwards)
         if report is None or report.phase == "not found":
             return None
         self._publish(report)
@@ -238,7 +239,7 @@ def runtime_of(model: Any, caller: str) -> MixedPrecision:
     raise ValueError(f"no mixed precision is attached to this {type(model).__name__}: call hf_mp.prepare(...) first")
 
 
-def _suspects(backwards: list[KeptBackward]) -> list[KeptBackward]:
+def suspects_of(backwards: list[KeptBackward]) -> list[KeptBackward]:
     """The micro-batches that may have failed: the first with a bad accumulated gradient; all if not measured, those
     with a non-finite loss first."""
     if all(backward.largest is not None for backward in backwards):

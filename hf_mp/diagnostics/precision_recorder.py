@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_mp.diagnostics.healing import Healer
 from hf_mp.diagnostics.magnitude_collector import MagnitudeCollector
 from hf_mp.diagnostics.overflow import OverflowExplainer, is_finding_its_level, runtime_of
 from hf_mp.diagnostics.overflow_report import OverflowReport
@@ -60,7 +61,7 @@ class PrecisionRecorder(StepObserver):
         self._collector = MagnitudeCollector(runtime, layers if histogram_steps else None)
         self._due = runtime.stats.steps if histogram_steps else math.inf
         self._has_begun = False
-        self._written_reports = 0
+        self._written_reports = self._written_remedies = 0
         self._clean_scale: float | None = None
         self._memory: list[tuple[str, int]] = []
         self._batch_shape: tuple[int, ...] | None = None
@@ -99,6 +100,7 @@ class PrecisionRecorder(StepObserver):
         )
         for found in reports:
             self._log.write("overflow", report=asdict(found))
+        self._write_healed()
         if not report.overflow:
             self._clean_scale = max(self._clean_scale or 0.0, scale)
         if self._collector.is_active:
@@ -185,6 +187,13 @@ class PrecisionRecorder(StepObserver):
         new = [report for explainer in explainers for report in explainer.reports][self._written_reports :]
         self._written_reports += len(new)
         return new
+
+    def _write_healed(self) -> None:
+        healers = [observer for observer in self._runtime.observers if isinstance(observer, Healer)]
+        new = [healed for healer in healers for healed in healer.healed][self._written_remedies :]
+        self._written_remedies += len(new)
+        for healed in new:
+            self._log.write("healed", healed=asdict(healed))
 
     def _cause(self, reports: list[OverflowReport], searching: bool) -> str:
         if reports:

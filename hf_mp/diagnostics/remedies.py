@@ -10,6 +10,7 @@ from typing import NamedTuple
 from hf_mp.casting.rules import SCALABLE
 from hf_mp.diagnostics.ranges import OpRange, is_in_place
 from hf_mp.scaling.rules import FP16_MAX
+from hf_mp.scaling.scalers import LossScaleError
 
 SPARE_DOUBLINGS = 4  # that a divided product may still grow
 MOST_DIVIDED = 2**12  # a larger divisor takes numbers of magnitude 1 near FP16's smallest normal one, 2**-14
@@ -107,7 +108,7 @@ def next_remedies(
     """
     planned = []
     for found in ranges:
-        if found.is_origin:
+        if found.is_origin and math.isfinite(found.largest):
             remedy = next_remedy(Situation(found, rules, modules, has_bf16))
             if remedy is None:
                 raise CannotHealError(f"{found.op!r} in {found.module!r} stays out of FP16's range with every remedy")
@@ -115,5 +116,18 @@ def next_remedies(
     return planned
 
 
-class CannotHealError(RuntimeError):
-    """No remedy keeps the model in range."""
+def merged(several: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """The rules of several processes as one: of two for the same place, the one with the wider range."""
+    found: dict[str, str] = {}
+    for rules in several:
+        for key, value in rules.items():
+            found[key] = max(found.get(key, value), value, key=_reach)
+    return found
+
+
+def _reach(value: str) -> float:
+    return float(value.removeprefix("scaled/")) if value.startswith("scaled/") else math.inf
+
+
+class CannotHealError(LossScaleError):
+    """No remedy keeps the model in FP16's range, or they would take more FLOPs out of 16 bits than is allowed."""

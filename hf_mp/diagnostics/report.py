@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from hf_mp.diagnostics import report_charts as charts
+from hf_mp.diagnostics.healing import Healed
 from hf_mp.diagnostics.magnitudes import Histogram, Swamped
 from hf_mp.diagnostics.report_charts import percent
 from hf_mp.diagnostics.run_log import RunRecords, StepRecord, read_run
@@ -15,6 +16,7 @@ from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, StepShares
 from hf_mp.memory import page as memory_page
 from hf_mp.memory.html_page import check_writable, page_template, write_whole
 from hf_mp.memory.ledger import Category
+from hf_mp.scaling.rules import FP16_MAX
 
 PAGE_NAME = "precision_report.html"
 OPEN_ROWS = 20  # of a table or a list of layers; the rest is folded
@@ -64,13 +66,15 @@ def render_report(run: RunRecords) -> str:
         start=run.start,
         restarts=run.restarts,
         missing=run.missing,
-        findings=findings(run.steps, latest, updated),
+        findings=findings(run.steps, latest, updated, run.healed),
         history=charts.scale_history(run.steps),
         skip_causes=Counter(step.cause for step in skipped).most_common(),
         skipped_count=len(skipped),
         skipped=skipped[:SHOWN_SKIPS],
         overflows=list(run.overflows.values())[:OPEN_ROWS],
         more_overflows=len(run.overflows) - OPEN_ROWS,
+        healed=run.healed,
+        fp16_max=FP16_MAX,
         latest=latest,
         galleries=[] if latest is None else list(_galleries(latest)),
         shares=charts.share_history(_shares_over_time(list(run.shares.values()))),
@@ -90,7 +94,10 @@ def render_report(run: RunRecords) -> str:
 
 
 def findings(
-    steps: Mapping[int, StepRecord], latest: StepMagnitudes | None, updated: StepMagnitudes | None
+    steps: Mapping[int, StepRecord],
+    latest: StepMagnitudes | None,
+    updated: StepMagnitudes | None,
+    healed: Sequence[Healed] = (),
 ) -> list[str]:
     """The findings of the run in a few sentences."""
     found = []
@@ -105,6 +112,12 @@ def findings(
                 f"Headroom {headrooms[-1]:.1f} at the end, {min(headrooms):.1f} at its smallest: doublings of the "
                 "scale between the largest gradient and an overflow."
             )
+    if healed:
+        share = healed[-1].fp32_share
+        found.append(
+            f"{len(healed)} places left FP16's range in the forward and were healed; {percent(share)} of the forward's "
+            "FLOPs are out of 16 bits."
+        )
     if latest is not None and (gradients := latest.of(Kind.WEIGHT_GRADIENTS)).finite_nonzero:
         found.append(
             f"Of the weight gradients of step {latest.step}, FP16 would lose {percent(gradients.share_underflowed())} "

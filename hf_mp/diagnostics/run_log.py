@@ -2,6 +2,7 @@
 
 ``RUN_DIR/precision_log.jsonl`` holds one JSON object a line. Its ``record`` is ``run`` (settings and versions, once
 for each start), ``step`` (loss scale, headroom, whether it was skipped and why), ``overflow`` (an overflow report),
+``healed`` (a remedy),
 ``magnitudes`` (histograms), ``memory``, ``predicted memory`` or ``end``. Each line is written at once, so a killed
 process loses at most the one that it was writing.
 """
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
+from hf_mp.diagnostics.healing import Healed
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.predicted_memory import PredictedMemory
 from hf_mp.diagnostics.predicted_memory import from_record as from_memory_record
@@ -92,6 +94,7 @@ class RunRecords:
     restarts: int = 0  # number of resumes since the last fresh start
     steps: dict[int, StepRecord] = field(default_factory=dict)  # in order; of steps repeated after a resume, the last
     overflows: dict[tuple[int, int, int], OverflowReport] = field(default_factory=dict)  # step, micro-batch, rank
+    healed: list[Healed] = field(default_factory=list)
     shares: dict[int, StepShares] = field(default_factory=dict)  # by step
     latest: StepMagnitudes | None = None
     latest_updated: StepMagnitudes | None = None  # of a step that was not skipped
@@ -204,6 +207,8 @@ def _take(run: RunRecords, record: Mapping[str, Any]) -> None:
             _take_step(run, record)
         case "overflow":
             _take_overflow(run, record["report"])
+        case "healed":
+            run.healed.append(Healed(**record["healed"]))
         case "magnitudes":
             run.latest = step = from_record(record)
             run.shares[step.step] = step.shares()
@@ -235,6 +240,7 @@ def _take_back(run: RunRecords, step: int) -> None:
     run.shares = {number: found for number, found in run.shares.items() if number < step}
     run.memory = {number: found for number, found in run.memory.items() if number < step}
     run.overflows = {key: found for key, found in run.overflows.items() if key[0] < step}
+    run.healed = [found for found in run.healed if found.step < step]
     run.latest = run.latest if run.latest and run.latest.step < step else None
     run.latest_updated = run.latest_updated if run.latest_updated and run.latest_updated.step < step else None
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +27,9 @@ class StepObserver:
     def stepped(self, report: StepReport) -> None:
         """An optimizer step was taken or skipped; the scaler has not counted it yet."""
 
+    def overflowed(self, optimizer: Any) -> StepReport | None:
+        """A step is about to be skipped; the verdict on other gradients, if they are there now, else None."""
+
     def report(self) -> StepReport | None:
         """The verdict on a step whose gradients were used already; None where there are gradients to look at."""
 
@@ -35,6 +39,28 @@ class StepObserver:
 
     def detached(self) -> None:
         """The model is an ordinary one again."""
+
+
+def tried_again(observers: Iterable[StepObserver], optimizer: Any) -> StepReport | None:
+    """The verdict on gradients that an observer has put in the place of those that overflowed; None without one."""
+    return next(filter(None, (observer.overflowed(optimizer) for observer in observers)), None)
+
+
+# Who takes what MixedPrecision(on_overflow=...) names, besides the skip: a module and its class, made of the runtime.
+ON_OVERFLOW: dict[str, tuple[str, str] | None] = {"skip": None, "heal": ("hf_mp.diagnostics.healing", "Healer")}
+
+
+def check_on_overflow(on_overflow: str) -> None:
+    """Raise a ValueError for a name that is none of :data:`ON_OVERFLOW`."""
+    if on_overflow not in ON_OVERFLOW:
+        raise ValueError(f"on_overflow={on_overflow!r} is not known: use {' or '.join(map(repr, ON_OVERFLOW))}")
+
+
+def overflow_observers(on_overflow: str, runtime: Any) -> list[StepObserver]:
+    """The observer that ``on_overflow`` names, made for ``runtime``."""
+    check_on_overflow(on_overflow)
+    home = ON_OVERFLOW[on_overflow]
+    return [] if home is None else [getattr(import_module(home[0]), home[1])(runtime)]
 
 
 @dataclass(frozen=True)
@@ -49,6 +75,7 @@ class PrecisionStats:
         loss_scale_min: the smallest that a step used.
         loss_scale_max: the largest that a step used.
         headroom: doublings that the scale could still take at the last clean step; None where not measured.
+        remedies: the rules that ``on_overflow="heal"`` put in place, as ``"module:op: rule"``.
     """
 
     steps: int = 0
@@ -58,10 +85,13 @@ class PrecisionStats:
     loss_scale_min: float = 1.0
     loss_scale_max: float = 1.0
     headroom: float | None = None
+    remedies: tuple[str, ...] = ()
 
     def log_entries(self) -> dict[str, float]:
-        """The entries for a training log: ``loss_scale``, ``skipped_steps`` and, where measured, ``headroom``."""
+        """The entries for a training log: ``loss_scale``, ``skipped_steps``, and ``remedies``, ``headroom`` if any."""
         entries = {"loss_scale": self.loss_scale, "skipped_steps": self.skipped_steps}
+        if self.remedies:
+            entries["remedies"] = len(self.remedies)
         return entries if self.headroom is None else {**entries, "headroom": round(self.headroom, 2)}
 
     @classmethod
@@ -72,6 +102,10 @@ class PrecisionStats:
     def resumed(cls, state: ScalerState) -> PrecisionStats:
         first = cls.before_first_step(state.scale)
         return replace(first, steps=state.steps, skipped_steps=state.skipped_steps)
+
+    def with_remedies(self, rules: Mapping[str, str]) -> PrecisionStats:
+        """The stats with these rules as the remedies in place."""
+        return replace(self, remedies=tuple(f"{key}: {value}" for key, value in rules.items()))
 
     def after_step(self, used_scale: float, next_scale: float, report: StepReport) -> PrecisionStats:
         """The stats with one more step, which ran at ``used_scale``."""

@@ -153,6 +153,14 @@ class LossScaler(ExplicitScaling, Generic[State]):
                 "for NaN in the inputs, lower the learning rate, or train in a precision of wider range"
             )
 
+    def back_off(self) -> bool:
+        """Take the scale that an overflow leads to, for a step that runs again: none is counted; False if it stays."""
+        before = self.state
+        after = self.rule.adjust(before, self.settings, StepReport(overflow=True))
+        counts = {name: getattr(before, name) for name in ("steps", "skipped_steps", "consecutive_skips")}
+        self.state = replace(after, **counts)
+        return self._enabled and after.scale < before.scale
+
     def _skips_once_too_often(self) -> bool:
         skips = self.state.consecutive_skips + 1
         return skips >= self._max_consecutive_skips and self.state.scale <= self.smallest_scale

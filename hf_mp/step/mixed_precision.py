@@ -17,7 +17,7 @@ from hf_mp.casting.tables import TableName
 from hf_mp.casting.torch_patches import PATCHES
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.borders import Crossings, accumulates
-from hf_mp.scaling.events import PrecisionStats, StepObserver
+from hf_mp.scaling.events import PrecisionStats, StepObserver, overflow_observers
 from hf_mp.scaling.rules import StepReport
 from hf_mp.scaling.scalers import LossScaleError, LossScaler, load_state, make_loss_scaler, state_of
 from hf_mp.step.forward import AttachedForward
@@ -49,14 +49,12 @@ class MixedPrecision:
         max_grad_norm: for ``free_gradients="backward"``: clip to this global 2-norm; ``inf`` only measures it; default
             None: neither. With it, and where the loss is scaled, the backward runs twice.
         layout: how the weights are stored; default: what the policy says.
+        on_overflow: ``"skip"`` (default) or ``"heal"`` (:func:`hf_mp.heal_overflows`).
 
     Attributes:
-        policy, scaler, stats: the :class:`PrecisionStats`; step_was_skipped: whether the last step was; remedies: the
-            rules that came later (:meth:`add_rules`).
+        policy, scaler, stats: the :class:`PrecisionStats`; step_was_skipped: whether the last step was.
 
-    Raises:
-        TypeError, ValueError: for an unknown policy, or ``free_gradients`` or ``max_grad_norm`` without effect.
-    """
+    Raises TypeError or ValueError for an unknown policy, or ``free_gradients`` or ``max_grad_norm`` without effect."""
 
     def __init__(
         self,
@@ -68,12 +66,13 @@ class MixedPrecision:
         free_gradients: FreeGradients = "step",
         max_grad_norm: float | None = None,
         layout: WeightLayout | None = None,
+        on_overflow: str = "skip",
     ) -> None:
         self.policy = PrecisionPolicy.parse(policy)
         check_free_gradients(self.policy, free_gradients, max_grad_norm)
         self.scaler = loss_scaler if loss_scaler is not None else make_loss_scaler(self.policy.loss_scale)
-        self.layout, self._ranks = layout or make_layout(self.policy), Ranks(self.state_dict)
-        self.check = GradientCheck(self._backward_ended, self.layout, self._ranks, self._trained_parameters)
+        self.layout, self.ranks = layout or make_layout(self.policy), Ranks(self.state_dict)
+        self.check = GradientCheck(self._backward_ended, self.layout, self.ranks, self._trained_parameters)
         self._tables, self.rules, self.remedies = tables, rules or {}, dict[str, str]()
         self.region = self._make_region(None)
         self.step_was_skipped = self.is_detached = False
@@ -84,6 +83,7 @@ class MixedPrecision:
         self._guards: list[StepGuard] = []
         updates = [OptimizerInBackward(max_grad_norm, self._backward_ended)] if free_gradients == "backward" else []
         self.in_backward, self.observers = next(iter(updates), None), list[StepObserver](updates)
+        self.observers += overflow_observers(on_overflow, self)
 
     @property
     def model(self) -> nn.Module | None:
@@ -123,10 +123,10 @@ class MixedPrecision:
         return make_region(self.layout, self.check.runs.paused, model, self.rules, tables=self._tables)
 
     def add_rules(self, rules: Mapping[str, str]) -> None:
-        """Have rules by module hold too, from the next forward on, and be saved; ValueError for names without match."""
-        if self.model is not None:
-            self.region.add_rules(rules, self.model)
+        """Have rules by module (``remedies``) hold too, and be saved; a ValueError for names that match no module."""
+        self.region.add_rules(rules if self.model else {}, self.model)
         self.rules, self.remedies = {**self.rules, **rules}, {**self.remedies, **rules}
+        self.stats = self.stats.with_remedies(self.remedies)
 
     def wrap_forwards(self) -> None:
         """Put the attached forward (again) wherever it is missing: a library may have set one of its own."""
@@ -146,9 +146,8 @@ class MixedPrecision:
         Returns:
             The same optimizer; in the lean layouts a :class:`MasterWeightOptimizer` around it, to be used from now on.
 
-        Raises:
-            TypeError: for anything but one optimizer.
-            ValueError: before attach(), and for an optimizer of another model or one that needs a closure (LBFGS).
+        Raises TypeError for anything but one optimizer, ValueError before attach(), and for an optimizer of another
+        model or one that needs a closure (LBFGS).
         """
         if not self.policy.is_mixed:
             return optimizer
@@ -176,7 +175,7 @@ class MixedPrecision:
         """The weights of a forward that is about to run, which FP32 masters are made for; None without grad."""
         if (model := self.model) is None:
             return None
-        self._ranks.note_forward(model, is_lean=self.policy.is_lean)  # DDP or FSDP may have come after attach()
+        self.ranks.note_forward(model, is_lean=self.policy.is_lean)  # DDP or FSDP may have come after attach()
         self._use_layout_for(model.parameters())
         if (parameter := next(model.parameters(), None)) is not None:
             self.scaler.scale_tensors(parameter.device)
@@ -193,7 +192,7 @@ class MixedPrecision:
         return WorkingWeights(self.layout, model, crossings, self.check.is_scaled, self.region.has_made, group_size)
 
     def _use_layout_for(self, parameters: Iterable[Tensor]) -> None:
-        before, self.layout = self.layout, self._ranks.layout_for(parameters, self.layout)
+        before, self.layout = self.layout, self.ranks.layout_for(parameters, self.layout)
         if self.layout is not before:
             before.copies.clear()
             self.check.layout = self.region.layout = self.layout
@@ -287,8 +286,8 @@ class MixedPrecision:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave; a state of another loss scaling is left, and what is none raises."""
         load_state(state_dict, self.policy, self.scaler)
-        self.add_rules(state_dict.get("remedies", {}))
         self.stats = PrecisionStats.resumed(self.scaler.state)
+        self.add_rules(state_dict.get("remedies", {}))
 
 
 def prepare(
@@ -305,9 +304,7 @@ def prepare(
     Returns:
         The same model, and what :meth:`MixedPrecision.attach_optimizer` returns: the optimizer to use from now on.
 
-    Raises:
-        TypeError: for anything but a module and an optimizer; others as ``attach`` and ``attach_optimizer``.
-    """
+    Raises TypeError for anything but a module and an optimizer, and as ``attach`` and ``attach_optimizer`` do."""
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"prepare takes a model and its optimizer, not {type(model).__name__} and {type(optimizer).__name__}; "

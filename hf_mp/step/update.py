@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_mp.scaling.events import tried_again
 from hf_mp.weights.accelerated import tell_accelerate
 from hf_mp.weights.attachable import check_step
 from hf_mp.weights.fused_adamw import can_skip, skipping
@@ -67,6 +68,8 @@ class StepGuard:
         # Where the device can skip, all of the update is queued before the host waits for the verdict.
         result = None if found_inf is None else update()
         reports = [verdict.report() for verdict in verdicts]
+        if is_alone and reports[0].overflow and (again := tried_again(runtimes[0].observers, optimizer)):
+            reports, found_inf = [again], None
         was_skipped = any(report.overflow for report in reports)
         if found_inf is None and not was_skipped:
             result = update()

@@ -9,7 +9,9 @@ import torch
 from transformers import TrainingArguments
 from transformers.utils import logging
 
+from hf_mp.diagnostics.healing import MAX_FP32_SHARE
 from hf_mp.policy import PRESETS, PrecisionPolicy, parse_loss_scale, spell
+from hf_mp.scaling.events import ON_OVERFLOW
 from hf_mp.scaling.rules import RULES, STATIC
 from hf_mp.trainer.checkpoints.crash_safe_trainer import SAVE_FAILURES
 from hf_mp.trainer.refusals import refuse_other_precision
@@ -55,6 +57,15 @@ class MixedPrecisionArguments(TrainingArguments):
         "When a lean layout frees a gradient: step (the update has used it) or backward (each parameter is updated "
         "inside backward; with max_grad_norm or a loss scale, backward runs twice).",
         choices=get_args(FreeGradients),
+    )
+    on_overflow: str = _option(
+        "skip",
+        "When a forward leaves FP16's range: skip the step, or heal (keep in range what left it, by rules of autocast, "
+        "and run the step again).",
+        choices=tuple(ON_OVERFLOW),
+    )
+    max_fp32_share: float = _option(
+        MAX_FP32_SHARE, "Of the forward's FLOPs, the share that on_overflow='heal' may take out of 16 bits."
     )
     save_failure: str = _option(
         "continue",

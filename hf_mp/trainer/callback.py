@@ -48,13 +48,9 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
             :class:`PrecisionPolicy`; default: what the arguments say (:class:`MixedPrecisionArguments`), else "fp16".
         loss_scaler_settings: keyword arguments for the loss scaler, as in ``{"init_scale": 4096, "headroom": 4}``.
         tables, rules: as for :class:`hf_mp.autocast`; default ``"compact"`` and none.
-        explain_overflows: this and the next five as in :class:`MixedPrecisionArguments`; default: what the Trainer's
-            arguments say, else as there.
-        keep_overflow_batches: as there.
-        check_gradients: as there.
-        histogram_steps: as there.
-        histogram_layers: as there.
-        precision_report: as there.
+        explain_overflows, keep_overflow_batches, on_overflow, max_fp32_share: as in :class:`MixedPrecisionArguments`;
+            default: what the Trainer's arguments say, else as there.
+        check_gradients, histogram_steps, histogram_layers, precision_report: as these.
         keep_attached: leave the model attached after ``train()``, so that evaluation and ``generate`` run under
             autocast; default False.
 
@@ -74,6 +70,8 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
         rules: Rules | None = None,
         explain_overflows: bool | None = None,
         keep_overflow_batches: bool | None = None,
+        on_overflow: str | None = None,
+        max_fp32_share: float | None = None,
         check_gradients: bool | None = None,
         histogram_steps: int | None = None,
         histogram_layers: Sequence[str] | None = None,
@@ -86,6 +84,8 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
             "tables": tables,
             "explain_overflows": explain_overflows,
             "keep_overflow_batches": keep_overflow_batches,
+            "on_overflow": on_overflow,
+            "max_fp32_share": max_fp32_share,
             "check_gradients": check_gradients,
             "histogram_steps": histogram_steps,
             "histogram_layers": histogram_layers,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 import weakref
@@ -18,6 +19,7 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer import SCALER_NAME, TRAINER_STATE_NAME
 from transformers.utils import logging
 
+from hf_mp.diagnostics.healing import heal_overflows
 from hf_mp.diagnostics.magnitude_collector import select_layers
 from hf_mp.diagnostics.overflow import explain_overflows
 from hf_mp.diagnostics.overflow_report import OverflowReport
@@ -93,6 +95,9 @@ class TrainerSession:
         if self.settings.explain_overflows:
             folder = Path(str(self.args.output_dir), OVERFLOWS_NAME) if self.settings.keep_overflow_batches else None
             self.overflow_reports = explain_overflows(self.runtime, keep_batches=folder).reports
+        if self.settings.on_overflow == "heal":
+            healer = heal_overflows(self.runtime, max_fp32_share=self.settings.max_fp32_share)
+            healer.clip = functools.partial(self._clip_again, model)
         self.reporting.begin(self.runtime, self.args)
         self.runtime.wrap_forwards()
 
@@ -116,7 +121,8 @@ class TrainerSession:
         settings = self.settings
         layout = ReadingLayout(settings.policy, trained_alone=trained_alone)
         policy = replace(settings.policy, loss_scale=None)
-        runtime = MixedPrecision(policy, tables=settings.tables, rules=settings.rules, layout=layout)
+        rules = settings.rules if self.runtime is None else self.runtime.rules
+        runtime = MixedPrecision(policy, tables=settings.tables, rules=rules, layout=layout)
         runtime.attach(model)
         _runtimes.add(runtime)
         return runtime
@@ -151,6 +157,12 @@ class TrainerSession:
         if norm is None and (norm := runtime.check.norm(parameters)) is not None and max_norm < torch.inf:
             runtime.check.clip(parameters, max_norm, norm)
         return norm
+
+    def _clip_again(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """What the Trainer did to the gradients of a step that ran again since."""
+        max_norm = self.args.max_grad_norm
+        if max_norm and max_norm > 0 and self.clip_grad_norm(model, optimizer, max_norm) is None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
     def after_step(self, callbacks: Iterable[TrainerCallback], step: int) -> None:
         """Show optimizer step ``step``, which has just ended."""

@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
+from hf_mp.diagnostics.healing import MAX_FP32_SHARE, check_healing
 from hf_mp.diagnostics.precision_recorder import check_histogram_steps
 from hf_mp.policy import PrecisionPolicy, parse_loss_scale
 from hf_mp.scaling.scalers import LossScaler, make_loss_scaler
@@ -31,6 +32,8 @@ class SessionSettings:
     rules: Rules | None = None
     loss_scaler_settings: Mapping[str, Any] = field(default_factory=dict)
     free_gradients: str = "step"
+    on_overflow: str = "skip"
+    max_fp32_share: float = MAX_FP32_SHARE
     explain_overflows: bool = True
     keep_overflow_batches: bool = False
     check_gradients: bool = True
@@ -54,6 +57,7 @@ class SessionSettings:
 
     def __post_init__(self) -> None:
         check_histogram_steps(self.histogram_steps)
+        check_healing(self.on_overflow, self.policy, self.max_fp32_share, in_backward=self.free_gradients == "backward")
         if isinstance(self.histogram_layers, str):
             raise TypeError(f"histogram_layers={self.histogram_layers!r} is one string: write a list of patterns")
 

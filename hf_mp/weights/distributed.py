@@ -111,6 +111,21 @@ class Ranks:
                 report = to_report(number.item())
         return report
 
+    def gather(self, value: Any) -> list[Any]:
+        """What each process that trains the model along has given: a collective call, with a value that pickles."""
+        found = [value]
+        for group in self._groups if is_running() else ():
+            found = [None] * torch.distributed.get_world_size(group)
+            torch.distributed.all_gather_object(found, value, group=group)
+        return found
+
+    def average(self, gradients: Iterable[Tensor]) -> None:
+        """The mean over these processes, in place, as DDP takes it: a collective call for each."""
+        for gradient in gradients:
+            for group in self._groups if is_running() else ():
+                torch.distributed.all_reduce(gradient, group=group)
+                gradient.div_(torch.distributed.get_world_size(group))
+
 
 def compare_settings(group: ProcessGroup, settings: Mapping[str, Any]) -> None:
     """Raise a ValueError, on all ranks of ``group``, if not all of them call this with the same ``settings``.

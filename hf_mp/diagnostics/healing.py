@@ -1,0 +1,292 @@
+"""``heal_overflows``: keeps in range what left FP16's range in a forward, and runs the step again."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers.utils import logging
+
+from hf_mp.casting.mode import autocast
+from hf_mp.casting.nested import named_tensors
+from hf_mp.diagnostics.calibration import find_rules, fp32_share
+from hf_mp.diagnostics.kept_state import KeptBackward, KeptCall, RandomStates, masters_in_place, untouched
+from hf_mp.diagnostics.overflow import OverflowExplainer, explain_overflows, runtime_of, suspects_of
+from hf_mp.diagnostics.ranges import STAND_IN, OpRange, RangeRecorder
+from hf_mp.diagnostics.remedies import CannotHealError, Planned, merged
+from hf_mp.diagnostics.values import Finiteness, finiteness
+from hf_mp.policy import PrecisionPolicy
+from hf_mp.scaling.events import StepObserver, check_on_overflow
+from hf_mp.scaling.rules import FP16_MAX, StepReport
+from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.weights.distributed import ddp_of, is_sharded
+
+logger = logging.get_logger(__name__)
+
+MAX_FP32_SHARE = 0.25
+MOST_TRIES = 40  # of one step: for another place that leaves the range, or a smaller loss scale
+
+
+@dataclass(frozen=True)
+class Healed:
+    """One remedy that was put in place.
+
+    Attributes:
+        step: number of the optimizer step, from 1.
+        remedy: which kind (:data:`hf_mp.diagnostics.remedies.REMEDIES`).
+        rules: the rules of autocast that it consists of.
+        module, op: where values left FP16's range.
+        largest: their largest magnitude; FP16 ends at 65504.
+        fp32_share: share of the forward's floating point operations that are out of 16 bits since.
+    """
+
+    step: int
+    remedy: str
+    rules: dict[str, str]
+    module: str
+    op: str
+    largest: float
+    fp32_share: float
+
+    def __str__(self) -> str:
+        where = f"{self.op!r} in {f'module {self.module!r}' if self.module else 'the model itself'}"
+        rules = ", ".join(f"{key!r}: {value!r}" for key, value in self.rules.items())
+        return f"{where} came to {self.largest:g}, and FP16 ends at {FP16_MAX:g}: {self.remedy} ({{{rules}}})"
+
+
+class Healer(StepObserver):
+    """Puts remedies in place when a step overflows in its forward; returned by :func:`heal_overflows`.
+
+    Attributes:
+        healed: a :class:`Healed` for each remedy, oldest first; those of an earlier run are in ``runtime.remedies``.
+        max_fp32_share: of :func:`heal_overflows`.
+        clip: what a loop does to the gradients before it steps, given the optimizer; None where that is not known.
+    """
+
+    def __init__(self, runtime: MixedPrecision, max_fp32_share: float = MAX_FP32_SHARE) -> None:
+        check_healing("heal", runtime.policy, max_fp32_share, in_backward=runtime.in_backward is not None)
+        self._runtime, self.max_fp32_share = runtime, max_fp32_share
+        known = [observer for observer in runtime.observers if isinstance(observer, OverflowExplainer)]
+        self._explainer = known[0] if known else explain_overflows(runtime)
+        self.healed: list[Healed] = []
+        self.clip: Callable[[Optimizer], None] | None = None
+        self._said: set[str] = set()
+        self._ddp: Any = None
+
+    def forward(self, forward: Any, args: Any, kwargs: Any) -> None:
+        self._ddp = ddp_of(self._runtime.model) if self._runtime.model is not None else None
+
+    def overflowed(self, optimizer: Optimizer) -> StepReport | None:
+        """Heal the forward of a step that overflowed, and run it again.
+
+        Raises:
+            CannotHealError: if no remedy helps, or more than ``max_fp32_share`` would be out of 16 bits.
+        """
+        runtime = self._runtime
+        model = runtime.model
+        if model is None or is_sharded(model):
+            self._say("the model is sharded, and one forward needs all processes")
+            return None
+        report = None
+        for _ in range(MOST_TRIES):
+            # The gradients of values that are in range now may want a smaller scale.
+            is_new = self._heal() or (report is not None and runtime.scaler.back_off())
+            if not is_new or not self._can_run_again():
+                break
+            self._run_again(optimizer)
+            report = runtime.verdict(optimizer).report()
+            if not report.overflow:
+                break
+        return report
+
+    def _heal(self) -> bool:
+        """Put in place what helps, on all ranks alike; False where nothing left the range."""
+        runtime = self._runtime
+        found, error = self._find(list(self._explainer.backwards))
+        everywhere = runtime.ranks.gather((merged(one.rules for one in found), error))
+        if first := next((error for _, error in everywhere if error), None):
+            raise CannotHealError(first)
+        if not (rules := merged(rules for rules, _ in everywhere)):
+            return False
+        runtime.add_rules(rules)
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()  # what was compiled has no hook for the new rules
+        return True
+
+    def _can_run_again(self) -> bool:
+        check = self._runtime.check
+        is_as_left = self.clip is not None or check.hold(check.gradients(check.parameters()))
+        is_known = all(map(_has_known_gradients, self._explainer.backwards))
+        if all(self._runtime.ranks.gather(is_as_left and is_known)):
+            return True
+        logger.warning(
+            "on_overflow='heal': this step is skipped, because the loop has changed its gradients since the backward, "
+            "or computes its loss outside the model; the next one runs with the remedy"
+        )
+        return False
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.warning(f"on_overflow='heal': not healed: {reason}")
+
+    # What overflowed, and what helps
+
+    def _find(self, backwards: list[KeptBackward]) -> tuple[list[Planned], str | None]:
+        """The remedies for what leaves the range in these micro-batches, put in place; and why there are none."""
+        for backward in suspects_of(backwards):
+            for call in backward.calls:
+                for name, tensor in call.inputs():
+                    if finiteness(tensor) is Finiteness.NOT_FINITE:
+                        self._say(f"the batch contains inf or NaN: {name!r}. Clean the data")
+                        return [], None
+                ops, look = self._look(call), functools.partial(self._look, call)
+                try:
+                    after, placed = find_rules(self._runtime, ops, look, has_bf16=_has_bf16(call))
+                    if placed:
+                        self._take(placed, fp32_share(after))
+                        return placed, None
+                except CannotHealError as error:
+                    return [], str(error)
+                if any(math.isnan(op.largest) for op in ops):
+                    self._say("the forward is inf or NaN in FP32's range, too: the cause is the model or its data")
+        return [], None
+
+    def _look(self, call: KeptCall) -> Sequence[OpRange]:
+        """One forward of a kept call with BF16 in FP16's place, without side effects."""
+        runtime, module = self._runtime, call.forward.module()
+        model, recorder = runtime.model, RangeRecorder()
+        assert model is not None  # it was called
+        eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+        with untouched(model), masters_in_place(model, STAND_IN), torch.no_grad(), eager:
+            mode = autocast(STAND_IN, tables=runtime.region.tables, rules=runtime.rules, model=model)
+            module.train(call.is_training)
+            call.random_states.restore()
+            with runtime.region.running(None), mode, recorder.recording(mode, model):
+                module(*call.args, **call.kwargs)
+        return recorder.ranges()
+
+    def _take(self, placed: list[Planned], share: float) -> None:
+        step = self._runtime.stats.steps + 1
+        new = [
+            Healed(step, one.remedy, one.rules, one.found.module, one.found.op, one.found.largest, share)
+            for one in placed
+        ]
+        self.healed += new
+        lines = "\n".join(f"  {one}" for one in new)
+        logger.warning(
+            f"Step {step} left FP16's range in its forward, and is run again with:\n{lines}\n"
+            f"  {share:.2%} of the forward's FLOPs are out of 16 bits now."
+        )
+        if share > self.max_fp32_share:
+            raise CannotHealError(
+                f"{share:.1%} of the forward's FLOPs would be out of 16 bits, and max_fp32_share="
+                f"{self.max_fp32_share:g} allows less: this model wants precision='bf16'. What overflowed:\n{lines}"
+            )
+
+    # The step again
+
+    def _run_again(self, optimizer: Optimizer) -> None:
+        """The micro-batches of the step, forward and backward, into fresh gradients; then ``clip``."""
+        runtime, random_states, backwards = self._runtime, RandomStates.now(), list(self._explainer.backwards)
+        parameters = list(runtime.check.parameters())
+        for parameter in parameters:
+            parameter.grad = None
+        runtime.check.forget()
+        self._explainer.backwards.clear()
+        with self._as_in_ddp():
+            for backward in backwards:
+                outputs = {id(call): dict(named_tensors(_call_again(call))) for call in backward.calls}
+                leaving = [outputs[id(incoming.call)][incoming.output] for incoming in backward.incoming]
+                torch.autograd.backward(leaving, [incoming.gradient for incoming in backward.incoming])
+        random_states.restore()
+        if self._ddp is not None:
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            runtime.ranks.average(gradients)
+            runtime.check.measure(parameters)
+        if self.clip is not None:
+            self.clip(optimizer)
+
+    @contextmanager
+    def _as_in_ddp(self) -> Iterator[None]:
+        with nullcontext() if self._ddp is None else self._ddp._inside_ddp_forward():
+            yield
+
+
+def _call_again(call: KeptCall) -> Any:
+    call.random_states.restore()
+    with torch.enable_grad():
+        return call.forward.module()(*call.args, **call.kwargs)
+
+
+def _has_known_gradients(backward: KeptBackward) -> bool:
+    """Whether what came into the model is the same for another forward: finite, and of losses alone."""
+    return all(
+        incoming.output in incoming.call.losses
+        and isinstance(incoming.gradient, Tensor)
+        and incoming.gradient._version == incoming.version
+        and not finiteness(incoming.gradient)
+        for incoming in backward.incoming
+    )
+
+
+def _has_bf16(call: KeptCall) -> bool:
+    device = next((tensor.device for _, tensor in call.inputs()), torch.device("cpu"))
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def check_healing(
+    on_overflow: str, policy: PrecisionPolicy, max_fp32_share: float = MAX_FP32_SHARE, *, in_backward: bool = False
+) -> None:
+    """Raise a ValueError for what ``on_overflow`` cannot be, or cannot be together with."""
+    check_on_overflow(on_overflow)
+    if on_overflow == "heal" and policy.compute is not torch.float16:
+        raise ValueError(
+            f"on_overflow='heal' is for FP16, and precision={str(policy)!r} has a range that no forward leaves: leave "
+            "it out"
+        )
+    if on_overflow == "heal" and in_backward:
+        raise ValueError(
+            "free_gradients='backward' has updated weights before an overflow is known, and the step cannot run again: "
+            "use free_gradients='step' with on_overflow='heal'"
+        )
+    if not 0.0 <= max_fp32_share <= 1.0:
+        raise ValueError(f"max_fp32_share={max_fp32_share!r} must be a share of the FLOPs, from 0 to 1")
+
+
+def heal_overflows(model: nn.Module | MixedPrecision, *, max_fp32_share: float = MAX_FP32_SHARE) -> Healer:
+    """Keep in range what leaves FP16's range in a forward, which no loss scale can.
+
+    When a step is about to be skipped, its micro-batches run once with BF16 in FP16's place. Where values came out
+    beyond 65504, the smallest remedy that keeps them in range is put in place as a rule of autocast
+    (:data:`hf_mp.diagnostics.remedies.REMEDIES`), and the step runs again: none is lost. A loop that changes gradients
+    before it steps (clipping), or computes its loss outside the model, skips that one step. A good step does nothing
+    for it. The rules are in ``state_dict()``, the stats and the log, and the same on all ranks.
+
+    Args:
+        model: an attached model, or its :class:`hf_mp.MixedPrecision`.
+        max_fp32_share: of the forward's floating point operations, the share that may be out of 16 bits; default 0.25.
+
+    Returns:
+        The healer, with what it has ``healed``; always the same one for the same model.
+
+    Raises:
+        TypeError, ValueError: for what is no attached model, a precision that does not compute in FP16, optimizers
+            inside backward, and a share that is none.
+    """
+    runtime = runtime_of(model, "heal_overflows")
+    for observer in runtime.observers:
+        if isinstance(observer, Healer):
+            check_healing("heal", runtime.policy, max_fp32_share)
+            observer.max_fp32_share = max_fp32_share
+            return observer
+    runtime.observers.append(healer := Healer(runtime, max_fp32_share))
+    return healer

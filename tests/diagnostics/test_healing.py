@@ -1,0 +1,299 @@
+"""``on_overflow="heal"``: a forward that leaves FP16's range is kept in it, and the step runs again."""
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from range_models import Gated, batches
+from torch import Tensor, nn
+
+import hf_mp
+from hf_mp import CannotHealError, MixedPrecision, heal_overflows
+from hf_mp.diagnostics.healing import Healer
+from hf_mp.diagnostics.ranges import OpRange
+from hf_mp.diagnostics.remedies import Situation, merged, next_remedies, next_remedy
+
+FACTOR = 2.0**18
+RULES = {"up:linear": "scaled/256", "down:linear": "scaled/256"}
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the healer logs."""
+    messages: list[str] = []
+    monkeypatch.setattr("hf_mp.diagnostics.healing.logger.warning", messages.append)
+    return messages
+
+
+def make(factor: float = FACTOR) -> Gated:
+    torch.manual_seed(0)
+    return Gated(factor=factor)
+
+
+def groups(model: Gated, factor: float, lr: float = 1e-3) -> list[dict[str, Any]]:
+    """Learning rates that go with the weights."""
+    found: dict[float, list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        rate = lr * factor if name.startswith("up.") else lr
+        found.setdefault(rate, []).append(parameter)
+    return [{"params": parameters, "lr": rate} for rate, parameters in found.items()]
+
+
+class Loop:
+    """A plain loop over a few batches."""
+
+    def __init__(self, precision: str = "fp16", factor: float = FACTOR, **settings: Any) -> None:
+        self.model = make(factor)
+        optimizer = torch.optim.Adam(groups(self.model, factor), eps=1e-30)
+        settings = {"on_overflow": "heal", **settings}
+        self.model, self.optimizer = hf_mp.prepare(self.model, optimizer, precision, **settings)
+        self.skipped: list[bool] = []
+
+    @property
+    def runtime(self) -> MixedPrecision:
+        return vars(self.model)["forward"].runtime
+
+    @property
+    def healer(self) -> Healer:
+        return heal_overflows(self.runtime)
+
+    def run(self, count: int, change: Callable[[nn.Module], Any] = lambda model: None, parts: int = 1) -> list[float]:
+        losses = []
+        for batch in batches(count):
+            for ids in batch["ids"].chunk(parts):
+                loss = self.model(ids=ids, labels=ids)["loss"]
+                (loss / parts).backward()
+            change(self.model)
+            self.optimizer.step()
+            self.skipped.append(self.optimizer.step_was_skipped)
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+
+def in_fp32(count: int, factor: float = FACTOR) -> tuple[Gated, list[float]]:
+    model = make(factor)
+    optimizer, losses = torch.optim.Adam(groups(model, factor), eps=1e-30), []
+    for batch in batches(count):
+        loss = model(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model, losses
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+def test_no_step_is_lost(precision: str, warned: list[str]) -> None:
+    """As FP32 from the first step on; without healing, every step is skipped."""
+    loop = Loop(precision)
+    losses, (_, expected) = loop.run(20), in_fp32(20)
+    assert losses[1:] == pytest.approx(expected[1:], rel=5e-3)
+    assert loop.skipped == [False] * 20 and loop.runtime.stats.skipped_steps == 0
+    assert loop.runtime.scaler.state.steps == loop.runtime.stats.steps == 20
+    assert loop.runtime.remedies == RULES
+    assert loop.runtime.stats.remedies == ("up:linear: scaled/256", "down:linear: scaled/256")
+    assert loop.runtime.stats.log_entries()["remedies"] == 2
+    first = loop.healer.healed[0]
+    assert (first.step, first.module, first.op, first.fp32_share) == (1, "up", "linear", 0.0)
+    assert first.largest > 65504 and len(warned) == 1
+    assert "'linear' in module 'up' came to" in warned[0] and "and FP16 ends at 65504" in warned[0]
+    skipping = Loop(precision, on_overflow="skip")
+    skipping.run(3)
+    assert skipping.skipped == [True] * 3
+
+
+def test_a_good_step_does_nothing_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Healer, "_look", pytest.fail)
+    healing, skipping = Loop(factor=1.0), Loop(factor=1.0, on_overflow="skip")
+    assert healing.run(5) == skipping.run(5)
+    for one, other in zip(healing.model.parameters(), skipping.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert not healing.healer.healed and "remedies" not in healing.runtime.state_dict()
+
+
+def test_a_scale_that_is_too_large_is_no_reason_to_heal() -> None:
+    loop = Loop("params=fp32,loss_scale=dynamic", factor=1.0, loss_scaler=hf_mp.DynamicLossScaler(2.0**30))
+    loop.run(1)
+    assert loop.skipped == [True] and not loop.healer.healed
+
+
+def test_with_accumulation_all_micro_batches_run_again() -> None:
+    loop = Loop()
+    loop.run(3, parts=2)
+    whole = Loop()
+    whole.run(3)
+    assert loop.skipped == [False] * 3
+    for one, other in zip(loop.model.parameters(), whole.model.parameters(), strict=True):
+        assert (one - other).norm() < 0.02 * other.norm()
+
+
+def test_a_loop_that_clips_skips_one_step(warned: list[str]) -> None:
+    loop = Loop()
+    losses = loop.run(5, change=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    assert loop.skipped[0] and "this step is skipped, because the loop has changed its gradients" in warned[-1]
+    assert loop.runtime.remedies == RULES and not any(map(torch.isnan, map(torch.tensor, losses[1:])))
+
+
+def test_a_loss_outside_the_model_skips_one_step(warned: list[str]) -> None:
+    loop = Loop()
+    for batch in batches(3):
+        logits = loop.model(ids=batch["ids"])["logits"]
+        nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
+        loop.optimizer.step()
+        loop.skipped.append(loop.optimizer.step_was_skipped)
+        loop.optimizer.zero_grad()
+    assert loop.skipped[0] and loop.runtime.remedies == RULES
+    assert "computes its loss outside the model" in warned[-1]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+def test_a_resumed_run_is_bit_for_bit_the_one_that_went_on(precision: str) -> None:
+    loop = Loop(precision)
+    loop.run(3)
+    model, optimizer, state = loop.model.state_dict(), loop.optimizer.state_dict(), loop.runtime.state_dict()
+    model, optimizer = copy.deepcopy(model), copy.deepcopy(optimizer)
+    assert json.loads(json.dumps(state))["remedies"] == RULES
+    resumed = Loop(precision)
+    resumed.model.load_state_dict(model)
+    resumed.optimizer.load_state_dict(optimizer)
+    resumed.runtime.load_state_dict(json.loads(json.dumps(state)))
+    assert resumed.runtime.remedies == RULES and resumed.runtime.stats.remedies
+    assert resumed.run(3) == loop.run(3)
+    assert not resumed.healer.healed
+
+
+def test_a_state_with_rules_of_another_model_is_refused() -> None:
+    loop = Loop()
+    loop.run(1)
+    other = MixedPrecision("fp16")
+    other.attach(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"rules 'up:linear', 'down:linear' match no module of Sequential"):
+        other.load_state_dict(loop.runtime.state_dict())
+    assert not other.remedies
+
+
+def test_a_model_that_is_nan_in_fp32_is_not_healed(warned: list[str]) -> None:
+    loop = Loop(factor=1.0)
+    with torch.no_grad():
+        loop.model.gate.weight.fill_(torch.nan)
+    loop.run(2)
+    assert loop.skipped == [True, True] and not loop.runtime.remedies
+    assert warned == [
+        "on_overflow='heal': not healed: the forward is inf or NaN in FP32's range, too: the cause is the model or "
+        "its data"
+    ]
+
+
+def test_a_batch_with_inf_is_blamed_on_the_data(warned: list[str]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model, optimizer = hf_mp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), on_overflow="heal")
+    model(torch.full((2, 4), torch.inf)).sum().backward()
+    optimizer.step()
+    assert optimizer.step_was_skipped and "the batch contains inf or NaN: 'input'. Clean the data" in warned[0]
+
+
+def test_a_model_that_wants_bf16_stops(warned: list[str]) -> None:
+    """An op without a parameter is healed in FP32, and here it is most of the FLOPs."""
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((1,), 500.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * self.scale
+            return torch.softmax(torch.matmul(x, x.mT) * 1e-6, -1).square().mean()
+
+    loop = Scores()
+    loop, optimizer = hf_mp.prepare(loop, torch.optim.SGD(loop.parameters(), 0.1), on_overflow="heal")
+    loop(torch.randn(16, 16)).backward()
+    with pytest.raises(CannotHealError, match=r"100.0% of the forward's FLOPs .* max_fp32_share=0.25 .*'bf16'"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"policy": "bf16", "on_overflow": "heal"},
+            "precision='bf16' has a range that no forward leaves: leave it out",
+        ),
+        ({"on_overflow": "repair"}, "on_overflow='repair' is not known: use 'skip' or 'heal'"),
+        (
+            {"policy": "fp16-lean", "free_gradients": "backward", "on_overflow": "heal"},
+            "free_gradients='backward' has updated weights .* use free_gradients='step'",
+        ),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MixedPrecision(**settings)
+
+
+def test_a_share_that_is_none() -> None:
+    with pytest.raises(ValueError, match=r"max_fp32_share=2.0 must be a share of the FLOPs, from 0 to 1"):
+        heal_overflows(MixedPrecision("fp16"), max_fp32_share=2.0)
+
+
+# The pure core
+
+
+def found(module: str, op: str, largest: float = 4 * 65504.0, weight: float = 1.0) -> OpRange:
+    return OpRange(module, op, largest, is_fp16=True, largest_weight=weight, is_origin=True)
+
+
+NAMES = ["", "embed", *(f"layers.{n}{part}" for n in range(3) for part in ("", ".mlp", ".mlp.down"))]
+
+
+def test_the_remedies_of_one_place_the_smallest_first() -> None:
+    rules: dict[str, str] = {}
+    tried = []
+    while (planned := next_remedy(Situation(found("layers.1.mlp.down", "linear"), rules, NAMES, False))) is not None:
+        tried.append(planned.rules)
+        rules |= planned.rules
+    assert tried == [
+        {"layers.1.mlp.down:linear": "scaled/128"},
+        {"layers.1.mlp.down:linear": "fp32"},
+        {"layers.1.mlp.down": "fp32"},
+        {"layers.1.mlp": "fp32"},
+        {"layers.1": "fp32", "layers.2": "fp32"},
+    ]
+    with pytest.raises(CannotHealError, match=r"'linear' in 'layers.1.mlp.down' stays out of FP16's range"):
+        next_remedies([found("layers.1.mlp.down", "linear")], rules, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("place", "rules"),
+    [
+        (found("layers.1.mlp", "mul"), {"layers.1.mlp:mul": "fp32"}),
+        (found("layers.1.mlp", "mul_"), {"layers.1.mlp": "fp32"}),
+        (found("layers.1.mlp", "iadd"), {"layers.1.mlp": "fp32"}),
+        (found("embed", "linear", weight=1e5), {"embed:linear": "fp32"}),
+        (found("embed", "linear", largest=1e10), {"embed:linear": "fp32"}),
+        (found("", "add"), {":add": "fp32"}),
+    ],
+)
+def test_the_first_remedy(place: OpRange, rules: dict[str, str]) -> None:
+    (planned,) = next_remedies([place], {}, NAMES)
+    assert planned.rules == rules
+
+
+def test_what_was_out_of_range_before_and_nan_get_no_remedy() -> None:
+    carried = OpRange("layers.1", "gelu", 1e6, is_fp16=True)
+    assert next_remedies([carried, found("embed", "linear", largest=float("nan"))], {}, NAMES) == []
+
+
+def test_where_the_device_has_it_the_stream_goes_on_in_bf16() -> None:
+    rules = {"layers.1:iadd": "fp32", "layers.1": "fp32"}
+    planned = next_remedy(Situation(found("layers.1", "iadd"), rules, NAMES, True))
+    assert planned is not None and planned.rules == {"layers.1": "bf16", "layers.2": "bf16"}
+
+
+def test_rules_of_several_processes() -> None:
+    one, two = {"a:linear": "scaled/8", "b": "fp32"}, {"a:linear": "scaled/128", "c:linear": "scaled/16"}
+    assert merged([one, two]) == merged([two, one]) == {"a:linear": "scaled/128", "b": "fp32", "c:linear": "scaled/16"}
+    assert merged([{"a:linear": "fp32"}, {"a:linear": "scaled/128"}]) == {"a:linear": "fp32"}
