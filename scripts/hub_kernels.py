@@ -3,8 +3,8 @@
     python scripts/hub_kernels.py outputs/hub_kernels
 
 ``hf_mp/kernels`` imports nothing else of hf_mp, so the package is the same files with relative imports. Published, it
-is loaded by ``kernels.get_kernel("OWNER/hf-mp-kernels", version=1)``. Its functions are those of ``hf_mp.kernels``: each
-uses its Triton kernel on a GPU, once that has agreed with the reference there, and the reference everywhere else.
+is loaded by ``kernels.get_kernel("OWNER/hf-mp-kernels", version=1)``. Its functions are those of ``hf_mp.kernels``:
+each uses its Triton kernel on a GPU, once that has agreed with the reference there, and the reference elsewhere.
 """
 
 from __future__ import annotations
