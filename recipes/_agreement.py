@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 
@@ -59,16 +61,20 @@ def close(
 
 
 def agreement_table(agreements: Sequence[Agreement]) -> Table:
-    """A row for each result; those that do not agree are marked."""
-    table = Table(title="hf_mp and its peers", title_justify="left")
-    for heading in ("loop", "result", "peer", "hf_mp", "difference", "allowed", ""):
-        table.add_column(heading, overflow="fold", no_wrap=heading in ("difference", "allowed", ""))
-    shown = ""
+    """A row for each result, in 80 columns without a broken word; those that do not agree are marked."""
+    table = Table(title="hf_mp and its peers", title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=0)
+    rows: list[tuple[str, ...]] = [("loop", "result", "peer", "hf_mp", "off by", "allowed", "")]
     for row in agreements:
-        verdict = "agree" if row.agrees else "[bold red]DISAGREE[/]"
-        loop = "" if row.loop == shown else row.loop
-        table.add_row(loop, row.what, row.peer, row.ours, _number(row.difference), _number(row.allowed), verdict)
-        shown = row.loop
+        numbers = (_number(row.difference), _number(row.allowed))
+        rows.append((row.loop, row.what, row.peer, row.ours, *numbers, "agree" if row.agrees else "DISAGREE"))
+    for heading, *cells in zip(*rows, strict=True):
+        table.add_column(heading, min_width=max(len(word) for cell in cells for word in cell.split()))
+    shown = ""
+    for loop, *cells in rows[1:]:
+        verdict = cells.pop()
+        style = "" if verdict == "agree" else "bold red"
+        table.add_row("" if loop == shown else loop, *cells, Text(verdict, style))
+        shown = loop
     return table
 
 

@@ -28,6 +28,7 @@ from hf_mp.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = "scripts/results"
+OF_THE_CHECKOUT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")  # pages of the site, too
 
 # a link or picture in Markdown that is neither a web address nor a place on the same page
 LINK = re.compile(r"\]\((?!\w+:|#)(?P<path>[^)\s#]+)(?P<place>#[^)\s]*)?\)")
@@ -140,6 +141,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the generated pages, and a page or a copy for each file that a page links to."""
     pages = {file.src_uri: file.content_string for file in files.documentation_pages()}
     pages["index.md"] = "---\nhide: [navigation]\n---\n" + (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in OF_THE_CHECKOUT:
+        pages[name.lower()] = (ROOT / name).read_text(encoding="utf-8")
     pages["recipes.md"] = _recipes()
     pages["results.md"] = _results()
     pages["reference/command_line.md"] = _command_line()
@@ -197,7 +200,11 @@ def _linked_files(uri: str, markdown: str) -> Iterator[str]:
 
 def _path_in_checkout(uri: str, link: str) -> str:
     """What a link on a page means in the checkout, where the README lies one folder above the other pages."""
-    folder = "." if uri in ("index.md", "recipes.md", "results.md") else str(PurePosixPath("docs", uri).parent)
+    folder = (
+        "."
+        if uri in ("index.md", "recipes.md", "results.md", *map(str.lower, OF_THE_CHECKOUT))
+        else str(PurePosixPath("docs", uri).parent)
+    )
     return normpath(f"{folder}/{link}")
 
 
@@ -207,6 +214,8 @@ def _place_of(path: str) -> str:
         return "index.md"
     if path == RESULTS:
         return "results.md"
+    if path in OF_THE_CHECKOUT:
+        return path.lower()
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     if path.endswith((".png", ".svg", ".json")):

@@ -19,6 +19,9 @@ def examples() -> list:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         blocks = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        if page.stem == "tutorial":  # its steps are one program
+            code = "\n".join(block[1] for block in blocks)
+            found.append(pytest.param(page, 0, code, id="tutorial"))
         for number, block in enumerate(blocks, start=1):
             line = text[: block.start(1)].count("\n")
             found.append(pytest.param(page, line, block[1], id=f"{page.stem}-{number}"))

@@ -173,6 +173,15 @@ def test_each_link_leads_to_a_page_and_a_place_on_it(pages: dict[Path, Addresses
     assert not lost
 
 
+def test_every_page_is_two_clicks_from_the_front_page(site: Path, pages: dict[Path, Addresses]) -> None:
+    front = (site / "index.html").resolve()
+    reached = {front}
+    for _ in range(2):
+        links = [(page, link.partition("#")[0]) for page in reached for link in pages[page].links]
+        reached |= {(page.parent / unquote(link)).resolve() for page, link in links if link} & set(pages)
+    assert set(pages) == reached
+
+
 def test_guides_link_public_names_to_the_reference(pages: dict[Path, Addresses]) -> None:
     links = {link for page, addresses in pages.items() for link in addresses.links if page.name == "loss_scaling.html"}
     assert "reference/loss_scaling.html#hf_mp.HeadroomLossScaler" in links

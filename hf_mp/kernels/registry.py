@@ -94,7 +94,7 @@ def launcher(name: str) -> Any:
 
 def module_of(name: str) -> Any:
     """Where the kernel ``name`` and its check are."""
-    return importlib.import_module(f"hf_mp.kernels.triton_{name}")
+    return importlib.import_module(f".triton_{name}", __package__)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,6 +75,7 @@ def run(
 def quiet_libraries() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it remarks on each product that it casts
 
 
 @contextmanager

@@ -202,6 +202,7 @@ def _fake_tensors(device: torch.device) -> Iterator[None]:
     fused = [*_get_fused_kernels_supported_devices(), STAND_IN.type]
     with (
         warnings.catch_warnings(),
+        quiet_bitsandbytes(),  # it remarks on each product that it casts
         FakeTensorMode(allow_non_fake_inputs=True),
         AnswerAsIfAllWentWell(),
         # Under tracing, Transformers makes masks that training does not.
@@ -211,7 +212,6 @@ def _fake_tensors(device: torch.device) -> Iterator[None]:
     ):
         # Working copies compare addresses, which are 0 for all fake tensors.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        warnings.filterwarnings("ignore", "MatMul8bitLt: inputs will be cast")  # said of every product
         yield
 
 

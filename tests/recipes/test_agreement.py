@@ -55,3 +55,17 @@ def test_the_table_names_a_loop_once_and_marks_what_disagrees():
     assert text.count("scaling") == 1
     assert text.count("DISAGREE") == 1
     assert text.count("agree") == 1
+
+
+def test_the_table_fits_80_columns_and_breaks_no_word():
+    rows = [
+        close("accumulation, prepared", "learning rates", [-0.0011053], [-0.0011053], 1e-3),
+        same("autocast", "f16 after it, without .float()", "RuntimeError", "RuntimeError"),
+        close("clipping", "losses of 7 steps", [1.0], [2.0], 9.8e-4),
+    ]
+    console = Console(width=80, file=io.StringIO())
+    console.print(agreement_table(rows))
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    words = {"accumulation,", "-0.0011053", "RuntimeError", "DISAGREE", "9.8e-04", "allowed"}
+    assert words <= set(text.split())
