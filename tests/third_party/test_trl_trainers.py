@@ -104,6 +104,16 @@ def test_a_reference_loaded_in_bf16_agrees_bit_for_bit(tmp_path: Path, kind: str
     assert same(weights(reference), before)
 
 
+def test_the_reference_of_the_callback_is_as_small_as_its_settings_say(tmp_path: Path) -> None:
+    """Without them TRL makes it in the dtype of the policy, which has FP32 masters by then."""
+    saved = save_tiny_qwen(tmp_path / "saved", torch.bfloat16)
+    settings = {"learning_rate": 0.0, "max_steps": 1, "model_init_kwargs": {"dtype": "bfloat16"}}
+    trainer = trl_trainer("dpo", "callback", "fp16", load_default("dpo", saved), tmp_path, **settings)
+    assert {parameter.dtype for parameter in trainer.ref_model.parameters()} == {torch.bfloat16}
+    trainer.train()
+    assert logged(trainer, "rewards/margins") == [0.0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kto", "reward", "grpo", "rloo"])
 def test_an_overflow_is_skipped(tmp_path: Path, saved: Path, kind: str) -> None:
