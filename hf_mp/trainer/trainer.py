@@ -136,6 +136,10 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._attach()
+        # accelerate marks a model as prepared that evaluate() had it prepare without DDP, and would leave it so: each
+        # process would train alone.
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled) and self.model_wrapped is self.model:
+            vars(self.model).pop("_is_accelerate_prepared", None)
         self.session.take_reference(getattr(self, "ref_model", None))
         self.session.check_first_backward(self.accelerator)
         return super()._inner_training_loop(*args, **kwargs)

@@ -128,6 +128,13 @@ def test_accelerate_launch_with_fsdp_does_the_same(
     assert log["loss"] == expected["loss"] and log["scale"] == expected["scale"]
 
 
+def test_processes_train_together_after_an_evaluation(two: Results) -> None:
+    for rank in two:
+        found, expected = rank["evaluated_before"], rank["twenty_steps"]
+        assert found["wrapper"] == "DistributedDataParallel"
+        assert found["loss"] == expected["loss"] and found["grad_norm"] == expected["grad_norm"]
+
+
 def test_a_lean_layout_resumes_under_ddp(two: Results) -> None:
     for rank in two:
         at_once, after = rank["lean"]["at_once"], rank["lean"]["after"]

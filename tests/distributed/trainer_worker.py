@@ -204,6 +204,13 @@ def fsdp_checkpointing(folder: Path) -> dict[str, Any]:
     }
 
 
+def evaluated_before(folder: Path) -> dict[str, Any]:
+    made, log = trainer(folder, max_steps=20)
+    made.evaluate()
+    made.train()
+    return {"loss": log.losses, "grad_norm": log.grad_norms, "wrapper": type(made.model_wrapped).__name__}
+
+
 def lean(folder: Path) -> dict[str, Any]:
     return resumed(folder, precision="fp16-lean")
 
@@ -240,7 +247,8 @@ def fsdp_saved_model(folder: Path) -> dict[str, Any]:
 
 ONE_PROCESS = [twenty_steps, accumulation, resume_from_two]
 TWO_PROCESSES = [
-    twenty_steps, overflow, accumulation, resume, lean, fsdp_twenty_steps, fsdp_overflow, fsdp_accumulation,
+    twenty_steps, overflow, accumulation, resume, lean, evaluated_before, fsdp_twenty_steps, fsdp_overflow,
+    fsdp_accumulation,
     fsdp_resume_full, fsdp_resume_sharded, fsdp_checkpointing, fsdp_saved_model, fsdp_lean, fsdp_lean_refused,
 ]  # fmt: skip
 
