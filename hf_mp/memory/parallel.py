@@ -163,12 +163,25 @@ def one_rank_of(spread: Spread, device: torch.device) -> Iterator[Rank]:
         yield Rank(spread, None)
         return
     import torch.distributed as distributed
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # which registers the process group
+
+    class Agreeing(FakeStore):
+        """All ranks have said what this one says."""
+
+        def set(self, key: str, value: Any) -> None:
+            self.value = value
+
+        def wait(self, keys: list[str], *timeout: Any) -> None:
+            pass
+
+        def get(self, key: str) -> bytes:
+            return self.value
 
     if distributed.is_initialized():
         raise RuntimeError("this process is one of several already: plan other ranks in a process outside torchrun")
     with mock.patch.object(sys, "excepthook", sys.excepthook):  # torch puts its own there, which names the rank
-        distributed.init_process_group("fake", rank=0, world_size=spread.ranks, store=FakeStore())
+        store = Agreeing()  # by name: torch keeps what is C++ of it alone
+        distributed.init_process_group("fake", rank=0, world_size=spread.ranks, store=store)
         try:
             with _accepted_by_torch(device):
                 yield Rank(spread, make_mesh(spread))

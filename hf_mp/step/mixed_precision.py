@@ -54,7 +54,8 @@ class MixedPrecision:
     Attributes:
         policy, scaler, stats: the :class:`PrecisionStats`; step_was_skipped: whether the last step was.
 
-    Raises TypeError or ValueError for an unknown policy, or ``free_gradients`` or ``max_grad_norm`` without effect."""
+    Raises TypeError or ValueError for an unknown policy, or ``free_gradients`` or ``max_grad_norm`` without effect.
+    """
 
     def __init__(
         self,
@@ -227,8 +228,6 @@ class MixedPrecision:
     def _backward_ended(self, largest: Tensor | None) -> None:
         for observer in self.observers:
             observer.backward_ended(largest)
-
-    # Update and next scale: what the guard asks
 
     def verdict(self, optimizer: Optimizer) -> Verdict:
         """What the gradients of ``optimizer`` are like."""
