@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hf_mp.casting.mode import autocast
     from hf_mp.diagnostics.calibration import calibrate
     from hf_mp.diagnostics.healing import heal_overflows
+    from hf_mp.diagnostics.log_probabilities import LogProbabilityGap, log_probability_gap
     from hf_mp.diagnostics.lost_updates import TrainingCheck, check_training
     from hf_mp.diagnostics.overflow import explain_overflows
     from hf_mp.diagnostics.overflow_report import OverflowReport
@@ -50,6 +51,8 @@ _HOME = {
     "autocast": "hf_mp.casting.mode",
     "custom_bwd": "hf_mp.casting.custom_functions",
     "custom_fwd": "hf_mp.casting.custom_functions",
+    "LogProbabilityGap": "hf_mp.diagnostics.log_probabilities",
+    "log_probability_gap": "hf_mp.diagnostics.log_probabilities",
     "TrainingCheck": "hf_mp.diagnostics.lost_updates",
     "check_training": "hf_mp.diagnostics.lost_updates",
     "calibrate": "hf_mp.diagnostics.calibration",
@@ -94,6 +97,7 @@ __all__ = [
     "DynamicLossScaler",
     "HeadroomLossScaler",
     "LargestBatch",
+    "LogProbabilityGap",
     "LossScaleError",
     "MasterWeightOptimizer",
     "MemoryFootprint",
@@ -123,6 +127,7 @@ __all__ = [
     "heal_overflows",
     "largest_batch_size",
     "load",
+    "log_probability_gap",
     "measure_training_memory",
     "memory_footprint",
     "prepare",

@@ -192,27 +192,15 @@ class Watch(TrainerCallback):
         self.gaps.append({"step": state.global_step, **gap})
 
 
-@torch.no_grad()
 def gap_of(model: Any, prompts: Tensor, length: int) -> dict[str, float]:
     """Draw completions as TRL does, and compare their tokens' log-probabilities with those of the training forward."""
-    settings = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": True, "top_k": 0}
-    drawn = model.generate(
-        prompts, attention_mask=torch.ones_like(prompts), output_logits=True, return_dict_in_generate=True, **settings
-    )
-    model.train()  # generate() leaves it as it is, and so does TRL
-    ids, chosen = drawn.sequences, drawn.sequences[:, -length:, None]
-    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, -length - 1 : -1]
-    trained, generated = (
-        part.float().log_softmax(-1).gather(-1, chosen).flatten() for part in (logits, torch.stack(drawn.logits, 1))
-    )
-    log_r = trained - generated
-    beta = torch.linalg.lstsq(torch.stack([torch.ones_like(generated), generated], 1), log_r[:, None]).solution
+    gap = hf_mp.log_probability_gap(model, {"input_ids": prompts}, new_tokens=length)
     return {
-        "mean": log_r.abs().mean().item(),
-        "max": log_r.abs().max().item(),
-        "clipped": (log_r.expm1().abs() > 0.2).float().mean().item(),
-        "alpha": beta[0].item(),
-        "beta": beta[1].item(),
+        "mean": gap.mean,
+        "max": gap.maximum,
+        "clipped": gap.clipped_share,
+        "alpha": gap.alpha,
+        "beta": gap.beta,
     }
 
 
