@@ -3,9 +3,9 @@
     python recipes/heal_overflows.py
 
 Two small models behave as many do that were trained in BF16: in one, activations pass 65504, FP16's end, from the first
-step on; in the other they grow until they do. Three loops train them: FP32, FP16 with loss scaling alone, which cannot help
-and skips every step until it gives up, and FP16 with ``on_overflow="heal"``. Prints their losses, the steps that they
-lost, and what was healed.
+step on; in the other they grow until they do. Three loops train them: FP32, FP16 with loss scaling alone, which cannot
+help and skips every step until it gives up, and FP16 with ``on_overflow="heal"``. Prints their losses, the steps that
+they lost, and what was healed.
 """
 
 from __future__ import annotations
