@@ -3,9 +3,9 @@
     python recipes/heal_overflows.py
 
 Two small models behave as many do that were trained in BF16: in one, activations pass 65504, FP16's end, from the first
-step on; in the other they grow until they do. Three loops train them: FP32, FP16 as the tutorials have it (autocast and
-a dynamic loss scale, which cannot help), and FP16 with ``on_overflow="heal"``. Prints their losses, the steps that they
-lost, and what was healed.
+step on; in the other they grow until they do. Three loops train them: FP32, FP16 with loss scaling alone, which cannot
+help and skips every step until it gives up, and FP16 with ``on_overflow="heal"``. Prints their losses, the steps that
+they lost, and what was healed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Predicts the next token from the last ones."""
 
-    def __init__(self, *, blocks: int = 12) -> None:
+    def __init__(self, *, blocks: int = 6) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
@@ -75,6 +75,7 @@ class Run:
     losses: list[float] = field(default_factory=list)
     skipped: int = 0
     healed: list[str] = field(default_factory=list)
+    end: str = ""
 
     @property
     def last(self) -> float:
@@ -111,34 +112,33 @@ def train(case: Case, steps: int, precision: str, on_overflow: str) -> Run:
     model = make(case)
     optimizer: torch.optim.Optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     run = Run({"fp32": "FP32", "fp16": f"FP16, {on_overflow}"}[precision])
-    healer = None
     if precision != "fp32":
-        # Without an end, to see how long it goes on skipping.
-        scaler = hf_mp.DynamicLossScaler(max_consecutive_skips=steps + 1)
-        runtime = hf_mp.MixedPrecision(precision, loss_scaler=scaler)
-        runtime.attach(model)
-        optimizer = runtime.attach_optimizer(optimizer)
-        healer = hf_mp.heal_overflows(runtime) if on_overflow == "heal" else None
+        model, optimizer = hf_mp.prepare(model, optimizer, precision, on_overflow=on_overflow)  # type: ignore[assignment]
     for ids in batches(steps):
         loss = model(ids)["loss"]
         loss.backward()
-        optimizer.step()
+        try:
+            optimizer.step()
+        except hf_mp.LossScaleError:
+            run.end = f"stopped at step {len(run.losses) + 1}"
+            break
         run.skipped += getattr(optimizer, "step_was_skipped", False)
         optimizer.zero_grad()
         run.losses.append(loss.item())
         with torch.no_grad():
             model.blocks[3].get_parameter("amplitude").add_(case.growth)
-    run.healed = [f"step {one.step}: {one}" for one in healer.healed] if healer is not None else []
+    if on_overflow == "heal":
+        run.healed = [f"step {one.step}: {one}" for one in hf_mp.heal_overflows(model).healed]
     return run
 
 
 def table(case: Case, runs: list[Run]) -> Table:
     """The runs, side by side."""
     found = Table(title=case.name)
-    for column in ("run", "loss of the last 10 steps", "steps lost"):
-        found.add_column(column, justify="left" if column == "run" else "right")
+    for column in ("run", "loss of the last 10 steps", "steps lost", "end"):
+        found.add_column(column, justify="right" if "l" in column else "left")
     for run in runs:
-        found.add_row(run.name, f"{run.last:.4f}", str(run.skipped))
+        found.add_row(run.name, f"{run.last:.4f}", str(run.skipped), run.end)
     return found
 
 

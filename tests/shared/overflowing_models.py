@@ -147,6 +147,10 @@ def plant(name: str, place: str, model: nn.Module) -> dict[str, float]:
         return _in_scores(name, model, attention, inside, found.query_key)
     if place == PLACES[1]:
         factor = _power_to(_largest_output(name, model, inside + found.up))
+        if found.up.endswith("gate_up_proj"):  # the second half of a weight, and so of its own learning rate no more
+            weight = model.get_parameter(inside + found.up).data
+            weight[:, weight.shape[1] // 2 :].mul_(factor)
+            return {}
         factors = {found.up: factor}
     else:
         factors = {found.down: _power_to(_largest_output(name, model, inside + found.down))}

@@ -1,0 +1,103 @@
+"""Twelve architectures, each leaving FP16's range in three places: healed, they train as in FP32."""
+
+from typing import Any
+
+import pytest
+import torch
+from overflowing_models import ARCHITECTURES, PLACES, batches, make, parameter_groups, plant
+from torch import nn
+
+import hf_mp
+from hf_mp.diagnostics.healing import Healer
+
+LEARNING_RATE = 5e-4
+IN_CI = [("Llama", place) for place in PLACES]
+CASES = [(name, place) for name in ARCHITECTURES for place in PLACES]
+
+
+def train(name: str, place: str, steps: int, precision: str | None) -> tuple[list[float], Healer | None]:
+    model = make(name)
+    groups = parameter_groups(model, plant(name, place, model), LEARNING_RATE)
+    optimizer: Any = torch.optim.Adam(groups, eps=1e-30)
+    healer = None
+    if precision is not None:
+        runtime = hf_mp.MixedPrecision(precision, on_overflow="heal")
+        runtime.attach(model)
+        optimizer, healer = runtime.attach_optimizer(optimizer), hf_mp.heal_overflows(runtime)
+        assert runtime.model is model
+    losses = []
+    for batch in batches(name, steps):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        assert not getattr(optimizer, "step_was_skipped", False), "a step was lost"
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, healer
+
+
+def check(name: str, place: str, steps: int, last: int) -> None:
+    expected, _ = train(name, place, steps, None)
+    losses, healer = train(name, place, steps, "fp16")
+    wanted, found = (sum(one[-last:]) / last for one in (expected, losses))
+    assert healer is not None and healer.healed, "nothing left the range"
+    places = {key for healed in healer.healed for key in healed.rules}
+    print(
+        f"\n{name:9} {place:17} FP32 {wanted:.4f} healed {found:.4f} ({found / wanted - 1:+.2%}), {len(places)} "
+        f"remedies, {healer.healed[-1].fp32_share:.1%} of FLOPs in FP32"
+    )
+    assert found == pytest.approx(wanted, rel=5e-3)
+    assert len(places) <= 2 and healer.healed[-1].fp32_share <= 0.1
+
+
+@pytest.mark.parametrize(("name", "place"), IN_CI)
+def test_a_few_steps(name: str, place: str) -> None:
+    check(name, place, steps=4, last=3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(("name", "place"), CASES)
+def test_a_hundred_steps(name: str, place: str) -> None:
+    """`make exhaustive ARGS="-s tests/diagnostics/test_healing_of_architectures.py"` prints the table."""
+    check(name, place, steps=100, last=20)
+
+
+class TestTogetherWith:
+    """What changes the forward itself."""
+
+    def steps(self, model: nn.Module, count: int = 3, precision: str = "fp16") -> hf_mp.MixedPrecision:
+        groups = [p for p in model.parameters() if p.requires_grad]
+        runtime = hf_mp.MixedPrecision(precision, on_overflow="heal")
+        runtime.attach(model)
+        optimizer = runtime.attach_optimizer(torch.optim.SGD(groups, 1e-6))
+        for batch in batches("Llama", count):
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert runtime.stats.skipped_steps == 0 and runtime.remedies and loss.isfinite()
+        return runtime
+
+    @pytest.fixture
+    def planted(self) -> nn.Module:
+        model = make("Llama")
+        for place in PLACES[:2]:
+            plant("Llama", place, model)
+        return model
+
+    def test_gradient_checkpointing(self, planted: nn.Module) -> None:
+        planted.gradient_checkpointing_enable()  # type: ignore[operator]
+        self.steps(planted)
+
+    def test_the_lean_layout(self, planted: nn.Module) -> None:
+        self.steps(planted, precision="fp16-lean")
+
+    def test_compile(self, planted: nn.Module) -> None:
+        planted.compile(backend="aot_eager")
+        self.steps(planted)
+
+    def test_lora(self, planted: nn.Module) -> None:
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], r=2)
+        self.steps(peft.get_peft_model(planted, config))
