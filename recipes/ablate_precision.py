@@ -16,6 +16,8 @@ The table and the picture show what came out, whatever it is.
 
 from __future__ import annotations
 
+import hf_mp.trainer  # isort: skip  before transformers: it imports bitsandbytes without a remark
+
 import copy
 import json
 import statistics

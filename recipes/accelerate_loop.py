@@ -12,6 +12,8 @@ reference or from the docstrings of the library. The lines marked ``# hf_mp`` ar
 
 from __future__ import annotations
 
+import hf_mp.trainer  # isort: skip  before transformers: it imports bitsandbytes without a remark
+
 import random
 import sys
 from collections.abc import Sequence

@@ -12,6 +12,8 @@ All arguments of ``TrainingArguments`` and ``MixedPrecisionArguments`` work as w
 
 from __future__ import annotations
 
+import hf_mp.trainer  # noqa: F401  # isort: skip  before transformers: it imports bitsandbytes without a remark
+
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

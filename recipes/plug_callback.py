@@ -10,6 +10,8 @@ The lines that plugging in took end in ``# hf_mp``. All ``TrainingArguments`` wo
 
 from __future__ import annotations
 
+import hf_mp.trainer  # noqa: F401  # isort: skip  before transformers: it imports bitsandbytes without a remark
+
 import json
 import subprocess
 import sys
