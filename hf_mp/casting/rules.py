@@ -86,7 +86,7 @@ def parse_rules(rules: Rules | None, tables: OpTables) -> tuple[OpRules, tuple[M
 def _parse_module_rule(key: str, value: Any) -> ModuleRule:
     pattern, colon, op = key.rpartition(":")
     if not (colon and op.isidentifier()):
-        if value not in MODULE_DTYPES:
+        if not isinstance(value, str) or value not in MODULE_DTYPES:
             raise ValueError(f"rule {key!r}: {value!r} is not known for modules: use 'fp32' or 'bf16'")
         return ModuleRule(key, key, frozenset(), "", MODULE_DTYPES[value], 1)
     if not (functions := functions_called(op)):

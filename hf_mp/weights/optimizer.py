@@ -269,9 +269,10 @@ class MasterWeightOptimizer(Optimizer):
         return self._masters[parameter]
 
     def _parameters(self) -> list[nn.Parameter]:
-        for group in self.param_groups:
-            if any(is_dtensor(parameter) for parameter in group["params"]):  # FSDP came after this wrapper
-                self._adopt(group["params"])
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            for group in self.param_groups:
+                if any(is_dtensor(parameter) for parameter in group["params"]):  # FSDP came after this wrapper
+                    self._adopt(group["params"])
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _buckets(self) -> list[list[nn.Parameter]]:

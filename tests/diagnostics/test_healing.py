@@ -116,7 +116,7 @@ def test_a_good_step_does_nothing_for_it(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_scale_that_is_too_large_is_no_reason_to_heal() -> None:
-    loop = Loop("params=fp32,loss_scale=dynamic", factor=1.0, loss_scaler=hf_mp.DynamicLossScaler(2.0**30))
+    loop = Loop("params=fp32,loss_scale=dynamic", factor=1.0, loss_scaler=hf_mp.DynamicLossScaler(init_scale=2.0**30))
     loop.run(1)
     assert loop.skipped == [True] and not loop.healer.healed
 

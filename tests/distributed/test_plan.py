@@ -28,7 +28,7 @@ def compare(counted: dict[Any, Any], parallel: Any, ranks: int) -> None:
         )
         found = counted[parallel, preset]
         assert sent_bytes(planned.communication) == sent_bytes(found["collectives"])
-        assert planned.peak_bytes == pytest.approx(found["peak_bytes"], rel=0.03)
+        assert planned.peak_bytes == pytest.approx(found["peak_bytes"], rel=0.05)
 
 
 def test_two_ranks(launch: Callable[..., Any], tmp_path: Path) -> None:

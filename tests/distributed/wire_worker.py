@@ -275,7 +275,9 @@ def refusals() -> dict[str, str]:
     ids = my_rows(batches(1)[0])
 
     def settings_differ() -> None:
-        runtime = hf_mp.MixedPrecision("fp16", loss_scaler=hf_mp.DynamicLossScaler(2.0 ** (8 + dist.get_rank())))
+        runtime = hf_mp.MixedPrecision(
+            "fp16", loss_scaler=hf_mp.DynamicLossScaler(init_scale=2.0 ** (8 + dist.get_rank()))
+        )
         model = DistributedDataParallel(runtime.attach(tiny_gpt2()))
         model(input_ids=ids, labels=ids)
 
