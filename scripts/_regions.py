@@ -10,8 +10,7 @@ from _hops_region import hops, host
 from _markdown import MIB, hardware, otherwise, paragraph, ratio, script, table, timing, torch_version, workload
 from _rl_regions import grpo, small_updates
 from _scaling_region import scaling
-from _speed_regions import architectures, generation, host_parts
-from _speed_regions import compiled as compiled_models
+from _speed_regions import architectures, host_parts
 from _stored import Stored, StoredResults
 from hf_mp.policy import mixed_presets
 
@@ -411,8 +410,6 @@ REGIONS: dict[str, Region] = {
     "host parts": host_parts,
     "scaling": scaling,
     "architectures": architectures,
-    "compiled models": compiled_models,
-    "generation": generation,
     "small updates": small_updates,
     "grpo": grpo,
 }

@@ -32,7 +32,7 @@ MODELS: dict[str, PreTrainedConfig] = {
         max_position_embeddings=8192,
     ),
 }
-PRESETS = ("fp32", "trainer-bf16", "fp16", "fp16-lean")
+PRESETS = ("trainer-bf16", "fp16", "fp16-lean")
 SEQ_LEN = 1024
 
 
@@ -55,11 +55,14 @@ def plan(config: PreTrainedConfig, preset: str, ranks: int) -> dict[str, Any]:
 def main(
     ranks: Annotated[list[int], typer.Option(help="Numbers of ranks.")] = [8, 64, 1024],  # noqa: B006
     layers: Annotated[int | None, typer.Option(help="Of each model, for a quick look; nothing is stored.")] = None,
+    only: Annotated[str, typer.Option(help="Beginning of the name of a model; default: all.")] = "",
 ) -> None:
     logging.set_verbosity_error()
     results: dict[str, Any] = {}
     rows: list[tuple[str, ...]] = []
     for name, config in MODELS.items():
+        if not name.startswith(only):
+            continue
         if layers is not None:
             config.num_hidden_layers = layers
         for preset in PRESETS:

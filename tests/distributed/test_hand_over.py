@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 def test_sharded_and_replicated_models_are_handed_over_whole(launch: Callable[..., Any], tmp_path: Path) -> None:

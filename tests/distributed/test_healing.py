@@ -50,7 +50,7 @@ def work(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_heal_alike(tmp_path: Path) -> None:
     processes.spawn(work, (str(tmp_path),), nprocs=2)
     one, two = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))

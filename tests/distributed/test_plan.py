@@ -37,6 +37,7 @@ def test_two_ranks(launch: Callable[..., Any], tmp_path: Path) -> None:
         compare(counted, "ddp", 2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_four_ranks(launch: Callable[..., Any], tmp_path: Path) -> None:
     for counted in launch("plan_worker.py", tmp_path, "fsdp2", "hsdp", "ddp", processes=4):

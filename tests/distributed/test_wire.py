@@ -52,6 +52,7 @@ def test_gradients_reduced_in_16_bits_train_as_in_fp32(one: dict[str, Any], two:
     assert_trains_alike(two[0]["losses_of_16_bit_reductions"][f"{wrap} {sums}"], one["one"]["fp16"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_four_processes_train_as_one(one: dict[str, Any], four: Results, precision: str) -> None:

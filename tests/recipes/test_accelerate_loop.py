@@ -25,7 +25,7 @@ def _fresh_accelerate() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["fp16", "bf16-lean"])
 def test_a_resumed_run_is_the_uninterrupted_one(
     precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -42,7 +42,7 @@ def test_options_that_make_no_sense_are_named(capsys: pytest.CaptureFixture[str]
         assert said in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_recipe_runs_all_variants_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.set_num_threads(1)
     main(["--scale=small", f"--output_dir={tmp_path}"])

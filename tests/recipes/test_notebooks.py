@@ -38,7 +38,7 @@ def test_outputs_are_stripped_and_the_badge_leads_here(path: Path) -> None:
     assert f"/hf_mp/blob/main/notebooks/{path.name})" in "".join(cells(path)[0]["source"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs_from_top_to_bottom(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")

@@ -48,7 +48,7 @@ def moved_by(trainer: Any) -> Any:
     return shares_moved(trainer.model, start)
 
 
-SLOW = pytest.mark.slow
+SLOW = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize(

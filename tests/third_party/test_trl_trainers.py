@@ -38,7 +38,7 @@ def trainer_of(kind: str, contender: str, precision: str, lora: bool, saved: Pat
 
 
 CASES = [
-    pytest.param(kind, lora, marks=[] if (kind, lora) in IN_EVERY_RUN else pytest.mark.slow)
+    pytest.param(kind, lora, marks=[] if (kind, lora) in IN_EVERY_RUN else pytest.mark.exhaustive)
     for kind in KINDS
     for lora in (False, True)
 ]
@@ -73,7 +73,7 @@ def test_fp16_follows_the_stock_trainer_in_fp32(tmp_path: Path, saved: Path, kin
     assert {p.dtype for p in ours.model.parameters() if p.requires_grad} == {torch.float32}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
 @pytest.mark.parametrize("kind", ["kto", "reward", "grpo", "rloo"])  # the others: test_trl.py
 def test_the_callback_at_fp32_is_the_stock_trainer(tmp_path: Path, saved: Path, kind: str, lora: bool) -> None:
@@ -85,7 +85,7 @@ def test_the_callback_at_fp32_is_the_stock_trainer(tmp_path: Path, saved: Path, 
     assert same(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1]
 
 
-SLOW = pytest.mark.slow
+SLOW = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_the_reference_of_the_callback_is_as_small_as_its_settings_say(tmp_path:
     assert logged(trainer, "rewards/margins") == [0.0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["kto", "reward", "grpo", "rloo"])
 def test_an_overflow_is_skipped(tmp_path: Path, saved: Path, kind: str) -> None:
     trainer = trainer_of(kind, "callback", "fp16", False, saved, tmp_path, max_grad_norm=0.0)

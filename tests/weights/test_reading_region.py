@@ -206,7 +206,7 @@ def test_a_static_cache_gives_the_tokens_of_one_that_grows(make: Callable[[], nn
     assert torch.equal(grows, static)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiled_decoding_is_compiled_once() -> None:
     model = gpt2()
     attached(model)
