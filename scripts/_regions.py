@@ -9,7 +9,6 @@ from _docs_regions import checkpoint_cost, faults, footprints, llama_7b, scaler_
 from _hops_region import hops, host
 from _markdown import MIB, hardware, otherwise, paragraph, ratio, script, table, timing, torch_version, workload
 from _rl_regions import grpo, small_updates
-from _scaling_region import scaling
 from _speed_regions import architectures, host_parts
 from _stored import Stored, StoredResults
 from hf_mp.policy import mixed_presets
@@ -408,7 +407,6 @@ REGIONS: dict[str, Region] = {
     "hops": hops,
     "host": host,
     "host parts": host_parts,
-    "scaling": scaling,
     "architectures": architectures,
     "small updates": small_updates,
     "grpo": grpo,
