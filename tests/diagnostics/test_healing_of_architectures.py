@@ -93,7 +93,7 @@ class TestTogetherWith:
     def test_the_lean_layout(self, planted: nn.Module) -> None:
         self.steps(planted, precision="fp16-lean")
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_compile(self, planted: nn.Module) -> None:
         planted.compile(backend="aot_eager")
         self.steps(planted)

@@ -34,7 +34,7 @@ def test_bitsandbytes_is_quiet_while_it_is_imported_alone() -> None:
     assert logger.isEnabledFor(logging.WARNING) == before
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_training_says_nothing_that_is_of_no_use(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", TRAINING], cwd=tmp_path, capture_output=True, text=True, check=True)
     for words in ("gemm_4bit_forward", "pin_memory", "loss_type"):
@@ -42,7 +42,7 @@ def test_a_training_says_nothing_that_is_of_no_use(tmp_path: Path) -> None:
     assert "train_loss" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["finetune_gpt2", "plug_callback", "accelerate_loop", "ablate_precision"])
 def test_recipes_import_without_a_remark(name: str) -> None:
     recipe = Path(__file__).resolve().parents[2] / "recipes" / f"{name}.py"
@@ -50,7 +50,7 @@ def test_recipes_import_without_a_remark(name: str) -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_command_says_nothing_that_is_of_no_use(tmp_path: Path) -> None:
     command = "from hf_mp.cli import app; app(['memory', 'gpt2', '--config-only', '--train', '--seq-len', '8', "
     command += "'--precision', 'int8-lora', '--precision', 'nf4-lora'])"
