@@ -81,13 +81,13 @@ class PrecisionPolicy:
     reduce_sum: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        for name in _DTYPE_FIELDS if self.reduce is not None else (name for name in _DTYPE_FIELDS if name != "reduce"):
-            if not isinstance(getattr(self, name), torch.dtype):
-                raise TypeError(
-                    f"{name}={getattr(self, name)!r} must be a torch.dtype; text is read by PrecisionPolicy.parse"
-                )
-            if getattr(self, name) not in _DTYPE_NAMES:
-                raise ValueError(f"{name}={getattr(self, name)} is not allowed: use {', '.join(_DTYPES)}")
+        for name in _DTYPE_FIELDS:
+            if (dtype := getattr(self, name)) is None and name == "reduce":
+                continue
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"{name}={dtype!r} must be a torch.dtype; text is read by PrecisionPolicy.parse")
+            if dtype not in _DTYPE_NAMES:
+                raise ValueError(f"{name}={dtype} is not allowed: use {', '.join(_DTYPES)}")
         if self.masters is not torch.float32:
             raise ValueError(f"masters={_DTYPE_NAMES[self.masters]} loses small updates: master weights are fp32")
         if self.output is not torch.float32:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from torch import nn
 
 from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.tables import CastRule, op_name
+from hf_mp.policy import spell
 
 Dtypes = tuple[str, ...]
 
@@ -48,21 +50,29 @@ class Explanation:
     ops: tuple[ExplainedOp, ...]
 
     def __str__(self) -> str:
-        from rich.console import Console  # printing alone needs it
-        from rich.table import Table
-
-        table = Table(title=None)
-        for column in ("module", "op", "rule", "came as", "ran as", "gave"):
-            table.add_column(column, overflow="fold")
-        table.add_column("calls", justify="right")
+        rows = [("", "rule", "came as", "ran as", "gave", "calls")]
+        modules = [""]
         for op in self.ops:
-            ran = " ".join(op.cast) if op.cast != op.inputs else "as it came"
-            cells = (op.module, op.op, op.rule, " ".join(op.inputs), ran, " ".join(op.outputs), str(op.count))
-            table.add_row(*cells)
-        console = Console(width=150)
-        with console.capture() as text:
-            console.print(table)
-        return text.get()
+            ran = _shortly(op.cast) if op.cast != op.inputs else "same"
+            rows.append((f"  {op.op}", op.rule, _shortly(op.inputs), ran, _shortly(op.outputs), str(op.count)))
+            modules.append(op.module or "outside of any module")
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        widths[0] = min(widths[0], 20)  # few names are longer: they take a line of their own, and all fits 80 columns
+        lines = []
+        for number, (module, row) in enumerate(zip(modules, rows, strict=True)):
+            if number and module != modules[number - 1]:
+                lines.append(module)
+            if len(row[0]) > widths[0]:
+                lines.append(row[0])
+                row = ("", *row[1:])
+            lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        return "\n".join(lines)
+
+
+def _shortly(dtypes: Dtypes) -> str:
+    """``"fp16, fp32 x2"`` of ``("float16", "float32", "float32")``."""
+    runs = [(spell(dtype), len([*same])) for dtype, same in itertools.groupby(dtypes)]
+    return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in runs)
 
 
 class Recorder:

@@ -252,8 +252,9 @@ def load(
             ) from error
         message = unknown_model(str(model_name_or_path), offline)
         raise ValueError(f"{message}; these have no weights: --config-only counts them all the same") from error
-    for sentence in kept_sentences({spell(precision): memory_footprint(model)}):
-        warnings.warn(sentence, stacklevel=2)
+    if chosen.quantization:
+        for sentence in kept_sentences({spell(precision): memory_footprint(model)}):
+            warnings.warn(sentence, stacklevel=2)
     return model
 
 
