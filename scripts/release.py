@@ -33,6 +33,7 @@ COMMANDS = (
     ("hf-mp", "env", "--json"),
     ("hf-mp", "memory", "gpt2", "--config-only"),
     ("hf-mp", "report", "--help"),
+    ("hf-mp", "calibrate", "--help"),
 )
 
 
