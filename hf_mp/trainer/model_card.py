@@ -76,6 +76,8 @@ def _lines(session: TrainerSession, model: nn.Module, directory: Path) -> Iterat
     causes = list(dict.fromkeys(report.headline for report in session.overflow_reports))
     for cause in causes[:SHOWN_PLACES]:
         yield f"cause of a skipped step: {cause}"
+    if stats.remedies:
+        yield 'kept in FP16\'s range by `on_overflow="heal"`: ' + ", ".join(f"`{remedy}`" for remedy in stats.remedies)
     if rules := session.settings.rules:
         yield "own rules: " + ", ".join(f"`{getattr(key, '__name__', key)}` in {rule}" for key, rule in rules.items())
     yield f"memory of the weights: {largest_first(memory_footprint(model).by_dtype)}"

@@ -72,6 +72,15 @@ def test_the_callback_writes_one_too_and_again_in_its_place(gpt2: GPT2LMHeadMode
     assert any(line.startswith("- skipped steps: 0 of ") for line in section_of(tmp_path))
 
 
+def test_healed_places_are_named(gpt2: GPT2LMHeadModel, data: Any, tmp_path: Path) -> None:
+    trainer = trained_by_subclass(gpt2, data, tmp_path)
+    trainer.mixed_precision.add_rules({"transformer.h.0.mlp.c_fc:addmm": "scaled/16"})
+    trainer.create_model_card(**CARD)
+    assert '- kept in FP16\'s range by `on_overflow="heal"`: `transformer.h.0.mlp.c_fc:addmm: scaled/16`' in section_of(
+        tmp_path
+    )
+
+
 def test_metadata_and_the_rest_are_the_stock_trainers(gpt2: GPT2LMHeadModel, data: Any, tmp_path: Path) -> None:
     trainer = trained_by_subclass(gpt2, data, tmp_path)
     Trainer.create_model_card(trainer, **CARD)
