@@ -4,8 +4,9 @@
     python scripts/bench_architectures.py --only "BERT,ResNet-50" --rounds 5
 
 Forward, backward, clipping and a fused AdamW update of models with random weights, made from their Transformers
-configurations; the contenders take turns. Stores ``scripts/results/bench_architectures.json``: medians, spreads, and
-``bf16`` over ``torch.autocast`` in BF16 and ``fp16`` over FP32.
+configurations; the contenders take turns. The floor is the model in BF16 throughout: no cast, no FP32 gradient, an
+update of half the bytes. Stores ``scripts/results/bench_architectures.json``: medians, spreads, ``bf16`` and the
+floor over ``torch.autocast`` in BF16, ``fp16`` over FP32, and the time of a product alone in each dtype.
 """
 
 from __future__ import annotations
@@ -32,7 +33,14 @@ Inputs = dict[str, Tensor]
 PEER = "torch.autocast bf16"
 CONTENDERS = ("fp32", PEER, "hf_mp bf16", "hf_mp fp16")
 WHOLE = "whole "  # a model that is in the dtype that follows throughout, its optimizer's state included
+RATIOS = {
+    "bf16_to_torch_autocast": ("hf_mp bf16", PEER),
+    "bf16_floor_to_torch_autocast": (f"{WHOLE}bf16", PEER),
+    "fp16_to_fp32": ("hf_mp fp16", "fp32"),
+}
 VOCABULARY = 8192
+_ROWS, _INNER, _COLUMNS = 256, 768, 3072  # of the products that are timed alone
+_PRODUCTS = 20  # in one timing
 
 
 @dataclass(frozen=True)
@@ -170,15 +178,33 @@ def make_step(
 
 
 def measure(name: str, rounds: int, device: str) -> dict[str, Any]:
-    """Medians and spreads of all contenders, and the two ratios."""
-    steps = {contender: make_step(ARCHITECTURES[name], contender, device) for contender in CONTENDERS}
+    """Medians and spreads of all contenders and of the floor, and their ratios."""
+    names = (*CONTENDERS, f"{WHOLE}bf16")
+    steps = {contender: make_step(ARCHITECTURES[name], contender, device) for contender in names}
     timings = {c: median_and_spread(s) for c, s in alternate(steps, rounds=rounds, warmup=2).items()}
     median = {contender: timing.median_seconds for contender, timing in timings.items()}
     return {
         "contenders": {contender: timing._asdict() for contender, timing in timings.items()},
-        "bf16_to_torch_autocast": median["hf_mp bf16"] / median[PEER],
-        "fp16_to_fp32": median["hf_mp fp16"] / median["fp32"],
+        **{ratio: median[one] / median[other] for ratio, (one, other) in RATIOS.items()},
     }
+
+
+def time_products(rounds: int, device: str) -> dict[str, float]:
+    """Seconds of one matrix product of each dtype, which compiled code calls as torch does."""
+    left, right = torch.randn(_ROWS, _INNER, device=device), torch.randn(_INNER, _COLUMNS, device=device)
+
+    def products(dtype: torch.dtype) -> Callable[[], None]:
+        operands = left.to(dtype), right.to(dtype)
+
+        def multiply() -> None:
+            for _ in range(_PRODUCTS):
+                torch.mm(*operands)
+
+        return multiply
+
+    calls = {name: products(dtype) for name, dtype in DTYPES.items()}
+    found = alternate(calls, rounds=rounds, warmup=2)
+    return {name: statistics.median(seconds) / _PRODUCTS for name, seconds in found.items()}
 
 
 def main(
@@ -195,15 +221,11 @@ def main(
     if not chosen:
         raise typer.BadParameter(f"{only!r} is the beginning of none of {', '.join(ARCHITECTURES)}")
     found = {architecture: measure(architecture, rounds, device) for architecture in chosen}
-    ratios = ("bf16_to_torch_autocast", "fp16_to_fp32")
-    medians = {ratio: statistics.median(row[ratio] for row in found.values()) for ratio in ratios}
-    path = save_result(name, {"architectures": found, "medians": medians}, directory=output_dir)
-    rows = [(one, *(number(row[ratio]) for ratio in ratios)) for one, row in found.items()]
-    show_table(
-        "A training step",
-        ("model", "bf16 / torch.autocast", "fp16 / fp32"),
-        [*rows, ("median", *(number(medians[ratio]) for ratio in ratios))],
-    )
+    medians = {ratio: statistics.median(row[ratio] for row in found.values()) for ratio in RATIOS}
+    payload = {"architectures": found, "medians": medians, "product_seconds": time_products(rounds, device)}
+    path = save_result(name, payload, directory=output_dir)
+    rows = [(one, *(number(row[ratio], 2) for ratio in RATIOS)) for one, row in {**found, "median": medians}.items()]
+    show_table("A training step", ("model", *RATIOS), rows)
     print(f"stored in {path.name}")
 
 

@@ -11,8 +11,6 @@ and recompilations are counted over steps in FP16 whose loss scale changes every
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +20,7 @@ from torch._dynamo.utils import counters
 from transformers.utils import logging
 
 import hf_mp
-from _benchmarks import DEFAULT_DEVICE, DTYPES, number, show_table
+from _benchmarks import DEFAULT_DEVICE, number, show_table
 from _contenders import COMPILED, has_cpp_compiler
 from _results import RESULTS, alternate, median_and_spread, save_result
 from bench_architectures import (
@@ -36,11 +34,10 @@ from bench_architectures import (
     made,
     make_step,
     padded,
+    time_products,
 )
 
 COUNTED_STEPS = 30
-_ROWS, _INNER, _COLUMNS = 256, 768, 3072  # of the products that are timed alone
-_PRODUCTS = 20  # in one timing
 
 # Without dropout, whose attention no compiled code has a kernel for; GPT-2 names the loss that others have by default.
 _GPT2 = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "loss_type": "ForCausalLM", "use_cache": False,
@@ -87,24 +84,6 @@ def count_graphs(architecture: Architecture, device: str, steps: int = COUNTED_S
         step()
         scales.add(scaler.get_scale())
     return {"graphs": graphs, "recompilations": counters["stats"]["unique_graphs"] - graphs, "scales": len(scales)}
-
-
-def time_products(rounds: int, device: str) -> dict[str, float]:
-    """Seconds of one matrix product of each dtype, which compiled code calls as torch does."""
-    left, right = torch.randn(_ROWS, _INNER, device=device), torch.randn(_INNER, _COLUMNS, device=device)
-
-    def products(dtype: torch.dtype) -> Callable[[], None]:
-        operands = left.to(dtype), right.to(dtype)
-
-        def multiply() -> None:
-            for _ in range(_PRODUCTS):
-                torch.mm(*operands)
-
-        return multiply
-
-    calls = {name: products(dtype) for name, dtype in DTYPES.items()}
-    found = alternate(calls, rounds=rounds, warmup=2)
-    return {name: statistics.median(seconds) / _PRODUCTS for name, seconds in found.items()}
 
 
 def main(

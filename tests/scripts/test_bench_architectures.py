@@ -1,0 +1,33 @@
+"""The benchmark of many kinds of models, with one tiny model: what it stores, and its ratios."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+
+import bench_architectures
+
+
+def test_ratios_and_the_floor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny = {**bench_architectures._GPT2, "n_layer": 1, "n_embd": 16, "n_head": 2}
+    model = bench_architectures.made("GPT2", "LMHeadModel", **tiny)
+    one = bench_architectures.Architecture(model, lambda: bench_architectures.language(1, 8))
+    monkeypatch.setattr(bench_architectures, "ARCHITECTURES", {"tiny": one})
+    bench_architectures.main(rounds=2, device="cpu", output_dir=tmp_path)
+    result = json.loads((tmp_path / "bench_architectures.json").read_text())["result"]
+    seconds = {name: row["median_seconds"] for name, row in result["architectures"]["tiny"]["contenders"].items()}
+    peer = seconds["torch.autocast bf16"]
+    assert result["medians"] == {
+        "bf16_to_torch_autocast": seconds["hf_mp bf16"] / peer,
+        "bf16_floor_to_torch_autocast": seconds["whole bf16"] / peer,
+        "fp16_to_fp32": seconds["hf_mp fp16"] / seconds["fp32"],
+    }
+    assert set(result["product_seconds"]) == {"fp32", "fp16", "bf16"}
+
+
+def test_a_name_that_is_not_known(tmp_path: Path) -> None:
+    with pytest.raises(typer.BadParameter, match="'Nothing' is the beginning of none of Llama"):
+        bench_architectures.main(only="Nothing", device="cpu", output_dir=tmp_path)
