@@ -224,7 +224,7 @@ def _place_of(path: str) -> str:
 
 
 def _source(path: str) -> str:
-    language = {".py": "python"}.get(PurePosixPath(path).suffix, "text")
+    language = {".py": "python", ".yaml": "yaml"}.get(PurePosixPath(path).suffix, "text")
     code = (ROOT / path).read_text(encoding="utf-8")
     header = "---\nsearch:\n  exclude: true\nhide: [toc]\n---\n"
     return f"{header}# {PurePosixPath(path).name}\n\n~~~~~~ {{.{language} title={path!r}}}\n{code}~~~~~~\n"

@@ -31,11 +31,10 @@ def _command(launcher: str, processes: int) -> list[str]:
         network = ["--master_addr=127.0.0.1", f"--master_port={_free_port()}"]
         return [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", *network]
     network = ["--main_process_ip=127.0.0.1", f"--main_process_port={_free_port()}"]
-    count = [f"--num_processes={processes}", "--num_machines=1", "--machine_rank=0", "--mixed_precision=no"]
+    config = [f"--config_file={HERE.parents[1] / 'recipes' / launcher}", f"--num_processes={processes}"]
+    shards = ["--parallelism_config_dp_shard_size=2"] if launcher == "hsdp.yaml" else []
     # Given --cpu it would start one process, or ask for MPI.
-    fsdp = ["--use_fsdp", "--fsdp_version=2", "--fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP"]
-    blocks = ["--fsdp_transformer_layer_cls_to_wrap=GPT2Block", "--dynamo_backend=no"]
-    return [sys.executable, "-m", "accelerate.commands.launch", *count, *network, *fsdp, *blocks]
+    return [sys.executable, "-m", "accelerate.commands.launch", *config, *network, *shards]
 
 
 def start(
@@ -47,7 +46,10 @@ def start(
     timeout_seconds: int = 180,
     **variables: str,
 ) -> Results:
-    """Run a worker script of this folder on several processes, and read what each of them saved in ``folder``."""
+    """Run a worker script of this folder on several processes, and read what each of them saved in ``folder``.
+
+    ``launcher`` is ``"torchrun"``, or a file of recipes/ for ``accelerate launch --config_file``.
+    """
     # The installed gloo looks the host's own name up otherwise, which a container may not know.
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     environment.update(variables)

@@ -122,10 +122,26 @@ def test_a_model_that_fsdp_trained_is_saved_whole(two: Results) -> None:
 def test_accelerate_launch_with_fsdp_does_the_same(
     launch: Callable[..., Results], two: Results, tmp_path: Path
 ) -> None:
-    launched = launch("trainer_worker.py", tmp_path, "overflow", launcher="accelerate")
+    launched = launch("trainer_worker.py", tmp_path, "overflow", launcher="fsdp2.yaml")
     log, expected = assert_ranks_agree(launched, "overflow"), two[0]["fsdp_overflow"]
     assert log["wrapper"] == "FSDPGPT2LMHeadModel"
     assert log["loss"] == expected["loss"] and log["scale"] == expected["scale"]
+
+
+@pytest.mark.slow
+def test_hybrid_shards_of_accelerates_parallelism_config(
+    launch: Callable[..., Results], two: Results, tmp_path: Path
+) -> None:
+    """Two replicas of two shards: one of four ranks plants the overflow, and all skip that step."""
+    launched = launch("trainer_worker.py", tmp_path, "overflow", launcher="hsdp.yaml", processes=4)
+    log, expected = launched[0]["overflow"], two[0]["fsdp_overflow"]
+    assert log["wrapper"] == "FSDPGPT2LMHeadModel"
+    for rank in launched:
+        assert rank["overflow"]["skipped"] == expected["skipped"] and rank["overflow"]["scale"] == expected["scale"]
+    healthy = [step for step, skipped in enumerate(expected["skipped"]) if not skipped]
+    assert [log["loss"][step] for step in healthy] == pytest.approx(
+        [expected["loss"][step] for step in healthy], rel=1e-4
+    )
 
 
 def test_processes_train_together_after_an_evaluation(two: Results) -> None:
