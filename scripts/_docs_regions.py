@@ -124,6 +124,10 @@ def llama_7b(results: StoredResults) -> str:
 NUMERIC = "steps with planted inf and NaN"
 SOAK = "20,000 steps with evaluation, generation and saving"
 STOCK_KILLS = "kill -9, stock Trainer"
+STRUCK_SAVES = (
+    "kill -9", "SIGTERM, SIGUSR1", "disk full, read-only, failing, at each operation of a save",
+    "output directory gone", "a file flipped, cut or removed",
+)  # fmt: skip
 
 
 def faults(results: StoredResults) -> str:

@@ -9,6 +9,7 @@ from _stored import Stored
 
 WIDTH = 120
 MIB = 2**20
+GIB = 2**30
 
 
 def paragraph(text: str) -> str:

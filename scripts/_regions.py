@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from _ablation_region import lost_updates, techniques
-from _docs_regions import checkpoint_cost, faults, footprints, llama_7b, scaler_traces, training_memory
+from _docs_regions import STRUCK_SAVES, checkpoint_cost, faults, footprints, llama_7b, scaler_traces, training_memory
 from _hops_region import hops, host
-from _markdown import MIB, hardware, otherwise, paragraph, ratio, script, table, timing, torch_version, workload
+from _markdown import GIB, MIB, hardware, otherwise, paragraph, ratio, script, table, timing, torch_version, workload
 from _rl_regions import grpo, small_updates
 from _speed_regions import architectures, host_parts
 from _stored import Stored, StoredResults
@@ -295,6 +296,23 @@ def loops(results: StoredResults) -> str:
     )
 
 
+def headline(results: StoredResults) -> str:
+    """How fast and how safe, in a sentence each."""
+    steps, trained, struck = (results(name) for name in ("bench_step", "compare_precisions_768", "faults"))
+    fp32_loss = trained["fp32"]["eval_loss"].number
+    off = max(abs(row["eval_loss"].number / fp32_loss - 1) for name, row in trained.parts() if name.startswith("hf_mp"))
+    share = {name: f"{row['ratio_to_fp32'].number:.2f}" for name, row in steps["contenders"].parts()}
+    rows = [struck[title] for title in STRUCK_SAVES]
+    cases, lost = (int(sum(row[key].number for row in rows)) for key in ("cases", "lost"))
+    return paragraph(
+        f"On a CPU, a step of GPT-2 takes {share['hf_mp bf16']} of FP32's time in `bf16` (`torch.autocast` "
+        f"{share['torch.autocast bf16']}) and {share['hf_mp fp16']} in `fp16`, and its loss is FP32's within "
+        f"{math.ceil(1e4 * off) / 100:.2f}% ([figures](#figures)). Of {cases:,.0f} trainings that were killed, or "
+        f"whose disk or checkpoint failed, {lost or 'none'} was lost ([how it is tested]"
+        "(docs/faults.md#how-it-is-tested))."
+    )
+
+
 def overview(results: StoredResults) -> str:
     """The README's table: time and memory of a step, and what the precision does to the loss."""
     steps, memory, trained = (results(name) for name in ("bench_step", "bench_step_memory", "compare_precisions_768"))
@@ -303,7 +321,7 @@ def overview(results: StoredResults) -> str:
     for name, row in steps["contenders"].parts():
         if name.startswith("Trainer"):
             continue
-        peak = f"{memory['contenders'][name]['peak_bytes'].number / MIB:,.0f}" if name in memory["contenders"] else ""
+        peak = f"{memory['contenders'][name]['peak_bytes'].number / GIB:.2f}" if name in memory["contenders"] else ""
         off = f"{100 * (trained[name]['eval_loss'].number / fp32_loss - 1):+z.3f}%" if name in trained else ""
         rows.append([name, timing(row), f"{row['ratio_to_fp32'].number:.2f}", peak, off])
     return "\n\n".join(
@@ -313,7 +331,7 @@ def overview(results: StoredResults) -> str:
                 f"the evaluation loss after {trained['fp32']['steps'].value[-1]:.0f} steps of fine-tuning "
                 f"({hardware(steps)}, {torch_version(steps)}, {steps.root['date'].text[:10]}):"
             ),
-            table(("", "seconds", "times FP32", "peak, MiB", "evaluation loss against FP32's"), rows),
+            table(("", "seconds", "times FP32", "peak, GiB", "evaluation loss against FP32's"), rows),
         ]
     )
 
@@ -384,6 +402,7 @@ def _gpu_cell(results: StoredResults, name: str, ours: str, theirs: str | None, 
 
 REGIONS: dict[str, Region] = {
     "lost updates": lost_updates,
+    "headline": headline,
     "overview": overview,
     "machine": machine,
     "step": step,

@@ -9,11 +9,13 @@ each uses its Triton kernel on a GPU, once that has agreed with the reference th
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
 
 import hf_mp
+from hf_mp.kernels import registry
 
 KERNELS = Path(hf_mp.__file__).resolve().parent / "kernels"
 NAME = "hf-mp-kernels"
@@ -26,12 +28,13 @@ backends = ["cuda"]
 
 [torch-noarch]
 """
-INIT = '''\
-"""The kernels of hf_mp: scan of gradients, AdamW over FP32 or split masters, cross entropy; each with its reference."""
+_NAMES = sorted([*registry.KERNELS, "registry"])
+INIT = f'''\
+"""The kernels of hf_mp, each with its plain reference."""
 
-from . import adamw, cross_entropy, gradient_scan, registry
+from . import {", ".join(_NAMES)}
 
-__all__ = ["adamw", "cross_entropy", "gradient_scan", "registry"]
+__all__ = {json.dumps(_NAMES)}
 '''
 
 

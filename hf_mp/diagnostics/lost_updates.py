@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from hf_mp.diagnostics.magnitudes import sample
-from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.policy import LOWER_PRECISION_DTYPES, spell
 from hf_mp.weights.accelerated import as_accelerated
 from hf_mp.weights.distributed import local_part
 from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor
@@ -91,8 +91,8 @@ class TrainingCheck:
             share = _share(ones)
             lost = "not known" if share is None else f"{share:.1%}"
             master = "yes" if ones[0].has_master else "no"
-            table.add_row(name, ones[0].dtype, master, f"{sum(one.elements for one in ones):,}", lost)
-        console = Console(width=120, highlight=False)
+            table.add_row(name, spell(ones[0].dtype), master, f"{sum(one.elements for one in ones):,}", lost)
+        console = Console(width=80, highlight=False)
         with console.capture() as text:
             console.print(table)
             if self.advice:

@@ -247,8 +247,8 @@ def load(
     except OSError as error:
         if offline is None:
             raise ValueError(
-                f"{model_name_or_path} cannot be loaded: {first_line(error)} `hf-mp memory --config-only` counts it "
-                "without its weights"
+                f"{model_name_or_path} cannot be loaded: {first_line(error)} `hf-mp memory {model_name_or_path} "
+                "--config-only` counts it without its weights"
             ) from error
         message = unknown_model(str(model_name_or_path), offline)
         raise ValueError(f"{message}; these have no weights: --config-only counts them all the same") from error

@@ -58,8 +58,8 @@ class WeightLayout:
                 if buffer.dtype in LOWER_PRECISION_DTYPES:
                     buffer.data = buffer.data.float()
             logger.warning(
-                f"{len(grown)} trained parameters of {type(model).__name__} came in {str(grown[0].dtype)[6:]} and are "
-                f"FP32 master weights from now on: they take {sum(one.nbytes for one in grown) / 2**20:,.0f} MiB more"
+                f"{len(grown)} trained parameters came in {str(grown[0].dtype)[6:]}: they are FP32 master weights now, "
+                f"and take {sum(one.nbytes for one in grown) / 2**20:,.1f} MiB more"
             )
 
     def working_copy(self, weight: Tensor) -> Tensor | None:

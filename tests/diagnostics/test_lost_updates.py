@@ -72,8 +72,9 @@ def test_it_says_what_to_do(gpt2: GPT2LMHeadModel) -> None:
     assert "at learning rate 1e-05 are less than half a unit in the last place" in check.advice
     (line,) = (line for line in str(check).splitlines() if "ln_1.weight" in line)
     assert [cell.strip() for cell in line.split("│")[1:-1]] == [
-        "transformer.h.*.ln_1.weight", "bfloat16", "no", "128", "100.0%"
+        "transformer.h.*.ln_1.weight", "bf16", "no", "128", "100.0%"
     ]  # fmt: skip
+    assert max(map(len, str(check).splitlines())) <= 80
 
 
 def test_a_warm_up_counts_with_the_rate_that_it_reaches(gpt2) -> None:

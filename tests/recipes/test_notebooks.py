@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ def test_it_runs_from_top_to_bottom(path: Path, tmp_path: Path, monkeypatch: pyt
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     monkeypatch.setenv("HF_MP_NOTEBOOK", "small")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(path.parents[1]), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PATH", os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]))  # of `hf-mp env`
     notebook = nbformat.read(path, as_version=4)
     nbclient.NotebookClient(notebook, timeout=250, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]

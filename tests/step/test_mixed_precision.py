@@ -366,10 +366,8 @@ def test_a_16_bit_model_that_becomes_fp32_is_told_of_once(
     model(**batch)
     (line,) = [record.getMessage() for record in caplog.records]
     count, mib = len(list(model.parameters())), sum(2 * p.numel() for p in model.parameters()) / 2**20
-    assert line.startswith(
-        f"{count} trained parameters of GPT2LMHeadModel came in bfloat16 and are FP32 master weights"
-    )
-    assert f"they take {mib:,.0f} MiB more" in line
+    assert line.startswith(f"{count} trained parameters came in bfloat16: they are FP32 master weights now")
+    assert f"and take {mib:,.1f} MiB more" in line
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
