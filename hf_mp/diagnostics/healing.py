@@ -18,7 +18,14 @@ from transformers.utils import logging
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.nested import named_tensors
 from hf_mp.diagnostics.calibration import find_rules, fp32_share
-from hf_mp.diagnostics.kept_state import KeptBackward, KeptCall, RandomStates, masters_in_place, untouched
+from hf_mp.diagnostics.kept_state import (
+    KeptBackward,
+    KeptCall,
+    RandomStates,
+    eagerly,
+    masters_in_place,
+    untouched,
+)
 from hf_mp.diagnostics.overflow import OverflowExplainer, explain_overflows, runtime_of, suspects_of
 from hf_mp.diagnostics.ranges import STAND_IN, OpRange, RangeRecorder
 from hf_mp.diagnostics.remedies import CannotHealError, Planned, merged
@@ -165,8 +172,7 @@ class Healer(StepObserver):
         runtime, module = self._runtime, call.forward.module()
         model, recorder = runtime.model, RangeRecorder()
         assert model is not None  # it was called
-        eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-        with untouched(model), masters_in_place(model, STAND_IN), torch.no_grad(), eager:
+        with untouched(model), masters_in_place(model, STAND_IN), torch.no_grad(), eagerly():
             mode = autocast(STAND_IN, tables=runtime.region.tables, rules=runtime.rules, model=model)
             module.train(call.is_training)
             call.random_states.restore()
