@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from hf_mp.casting.nested import apply_to_tensors, named_tensors, tensors_in
+from hf_mp.casting.nested import apply_to_tensors, tensors_in
 from hf_mp.casting.rules import Rules, parse_rules
 from hf_mp.casting.tables import TABLES, TableName, op_name
 from hf_mp.diagnostics.comparison_report import LayerError, PrecisionComparison, PrecisionError
-from hf_mp.diagnostics.given_batches import by_name, call, checked
+from hf_mp.diagnostics.fp32_reference import (
+    LayerCall,
+    Reference,
+    in_rows,
+    layers_of,
+    logits_of,
+    run_in_fp32,
+    watching,
+)
+from hf_mp.diagnostics.given_batches import call, checked
 from hf_mp.diagnostics.kept_state import eagerly, gradients_set_aside, untouched, weights_kept
 from hf_mp.diagnostics.ranges import MASK, max_of
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
@@ -26,7 +33,6 @@ from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
 
 Precision = PrecisionPolicy | torch.dtype | str
-IGNORED = -100  # of Transformers and torch: a label that does not count
 ROWS_ELEMENTS = 2**22  # logits that are compared at once, in FP64
 
 
@@ -44,8 +50,8 @@ def compare_precisions(
     layer is given the inputs that it has in FP32: the error of its output is what arises in it. Layers are numbered
     blocks, and the modules outside of them that have no modules inside.
 
-    Every precision is measured without rules, with its last linear layer in FP32 (the head, whose rounding weighs most:
-    arXiv 2510.26788), and with each of the rules given with it alone, and with all of these.
+    Every precision is measured without rules, with its last linear layer in FP32 (the head, as in MiniMax-M1, arXiv
+    2506.13585), and with each of the rules given with it alone, and with all of these.
 
     The chosen tokens are the labels where the batches have integer ones that fit the logits, shifted by one where the
     model's own loss shifts them; else the next tokens of ``input_ids``, for a model that generates. Class labels count
@@ -76,7 +82,7 @@ def compare_precisions(
     with _plain_model(model) as plain:
         layers = layers_of(plain)
         for number, batch in enumerate(given, 1):
-            reference = _in_fp32(plain, layers, batch, number)
+            reference = run_in_fp32(plain, layers, batch, number)
             found = found or {variant: _Differences() for variant in _variants(asked, reference.head)}
             for variant, differences in found.items():
                 _compare(plain, layers, batch, variant, tables, reference, differences)
@@ -138,9 +144,8 @@ def _plain_model(model: nn.Module) -> Iterator[nn.Module]:
         if any(isinstance(module.__dict__.get("forward"), AttachedForward) for module in model.modules()):
             model = copy.deepcopy(model)
             forwards = [module.__dict__.get("forward") for module in model.modules()]
-            for forward in forwards:
-                if isinstance(forward, AttachedForward):
-                    forward.runtime.detach()
+            for runtime in {forward.runtime for forward in forwards if isinstance(forward, AttachedForward)}:
+                runtime.detach()
         restored.enter_context(untouched(model))
         restored.enter_context(weights_kept(model))
         for tensor in (*model.parameters(), *model.buffers()):
@@ -149,157 +154,6 @@ def _plain_model(model: nn.Module) -> Iterator[nn.Module]:
         model.eval()
         restored.enter_context(eagerly())
         yield model
-
-
-def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Numbered blocks, and the modules outside of them that have none inside, each once."""
-    found: dict[nn.Module, str] = {}
-
-    def walk(module: nn.Module, prefix: str) -> None:
-        for name, child in module.named_children():
-            if name.isdecimal() or next(child.children(), None) is None:
-                found.setdefault(child, prefix + name)
-            else:
-                walk(child, f"{prefix}{name}.")
-
-    walk(model, "")
-    return {name: module for module, name in found.items()}
-
-
-# A batch in FP32
-
-
-@dataclass
-class _LayerCall:
-    """One call of a layer in FP32."""
-
-    inputs: list[Tensor]
-    output: Tensor | None = None
-
-
-@dataclass
-class _Reference:
-    """What a batch gives in FP32."""
-
-    output: str  # name of the model's output that is compared
-    logits: Tensor  # (positions, classes)
-    counts: Tensor  # bool, (positions,)
-    chosen: Tensor  # int64, (positions,): below 0 where none is
-    head: str | None
-    calls: dict[str, list[_LayerCall]]
-
-    def call(self, layer: str, number: int) -> _LayerCall | None:
-        calls = self.calls.get(layer, [])
-        return calls[number] if number < len(calls) else None
-
-
-@contextmanager
-def _watching(layers: Mapping[str, nn.Module], enter: Callable[..., Any], leave: Callable[..., Any]) -> Iterator[None]:
-    """Call ``enter(layer, number of the call, args, kwargs)`` and ``leave(layer, number, first floating output)``."""
-    begun: Counter[str] = Counter()
-    handles = []
-    for name, layer in layers.items():
-
-        def entered(_: Any, args: Any, kwargs: Any, name: str = name) -> Any:
-            begun[name] += 1
-            with torch._C.DisableTorchFunction():
-                return enter(name, begun[name] - 1, args, kwargs)
-
-        def left(_: Any, args: Any, output: Any, name: str = name) -> None:
-            tensor = next((t for t in tensors_in(output) if t.is_floating_point()), None)
-            with torch._C.DisableTorchFunction():
-                leave(name, begun[name] - 1, tensor)
-
-        handles.append(layer.register_forward_pre_hook(entered, with_kwargs=True))
-        handles.append(layer.register_forward_hook(left))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _in_fp32(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any, number: int) -> _Reference:
-    calls: dict[str, list[_LayerCall]] = {}
-    linear: list[tuple[str, tuple[int, ...]]] = []  # by name, with the width of its output, in the order of the calls
-
-    def enter(name: str, number: int, args: Any, kwargs: Any) -> None:
-        # Cloned: the model may write into them later.
-        inputs = [t.clone() if t.is_floating_point() else t for t in tensors_in((args, kwargs))]
-        calls.setdefault(name, []).append(_LayerCall(inputs))
-
-    def leave(name: str, number: int, output: Tensor | None) -> None:
-        calls[name][number].output = None if output is None else output.clone()
-
-    heads = [
-        module.register_forward_hook(lambda m, args, out, name=name: linear.append((name, tuple(out.shape)[-1:])))
-        for name, module in model.named_modules()
-        if name and isinstance(module, nn.Linear)
-    ]
-    try:
-        with untouched(model), _watching(layers, enter, leave):
-            outputs = call(model, batch)
-    finally:
-        for handle in heads:
-            handle.remove()
-    name, logits = _logits_of(outputs)
-    rows = _in_rows(logits)
-    if rows.isnan().any() or (rows == math.inf).any():
-        raise ValueError(
-            f"{type(model).__name__} is inf or NaN in FP32 for batch {number}, so that no precision can be compared "
-            "with it: the cause is the model or its data, look for weights that are not finite"
-        )
-    counts, chosen = _what_counts(model, logits, outputs, by_name(model, batch))
-    head = next((name for name, width in reversed(linear) if width == logits.shape[-1:]), None)
-    return _Reference(name, rows, counts, chosen, head, calls)
-
-
-def _logits_of(outputs: Any) -> tuple[str, Tensor]:
-    """The logits, or the first floating output that is no loss, with its name."""
-    named = [(name, t) for name, t in named_tensors(outputs) if t.is_floating_point() and t.dim()]
-    if not named:
-        raise ValueError("the model returns no floating tensor besides a loss: there is nothing to compare")
-    return next((one for one in named if one[0] == "logits"), named[0])
-
-
-def _in_rows(logits: Tensor) -> Tensor:
-    return logits.detach().reshape(-1, logits.shape[-1] if logits.dim() > 1 else 1)
-
-
-def _what_counts(model: nn.Module, logits: Tensor, outputs: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Which positions count, and the token that is chosen at each; below 0 where none is."""
-    shape = logits.shape[:-1] if logits.dim() > 1 else logits.shape
-    prefix = "decoder_" if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else ""
-
-    def fitting(name: str) -> Tensor | None:
-        found = arguments.get(name)
-        is_integer = isinstance(found, Tensor) and not found.is_floating_point() and found.shape == shape
-        return found if is_integer and logits.dim() > 1 and logits.shape[-1] > 1 else None
-
-    mask = fitting(f"{prefix}attention_mask")
-    counts = torch.ones(shape, dtype=torch.bool, device=logits.device) if mask is None else mask.bool()
-    nothing = torch.full(shape, IGNORED, device=logits.device)
-    if (labels := fitting("labels")) is not None:
-        chosen = _as_the_loss_does(logits, labels.long(), outputs)
-    elif (ids := fitting(f"{prefix}input_ids")) is not None and getattr(model, "can_generate", bool)():
-        chosen = _next(ids.masked_fill(~counts, IGNORED))
-    else:
-        chosen = nothing
-    return counts.flatten(), chosen.flatten()
-
-
-def _as_the_loss_does(logits: Tensor, labels: Tensor, outputs: Any) -> Tensor:
-    """The labels, shifted by one where that gives the model's loss."""
-    loss = next((t for t in tensors_in(outputs) if t.is_floating_point() and not t.dim()), None)
-    if loss is None or labels.dim() < 2:
-        return labels
-    found = [labels, _next(labels)]
-    off = [abs(F.cross_entropy(_in_rows(logits).float(), one.flatten()).item() - loss.item()) for one in found]
-    return found[off[1] < off[0]]
-
-
-def _next(ids: Tensor) -> Tensor:
-    return F.pad(ids[:, 1:], (0, 1), value=IGNORED)
 
 
 # A batch in another precision
@@ -311,7 +165,7 @@ def _compare(
     batch: Any,
     variant: _Variant,
     tables: TableName,
-    reference: _Reference,
+    reference: Reference,
     differences: _Differences,
 ) -> None:
     """Run a batch in a precision twice: as it is, and with FP32's inputs to each layer."""
@@ -321,8 +175,10 @@ def _compare(
         exact, came = reference.call(name, number), list(tensors_in((args, kwargs)))
         if exact is None or [t.shape for t in exact.inputs] != [t.shape for t in came]:
             return None
-        fits.add((name, number))
         inputs = {id(old): _as(new, old) for old, new in zip(came, exact.inputs, strict=True)}
+        if any(tensor is None for tensor in inputs.values()):
+            return None
+        fits.add((name, number))
         return apply_to_tensors(lambda tensor: inputs.get(id(tensor), tensor), (args, kwargs))
 
     def take_total(name: str, number: int, output: Tensor | None) -> None:
@@ -336,19 +192,21 @@ def _compare(
     with weights_kept(model):  # FP16 and 16 bits more do not hold all of FP32
         try:
             runtime.attach(model)
-            with untouched(model), _watching(layers, lambda *entered: None, take_total):
-                logits = _logits_of(call(model, batch))[1]
-            with untouched(model), _watching(layers, give_fp32, take_own):
+            with untouched(model), watching(layers, lambda *entered: None, take_total):
+                logits = logits_of(call(model, batch))[1]
+            with untouched(model), watching(layers, give_fp32, take_own):
                 call(model, batch)
         finally:
             runtime.detach()
-    differences.add(_in_rows(logits), reference)
+    differences.add(in_rows(logits), reference)
 
 
-def _as(new: Tensor, old: Tensor) -> Tensor:
-    """``new`` in the dtype of ``old``; ``old`` where that does not hold it: a mask of FP32's smallest number."""
+def _as(new: Tensor, old: Tensor) -> Tensor | None:
+    """``new`` in the dtype of ``old``; where that does not hold it, ``old`` if it is finite (a mask), else None."""
     cast = new.to(old.dtype)
-    return cast if cast.isfinite().all() else old
+    if torch.equal(cast.isfinite(), new.isfinite()):
+        return cast
+    return old if old.isfinite().all() else None
 
 
 @dataclass
@@ -358,7 +216,7 @@ class _Ratio:
     squares: float = 0.0
     expected: float = 0.0
 
-    def add(self, found: Tensor | None, exact: _LayerCall | None) -> None:
+    def add(self, found: Tensor | None, exact: LayerCall | None) -> None:
         if found is None or exact is None or exact.output is None or exact.output.shape != found.shape:
             return
         expected = exact.output.double()
@@ -387,7 +245,7 @@ class _Differences:
     totals: dict[str, _Ratio] = field(default_factory=dict)
     owns: dict[str, _Ratio] = field(default_factory=dict)
 
-    def add(self, logits: Tensor, reference: _Reference) -> None:
+    def add(self, logits: Tensor, reference: Reference) -> None:
         found, expected = logits[reference.counts], reference.logits[reference.counts]
         size = max(ROWS_ELEMENTS // expected.shape[-1], 1)
         parts = (tensor.split(size) for tensor in (found, expected, reference.chosen[reference.counts]))

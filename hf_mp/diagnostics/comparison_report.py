@@ -88,7 +88,7 @@ class PrecisionComparison:
 
         -0.25 is a quarter less. None without rules, and where either is inf, NaN or without an error.
         """
-        plain = next(one for one in self.errors if one.precision == error.precision and not one.rules)
+        plain = next((one for one in self._without_rules() if one.precision == error.precision), error)
         if error is plain or not plain.error > 0.0 or not math.isfinite(plain.error + error.error):
             return None
         return error.error / plain.error - 1.0

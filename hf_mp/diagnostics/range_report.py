@@ -107,10 +107,7 @@ class RangeReport:
 
     @classmethod
     def _of(cls, values: Mapping[str, Any]) -> RangeReport:
-        ops = tuple(
-            OpRange(**{**op, "largest": math.nan if op["largest"] is None else abs(float(op["largest"]))})
-            for op in values["ops"]
-        )
+        ops = tuple(OpRange(**{**op, "largest": _finite(op["largest"])}) for op in values["ops"])
         read = {"rules": dict(values["rules"]), "notes": tuple(values["notes"])}
         return cls(**{**values, "ops": ops, "fp32_share": float(values["fp32_share"]), **read})
 
@@ -153,6 +150,11 @@ class RangeReport:
             return [*lines, "No rules are needed."]
         rules = ", ".join(f"{key!r}: {value!r}" for key, value in self.rules.items())
         return [*lines, f"rules={{{rules}}}", f"They take {self.fp32_share:.2%} of the forward's FLOPs out of 16 bits."]
+
+
+def _finite(value: Any) -> float:
+    found = math.nan if value is None else abs(float(value))
+    return found if math.isfinite(found) else math.nan
 
 
 def _cells(op: OpRange) -> tuple[str, str, str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassificat
 
 import hf_mp
 from hf_mp import PrecisionComparison, compare_precisions
-from hf_mp.diagnostics.comparison import layers_of
 from hf_mp.diagnostics.comparison_report import LayerError, PrecisionError
+from hf_mp.diagnostics.fp32_reference import layers_of
 
 HEAD = {"lm_head": "fp32"}
 TINY_BERT = {
@@ -202,6 +203,18 @@ def test_what_overflows_is_said() -> None:
     assert found.change(found.errors[1]) is None
 
 
+def test_what_overflowed_before_does_not_arise_in_the_layers_that_follow() -> None:
+    """In a lean layout FP16 does not even hold what they are given in FP32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    with torch.no_grad():
+        model[1].weight.mul_(2.0**20)
+    plain = compare_precisions(model, [torch.randn(4, 8)], ["fp16-lean"]).errors[0]
+    first, culprit, *victims = plain.layers
+    assert first.own is not None and first.own < 2e-3 and culprit.own is not None and math.isnan(culprit.own)
+    assert [victim.own for victim in victims] == [None, None] and all(math.isnan(victim.total) for victim in victims)
+
+
 def test_logits_that_are_masked_do_not_count() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
@@ -228,6 +241,12 @@ def test_tables_are_80_columns_wide_and_data_is_json(compared: PrecisionComparis
     pytest.importorskip("matplotlib")
     picture = compared.save_plot(tmp_path / "errors.svg").read_text()
     assert picture.count("<path") > 10
+
+
+def test_without_matplotlib_there_is_no_plot(compared: PrecisionComparison, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="save_plot draws with matplotlib: pip install matplotlib"):
+        compared.save_plot("errors.png")
 
 
 def test_of_many_layers_the_worst_are_shown() -> None:
