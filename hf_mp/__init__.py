@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from hf_mp.casting.custom_functions import custom_bwd, custom_fwd
     from hf_mp.casting.mode import autocast
     from hf_mp.diagnostics.calibration import calibrate
+    from hf_mp.diagnostics.comparison import compare_precisions
+    from hf_mp.diagnostics.comparison_report import PrecisionComparison
     from hf_mp.diagnostics.healing import heal_overflows
     from hf_mp.diagnostics.log_probabilities import LogProbabilityGap, log_probability_gap
     from hf_mp.diagnostics.lost_updates import TrainingCheck, check_training
@@ -56,6 +58,8 @@ _HOME = {
     "TrainingCheck": "hf_mp.diagnostics.lost_updates",
     "check_training": "hf_mp.diagnostics.lost_updates",
     "calibrate": "hf_mp.diagnostics.calibration",
+    "compare_precisions": "hf_mp.diagnostics.comparison",
+    "PrecisionComparison": "hf_mp.diagnostics.comparison_report",
     "heal_overflows": "hf_mp.diagnostics.healing",
     "RangeReport": "hf_mp.diagnostics.range_report",
     "CannotHealError": "hf_mp.diagnostics.remedies",
@@ -107,6 +111,7 @@ __all__ = [
     "MixedPrecisionTrainer",
     "NoCheckpointError",
     "OverflowReport",
+    "PrecisionComparison",
     "PrecisionPolicy",
     "PrecisionStats",
     "Preempted",
@@ -120,6 +125,7 @@ __all__ = [
     "calibrate",
     "check_gradients",
     "check_training",
+    "compare_precisions",
     "custom_bwd",
     "custom_fwd",
     "estimate_training_memory",

@@ -89,6 +89,8 @@ SECTIONS = (
         (
             "hf_mp.diagnostics.lost_updates.ParameterUpdates",
             "hf_mp.diagnostics.ranges.OpRange",
+            "hf_mp.diagnostics.comparison_report.PrecisionError",
+            "hf_mp.diagnostics.comparison_report.LayerError",
             "hf_mp.diagnostics.overflow.OverflowExplainer",
             "hf_mp.diagnostics.values.TensorRange",
             "hf_mp.diagnostics.precision_recorder.PrecisionRecorder",
@@ -122,6 +124,9 @@ MEMBERS = {
     "PrecisionStats": ("log_entries",),
     "TensorRange": (),
     "OpRange": ("headroom", "overflows"),
+    "PrecisionComparison": ("change", "to_dict", "to_json", "to_text", "save_plot"),
+    "PrecisionError": ("error", "name"),
+    "LayerError": (),
     "RangeReport": ("overflows", "close", "largest_gradient", "to_text", "to_json", "save", "load"),
     "autocast": ("explain",),
     "LossScaler": (

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hf_mp.casting.nested import named_tensors, tensors_in
+from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
-from hf_mp.diagnostics.kept_state import gradients_set_aside, untouched
+from hf_mp.diagnostics.given_batches import call, checked
+from hf_mp.diagnostics.kept_state import eagerly, gradients_set_aside, untouched, weights_kept
 from hf_mp.diagnostics.range_report import CLOSE_DOUBLINGS, RangeReport
 from hf_mp.diagnostics.ranges import STAND_IN, OpRange, RangeRecorder
 from hf_mp.diagnostics.remedies import CannotHealError, Planned, next_remedies
@@ -108,28 +109,17 @@ def _check(model: Any, batches: Iterable[Any], precision: Any) -> tuple[Precisio
         raise ValueError(f"precision={str(policy)!r} has FP32's range, which nothing leaves: calibrate is for FP16")
     if any(isinstance(module.__dict__.get("forward"), AttachedForward) for module in model.modules()):
         raise ValueError("mixed precision is attached to this model: detach() it, or calibrate it before")
-    if not (given := list(batches)):
-        raise ValueError("batches is empty: give at least one, such as next(iter(loader))")
-    for number, batch in enumerate(given, 1):
-        for name, tensor in named_tensors(batch):
-            if tensor.is_floating_point() and not tensor.isfinite().all():
-                raise ValueError(f"batch {number} contains inf or NaN: {name or 'its tensor'!r}; clean the data")
-    return policy, given
+    return policy, checked(batches)
 
 
 @contextmanager
 def _attached(model: nn.Module, runtime: MixedPrecision) -> Iterator[MixedPrecision]:
-    dtypes = [(parameter, parameter.dtype) for parameter in model.parameters()]
-    with untouched(model), gradients_set_aside([parameter for parameter, _ in dtypes]):
+    with untouched(model), gradients_set_aside(list(model.parameters())), weights_kept(model), eagerly():
         try:
             runtime.attach(model)
             yield runtime
         finally:
             runtime.detach()
-            for parameter, dtype in dtypes:
-                if parameter.dtype is not dtype:  # attached, a model in 16 bits has FP32 masters
-                    parameter.grad = None
-                    parameter.data = parameter.data.to(dtype)
 
 
 def _look(runtime: MixedPrecision, batches: Sequence[Any], *, backward: bool) -> tuple[OpRange, ...]:
@@ -138,15 +128,9 @@ def _look(runtime: MixedPrecision, batches: Sequence[Any], *, backward: bool) ->
     recorder = RangeRecorder(SAFE, backward=backward)
     for batch in batches:
         with recorder.recording(runtime.region, model), torch.set_grad_enabled(backward):
-            outputs = _call(model, batch)
+            outputs = call(model, batch)
         loss = next((t for t in tensors_in(outputs) if t.numel() == 1 and t.requires_grad), None)
         if loss is not None:
             loss.backward()
             model.zero_grad()
     return recorder.ranges()
-
-
-def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(batch) if isinstance(batch, Tensor) else model(*batch)

@@ -18,7 +18,14 @@ from transformers.utils import logging
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.nested import named_tensors
 from hf_mp.diagnostics.calibration import find_rules, fp32_share
-from hf_mp.diagnostics.kept_state import KeptBackward, KeptCall, RandomStates, masters_in_place, untouched
+from hf_mp.diagnostics.kept_state import (
+    KeptBackward,
+    KeptCall,
+    RandomStates,
+    eagerly,
+    masters_in_place,
+    untouched,
+)
 from hf_mp.diagnostics.overflow import OverflowExplainer, explain_overflows, runtime_of, suspects_of
 from hf_mp.diagnostics.ranges import STAND_IN, OpRange, RangeRecorder
 from hf_mp.diagnostics.remedies import CannotHealError, Planned, merged
@@ -128,8 +135,9 @@ class Healer(StepObserver):
         if all(self._runtime.ranks.gather(is_as_left and is_known)):
             return True
         logger.warning(
-            "on_overflow='heal': this step is skipped, because the loop has changed its gradients since the backward, "
-            "or computes its loss outside the model; the next one runs with the remedy"
+            "on_overflow='heal': this step is skipped, because the loop has changed its gradients since the backward "
+            "(clipping: say how, with hf_mp.heal_overflows(model, clip=...)), or computes its loss outside the model; "
+            "the next one runs with the remedy"
         )
         return False
 
@@ -165,8 +173,7 @@ class Healer(StepObserver):
         runtime, module = self._runtime, call.forward.module()
         model, recorder = runtime.model, RangeRecorder()
         assert model is not None  # it was called
-        eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-        with untouched(model), masters_in_place(model, STAND_IN), torch.no_grad(), eager:
+        with untouched(model), masters_in_place(model, STAND_IN), torch.no_grad(), eagerly():
             mode = autocast(STAND_IN, tables=runtime.region.tables, rules=runtime.rules, model=model)
             module.train(call.is_training)
             call.random_states.restore()
@@ -262,18 +269,26 @@ def check_healing(
         raise ValueError(f"max_fp32_share={max_fp32_share!r} must be a share of the FLOPs, from 0 to 1")
 
 
-def heal_overflows(model: nn.Module | MixedPrecision, *, max_fp32_share: float = MAX_FP32_SHARE) -> Healer:
+def heal_overflows(
+    model: nn.Module | MixedPrecision,
+    *,
+    max_fp32_share: float = MAX_FP32_SHARE,
+    clip: Callable[[Optimizer], Any] | None = None,
+) -> Healer:
     """Keep in range what leaves FP16's range in a forward, which no loss scale can.
 
     When a step is about to be skipped, its micro-batches run once with BF16 in FP16's place. Where values came out
     beyond 65504, the smallest remedy that keeps them in range is put in place as a rule of autocast
     (:data:`hf_mp.diagnostics.remedies.REMEDIES`), and the step runs again: none is lost. A loop that changes gradients
-    before it steps (clipping), or computes its loss outside the model, skips that one step. A good step does nothing
-    for it. The rules are in ``state_dict()``, the stats and the log, and the same on all ranks.
+    before it steps, and does not give this as ``clip``, or that computes its loss outside the model, skips that one
+    step. A good step does nothing for it. The rules are in ``state_dict()``, the stats and the log, and the same on all
+    ranks.
 
     Args:
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.
         max_fp32_share: of the forward's floating point operations, the share that may be out of 16 bits; default 0.25.
+        clip: what a plain loop does to the gradients between backward and step, to be done to those of a step that runs
+            again: called with the optimizer. Default None: nothing, or what was given before. A Trainer gives its own.
 
     Returns:
         The healer, with what it has ``healed``; always the same one for the same model.
@@ -286,7 +301,8 @@ def heal_overflows(model: nn.Module | MixedPrecision, *, max_fp32_share: float =
     for observer in runtime.observers:
         if isinstance(observer, Healer):
             check_healing("heal", runtime.policy, max_fp32_share)
-            observer.max_fp32_share = max_fp32_share
+            observer.max_fp32_share, observer.clip = max_fp32_share, clip or observer.clip
             return observer
     runtime.observers.append(healer := Healer(runtime, max_fp32_share))
+    healer.clip = clip
     return healer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,6 +137,21 @@ def gradients_set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def weights_kept(model: nn.Module) -> Iterator[None]:
+    """Give parameters and buffers the memory and dtype back that they have now, into which nothing may write."""
+    kept = [(tensor, tensor.data, tensor.grad_dtype) for tensor in (*model.parameters(), *model.buffers())]
+    try:
+        yield
+    finally:
+        for tensor, data, grad_dtype in kept:
+            if tensor.dtype is not data.dtype:
+                tensor.grad = None
+            tensor.data = data
+            if tensor.grad_dtype is not grad_dtype:  # a split parameter takes more than its own
+                tensor.grad_dtype = grad_dtype
+
+
+@contextlib.contextmanager
 def masters_in_place(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[dict[int, nn.Parameter]]:
     """Replace split parameters by their FP32 masters, in ``dtype``; yields them by the parameters' ids."""
     masters: dict[int, nn.Parameter] = {}
@@ -150,3 +166,8 @@ def masters_in_place(model: nn.Module, dtype: torch.dtype = torch.float32) -> It
     finally:
         for module, name, parameter in places:
             module._parameters[name] = parameter
+
+
+def eagerly() -> contextlib.AbstractContextManager[Any]:
+    """To run a compiled model in as it was written, so that hooks see its modules."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()

@@ -107,10 +107,9 @@ class RangeReport:
 
     @classmethod
     def _of(cls, values: Mapping[str, Any]) -> RangeReport:
-        ops = tuple(
-            OpRange(**{**op, "largest": math.nan if op["largest"] is None else op["largest"]}) for op in values["ops"]
-        )
-        return cls(**{**values, "ops": ops, "rules": dict(values["rules"]), "notes": tuple(values["notes"])})
+        ops = tuple(OpRange(**{**op, "largest": _finite(op["largest"])}) for op in values["ops"])
+        read = {"rules": dict(values["rules"]), "notes": tuple(values["notes"])}
+        return cls(**{**values, "ops": ops, "fp32_share": float(values["fp32_share"]), **read})
 
     def to_text(self, *, every_op: bool = False, width: int = 150) -> str:
         """A table of what overflows and what comes close, or of every op, and the rules."""
@@ -130,13 +129,14 @@ class RangeReport:
         with console.capture() as text:
             if shown:
                 console.print(table)
-            for line in self._lines():
+            for line in self.sentences():
                 console.print(line, highlight=False, markup=False, soft_wrap=True)
         return text.get()
 
     __str__ = to_text
 
-    def _lines(self) -> list[str]:
+    def sentences(self) -> list[str]:
+        """What was found, and the rules."""
         held = [op for op in self.ops if op.is_fp16 and math.isfinite(op.headroom)]
         least = min(held, key=lambda op: op.headroom, default=None)
         lines = [f"{len(self.overflows)} of {len(self.ops)} ops overflow in FP16, {len(self.close)} come close."]
@@ -150,6 +150,11 @@ class RangeReport:
             return [*lines, "No rules are needed."]
         rules = ", ".join(f"{key!r}: {value!r}" for key, value in self.rules.items())
         return [*lines, f"rules={{{rules}}}", f"They take {self.fp32_share:.2%} of the forward's FLOPs out of 16 bits."]
+
+
+def _finite(value: Any) -> float:
+    found = math.nan if value is None else abs(float(value))
+    return found if math.isfinite(found) else math.nan
 
 
 def _cells(op: OpRange) -> tuple[str, str, str, str]:

@@ -74,6 +74,8 @@ def render_report(run: RunRecords) -> str:
         overflows=list(run.overflows.values())[:OPEN_ROWS],
         more_overflows=len(run.overflows) - OPEN_ROWS,
         healed=run.healed,
+        ranges=run.ranges,
+        range_bars=charts.range_bars(run.ranges) if run.ranges else [],
         fp16_max=FP16_MAX,
         latest=latest,
         galleries=[] if latest is None else list(_galleries(latest)),

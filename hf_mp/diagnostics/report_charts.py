@@ -9,7 +9,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from hf_mp.diagnostics.magnitudes import FP16_OVERFLOW, FP16_SMALLEST, FP16_SMALLEST_NORMAL, Histogram
+from hf_mp.diagnostics.range_report import CLOSE_DOUBLINGS, RangeReport
 from hf_mp.diagnostics.run_log import StepRecord
+from hf_mp.scaling.rules import FP16_MAX
 
 Line = tuple[str, str, Sequence[tuple[int, float]]]  # colour, name, and a value at each step
 
@@ -54,6 +56,37 @@ def silhouette(histogram: Histogram, log2_scale: int = 0) -> str:
         y, end = HEIGHT - math.ceil(HEIGHT * heights[place] / highest), OCTAVE_WIDTH * (place + 1 - LOWEST)
         path.append(f"V{y}H{end}")
     return "".join([*path, f"V{HEIGHT}"])
+
+
+class RangeBar(NamedTuple):
+    module: str
+    op: str
+    colour: str
+    percent: float  # of its end on an axis of log2 |value| from RANGE_LOWEST to RANGE_HIGHEST
+    text: str
+
+
+RANGE_LOWEST, RANGE_HIGHEST = -8, 24
+
+
+def range_percent(log2: float) -> float:
+    return 100 * (min(max(log2, RANGE_LOWEST), RANGE_HIGHEST) - RANGE_LOWEST) / (RANGE_HIGHEST - RANGE_LOWEST)
+
+
+RANGE_LIMIT = range_percent(math.log2(FP16_MAX))
+
+
+def range_bars(report: RangeReport) -> list[RangeBar]:
+    """What FP16 has to hold of a model, the least headroom first."""
+    held = [op for op in report.ops if op.is_fp16 and op.largest]
+    bars = []
+    for op in sorted(held, key=lambda op: -math.inf if math.isnan(op.largest) else op.headroom):
+        colour = "skip" if op.overflows else "fp16" if op.is_within(CLOSE_DOUBLINGS) else "scaled"
+        is_known = math.isfinite(op.largest)
+        text = f"{op.largest:,.4g} ({op.headroom:+.1f})" if is_known else "inf or NaN"
+        log2 = math.log2(op.largest) if is_known else RANGE_HIGHEST
+        bars.append(RangeBar(op.module or "the model itself", op.op, colour, range_percent(log2), text))
+    return bars
 
 
 class Curve(NamedTuple):

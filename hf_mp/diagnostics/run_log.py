@@ -23,6 +23,7 @@ from hf_mp.diagnostics.healing import Healed
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.predicted_memory import PredictedMemory
 from hf_mp.diagnostics.predicted_memory import from_record as from_memory_record
+from hf_mp.diagnostics.range_report import RULES_NAME, RangeReport
 from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, StepShares, from_record
 
 logger = logging.get_logger(__name__)
@@ -95,6 +96,7 @@ class RunRecords:
     steps: dict[int, StepRecord] = field(default_factory=dict)  # in order; of steps repeated after a resume, the last
     overflows: dict[tuple[int, int, int], OverflowReport] = field(default_factory=dict)  # step, micro-batch, rank
     healed: list[Healed] = field(default_factory=list)
+    ranges: RangeReport | None = None  # of a calibration, saved in the run directory
     shares: dict[int, StepShares] = field(default_factory=dict)  # by step
     latest: StepMagnitudes | None = None
     latest_updated: StepMagnitudes | None = None  # of a step that was not skipped
@@ -110,7 +112,7 @@ class NoRunError(ValueError):
 
 
 def read_run(directory: Path) -> RunRecords:
-    """Read a run directory: our log, else the state in its newest checkpoint, and kept overflow reports.
+    """Read a run directory: our log, else the state in its newest checkpoint, kept overflow reports, a calibration.
 
     Nothing outside ``directory`` is read: links that lead out of it count as missing.
     """
@@ -124,7 +126,12 @@ def read_run(directory: Path) -> RunRecords:
             _take_overflow(run, json.loads(path.read_bytes()))
         except _DAMAGED as error:
             run.missing.append(f"{path.relative_to(directory)} cannot be read: {error}")
-    if not (has_log or has_state or run.overflows):
+    for path in _files(run, RULES_NAME):
+        try:
+            run.ranges = RangeReport.load(path)
+        except _DAMAGED as error:
+            run.missing.append(f"{RULES_NAME} cannot be read: {error}")
+    if not (has_log or has_state or run.overflows or run.ranges):
         found = "".join(f"; {sentence}" for sentence in run.missing)
         writes = "MixedPrecisionArguments(precision_report=True) or hf_mp.record_precision(model, RUN_DIR) writes it"
         if states := _files(run, "checkpoint-*/trainer_state.json"):

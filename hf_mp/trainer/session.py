@@ -96,8 +96,8 @@ class TrainerSession:
             folder = Path(str(self.args.output_dir), OVERFLOWS_NAME) if self.settings.keep_overflow_batches else None
             self.overflow_reports = explain_overflows(self.runtime, keep_batches=folder).reports
         if self.settings.on_overflow == "heal":
-            healer = heal_overflows(self.runtime, max_fp32_share=self.settings.max_fp32_share)
-            healer.clip = functools.partial(self._clip_again, model)
+            clip = functools.partial(self._clip_again, model)
+            heal_overflows(self.runtime, max_fp32_share=self.settings.max_fp32_share, clip=clip)
         self.reporting.begin(self.runtime, self.args)
         self.runtime.wrap_forwards()
 

@@ -74,17 +74,21 @@ def test_what_comes_close_gets_a_rule_as_well() -> None:
     assert "No rules are needed" in str(safe)
 
 
-def test_everything_is_afterwards_as_it_was(model: Gated) -> None:
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+def test_everything_is_afterwards_as_it_was(model: Gated, precision: str) -> None:
+    model.norm.register_buffer("mean", torch.zeros(3))
     model.to(torch.bfloat16)
     model.norm.register_buffer("counter", torch.zeros(()))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     gradient = model.up.weight.grad = torch.ones_like(model.up.weight)
     random = torch.get_rng_state()
-    calibrate(model, batches(1))
+    calibrate(model, batches(1), precision)
     for name, tensor in model.state_dict().items():
         assert tensor.dtype is before[name].dtype and torch.equal(tensor, before[name])
     assert model.up.weight.grad is gradient and torch.equal(random, torch.get_rng_state())
     assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
+    model(**batches(1)[0])["loss"].backward()  # its gradients are in BF16 again
+    assert model.gate.weight.grad is not None and model.gate.weight.grad.dtype is torch.bfloat16
 
 
 def test_a_mask_is_no_overflow() -> None:

@@ -138,6 +138,23 @@ def test_a_loop_that_clips_skips_one_step(warned: list[str]) -> None:
     assert loop.runtime.remedies == RULES and not any(map(torch.isnan, map(torch.tensor, losses[1:])))
 
 
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+def test_a_loop_that_says_how_it_clips_skips_none(precision: str) -> None:
+    """The step that runs again is clipped as the others: as in a run that had the remedies from its start."""
+    healing, ruled = Loop(precision), Loop(precision, rules=RULES, on_overflow="skip")
+
+    def clip(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        given = getattr(optimizer, "clip_grad_norm_", None)  # in the lean layouts
+        given(1e-3) if given else nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+    healer = heal_overflows(healing.model, clip=lambda optimizer: clip(optimizer, healing.model))
+    assert heal_overflows(healing.model) is healer and healer.clip is not None
+    assert healing.run(3, change=lambda model: clip(healing.optimizer, model))[1:] == pytest.approx(
+        ruled.run(3, change=lambda model: clip(ruled.optimizer, model))[1:], rel=1e-4
+    )
+    assert healing.skipped == [False] * 3 and healing.runtime.remedies == RULES
+
+
 def test_a_loss_outside_the_model_skips_one_step(warned: list[str]) -> None:
     loop = Loop()
     for batch in batches(3):

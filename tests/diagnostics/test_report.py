@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html.parser
+import math
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from planted_faults import Mlp, vectors
+from range_models import Gated, batches
 from torch import nn
 from typer.testing import CliRunner
 
@@ -23,6 +25,7 @@ from hf_mp.cli import app
 from hf_mp.diagnostics import report_charts as charts
 from hf_mp.diagnostics.magnitudes import Histogram, Swamped, histogram
 from hf_mp.diagnostics.overflow_report import OverflowReport
+from hf_mp.diagnostics.ranges import OpRange
 from hf_mp.diagnostics.report import OPEN_ROWS, PAGE_NAME, findings, render_report, swamped_rows, write_report
 from hf_mp.diagnostics.run_log import LOG_NAME, RunRecords, StepRecord, read_run
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
@@ -288,3 +291,56 @@ def test_nothing_sticks_out_in_a_browser(run_directory: Path, width: int, tmp_pa
 
 def test_reading_gives_the_run(run_directory: Path) -> None:
     assert len(read_run(run_directory).steps) == 5
+
+
+class TestCalibration:
+    """``precision_rules.json`` in the run directory: a chart of what FP16 has to hold."""
+
+    @pytest.fixture(scope="class")
+    def calibrated(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        path = tmp_path_factory.mktemp("calibrated")
+        torch.manual_seed(0)
+        model = Gated(factor=2.0**18)
+        hf_mp.calibrate(model, batches(2)).save(path)
+        model, optimizer = hf_mp.prepare(  # type: ignore[assignment]
+            model, torch.optim.SGD(model.parameters(), lr=0.0), on_overflow="heal"
+        )
+        recorder = hf_mp.record_precision(model, path)
+        for batch in batches(2):
+            model(**batch)["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        recorder.end()
+        recorder.write_report()
+        return path
+
+    def test_the_least_headroom_comes_first_and_healed_places_are_shown(self, calibrated: Path) -> None:
+        page = Outline((calibrated / PAGE_NAME).read_text(encoding="utf-8"))
+        ranges = hf_mp.RangeReport.load(calibrated)
+        bars = charts.range_bars(ranges)
+        assert len(bars) == sum(op.is_fp16 for op in ranges.ops)
+        ends = [bar.percent for bar in bars]
+        assert ends == sorted(ends, reverse=True) and ends[0] > charts.RANGE_LIMIT > ends[-1]
+        assert {bar.op for bar in bars if bar.colour == "skip"} == {op.op for op in ranges.overflows}
+        assert "What FP16 has to hold" in page.text and "Healed places" in page.text
+        assert f"{bars[0].module}: {bars[0].op}" in page.text and ranges.sentences()[-1] in page.text
+        assert not page.open
+
+    def test_it_is_a_page_of_its_own(self, calibrated: Path, tmp_path: Path) -> None:
+        shutil.copy(calibrated / "precision_rules.json", tmp_path)
+        page = write_report(tmp_path).read_text(encoding="utf-8")
+        assert "What FP16 has to hold" in page and "Settings were not recorded" in page
+
+    @pytest.mark.parametrize("largest", ['"<b>"', "[]"])
+    def test_a_damaged_one_is_named(self, calibrated: Path, largest: str, tmp_path: Path) -> None:
+        for file in (LOG_NAME, "precision_rules.json"):
+            shutil.copy(calibrated / file, tmp_path)
+        text = (tmp_path / "precision_rules.json").read_text()
+        (tmp_path / "precision_rules.json").write_text(re.sub(r'"largest": [\d.]+', f'"largest": {largest}', text))
+        page = write_report(tmp_path).read_text(encoding="utf-8")
+        assert "precision_rules.json cannot be read" in page and "What FP16 has to hold" not in page
+
+    def test_what_is_nan_is_drawn_to_the_end(self) -> None:
+        op = OpRange("a", "linear", math.nan, is_fp16=True)
+        (bar,) = charts.range_bars(hf_mp.RangeReport("Mlp", "fp16", 1, (op,), {}))
+        assert (bar.percent, bar.text, bar.colour) == (100.0, "inf or NaN", "skip")

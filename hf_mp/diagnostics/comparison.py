@@ -1,0 +1,293 @@
+"""``compare_precisions``: how far a model's logits and log-probabilities in 16 bits are from those in FP32."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_mp.casting.nested import apply_to_tensors, tensors_in
+from hf_mp.casting.rules import Rules, parse_rules
+from hf_mp.casting.tables import TABLES, TableName, op_name
+from hf_mp.diagnostics.comparison_report import LayerError, PrecisionComparison, PrecisionError
+from hf_mp.diagnostics.fp32_reference import (
+    LayerCall,
+    Reference,
+    in_rows,
+    layers_of,
+    logits_of,
+    run_in_fp32,
+    watching,
+)
+from hf_mp.diagnostics.given_batches import call, checked
+from hf_mp.diagnostics.kept_state import eagerly, gradients_set_aside, untouched, weights_kept
+from hf_mp.diagnostics.ranges import MASK, max_of
+from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
+from hf_mp.step.forward import AttachedForward
+from hf_mp.step.mixed_precision import MixedPrecision
+
+Precision = PrecisionPolicy | torch.dtype | str
+ROWS_ELEMENTS = 2**22  # logits that are compared at once, in FP64
+
+
+@torch.no_grad()
+def compare_precisions(
+    model: nn.Module,
+    batches: Iterable[Any],
+    precisions: Sequence[Precision | tuple[Precision, Rules]] = ("bf16", "fp16"),
+    *,
+    tables: TableName = "compact",
+) -> PrecisionComparison:
+    """Measure how far the precisions of a model are from FP32, where the error arises, and what rules buy.
+
+    Each batch runs forward in FP32, without autocast, and in each precision, without dropout. In a second forward every
+    layer is given the inputs that it has in FP32: the error of its output is what arises in it. Layers are numbered
+    blocks, and the modules outside of them that have no modules inside.
+
+    Every precision is measured without rules, with its last linear layer in FP32 (the head, as in MiniMax-M1, arXiv
+    2506.13585), and with each of the rules given with it alone, and with all of these.
+
+    The chosen tokens are the labels where the batches have integer ones that fit the logits, shifted by one where the
+    model's own loss shifts them; else the next tokens of ``input_ids``, for a model that generates. Class labels count
+    as tokens. Otherwise (regression, features) the logits alone are compared. Positions that ``attention_mask`` hides
+    and logits that are masked do not count. A model without ``logits`` is compared by its first floating output.
+
+    Args:
+        model: any module; it is not changed. Of an attached one, a copy of its FP32 masters is compared, without the
+            rules that it has: give them. Weights in 16 bits are cast to FP32 while this runs.
+        batches: what to call it with: mappings of arguments, tuples of them, or one tensor each.
+        precisions: presets, policies or dtypes, or pairs of one and its rules (as ``rules`` of autocast); default
+            ``"bf16"`` and ``"fp16"``.
+        tables: of autocast; default ``"compact"``.
+
+    Returns:
+        A :class:`PrecisionComparison`; ``print`` shows tables, ``to_dict()`` the data, ``save_plot(path)`` draws it.
+
+    Raises:
+        TypeError: for anything but a module, and for one precision in the place of several.
+        ValueError: without a batch or a precision, for a batch with inf or NaN, a precision or rule that is not known,
+            and a model that is inf or NaN in FP32, or returns no floating tensor.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"compare_precisions takes a model, not a {type(model).__name__}")
+    asked, given = _parse(precisions, tables), checked(batches)
+    found: dict[_Variant, _Differences] = {}
+    notes: list[str] = []
+    with _plain_model(model) as plain:
+        layers = layers_of(plain)
+        for number, batch in enumerate(given, 1):
+            reference = run_in_fp32(plain, layers, batch, number)
+            found = found or {variant: _Differences() for variant in _variants(asked, reference.head)}
+            for variant, differences in found.items():
+                _compare(plain, layers, batch, variant, tables, reference, differences)
+    first = next(iter(found.values()))
+    if reference.output != "logits":
+        notes.append(f"The model returns no logits: compared is its first floating output, {reference.output!r}.")
+    if not first.chosen:
+        notes.append("No log-probabilities: the batches have no integer labels that fit the logits.")
+    errors = tuple(differences.error(*variant.described()) for variant, differences in found.items())
+    for one in errors:
+        if not math.isfinite(one.logits_rms):
+            notes.append(f"{one.name} gives inf or NaN: hf_mp.calibrate finds the rules that keep it in range.")
+    return PrecisionComparison(type(model).__name__, len(given), first.positions, first.chosen, errors, tuple(notes))
+
+
+class _Variant(NamedTuple):
+    """A precision with rules."""
+
+    policy: PrecisionPolicy
+    rules: tuple[tuple[Any, str], ...]
+
+    def described(self) -> tuple[str, dict[str, str]]:
+        return str(self.policy), {key if isinstance(key, str) else op_name(key): value for key, value in self.rules}
+
+
+def _parse(precisions: Any, tables: TableName) -> list[_Variant]:
+    if isinstance(precisions, (str, torch.dtype, PrecisionPolicy)):
+        raise TypeError(f"precisions are several: write [{str(precisions)!r}]")
+    asked = []
+    for one in precisions:
+        if isinstance(one, tuple) and (len(one) != 2 or not isinstance(one[1], Mapping)):
+            raise TypeError(f"{one!r} is no precision with rules: write ('fp16', {{'lm_head': 'fp32'}})")
+        precision, rules = one if isinstance(one, tuple) else (one, {})
+        policy = PrecisionPolicy.parse(precision)
+        parse_rules(rules, TABLES[tables])
+        asked.append(_Variant(policy, tuple(rules.items())))
+    if not asked:
+        raise ValueError("precisions is empty: give at least one, such as 'fp16'")
+    return asked
+
+
+def _variants(asked: Iterable[_Variant], head: str | None) -> list[_Variant]:
+    """Each precision without rules, with the head in FP32, with each rule that was asked for, and with all of them."""
+    found: list[_Variant] = []
+    for policy, rules in asked:
+        several = [(), *([((head, "fp32"),)] if head else []), *((rule,) for rule in rules), rules]
+        found += [_Variant(policy, one) for one in (several if policy.is_mixed else [()])]
+    return list(dict.fromkeys(found))
+
+
+# The model, plain and in FP32
+
+
+@contextmanager
+def _plain_model(model: nn.Module) -> Iterator[nn.Module]:
+    """``model`` in evaluation mode and FP32, or a copy of it where mixed precision is attached; restores it."""
+    with ExitStack() as restored:
+        restored.enter_context(gradients_set_aside(list(model.parameters())))
+        if any(isinstance(module.__dict__.get("forward"), AttachedForward) for module in model.modules()):
+            model = copy.deepcopy(model)
+            forwards = [module.__dict__.get("forward") for module in model.modules()]
+            for runtime in {forward.runtime for forward in forwards if isinstance(forward, AttachedForward)}:
+                runtime.detach()
+        restored.enter_context(untouched(model))
+        restored.enter_context(weights_kept(model))
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.dtype in LOWER_PRECISION_DTYPES:
+                tensor.data = tensor.data.float()
+        model.eval()
+        restored.enter_context(eagerly())
+        yield model
+
+
+# A batch in another precision
+
+
+def _compare(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    batch: Any,
+    variant: _Variant,
+    tables: TableName,
+    reference: Reference,
+    differences: _Differences,
+) -> None:
+    """Run a batch in a precision twice: as it is, and with FP32's inputs to each layer."""
+    fits: set[tuple[str, int]] = set()
+
+    def give_fp32(name: str, number: int, args: Any, kwargs: Any) -> Any:
+        exact, came = reference.call(name, number), list(tensors_in((args, kwargs)))
+        if exact is None or [t.shape for t in exact.inputs] != [t.shape for t in came]:
+            return None
+        inputs = {id(old): _as(new, old) for old, new in zip(came, exact.inputs, strict=True)}
+        if any(tensor is None for tensor in inputs.values()):
+            return None
+        fits.add((name, number))
+        return apply_to_tensors(lambda tensor: inputs.get(id(tensor), tensor), (args, kwargs))
+
+    def take_total(name: str, number: int, output: Tensor | None) -> None:
+        differences.totals.setdefault(name, _Ratio()).add(output, reference.call(name, number))
+
+    def take_own(name: str, number: int, output: Tensor | None) -> None:
+        if (name, number) in fits:
+            differences.owns.setdefault(name, _Ratio()).add(output, reference.call(name, number))
+
+    runtime = MixedPrecision(variant.policy, rules=dict(variant.rules), tables=tables)
+    with weights_kept(model):  # FP16 and 16 bits more do not hold all of FP32
+        try:
+            runtime.attach(model)
+            with untouched(model), watching(layers, lambda *entered: None, take_total):
+                logits = logits_of(call(model, batch))[1]
+            with untouched(model), watching(layers, give_fp32, take_own):
+                call(model, batch)
+        finally:
+            runtime.detach()
+    differences.add(in_rows(logits), reference)
+
+
+def _as(new: Tensor, old: Tensor) -> Tensor | None:
+    """``new`` in the dtype of ``old``; where that does not hold it, ``old`` if it is finite (a mask), else None."""
+    cast = new.to(old.dtype)
+    if torch.equal(cast.isfinite(), new.isfinite()):
+        return cast
+    return old if old.isfinite().all() else None
+
+
+@dataclass
+class _Ratio:
+    """The norm of differences over the norm of what is expected."""
+
+    squares: float = 0.0
+    expected: float = 0.0
+
+    def add(self, found: Tensor | None, exact: LayerCall | None) -> None:
+        if found is None or exact is None or exact.output is None or exact.output.shape != found.shape:
+            return
+        expected = exact.output.double()
+        difference = (found.double() - expected).masked_fill(~expected.isfinite(), 0.0)
+        self.squares += difference.square().sum().item()
+        self.expected += expected.masked_fill(~expected.isfinite(), 0.0).square().sum().item()
+
+    def value(self) -> float:
+        if not self.expected:
+            return 0.0 if not self.squares else math.nan
+        return _finite(math.sqrt(self.squares / self.expected))
+
+
+@dataclass
+class _Differences:
+    """What one precision differs from FP32 by, over the batches."""
+
+    positions: int = 0
+    chosen: int = 0
+    elements: int = 0  # logits
+    squares: float = 0.0
+    maximum: float = 0.0
+    chosen_squares: float = 0.0
+    chosen_maximum: float = 0.0
+    divergence: float = 0.0
+    totals: dict[str, _Ratio] = field(default_factory=dict)
+    owns: dict[str, _Ratio] = field(default_factory=dict)
+
+    def add(self, logits: Tensor, reference: Reference) -> None:
+        found, expected = logits[reference.counts], reference.logits[reference.counts]
+        size = max(ROWS_ELEMENTS // expected.shape[-1], 1)
+        parts = (tensor.split(size) for tensor in (found, expected, reference.chosen[reference.counts]))
+        for rows in zip(*parts, strict=True):
+            self._add_rows(rows[0].double(), rows[1].double(), rows[2])
+        self.positions += len(expected)
+
+    def _add_rows(self, found: Tensor, expected: Tensor, chosen: Tensor) -> None:
+        difference = (found - expected)[expected > MASK]
+        self.elements += difference.numel()
+        self.squares += difference.square().sum().item()
+        self.maximum = max_of([self.maximum, _largest(difference)])
+        if not (chosen >= 0).any():
+            return
+        found, expected, chosen = (tensor[chosen >= 0] for tensor in (found, expected, chosen))
+        found, expected = found.log_softmax(-1), expected.log_softmax(-1)
+        probability = expected.exp()
+        off = (found - expected).gather(-1, chosen[:, None])
+        self.chosen += len(chosen)
+        self.chosen_squares += off.square().sum().item()
+        self.chosen_maximum = max_of([self.chosen_maximum, _largest(off)])
+        self.divergence += (probability * (expected - found)).masked_fill(probability == 0.0, 0.0).sum().item()
+
+    def error(self, precision: str, rules: dict[str, str]) -> PrecisionError:
+        layers = tuple(
+            LayerError(name, self.owns[name].value() if name in self.owns else None, total.value())
+            for name, total in self.totals.items()
+        )
+        logits = _rms(self.squares, self.elements), _finite(self.maximum)
+        if not self.chosen:
+            return PrecisionError(precision, rules, *logits, layers=layers)
+        chosen = _rms(self.chosen_squares, self.chosen), _finite(self.chosen_maximum)
+        return PrecisionError(precision, rules, *logits, *chosen, _finite(self.divergence / self.chosen), layers)
+
+
+def _rms(squares: float, count: int) -> float:
+    return _finite(math.sqrt(squares / count)) if count else 0.0
+
+
+def _largest(values: Tensor) -> float:
+    return values.abs().max().item() if values.numel() else 0.0
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else math.nan

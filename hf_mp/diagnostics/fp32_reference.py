@@ -1,0 +1,168 @@
+"""What a batch gives in FP32, and each of the model's layers is given and gives: what precisions are compared with."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_mp.casting.nested import named_tensors, tensors_in
+from hf_mp.diagnostics.given_batches import by_name, call
+from hf_mp.diagnostics.kept_state import untouched
+
+IGNORED = -100  # of Transformers and torch: a label that does not count
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Numbered blocks, and the modules outside of them that have none inside, each once."""
+    found: dict[nn.Module, str] = {}
+
+    def walk(module: nn.Module, prefix: str) -> None:
+        for name, child in module.named_children():
+            if name.isdecimal() or next(child.children(), None) is None:
+                found.setdefault(child, prefix + name)
+            else:
+                walk(child, f"{prefix}{name}.")
+
+    walk(model, "")
+    return {name: module for module, name in found.items()}
+
+
+@dataclass
+class LayerCall:
+    """One call of a layer in FP32."""
+
+    inputs: list[Tensor]
+    output: Tensor | None = None
+
+
+@dataclass
+class Reference:
+    """What a batch gives in FP32."""
+
+    output: str  # name of the model's output that is compared
+    logits: Tensor  # (positions, classes)
+    counts: Tensor  # bool, (positions,)
+    chosen: Tensor  # int64, (positions,): below 0 where none is
+    head: str | None
+    calls: dict[str, list[LayerCall]]
+
+    def call(self, layer: str, number: int) -> LayerCall | None:
+        calls = self.calls.get(layer, [])
+        return calls[number] if number < len(calls) else None
+
+
+@contextmanager
+def watching(layers: Mapping[str, nn.Module], enter: Callable[..., Any], leave: Callable[..., Any]) -> Iterator[None]:
+    """Call ``enter(layer, number of the call, args, kwargs)`` and ``leave(layer, number, first floating output)``."""
+    begun: Counter[str] = Counter()
+    handles = []
+    for name, layer in layers.items():
+
+        def entered(_: Any, args: Any, kwargs: Any, name: str = name) -> Any:
+            begun[name] += 1
+            with torch._C.DisableTorchFunction():
+                return enter(name, begun[name] - 1, args, kwargs)
+
+        def left(_: Any, args: Any, output: Any, name: str = name) -> None:
+            tensor = next((t for t in tensors_in(output) if t.is_floating_point()), None)
+            with torch._C.DisableTorchFunction():
+                leave(name, begun[name] - 1, tensor)
+
+        handles.append(layer.register_forward_pre_hook(entered, with_kwargs=True))
+        handles.append(layer.register_forward_hook(left))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def run_in_fp32(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any, number: int) -> Reference:
+    calls: dict[str, list[LayerCall]] = {}
+    linear: list[tuple[str, tuple[int, ...]]] = []  # by name, with the width of its output, in the order of the calls
+
+    def enter(name: str, number: int, args: Any, kwargs: Any) -> None:
+        # Cloned: the model may write into them later.
+        inputs = [t.clone() if t.is_floating_point() else t for t in tensors_in((args, kwargs))]
+        calls.setdefault(name, []).append(LayerCall(inputs))
+
+    def leave(name: str, number: int, output: Tensor | None) -> None:
+        calls[name][number].output = None if output is None else output.clone()
+
+    heads = [
+        module.register_forward_hook(lambda m, args, out, name=name: linear.append((name, tuple(out.shape)[-1:])))
+        for name, module in model.named_modules()
+        if name and isinstance(module, nn.Linear)
+    ]
+    try:
+        with untouched(model), watching(layers, enter, leave):
+            outputs = call(model, batch)
+    finally:
+        for handle in heads:
+            handle.remove()
+    name, logits = logits_of(outputs)
+    rows = in_rows(logits)
+    if rows.isnan().any() or (rows == math.inf).any():
+        raise ValueError(
+            f"{type(model).__name__} is inf or NaN in FP32 for batch {number}, so that no precision can be compared "
+            "with it: the cause is the model or its data, look for weights that are not finite"
+        )
+    counts, chosen = _what_counts(model, logits, outputs, by_name(model, batch))
+    head = next((name for name, width in reversed(linear) if width == logits.shape[-1:]), None)
+    return Reference(name, rows, counts, chosen, head, calls)
+
+
+def logits_of(outputs: Any) -> tuple[str, Tensor]:
+    """The logits, or the first floating output that is no loss, with its name."""
+    named = [(name, t) for name, t in named_tensors(outputs) if t.is_floating_point() and t.dim()]
+    if not named:
+        raise ValueError("the model returns no floating tensor besides a loss: there is nothing to compare")
+    return next((one for one in named if one[0] == "logits"), named[0])
+
+
+def in_rows(logits: Tensor) -> Tensor:
+    return logits.detach().reshape(-1, logits.shape[-1] if logits.dim() > 1 else 1)
+
+
+def _what_counts(model: nn.Module, logits: Tensor, outputs: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Which positions count, and the token that is chosen at each; below 0 where none is."""
+    shape = logits.shape[:-1] if logits.dim() > 1 else logits.shape
+    prefix = "decoder_" if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else ""
+
+    def fitting(name: str) -> Tensor | None:
+        found = arguments.get(name)
+        is_integer = isinstance(found, Tensor) and not found.is_floating_point() and found.shape == shape
+        return found if is_integer and logits.dim() > 1 and logits.shape[-1] > 1 else None
+
+    mask = fitting(f"{prefix}attention_mask")
+    counts = torch.ones(shape, dtype=torch.bool, device=logits.device) if mask is None else mask.bool()
+    nothing = torch.full(shape, IGNORED, device=logits.device)
+    if (labels := fitting("labels")) is not None:
+        chosen = _as_the_loss_does(logits, labels.long(), outputs)
+    elif (ids := fitting(f"{prefix}input_ids")) is not None and getattr(model, "can_generate", bool)():
+        chosen = _next(ids.masked_fill(~counts, IGNORED))
+    else:
+        chosen = nothing
+    return counts.flatten(), chosen.flatten()
+
+
+def _as_the_loss_does(logits: Tensor, labels: Tensor, outputs: Any) -> Tensor:
+    """The labels, shifted by one where that gives the model's loss."""
+    loss = next((t for t in tensors_in(outputs) if t.is_floating_point() and not t.dim()), None)
+    if loss is None or labels.dim() < 2:
+        return labels
+    found = [labels, _next(labels)]
+    off = [abs(F.cross_entropy(in_rows(logits).float(), one.flatten()).item() - loss.item()) for one in found]
+    return found[off[1] < off[0]]
+
+
+def _next(ids: Tensor) -> Tensor:
+    return F.pad(ids[:, 1:], (0, 1), value=IGNORED)

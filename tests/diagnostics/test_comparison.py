@@ -1,0 +1,293 @@
+"""How far precisions are from FP32: the numbers, where they arise, what rules buy, and bad input."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from range_models import Gated, batches
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
+
+import hf_mp
+from hf_mp import PrecisionComparison, compare_precisions
+from hf_mp.diagnostics.comparison_report import LayerError, PrecisionError
+from hf_mp.diagnostics.fp32_reference import layers_of
+
+HEAD = {"lm_head": "fp32"}
+TINY_BERT = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 40,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+
+
+def logits_in(model: nn.Module, batch: dict[str, Tensor], precision: str, rules: dict[str, str]) -> Tensor:
+    """As an evaluation loop would see them."""
+    runtime = hf_mp.MixedPrecision(precision, rules=rules)
+    runtime.attach(model.eval())
+    with torch.no_grad():
+        logits: Tensor = model(**batch).logits.double()
+    runtime.detach()
+    return logits
+
+
+@pytest.fixture(scope="module")
+def compared() -> PrecisionComparison:
+    torch.manual_seed(0)
+    model = Gated()
+    return compare_precisions(model, batches(2), ["bf16", "fp16", ("fp16", {"down": "fp32"})])
+
+
+@pytest.mark.parametrize("rules", [{}, HEAD])
+def test_its_numbers_are_those_of_a_loop(gpt2: Any, batch: dict[str, Tensor], rules: dict[str, str]) -> None:
+    """RMS, largest and KL against FP64 arithmetic on logits that the model itself gives."""
+    found = next(one for one in compare_precisions(gpt2, [batch], ["fp16"]).errors if one.rules == rules)
+    with torch.no_grad():
+        exact = gpt2.eval()(**batch).logits.double()
+    logits = logits_in(gpt2, batch, "fp16", rules)
+    difference = logits - exact
+    assert found.logits_rms == pytest.approx(difference.square().mean().sqrt().item())
+    assert found.logits_maximum == pytest.approx(difference.abs().max().item())
+    p, q = exact[:, :-1].log_softmax(-1), logits[:, :-1].log_softmax(-1)
+    off = (q - p).gather(-1, batch["input_ids"][:, 1:, None])
+    assert found.log_probability_rms == pytest.approx(off.square().mean().sqrt().item())
+    assert found.log_probability_maximum == pytest.approx(off.abs().max().item())
+    assert found.kl == pytest.approx(F.kl_div(q, p, log_target=True, reduction="none").sum(-1).mean().item())
+
+
+def test_precisions_and_rules_in_order(compared: PrecisionComparison) -> None:
+    named = [(one.precision, one.rules) for one in compared.errors]
+    head, down = {"head": "fp32"}, {"down": "fp32"}
+    assert named == [("bf16", {}), ("bf16", head), ("fp16", {}), ("fp16", head), ("fp16", down)]
+    both = compare_precisions(Gated(), batches(1), [("fp16", {**head, **down})])
+    assert [one.rules for one in both.errors] == [{}, head, down, {**head, **down}]
+
+
+def test_bf16_is_further_off_than_fp16_and_fp32_not_at_all(compared: PrecisionComparison) -> None:
+    bf16, fp16 = (next(one for one in compared.errors if one.precision == name) for name in ("bf16", "fp16"))
+    assert bf16.logits_rms > 4 * fp16.logits_rms > 0.0
+    assert bf16.error == bf16.log_probability_rms
+    (same,) = compare_precisions(Gated(), batches(1), ["fp32"]).errors
+    assert same.logits_rms == same.logits_maximum == same.kl == 0.0
+    assert all(layer.own == layer.total == 0.0 for layer in same.layers)
+
+
+def test_rules_buy_what_they_take_away(compared: PrecisionComparison) -> None:
+    plain, head = compared.errors[2:4]
+    assert compared.change(plain) is None
+    assert compared.change(head) == pytest.approx(head.error / plain.error - 1.0)
+    everything = compare_precisions(Gated(), batches(1), [("fp16", {"*": "fp32"})])
+    assert everything.change(everything.errors[-1]) == -1.0
+
+
+def test_an_error_is_found_where_it_arises() -> None:
+    """A layer that loses bits on purpose, in 16 bits alone; what follows has the error in all, and not of its own."""
+
+    class Coarse(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y if y.dtype is torch.float32 else (y * 8).round() / 8
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), Coarse(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+    (plain, _) = compare_precisions(model, [torch.randn(8, 16)], ["fp16"]).errors
+    assert [layer.layer for layer in plain.layers] == ["0", "1", "2", "3"]
+    first, coarse, third, last = plain.layers
+    assert coarse.own is not None and coarse.own > 0.03
+    for layer in (first, third, last):
+        assert layer.own is not None and layer.own < 2e-3
+    assert first.total < 2e-3 and third.total > 0.01 and last.total > 0.01
+
+
+def test_layers_are_blocks_and_what_lies_outside(gpt2: Any) -> None:
+    blocks = [f"transformer.h.{number}" for number in range(gpt2.config.n_layer)]
+    assert list(layers_of(gpt2)) == ["transformer.wte", "transformer.wpe", "transformer.drop", *blocks,
+                                     "transformer.ln_f", "lm_head"]  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_everything_is_afterwards_as_it_was(gpt2: Any, batch: Any, precision: str, dtype: torch.dtype) -> None:
+    gpt2.to(dtype).train()
+    before = {name: tensor.clone() for name, tensor in gpt2.state_dict().items()}
+    parameters, random = list(gpt2.parameters()), torch.get_rng_state()
+    gradient = parameters[0].grad = torch.ones_like(parameters[0])
+    compare_precisions(gpt2, [batch], [precision])
+    for name, tensor in gpt2.state_dict().items():
+        assert tensor.dtype is before[name].dtype and torch.equal(tensor, before[name])
+    assert all(now is then for now, then in zip(gpt2.parameters(), parameters, strict=True))
+    assert parameters[0].grad is gradient and gpt2.training and torch.equal(random, torch.get_rng_state())
+    assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in gpt2.modules())
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+def test_an_attached_model_is_compared_by_its_masters(gpt2: Any, batch: Any, precision: str) -> None:
+    model, optimizer = hf_mp.prepare(gpt2, torch.optim.SGD(gpt2.parameters(), 0.0), precision)
+    model(**batch).loss.backward()
+    masters = copy.deepcopy(model)  # FP16 and 16 bits more do not hold all of FP32
+    vars(masters)["forward"].runtime.detach()
+    assert compare_precisions(model, [batch], ["bf16"]).errors == compare_precisions(masters, [batch], ["bf16"]).errors
+    optimizer.step()
+    assert not optimizer.step_was_skipped and vars(model)["forward"].runtime.model is model
+
+
+@pytest.mark.exhaustive
+def test_a_compiled_model_is_compared_module_by_module(gpt2: Any, batch: Any) -> None:
+    expected = compare_precisions(gpt2, [batch], ["fp16"]).errors
+    gpt2.compile(backend="eager")
+    gpt2(**batch)
+    assert compare_precisions(gpt2, [batch], ["fp16"]).errors == expected
+
+
+class TestWhatIsChosen:
+    """Tokens are shifted where the model's loss shifts them; class labels count; what has neither, has none."""
+
+    def test_without_labels_the_next_tokens(self, gpt2: Any, batch: Any) -> None:
+        with_labels = compare_precisions(gpt2, [batch], ["fp16"])
+        without = compare_precisions(gpt2, [{"input_ids": batch["input_ids"]}], ["fp16"])
+        assert without.errors == with_labels.errors and without.chosen == with_labels.chosen == 4 * 31
+
+    def test_labels_that_are_ignored_and_padding_do_not_count(self, gpt2: Any, batch: Any) -> None:
+        mask = torch.ones_like(batch["input_ids"])
+        mask[:, :4] = 0
+        labels = batch["input_ids"].masked_fill(mask == 0, -100)
+        labels[:, -1] = -100
+        found = compare_precisions(gpt2, [{**batch, "labels": labels, "attention_mask": mask}], ["fp16"])
+        assert (found.positions, found.chosen) == (4 * 28, 4 * 26)  # at the last padding, token 4 is predicted
+
+    def test_a_masked_model_is_not_shifted(self) -> None:
+        torch.manual_seed(0)
+        ids = torch.randint(5, 40, (2, 8))
+        labels = ids.masked_fill(torch.arange(8) != 7, -100)  # shifted, this one would be no label
+        found = compare_precisions(BertForMaskedLM(BertConfig(**TINY_BERT)), [{"input_ids": ids, "labels": labels}])
+        assert found.chosen == 2 and found.errors[1].rules == {"cls.predictions.decoder": "fp32"}
+
+    def test_classes(self) -> None:
+        torch.manual_seed(0)
+        model = BertForSequenceClassification(BertConfig(**TINY_BERT, num_labels=3))
+        ids = torch.randint(5, 40, (4, 8))
+        found = compare_precisions(model, [{"input_ids": ids, "labels": torch.tensor([0, 1, 2, 0])}])
+        assert (found.positions, found.chosen) == (4, 4) and found.errors[1].rules == {"classifier": "fp32"}
+        assert found.errors[0].kl is not None and found.errors[0].kl > 0.0
+
+    def test_a_regression_has_logits_alone(self) -> None:
+        torch.manual_seed(0)
+        model = BertForSequenceClassification(BertConfig(**TINY_BERT, num_labels=1))
+        batch = {"input_ids": torch.randint(5, 40, (4, 8)), "labels": torch.rand(4)}
+        found = compare_precisions(model, [batch], ["fp16"])
+        (plain, _) = found.errors
+        assert plain.log_probability_rms is None and plain.kl is None and plain.error == plain.logits_rms > 0.0
+        assert "No log-probabilities" in str(found) and "log-p RMS" not in str(found)
+
+    def test_a_model_without_logits(self) -> None:
+        found = compare_precisions(nn.Linear(4, 3), [torch.randn(2, 4)], ["fp16"])
+        assert found.positions == 2 and "compared is its first floating output, ''" in found.notes[0]
+
+
+def test_what_overflows_is_said() -> None:
+    torch.manual_seed(0)
+    found = compare_precisions(Gated(factor=2.0**18), batches(1), [("fp16", {"up": "fp32"}), "bf16"])
+    plain = found.errors[0]
+    assert math.isnan(plain.logits_rms) and plain.kl is not None and math.isnan(plain.kl)
+    assert any(layer.own is not None and math.isnan(layer.own) for layer in plain.layers if layer.layer == "up")
+    assert "fp16 gives inf or NaN: hf_mp.calibrate finds the rules" in str(found) and "inf/NaN" in str(found)
+    assert math.isfinite(found.errors[-1].logits_rms)
+    assert json.loads(found.to_json(), parse_constant=pytest.fail)["errors"][0]["logits_rms"] is None
+    assert found.change(found.errors[1]) is None
+
+
+def test_what_overflowed_before_does_not_arise_in_the_layers_that_follow() -> None:
+    """In a lean layout FP16 does not even hold what they are given in FP32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    with torch.no_grad():
+        model[1].weight.mul_(2.0**20)
+    plain = compare_precisions(model, [torch.randn(4, 8)], ["fp16-lean"]).errors[0]
+    first, culprit, *victims = plain.layers
+    assert first.own is not None and first.own < 2e-3 and culprit.own is not None and math.isnan(culprit.own)
+    assert [victim.own for victim in victims] == [None, None] and all(math.isnan(victim.total) for victim in victims)
+
+
+def test_logits_that_are_masked_do_not_count() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 6)
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            logits = self.head(x)
+            closed = torch.arange(6) > 3
+            return {"logits": logits.masked_fill(closed, torch.finfo(logits.dtype).min).masked_fill(
+                torch.arange(6) == 5, -torch.inf)}  # fmt: skip
+
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(4, 8), "labels": torch.tensor([0, 1, 2, 3])}
+    for one in compare_precisions(Masked(), [batch]).errors:
+        assert one.logits_maximum < 0.05 and one.kl is not None and one.kl < 1e-3
+
+
+def test_tables_are_80_columns_wide_and_data_is_json(compared: PrecisionComparison, tmp_path: Path) -> None:
+    lines = str(compared).splitlines()
+    assert max(map(len, lines)) <= 80 and "head: fp32" in str(compared) and "up" in str(compared)
+    data = json.loads(compared.to_json())
+    assert data == compared.to_dict() and data["errors"][0]["layers"][0]["layer"] == "embed"
+    pytest.importorskip("matplotlib")
+    picture = compared.save_plot(tmp_path / "errors.svg").read_text()
+    assert picture.count("<path") > 10
+
+
+def test_without_matplotlib_there_is_no_plot(compared: PrecisionComparison, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="save_plot draws with matplotlib: pip install matplotlib"):
+        compared.save_plot("errors.png")
+
+
+def test_of_many_layers_the_worst_are_shown() -> None:
+    layers = tuple(LayerError(f"layers.{n}", n / 1000, 0.1) for n in range(40))
+    found = PrecisionComparison("Deep", 1, 4, 0, (PrecisionError("fp16", {}, 0.1, 0.2, layers=layers),))
+    assert "layers.39" in str(found) and "layers.27" not in str(found)
+    assert "layers.27" in found.to_text(every_layer=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"batches": []}, ValueError, "batches is empty: give at least one"),
+        ({"precisions": []}, ValueError, "precisions is empty: give at least one, such as 'fp16'"),
+        ({"precisions": ["fp8"]}, ValueError, "precision='fp8' is not known: use one of fp32, fp16"),
+        ({"precisions": "fp16"}, TypeError, r"precisions are several: write \['fp16'\]"),
+        ({"precisions": [("fp16", "head")]}, TypeError, r"\('fp16', 'head'\) is no precision with rules: write"),
+        ({"precisions": [("fp16", {"nosuch": "fp32"})]}, ValueError, "rule 'nosuch' matches no module of Gated"),
+        ({"precisions": [("fp16", {"head": "fp8"})]}, ValueError, "rule 'head': 'fp8' is not known for modules"),
+        ({"batches": [{"ids": torch.full((1, 2), torch.inf)}]}, ValueError, "batch 1 contains inf or NaN: 'ids'"),
+        ({"model": "gpt2"}, TypeError, "compare_precisions takes a model, not a str"),
+    ],
+)
+def test_bad_input(given: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        compare_precisions(**{"model": Gated(), "batches": batches(1), **given})
+
+
+def test_a_model_that_is_nan_in_fp32_is_refused() -> None:
+    model = Gated()
+    with torch.no_grad():
+        model.gate.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="Gated is inf or NaN in FP32 for batch 1"):
+        compare_precisions(model, batches(1))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_model_that_returns_a_loss_alone_is_refused() -> None:
+    class Loss(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).mean()
+
+    with pytest.raises(ValueError, match="returns no floating tensor besides a loss"):
+        compare_precisions(Loss(2, 2), [torch.ones(1, 2)])
