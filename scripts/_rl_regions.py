@@ -11,7 +11,7 @@ VARIANTS = {
     "bf16-stock": "loaded by default, stock, TRL's default `bf16=True`",
     "bf16": 'loaded by default, `MixedPrecisionCallback("bf16")`',
     "fp16": 'loaded by default, `MixedPrecisionCallback("fp16")`',
-    "fp16-head": 'the same, with `rules={"lm_head": "fp32"}`',
+    "fp16-head": "the same, with `fp32_head=True`",
 }
 
 

@@ -50,6 +50,7 @@ class MixedPrecision:
             None: neither. With it, and where the loss is scaled, the backward runs twice.
         layout: how the weights are stored; default: what the policy says.
         on_overflow: ``"skip"`` (default) or ``"heal"`` (:func:`hf_mp.heal_overflows`).
+        switches: ``fp32_head=True``, ``exact_generation=True``, as in :class:`PrecisionPolicy`.
 
     Attributes:
         policy, scaler, stats: the :class:`PrecisionStats`; step_was_skipped: whether the last step was.
@@ -68,8 +69,9 @@ class MixedPrecision:
         max_grad_norm: float | None = None,
         layout: WeightLayout | None = None,
         on_overflow: str = "skip",
+        **switches: bool,
     ) -> None:
-        self.policy = PrecisionPolicy.parse(policy)
+        self.policy = PrecisionPolicy.parse(policy, **switches)
         check_free_gradients(self.policy, free_gradients, max_grad_norm)
         self.scaler = loss_scaler if loss_scaler is not None else make_loss_scaler(self.policy.loss_scale)
         self.layout, self.ranks = layout or make_layout(self.policy), Ranks(self.state_dict)
@@ -80,8 +82,7 @@ class MixedPrecision:
         self.stats = PrecisionStats.before_first_step(self.scaler.get_scale())
         self._model: weakref.ref[nn.Module] | None = None
         self._patches: Callable[[], Any] = lambda: None
-        self._forwards: list[weakref.ref[AttachedForward]] = []
-        self._guards: list[StepGuard] = []
+        self._forwards, self._guards = list[weakref.ref[AttachedForward]](), list[StepGuard]()
         updates = [OptimizerInBackward(max_grad_norm, self._backward_ended)] if free_gradients == "backward" else []
         self.in_backward, self.observers = next(iter(updates), None), list[StepObserver](updates)
         self.observers += overflow_observers(on_overflow, self)
@@ -204,7 +205,6 @@ class MixedPrecision:
         return self.layout.trained_parameters(self.model, [guard.optimizer for guard in self._guards])
 
     # Backward: what the borders ask (hf_mp.scaling.borders.Crossings)
-
     def scale(self, device: torch.device) -> Tensor | None:
         return self.scaler.scale_tensors(device).scale if self.check.is_scaled else None
 

@@ -62,6 +62,23 @@ def check_layout(model: nn.Module, policy: PrecisionPolicy, *, is_scaled: bool) 
             )
 
 
+def head_of(model: nn.Module) -> str:
+    """The name of the output embedding of ``model``, as ``get_output_embeddings()`` of it or of a part has it.
+
+    Raises:
+        ValueError: where there is none.
+    """
+    for part in model.modules():
+        head = getattr(part, "get_output_embeddings", lambda: None)()
+        for name, module in model.named_modules():
+            if head is not None and module is head:
+                return name
+    raise ValueError(
+        f"fp32_head=True is for a model with an output embedding, and {type(model).__name__} has none: name the "
+        "modules to run in FP32, as in rules={'score': 'fp32'}"
+    )
+
+
 def check_optimizer(optimizer: Optimizer, model: nn.Module | None) -> None:
     """Raise a TypeError or ValueError where the steps of ``optimizer`` cannot be guarded for ``model``."""
     if not isinstance(optimizer, Optimizer):

@@ -48,7 +48,7 @@ class Region(autocast):
         **settings: Any,
     ) -> None:
         super().__init__(layout.policy.compute, **settings)
-        self.layout = layout
+        self.layout, self.sums_in_fp64 = layout, layout.policy.exact_generation
         self._no_backward, self._reading = no_backward, reading
         self._thread = _Thread()
         self._plan = {**self._plan, **_OF_WEIGHTS}

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hf_mp
-from hf_mp.diagnostics.log_probabilities import _compare
+from hf_mp.trainer.log_probabilities import _compare
 
 
 def tiny(kind: str = "gpt2") -> GPT2LMHeadModel | LlamaForCausalLM:
