@@ -177,6 +177,8 @@ class MixedPrecision:
         """The weights of a forward that is about to run, which FP32 masters are made for; None without grad."""
         if (model := self.model) is None:
             return None
+        if not isinstance(self._patches, weakref.finalize):
+            self._take_model(model)
         self.ranks.note_forward(model, is_lean=self.policy.is_lean)  # DDP or FSDP may have come after attach()
         self._use_layout_for(model.parameters())
         if (parameter := next(model.parameters(), None)) is not None:
@@ -275,7 +277,7 @@ class MixedPrecision:
             copied = MixedPrecision(self.policy, loss_scaler=self.scaler.copy(), tables=self._tables, rules=self.rules)
             memo[id(self)] = copied
             if (model := self.model) is not None and id(model) in memo:
-                copied._take_model(memo[id(model)])
+                copied._model = weakref.ref(memo[id(model)])  # taken when it is whole: rules look for its modules
         return memo[id(self)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -300,9 +302,7 @@ def prepare(
         model, optimizer: any ``nn.Module``, one loaded in FP16/BF16 is given FP32 masters; one over its parameters.
         precision, settings: as for :class:`MixedPrecision`; ``"fp32"`` changes nothing.
 
-    Returns:
-        The same model, and what :meth:`MixedPrecision.attach_optimizer` returns: the optimizer to use from now on.
-
+    Returns the same model, and the optimizer to use from now on: :meth:`MixedPrecision.attach_optimizer`'s.
     Raises TypeError for anything but a module and an optimizer, and as ``attach`` and ``attach_optimizer`` do."""
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
         raise TypeError(

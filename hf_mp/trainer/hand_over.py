@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import CONFIG_NAME
 
-from hf_mp.diagnostics.overflow import runtime_of
-from hf_mp.step.forward import AttachedForward
+from hf_mp.diagnostics.overflow import attached_runtime, runtime_of
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.checkpoints.atomic import discard, make_staging_folder, publish, sync_tree
 from hf_mp.weights.distributed import is_dtensor, is_sharded
@@ -101,9 +100,12 @@ def check_handed_over(model: nn.Module, generator: nn.Module) -> None:
     generator's config says.
     """
     said = getattr(getattr(generator, "config", None), "dtype", None)
-    attached = any(isinstance(module.__dict__.get("forward"), AttachedForward) for module in model.modules())
     own, theirs = dict(model.named_parameters()), {_plain(name): one for name, one in generator.named_parameters()}
-    copies = working_copies(model) if attached else ((_plain(name), one.detach()) for name, one in own.items())
+    copies = (
+        working_copies(model)
+        if attached_runtime(model)
+        else ((_plain(name), one.detach()) for name, one in own.items())
+    )
     for (name, copy), master in zip(copies, own.values(), strict=True):
         if name not in theirs:
             raise ValueError(f"generated, a {type(generator).__name__}, has no {name}: give a model of the same config")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.trainer.hand_over import check_handed_over
 
 CLIP_RANGE = 0.2  # of the ratio in PPO and in TRL's GRPO
@@ -29,7 +30,8 @@ class LogProbabilityGap:
         alpha, beta: log r = alpha + beta * log-probability in generation, by least squares; NaN where all of these are
             equal.
         clipped_share: tokens whose ratio r leaves 1 - clip .. 1 + clip by this alone.
-        dtype: of the logits in generation, as torch prints it, without "torch."; of the log-probabilities, if given.
+        dtype: that generation multiplied in, as torch prints it, without "torch.": of an attached model's working
+            copies, else of the weights; of the log-probabilities, if they were given.
     """
 
     tokens: int
@@ -92,7 +94,13 @@ def log_probability_gap(
             found = _drawn(model, generator, batch, new_tokens, generation)
     counts = ~found.generated.isnan()
     before = found.generated[counts].double()
-    return _compare(found.trained[counts].double() - before, before, clip, str(found.dtype).removeprefix("torch."))
+    dtype = generated.dtype if isinstance(generated, Tensor) else _dtype_of(generator)
+    return _compare(found.trained[counts].double() - before, before, clip, str(dtype).removeprefix("torch."))
+
+
+def _dtype_of(generator: nn.Module) -> torch.dtype:
+    runtime = attached_runtime(generator)
+    return next(generator.parameters()).dtype if runtime is None else runtime.policy.compute
 
 
 class _Found(NamedTuple):
@@ -100,7 +108,6 @@ class _Found(NamedTuple):
 
     trained: Tensor
     generated: Tensor
-    dtype: torch.dtype
 
 
 @contextmanager
@@ -117,7 +124,7 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
 def _as_given(model: Any, batch: Mapping[str, Tensor], generated: Tensor) -> _Found:
     ids = batch["input_ids"]
     _check(ids, generated)
-    return _Found(_trained(model, ids, _mask(batch), generated.shape[1]), generated, generated.dtype)
+    return _Found(_trained(model, ids, _mask(batch), generated.shape[1]), generated)
 
 
 def _drawn(
@@ -137,7 +144,7 @@ def _drawn(
     logits, ids = torch.stack(drawn.logits, 1), drawn.sequences
     mask = torch.cat([mask, mask.new_ones(len(mask), new_tokens)], 1)
     found = _of_chosen(logits, ids[:, -new_tokens:])
-    return _Found(_trained(model, ids, mask, new_tokens), found, drawn.logits[0].dtype)
+    return _Found(_trained(model, ids, mask, new_tokens), found)
 
 
 def _of_labels(model: Any, generator: Any, batch: Mapping[str, Any], temperature: float) -> _Found:
@@ -157,13 +164,11 @@ def _of_labels(model: Any, generator: Any, batch: Mapping[str, Any], temperature
         inputs = {name: value for name, value in batch.items() if name not in ("labels", "logits_to_keep")}
         logits = model(**{**inputs, "use_cache": False}).logits
         trained, temperature = _of_chosen(logits[:, first - 1 : -1], ids[:, first:]), 1.0
-    generated, dtype = _generated_again(generator, ids, _mask(batch), first, temperature)
-    return _Found(trained, generated.masked_fill(~counts[:, first:], torch.nan), dtype)
+    generated = _generated_again(generator, ids, _mask(batch), first, temperature)
+    return _Found(trained, generated.masked_fill(~counts[:, first:], torch.nan))
 
 
-def _generated_again(
-    model: Any, ids: Tensor, mask: Tensor, first: int, temperature: float
-) -> tuple[Tensor, torch.dtype]:
+def _generated_again(model: Any, ids: Tensor, mask: Tensor, first: int, temperature: float) -> Tensor:
     """The log-probabilities of the tokens from column ``first`` on, one by one with a cache, as ``generate()`` does."""
     columns, cache, start = [], None, 0
     # Padding on the right has zeros, and tokens behind it do not count; generate() has ones for what it drew.
@@ -174,7 +179,7 @@ def _generated_again(
         output = model(input_ids=ids[:, start:column], attention_mask=mask[:, :column], use_cache=True, **inputs)
         cache, start, logits = output.past_key_values, column, output.logits[:, -1:]
         columns.append(_of_chosen(logits.float() / temperature, ids[:, column : column + 1]))
-    return torch.cat(columns, 1), logits.dtype
+    return torch.cat(columns, 1)
 
 
 def _mask(batch: Mapping[str, Tensor]) -> Tensor:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +21,10 @@ def tiny(kind: str = "gpt2") -> GPT2LMHeadModel | LlamaForCausalLM:
     torch.manual_seed(0)
     if kind == "gpt2":
         config = GPT2Config(
-            n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=64, bos_token_id=0, eos_token_id=1
+            n_layer=2, n_embd=48, n_head=4, vocab_size=64, n_positions=64, bos_token_id=0, eos_token_id=1
         )
         return GPT2LMHeadModel(config).train()
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     names = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.3}
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, **names, **sizes)).train()
 
@@ -102,3 +106,84 @@ def test_what_is_no_log_probability(found: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hf_mp.log_probability_gap(model, {"input_ids": prompts()}, found)
     assert model.training
+
+
+# A batch with labels
+
+
+def labelled(ids: Tensor, first: int = 5) -> dict[str, Tensor]:
+    labels = ids.clone()
+    labels[:, :first] = -100
+    labels[0, -2:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_tokens_of_labels_are_generated_again(kind: str) -> None:
+    model = tiny(kind)
+    hf_mp.MixedPrecision("fp16").attach(model)
+    asked = {"do_sample": False, "min_new_tokens": 6, "max_new_tokens": 6, "output_logits": True}
+    drawn = model.eval().generate(prompts()[:, :5], return_dict_in_generate=True, **asked)
+    ids = drawn.sequences
+    found = torch.stack(drawn.logits, 1).log_softmax(-1).gather(-1, ids[:, 5:, None]).squeeze(-1)
+    found[0, -2:] = math.nan
+    expected = hf_mp.log_probability_gap(model, {"input_ids": ids}, found)
+    assert hf_mp.log_probability_gap(model, labelled(ids)) == replace(
+        expected, dtype="float16"
+    )  # bit for bit what generate() computes
+    padding = {"attention_mask": torch.cat([torch.zeros(3, 2), torch.ones(3, 11)], 1).long()}
+    padded = torch.cat([torch.zeros(3, 2, dtype=ids.dtype), ids], 1)
+    assert hf_mp.log_probability_gap(model, {**labelled(padded, 7), **padding}).tokens == expected.tokens == 16
+
+
+def test_a_part_in_evaluation_mode_stays_there() -> None:
+    model = tiny()
+    model.transformer.h[0].eval()
+    hf_mp.log_probability_gap(model, labelled(prompts()))
+    assert model.training and model.transformer.h[1].attn.training
+    assert not any(module.training for module in model.transformer.h[0].modules())
+
+
+def test_labels_that_cannot_be_generated() -> None:
+    model, ids = tiny(), prompts()
+    with pytest.raises(ValueError, match="batch has position_ids, as sequences packed into one row"):
+        hf_mp.log_probability_gap(model, {**labelled(ids), "position_ids": torch.arange(7).expand(3, 7)})
+    with pytest.raises(ValueError, match=r"labels of shape \(3, 7\) are -100 throughout"):
+        hf_mp.log_probability_gap(model, {"input_ids": ids, "labels": torch.full_like(ids, -100)})
+
+
+# Another model as the generator
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16-lean"])
+def test_an_engine_that_is_up_to_date(tmp_path: Path, precision: str) -> None:
+    model = tiny("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hf_mp.prepare(model, optimizer, precision)
+    hf_mp.save_working_copies(model, tmp_path / "engine")
+    engine = LlamaForCausalLM.from_pretrained(tmp_path / "engine")
+    drawn = hf_mp.log_probability_gap(model, {"input_ids": prompts()}, engine, new_tokens=4)
+    again = hf_mp.log_probability_gap(model, labelled(prompts()), engine)
+    assert drawn.maximum < 0.1 and again.maximum < 0.1
+    assert drawn.dtype == str(engine.dtype).removeprefix("torch.")
+    model(input_ids=prompts(), labels=prompts()).loss.backward()
+    optimizer.step() if precision == "fp16" else _step(model)
+    with pytest.raises(ValueError, match=r"generated has stale weights: its model\.embed_tokens\.weight is not"):
+        hf_mp.log_probability_gap(model, {"input_ids": prompts()}, engine)
+
+
+def _step(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+
+
+def test_an_engine_that_is_not_what_it_says() -> None:
+    model, batch = tiny("llama"), {"input_ids": prompts()}
+    engine = copy.deepcopy(model).to(torch.bfloat16)
+    assert hf_mp.log_probability_gap(model, batch, engine, new_tokens=2).maximum > 0.0
+    engine.config.dtype = torch.float16
+    with pytest.raises(ValueError, match=r"says torch\.float16 \(config\.dtype\), and its model.* is torch\.bfl"):
+        hf_mp.log_probability_gap(model, batch, engine)
+    with pytest.raises(ValueError, match=r"a GPT2LMHeadModel, has no model\.embed_tokens\.weight: give a model of the"):
+        hf_mp.log_probability_gap(model, batch, tiny("gpt2"))
