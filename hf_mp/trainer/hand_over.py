@@ -101,11 +101,8 @@ def check_handed_over(model: nn.Module, generator: nn.Module) -> None:
     """
     said = getattr(getattr(generator, "config", None), "dtype", None)
     own, theirs = dict(model.named_parameters()), {_plain(name): one for name, one in generator.named_parameters()}
-    copies = (
-        working_copies(model)
-        if attached_runtime(model)
-        else ((_plain(name), one.detach()) for name, one in own.items())
-    )
+    plain = ((_plain(name), parameter.detach()) for name, parameter in own.items())
+    copies = plain if attached_runtime(model) is None else working_copies(model)
     for (name, copy), master in zip(copies, own.values(), strict=True):
         if name not in theirs:
             raise ValueError(f"generated, a {type(generator).__name__}, has no {name}: give a model of the same config")
