@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from hf_mp.diagnostics.comparison import compare_precisions
     from hf_mp.diagnostics.comparison_report import PrecisionComparison
     from hf_mp.diagnostics.healing import heal_overflows
-    from hf_mp.diagnostics.log_probabilities import LogProbabilityGap, log_probability_gap
     from hf_mp.diagnostics.lost_updates import TrainingCheck, check_training
     from hf_mp.diagnostics.overflow import explain_overflows
     from hf_mp.diagnostics.overflow_report import OverflowReport
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from hf_mp.trainer.checkpoints.manifest import CheckpointError, NoCheckpointError
     from hf_mp.trainer.checkpoints.preemption import Preempted
     from hf_mp.trainer.hand_over import save_working_copies, working_copies
+    from hf_mp.trainer.log_probabilities import LogProbabilityGap, log_probability_gap
     from hf_mp.trainer.trainer import MixedPrecisionTrainer
     from hf_mp.weights.optimizer import MasterWeightOptimizer
 
@@ -53,8 +53,8 @@ _HOME = {
     "autocast": "hf_mp.casting.mode",
     "custom_bwd": "hf_mp.casting.custom_functions",
     "custom_fwd": "hf_mp.casting.custom_functions",
-    "LogProbabilityGap": "hf_mp.diagnostics.log_probabilities",
-    "log_probability_gap": "hf_mp.diagnostics.log_probabilities",
+    "LogProbabilityGap": "hf_mp.trainer.log_probabilities",
+    "log_probability_gap": "hf_mp.trainer.log_probabilities",
     "TrainingCheck": "hf_mp.diagnostics.lost_updates",
     "check_training": "hf_mp.diagnostics.lost_updates",
     "calibrate": "hf_mp.diagnostics.calibration",

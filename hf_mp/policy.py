@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -11,6 +11,7 @@ from hf_mp.scaling.rules import RULES
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _DTYPE_FIELDS = ("params", "compute", "masters", "output", "reduce", "reduce_sum")
+SWITCHES = ("fp32_head", "exact_generation")  # fields that are on or off
 LOWER_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
 _SPELLINGS = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
 
@@ -66,9 +67,13 @@ class PrecisionPolicy:
         reduce: dtype in which gradients travel between processes, scaled: ``float32`` or ``compute``; None (default):
             ``float32``, and ``compute`` in the lean layouts.
         reduce_sum: dtype in which they are summed: ``float32`` (default), where they arrive, or ``reduce``, on the way.
+        fp32_head: whether the output embedding runs in FP32, in training and in ``generate()``; default False.
+        exact_generation: whether a token's log-probability has the same bits in ``generate()`` as in the training
+            forward. 16-bit products and attention are summed in FP64, whose order of summation is lost in rounding, so
+            that no bit depends on the batch around a token. Slow, for a CPU; default False.
 
     Raises:
-        TypeError: for a dtype that is none.
+        TypeError: for a dtype that is none, and for a switch that is no bool.
         ValueError: for a combination of dtypes that cannot train; the message names the field to change.
     """
 
@@ -79,6 +84,8 @@ class PrecisionPolicy:
     loss_scale: str | float | None = None
     reduce: torch.dtype | None = None
     reduce_sum: torch.dtype = torch.float32
+    fp32_head: bool = False
+    exact_generation: bool = False
 
     def __post_init__(self) -> None:
         for name in _DTYPE_FIELDS:
@@ -103,6 +110,14 @@ class PrecisionPolicy:
                 f"compute={_DTYPE_NAMES[self.compute]} is not allowed: gradients travel in fp32 or in the compute "
                 "dtype, and are summed in fp32 or in the dtype that they travel in"
             )
+        for name in SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.exact_generation and not self.is_mixed:
+            raise ValueError(
+                "exact_generation=True with compute=fp32 is not allowed: nothing is attached in FP32 that could sum in "
+                "FP64; use fp16 or bf16"
+            )
         object.__setattr__(self, "loss_scale", parse_loss_scale(self.loss_scale))
 
     @property
@@ -121,18 +136,24 @@ class PrecisionPolicy:
         return self.params if self.reduce is None else self.reduce
 
     @classmethod
-    def parse(cls, text: str | torch.dtype | PrecisionPolicy) -> PrecisionPolicy:
+    def parse(cls, text: str | torch.dtype | PrecisionPolicy, **switches: bool) -> PrecisionPolicy:
         """Make a policy from a preset or from a policy that is spelled out.
 
         Args:
             text: one of :data:`PRESETS`, or fields as in ``"params=fp32,compute=fp16,loss_scale=dynamic"``, where
-                those that are not named have the values of ``"fp16"``. ``"FP16"``, ``"float16"`` and
-                ``torch.float16`` are ``"fp16"``. A policy is returned as it is.
+                those that are not named have the values of ``"fp16"``, or of a preset that comes first, as in
+                ``"bf16,fp32_head=true"``. ``"FP16"``, ``"float16"`` and ``torch.float16`` are ``"fp16"``. A policy is
+                returned as it is.
+            switches: of :data:`SWITCHES`, those that are on besides.
 
         Raises:
-            TypeError: for anything but text, a dtype and a policy.
+            TypeError: for anything but text, a dtype and a policy, and for an unknown switch.
             ValueError: for an unknown preset, field or dtype.
         """
+        if unknown := [name for name in switches if name not in SWITCHES]:
+            raise TypeError(f"{unknown[0]} is no option of mixed precision: {' and '.join(SWITCHES)} are")
+        if on := {name: value for name, value in switches.items() if value}:
+            return replace(cls.parse(text), **on)  # type: ignore[arg-type]
         if isinstance(text, cls):
             return text
         if not isinstance(text, (str, torch.dtype)):
@@ -150,28 +171,42 @@ class PrecisionPolicy:
     def _parse_fields(cls, text: str) -> PrecisionPolicy:
         values: dict[str, object] = {}
         names = [field.name for field in fields(cls)]
-        for part in text.split(","):
+        first, *others = text.split(",")
+        base = PRESETS.get(spell(first))
+        for part in others if base else (first, *others):
             key, _, value = (piece.strip() for piece in part.partition("="))
             if key not in names or not value:
                 raise ValueError(f"{part!r} in precision={text!r}: write field=value with one of {', '.join(names)}")
             if key in values:
                 raise ValueError(f"{key} is given twice in precision={text!r}")
-            if key != "loss_scale" and spell(value) not in _DTYPES:
-                allowed = ", ".join(_DTYPES)
-                raise ValueError(f"{key}={value!r} is not a dtype of a precision policy: use one of {allowed}")
-            values[key] = parse_loss_scale(value) if key == "loss_scale" else _DTYPES[spell(value)]
-        if "loss_scale" not in values and values.get("compute", torch.float16) is torch.float16:
+            values[key] = _read_field(key, value)
+        if "loss_scale" not in values and values.get("compute", None if base else torch.float16) is torch.float16:
             values["loss_scale"] = PRESETS["fp16"].loss_scale
-        return cls(**values)  # type: ignore[arg-type]
+        return replace(base or cls(), **values)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
+        switches = [f"{name}=true" for name in SWITCHES if getattr(self, name)]
+        plain = replace(self, **dict.fromkeys(SWITCHES, False))  # type: ignore[arg-type]
         for name, preset in PRESETS.items():
-            if preset == self:
-                return name
+            if preset == plain:
+                return ",".join([name, *switches])
         default = {"reduce": None, "reduce_sum": torch.float32}
         named = {name: getattr(self, name) for name in _DTYPE_FIELDS}
         dtypes = [f"{n}={_DTYPE_NAMES[dtype]}" for n, dtype in named.items() if n not in default or dtype != default[n]]
-        return ",".join([*dtypes, f"loss_scale={'none' if self.loss_scale is None else self.loss_scale}"])
+        scale = "none" if self.loss_scale is None else self.loss_scale
+        return ",".join([*dtypes, f"loss_scale={scale}", *switches])
+
+
+def _read_field(key: str, value: str) -> object:
+    if key == "loss_scale":
+        return parse_loss_scale(value)
+    if key in SWITCHES:
+        if value.lower() not in ("true", "false"):
+            raise ValueError(f"{key}={value!r} in a precision policy: write {key}=true or {key}=false")
+        return value.lower() == "true"
+    if spell(value) not in _DTYPES:
+        raise ValueError(f"{key}={value!r} is not a dtype of a precision policy: use one of {', '.join(_DTYPES)}")
+    return _DTYPES[spell(value)]
 
 
 PRESETS: dict[str, PrecisionPolicy] = {

@@ -85,7 +85,7 @@ class Variant:
     loading: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=lambda: {"bf16": False})
     precision: str | None = None  # of our callback
-    rules: Mapping[Any, str] | None = None
+    fp32_head: bool = False
 
 
 VARIANTS = {
@@ -93,7 +93,7 @@ VARIANTS = {
     "bf16-stock": Variant("loaded by default, TRL's default bf16=True: no FP32 masters", settings={}),
     "bf16": Variant("loaded by default, MixedPrecisionCallback('bf16')", precision="bf16"),
     "fp16": Variant("loaded by default, MixedPrecisionCallback('fp16')", precision="fp16"),
-    "fp16-head": Variant("the same, with the head in FP32", precision="fp16", rules={"lm_head": "fp32"}),
+    "fp16-head": Variant("the same, with fp32_head=True", precision="fp16", fp32_head=True),
 }
 
 
@@ -193,8 +193,14 @@ class Watch(TrainerCallback):
 
 
 def gap_of(model: Any, prompts: Tensor, length: int) -> dict[str, float]:
-    """Draw completions as TRL does, and compare their tokens' log-probabilities with those of the training forward."""
-    gap = hf_mp.log_probability_gap(model, {"input_ids": prompts}, new_tokens=length)
+    """Draw completions as TRL does, and compare their tokens' log-probabilities with those of TRL's training forward.
+
+    That multiplies by the head's weight in a function of TRL's own, which ``fused_lm_head`` asks for.
+    """
+    drawn = model.generate(prompts, do_sample=True, top_k=0, min_new_tokens=length, max_new_tokens=length)
+    labels = drawn.clone()
+    labels[:, : prompts.shape[1]] = -100
+    gap = hf_mp.log_probability_gap(model, {"input_ids": drawn, "labels": labels, "fused_lm_head": True})
     return {
         "mean": gap.mean,
         "max": gap.maximum,
@@ -211,7 +217,9 @@ def train(variant: Variant, scale: Scale, saved: Path, folder: Path, learning_ra
     norms = {name: one.detach().float().clone() for name, one in model.named_parameters() if "norm" in name}
     prompts = draw_letters(scale.steps * scale.prompts, scale.length, torch.Generator().manual_seed(seed + 2))
     watch, tokenizer = Watch(scale), make_tokenizer()
-    mixed = None if variant.precision is None else hf_mp.MixedPrecisionCallback(variant.precision, rules=variant.rules)
+    mixed = None
+    if variant.precision is not None:
+        mixed = hf_mp.MixedPrecisionCallback(variant.precision, fp32_head=variant.fp32_head)
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=share_right,

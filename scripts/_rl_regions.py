@@ -11,7 +11,7 @@ VARIANTS = {
     "bf16-stock": "loaded by default, stock, TRL's default `bf16=True`",
     "bf16": 'loaded by default, `MixedPrecisionCallback("bf16")`',
     "fp16": 'loaded by default, `MixedPrecisionCallback("fp16")`',
-    "fp16-head": 'the same, with `rules={"lm_head": "fp32"}`',
+    "fp16-head": "the same, with `fp32_head=True`",
 }
 
 
@@ -80,8 +80,8 @@ def grpo(results: StoredResults) -> str:
                 f"in BF16, {options['steps'].number:.0f} steps of GRPO at {options['learning_rate'].number:g} under "
                 f"{seeds} ([`recipes/grpo_fp16.py`](../recipes/grpo_fp16.py), {script('store_grpo')}; "
                 f"{_where(stored)}). Reward of the first and of the last tenth of the steps; log r is a token's "
-                "log-probability in training minus that in generation; clipped are the tokens whose r alone leaves "
-                f"1 ± 0.2; β is the slope of log r over the log-probability.{sentence}"
+                "log-probability in TRL's training forward minus that in generation; clipped are the tokens whose r "
+                f"alone leaves 1 ± 0.2; β is the slope of log r over the log-probability.{sentence}"
             ),
             table(
                 ("", "first reward", "last reward", "mean of abs(log r)", "largest", "clipped", "β", "norms moved"),

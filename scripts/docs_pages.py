@@ -67,7 +67,7 @@ SECTIONS = (
         "Training",
         (
             *("hf_mp.trainer.trainer", "hf_mp.trainer.arguments", "hf_mp.trainer.callback", "hf_mp.step"),
-            *("hf_mp.policy", "hf_mp.trainer.hand_over"),
+            *("hf_mp.policy", "hf_mp.trainer.hand_over", "hf_mp.trainer.log_probabilities"),
         ),
     ),
     Section(

@@ -202,3 +202,26 @@ def test_parameters_are_fp32_or_of_the_compute_dtype(params: torch.dtype, comput
         return
     with pytest.raises(ValueError, match=f"params={NAMES[params]} with compute={NAMES[compute]} is not allowed: store"):
         PrecisionPolicy(params=params, compute=compute)
+
+
+def test_switches_are_said_by_name_and_as_text() -> None:
+    policy = PrecisionPolicy.parse("bf16-lean, fp32_head=True, exact_generation=true")
+    assert policy == PrecisionPolicy.parse("bf16-lean", fp32_head=True, exact_generation=True)
+    assert (policy.fp32_head, policy.exact_generation, policy.is_lean) == (True, True, True)
+    assert str(policy) == "bf16-lean,fp32_head=true,exact_generation=true"
+    spelled = PrecisionPolicy(loss_scale="dynamic", fp32_head=True)
+    assert PrecisionPolicy.parse(str(policy)) == policy and PrecisionPolicy.parse(str(spelled)) == spelled
+    assert PrecisionPolicy.parse("fp16,fp32_head=false") == PRESETS["fp16"]
+    assert PrecisionPolicy.parse("fp16,loss_scale=dynamic").loss_scale == "dynamic"
+    assert PrecisionPolicy.parse("bf16,compute=fp16").loss_scale == "headroom"  # never FP16 unscaled by accident
+
+
+def test_switches_that_are_none() -> None:
+    with pytest.raises(ValueError, match="fp32_head='yes' in a precision policy: write fp32_head=true or fp32_head=f"):
+        PrecisionPolicy.parse("fp16,fp32_head=yes")
+    with pytest.raises(TypeError, match="exact_generation=1 must be True or False"):
+        PrecisionPolicy(exact_generation=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="head is no option of mixed precision: fp32_head and exact_generation are"):
+        PrecisionPolicy.parse("fp16", head=True)
+    with pytest.raises(ValueError, match="exact_generation=True with compute=fp32 is not allowed"):
+        PrecisionPolicy.parse("fp32,exact_generation=true")

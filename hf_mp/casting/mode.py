@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.cpu.attention import ATTENTION, attend, read_attention
 from hf_mp.casting.cpu.products import OWN_ELEMENTS, Operand, multiply, read_product
-from hf_mp.casting.cpu.upcast import must_be_plain, run_through_fp32, runs_natively
+from hf_mp.casting.cpu.upcast import map_tensors, must_be_plain, run_through_fp32, runs_natively
 from hf_mp.casting.decompositions import AS_GIVEN
 from hf_mp.casting.decompositions.composites import COMPOSITES, call
 from hf_mp.casting.decompositions.ops import decompose
@@ -76,6 +76,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     """
 
     module: nn.Module | None = None  # of an island
+    sums_in_fp64 = False  # products and attention, so that their bits do not depend on how many rows there are
 
     def __init__(
         self,
@@ -187,8 +188,10 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
 
     def island(self, module: nn.Module | None = None, dtype: torch.dtype | None = None) -> autocast:
         """One to enter inside this one, switched off or in ``dtype``, while ``module`` runs if it is for one."""
+        if self.sums_in_fp64:  # one that is switched off would not see its products
+            dtype = dtype or torch.float32
         island = autocast(dtype or self.dtype, enabled=dtype is not None, tables=self.tables)
-        island.module = module
+        island.module, island.sums_in_fp64 = module, self.sums_in_fp64
         return island
 
     def __torch_function__(
@@ -329,6 +332,8 @@ def _decompose(mode: autocast, name: str, func: Callable[..., Any], args: Any, k
 
 def lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a call of the lower-precision table."""
+    if mode.sums_in_fp64:
+        return _sum_in_fp64(mode, mode.dtype, func, args, kwargs)
     if kwargs.get("out") is not None:
         return mode.call_unlisted(func, args, kwargs)
     dtype = mode.dtype
@@ -354,6 +359,19 @@ def lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: A
     return func(*args, **kwargs) if native else run_through_fp32(func, args, kwargs, dtype)
 
 
+def _sum_in_fp64(
+    mode: autocast, dtype: torch.dtype, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    """A product or attention of ``dtype``, whose result does not depend on the order in which a kernel sums."""
+    if (out := kwargs.get("out")) is not None:  # as it is, like every call with one; autograd takes none
+        wide = functools.partial(map_tensors, lambda one: one.double() if one.dtype in _CASTABLE else one)
+        given = {key: wide(value) for key, value in kwargs.items() if key != "out"}
+        return out.copy_(mode.call_unlisted(func, tuple(map(wide, args)), given))
+    args = [mode.cast(arg, dtype) for arg in args]
+    kwargs = {key: mode.cast(arg, dtype) for key, arg in kwargs.items()}
+    return run_through_fp32(func, args, kwargs, dtype, torch.float64)
+
+
 def _has_large(args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
     values = [*args, *kwargs.values()]  # a list, and no generator: each product asks
     return any([isinstance(value, Tensor) and value.numel() >= OWN_ELEMENTS for value in values])
@@ -368,6 +386,8 @@ def _in_rows(x: Any) -> Any:
 
 
 def _fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if mode.sums_in_fp64 and name in TABLES[mode.tables].lower_precision:
+        return _sum_in_fp64(mode, torch.float32, func, args, kwargs)
     if kwargs.get("out") is not None:
         return mode.call_unlisted(func, args, kwargs)
     cast = mode.cast

@@ -233,10 +233,15 @@ def runtime_of(model: Any, caller: str) -> MixedPrecision:
             f"{caller} takes a model or its MixedPrecision, not a {type(model).__name__}: give it what "
             "hf_mp.prepare(...) returned first"
         )
-    for module in model.modules():
-        if isinstance(forward := module.__dict__.get("forward"), AttachedForward):
-            return forward.runtime
+    if (runtime := attached_runtime(model)) is not None:
+        return runtime
     raise ValueError(f"no mixed precision is attached to this {type(model).__name__}: call hf_mp.prepare(...) first")
+
+
+def attached_runtime(model: nn.Module) -> MixedPrecision | None:
+    """The runtime attached to ``model`` or to a model inside; None without."""
+    forwards = [module.__dict__.get("forward") for module in model.modules()]
+    return next((forward.runtime for forward in forwards if isinstance(forward, AttachedForward)), None)
 
 
 def suspects_of(backwards: list[KeptBackward]) -> list[KeptBackward]:

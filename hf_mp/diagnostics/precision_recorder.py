@@ -209,12 +209,10 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def check_histogram_steps(histogram_steps: Any) -> None:
-    """Raise ValueError unless it is a number of steps, or 0."""
-    if not isinstance(histogram_steps, int) or isinstance(histogram_steps, bool) or histogram_steps < 0:
-        raise ValueError(
-            f"histogram_steps={histogram_steps!r} must be a whole number of steps between histograms, or 0 for never"
-        )
+def check_interval(name: str, steps: Any) -> None:
+    """Raise ValueError unless ``steps`` is a number of steps, or 0; ``name`` is what it was given as."""
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+        raise ValueError(f"{name}={steps!r} must be a whole number of steps from one to the next, or 0 for never")
 
 
 def record_precision(
@@ -254,7 +252,7 @@ def record_precision(
     runtime = runtime_of(model, "record_precision")
     if not runtime.policy.is_mixed:
         raise ValueError(f"precision={str(runtime.policy)!r} is FP32 throughout: there is nothing to record")
-    check_histogram_steps(histogram_steps)
+    check_interval("histogram_steps", histogram_steps)
     json.dumps(settings, allow_nan=False)
     directory = Path(run_directory)
     for observer in runtime.observers:

@@ -50,6 +50,7 @@ class MixedPrecision:
             None: neither. With it, and where the loss is scaled, the backward runs twice.
         layout: how the weights are stored; default: what the policy says.
         on_overflow: ``"skip"`` (default) or ``"heal"`` (:func:`hf_mp.heal_overflows`).
+        switches: ``fp32_head=True``, ``exact_generation=True``, as in :class:`PrecisionPolicy`.
 
     Attributes:
         policy, scaler, stats: the :class:`PrecisionStats`; step_was_skipped: whether the last step was.
@@ -68,8 +69,9 @@ class MixedPrecision:
         max_grad_norm: float | None = None,
         layout: WeightLayout | None = None,
         on_overflow: str = "skip",
+        **switches: bool,
     ) -> None:
-        self.policy = PrecisionPolicy.parse(policy)
+        self.policy = PrecisionPolicy.parse(policy, **switches)
         check_free_gradients(self.policy, free_gradients, max_grad_norm)
         self.scaler = loss_scaler if loss_scaler is not None else make_loss_scaler(self.policy.loss_scale)
         self.layout, self.ranks = layout or make_layout(self.policy), Ranks(self.state_dict)
@@ -80,8 +82,7 @@ class MixedPrecision:
         self.stats = PrecisionStats.before_first_step(self.scaler.get_scale())
         self._model: weakref.ref[nn.Module] | None = None
         self._patches: Callable[[], Any] = lambda: None
-        self._forwards: list[weakref.ref[AttachedForward]] = []
-        self._guards: list[StepGuard] = []
+        self._forwards, self._guards = list[weakref.ref[AttachedForward]](), list[StepGuard]()
         updates = [OptimizerInBackward(max_grad_norm, self._backward_ended)] if free_gradients == "backward" else []
         self.in_backward, self.observers = next(iter(updates), None), list[StepObserver](updates)
         self.observers += overflow_observers(on_overflow, self)
@@ -176,6 +177,8 @@ class MixedPrecision:
         """The weights of a forward that is about to run, which FP32 masters are made for; None without grad."""
         if (model := self.model) is None:
             return None
+        if not isinstance(self._patches, weakref.finalize):
+            self._take_model(model)
         self.ranks.note_forward(model, is_lean=self.policy.is_lean)  # DDP or FSDP may have come after attach()
         self._use_layout_for(model.parameters())
         if (parameter := next(model.parameters(), None)) is not None:
@@ -204,7 +207,6 @@ class MixedPrecision:
         return self.layout.trained_parameters(self.model, [guard.optimizer for guard in self._guards])
 
     # Backward: what the borders ask (hf_mp.scaling.borders.Crossings)
-
     def scale(self, device: torch.device) -> Tensor | None:
         return self.scaler.scale_tensors(device).scale if self.check.is_scaled else None
 
@@ -275,7 +277,7 @@ class MixedPrecision:
             copied = MixedPrecision(self.policy, loss_scaler=self.scaler.copy(), tables=self._tables, rules=self.rules)
             memo[id(self)] = copied
             if (model := self.model) is not None and id(model) in memo:
-                copied._take_model(memo[id(model)])
+                copied._model = weakref.ref(memo[id(model)])  # taken when it is whole: rules look for its modules
         return memo[id(self)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -300,9 +302,7 @@ def prepare(
         model, optimizer: any ``nn.Module``, one loaded in FP16/BF16 is given FP32 masters; one over its parameters.
         precision, settings: as for :class:`MixedPrecision`; ``"fp32"`` changes nothing.
 
-    Returns:
-        The same model, and what :meth:`MixedPrecision.attach_optimizer` returns: the optimizer to use from now on.
-
+    Returns the same model, and the optimizer to use from now on: :meth:`MixedPrecision.attach_optimizer`'s.
     Raises TypeError for anything but a module and an optimizer, and as ``attach`` and ``attach_optimizer`` do."""
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
         raise TypeError(

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from hf_mp.diagnostics.healing import MAX_FP32_SHARE
-from hf_mp.policy import PRESETS, PrecisionPolicy, parse_loss_scale, spell
+from hf_mp.policy import PRESETS, SWITCHES, PrecisionPolicy, parse_loss_scale, spell
 from hf_mp.scaling.events import ON_OVERFLOW
 from hf_mp.scaling.rules import RULES, STATIC
 from hf_mp.trainer.checkpoints.crash_safe_trainer import SAVE_FAILURES
@@ -51,6 +51,17 @@ class MixedPrecisionArguments(TrainingArguments):
     )
     loss_scaler_settings: dict[str, Any] | str | None = _option(  # noqa: RUF009
         None, 'Settings of the loss scaler as JSON, e.g. \'{"init_scale": 4096, "headroom": 4}\'.'
+    )
+    fp32_head: bool = _option(False, "Run the output embedding in FP32, in training and in generate().")
+    exact_generation: bool = _option(
+        False,
+        "Sum products and attention in FP64, so that generate() and training compute the same log-probabilities, bit "
+        "for bit; slow.",
+    )
+    log_probability_gap_steps: int = _option(
+        0,
+        "Every how many steps the tokens of a batch are generated again, one by one, for the log entries logp_gap, "
+        "logp_gap_clipped and logp_gap_beta; 0 is never.",
     )
     free_gradients: str = _option(
         "step",
@@ -126,5 +137,5 @@ class MixedPrecisionArguments(TrainingArguments):
     @property
     def precision_policy(self) -> PrecisionPolicy:
         """The policy that ``precision`` and ``loss_scale`` name."""
-        policy = PrecisionPolicy.parse(self.precision)
+        policy = PrecisionPolicy.parse(self.precision, **{name: getattr(self, name) for name in SWITCHES})
         return policy if self.loss_scale is None else replace(policy, loss_scale=parse_loss_scale(self.loss_scale))

@@ -27,7 +27,7 @@ from hf_mp.trainer.refusals import (
     refuse_other_precision,
 )
 from hf_mp.trainer.session import OfSession, TrainerSession
-from hf_mp.trainer.settings import SessionSettings, without_none
+from hf_mp.trainer.settings import SessionSettings
 
 logger = logging.get_logger(__name__)
 
@@ -51,6 +51,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
         explain_overflows, keep_overflow_batches, on_overflow, max_fp32_share: as in :class:`MixedPrecisionArguments`;
             default: what the Trainer's arguments say, else as there.
         check_gradients, histogram_steps, histogram_layers, precision_report: as these.
+        fp32_head, exact_generation, log_probability_gap_steps: as these.
         keep_attached: leave the model attached after ``train()``, so that evaluation and ``generate`` run under
             autocast; default False.
 
@@ -76,25 +77,19 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
         histogram_steps: int | None = None,
         histogram_layers: Sequence[str] | None = None,
         precision_report: bool | None = None,
+        fp32_head: bool | None = None,
+        exact_generation: bool | None = None,
+        log_probability_gap_steps: int | None = None,
         keep_attached: bool = False,
     ) -> None:
+        saved = {**locals(), "loss_scaler_settings": loss_scaler_settings and dict(loss_scaler_settings)}
+        unsaved = ("self", "precision", "rules", "keep_attached")
+        self._saved_settings = {name: value for name, value in saved.items() if name not in unsaved}
         self.precision, self.rules, self.keep_attached = precision, rules, keep_attached
-        self._saved_settings = {
-            "loss_scaler_settings": None if loss_scaler_settings is None else dict(loss_scaler_settings),
-            "tables": tables,
-            "explain_overflows": explain_overflows,
-            "keep_overflow_batches": keep_overflow_batches,
-            "on_overflow": on_overflow,
-            "max_fp32_share": max_fp32_share,
-            "check_gradients": check_gradients,
-            "histogram_steps": histogram_steps,
-            "histogram_layers": histogram_layers,
-            "precision_report": precision_report,
-        }
         self._callbacks: list[TrainerCallback] = []  # of the Trainer, while it trains
         self._saves, self._warned_of_order = InPlaceSaves(), False
         json.dumps(self._saved_settings)  # the Trainer writes them into its checkpoints; refuse what it cannot now
-        settings = SessionSettings(PrecisionPolicy.parse(precision or "fp16"), **without_none(self._saved_settings))
+        settings = SessionSettings.of(None, precision, self._saved_settings)
         refuse_lean(settings.policy)
         if precision is not None:
             settings.make_scaler()

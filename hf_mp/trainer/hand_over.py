@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import CONFIG_NAME
 
-from hf_mp.diagnostics.overflow import runtime_of
+from hf_mp.diagnostics.overflow import attached_runtime, runtime_of
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.checkpoints.atomic import discard, make_staging_folder, publish, sync_tree
 from hf_mp.weights.distributed import is_dtensor, is_sharded
@@ -91,6 +91,33 @@ def save_working_copies(model: nn.Module | MixedPrecision, directory: str | os.P
         _write(attached, state, runtime.policy.compute, target)
     if is_sharded(attached):
         torch.distributed.barrier()
+
+
+def check_handed_over(model: nn.Module, generator: nn.Module) -> None:
+    """Raise a ValueError where ``generator`` does not hold the weights that a forward of ``model`` reads.
+
+    Attached or not; the message names the first parameter that is stale, missing, or of another dtype than the
+    generator's config says.
+    """
+    said = getattr(getattr(generator, "config", None), "dtype", None)
+    own, theirs = dict(model.named_parameters()), {_plain(name): one for name, one in generator.named_parameters()}
+    plain = ((_plain(name), parameter.detach()) for name, parameter in own.items())
+    copies = plain if attached_runtime(model) is None else working_copies(model)
+    for (name, copy), master in zip(copies, own.values(), strict=True):
+        if name not in theirs:
+            raise ValueError(f"generated, a {type(generator).__name__}, has no {name}: give a model of the same config")
+        held = theirs[name].detach()
+        if isinstance(said, torch.dtype) and held.dtype is not said:
+            raise ValueError(
+                f"generated says {said} (config.dtype), and its {name} is {held.dtype}: load it with dtype={said}, or "
+                "set config.dtype to what it computes in"
+            )
+        expected = copy if held.dtype is copy.dtype else master.detach().to(held.dtype)
+        if not torch.equal(held.to(expected.device), expected):
+            raise ValueError(
+                f"generated has stale weights: its {name} is not that of the model at this step. Hand them over after "
+                "each update: hf_mp.working_copies(model), or hf_mp.save_working_copies and from_pretrained"
+            )
 
 
 def _runtime_of(model: Any, caller: str) -> MixedPrecision:

@@ -26,6 +26,8 @@ from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.scaling.events import PrecisionStats
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.first_backward import check_first_backward
+from hf_mp.trainer.fused_head import keep_fused_heads_in_fp32
+from hf_mp.trainer.logged_gap import LoggedGap
 from hf_mp.trainer.reporting import TrainerReporting
 from hf_mp.trainer.settings import SessionSettings
 from hf_mp.weights.attachable import check_attachable
@@ -61,6 +63,7 @@ class TrainerSession:
         self._model: weakref.ref[nn.Module] | None = None  # that the runtime was made for
         self._references: list[MixedPrecision] = []
         self._end_check: Callable[[], None] = lambda: None
+        self._switch_back: list[Callable[[], None]] = []  # fused heads
 
     # Begin
 
@@ -98,8 +101,15 @@ class TrainerSession:
         if self.settings.on_overflow == "heal":
             clip = functools.partial(self._clip_again, model)
             heal_overflows(self.runtime, max_fp32_share=self.settings.max_fp32_share, clip=clip)
+        self._measure_gap(self.runtime)
         self.reporting.begin(self.runtime, self.args)
         self.runtime.wrap_forwards()
+        self._keep_head(model)
+
+    def _measure_gap(self, runtime: MixedPrecision) -> None:
+        every = self.settings.log_probability_gap_steps
+        if every and not self._gaps():
+            runtime.observers.append(LoggedGap(runtime, every, getattr(self.args, "temperature", 1.0)))
 
     def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer to step from now on."""
@@ -124,8 +134,13 @@ class TrainerSession:
         rules = settings.rules if self.runtime is None else self.runtime.rules
         runtime = MixedPrecision(policy, tables=settings.tables, rules=rules, layout=layout)
         runtime.attach(model)
+        self._keep_head(model)
         _runtimes.add(runtime)
         return runtime
+
+    def _keep_head(self, model: nn.Module) -> None:
+        if self.settings.policy.fp32_head:
+            self._switch_back.append(keep_fused_heads_in_fp32(model))
 
     def check_first_backward(self, accelerator: Any) -> None:
         """Have the first backward of the run that goes through ``accelerator`` checked for what leaks past a border."""
@@ -168,12 +183,21 @@ class TrainerSession:
         """Show optimizer step ``step``, which has just ended."""
         if self.runtime is not None:
             self.reporting.after_step(self.runtime.stats, callbacks, step)
+            for gap in self._gaps():
+                gap.after_step(step)
 
     def log_entries(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """What ``logs`` are to carry besides: the stats, where they tell of training."""
         if self.runtime is None or "loss" not in logs:
             return {}
-        return {**self.runtime.stats.log_entries(), **self.reporting.log_entries()}
+        entries = {**self.runtime.stats.log_entries(), **self.reporting.log_entries()}
+        for gap in self._gaps():
+            entries |= gap.log_entries()
+        return entries
+
+    def _gaps(self) -> list[LoggedGap]:
+        observers = [] if self.runtime is None else self.runtime.observers
+        return [observer for observer in observers if isinstance(observer, LoggedGap)]
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
@@ -249,6 +273,8 @@ class TrainerSession:
     def detach(self) -> None:
         """Leave ordinary FP32 models; the runtime keeps its loss scale and its stats."""
         self._end_check()
+        while self._switch_back:
+            self._switch_back.pop()()
         for reference in self._references:
             reference.detach()
         self._references.clear()

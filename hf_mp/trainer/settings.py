@@ -12,8 +12,8 @@ from transformers import TrainingArguments
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.diagnostics.healing import MAX_FP32_SHARE, check_healing
-from hf_mp.diagnostics.precision_recorder import check_histogram_steps
-from hf_mp.policy import PrecisionPolicy, parse_loss_scale
+from hf_mp.diagnostics.precision_recorder import check_interval
+from hf_mp.policy import SWITCHES, PrecisionPolicy, parse_loss_scale
 from hf_mp.scaling.scalers import LossScaler, make_loss_scaler
 from hf_mp.step.mixed_precision import MixedPrecision
 
@@ -40,23 +40,31 @@ class SessionSettings:
     histogram_steps: int = 0
     histogram_layers: Sequence[str] | None = None
     precision_report: bool = False
+    log_probability_gap_steps: int = 0
     save_failure: str = "continue"
     handle_preemption: bool = True
 
     @classmethod
     def of(
-        cls, args: TrainingArguments, precision: str | torch.dtype | PrecisionPolicy | None, given: Mapping[str, Any]
+        cls,
+        args: TrainingArguments | None,
+        precision: str | torch.dtype | PrecisionPolicy | None,
+        given: Mapping[str, Any],
     ) -> SessionSettings:
         """What is ``given`` and not None, else what ``args`` say (``MixedPrecisionArguments``), else the default."""
         said = {entry.name: getattr(args, entry.name) for entry in fields(cls) if hasattr(args, entry.name)}
         own: PrecisionPolicy | None = getattr(args, "precision_policy", None)
         policy = own if precision is None and own is not None else PrecisionPolicy.parse(precision or "fp16")
+        switches = {name: given.get(name) or getattr(args, name, False) for name in SWITCHES}
+        policy = PrecisionPolicy.parse(policy, **switches)
+        given = {name: value for name, value in given.items() if name not in SWITCHES}
         if precision is not None and (loss_scale := getattr(args, "loss_scale", None)) is not None:
             policy = replace(policy, loss_scale=parse_loss_scale(loss_scale))
         return cls(**{**without_none(said), "policy": policy, **without_none(given)})
 
     def __post_init__(self) -> None:
-        check_histogram_steps(self.histogram_steps)
+        check_interval("histogram_steps", self.histogram_steps)
+        check_interval("log_probability_gap_steps", self.log_probability_gap_steps)
         check_healing(self.on_overflow, self.policy, self.max_fp32_share, in_backward=self.free_gradients == "backward")
         if isinstance(self.histogram_layers, str):
             raise TypeError(f"histogram_layers={self.histogram_layers!r} is one string: write a list of patterns")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ def check_layout(model: nn.Module, policy: PrecisionPolicy, *, is_scaled: bool) 
             f"precision={str(policy)!r} stores weights in 16 bits, and this DistributedDataParallel has laid out its "
             "buckets for FP32: attach to the model first, then wrap it"
         )
+    if policy.exact_generation and (reasons := list(_inexact(model))):
+        raise ValueError(f"exact_generation=True would not be exact for {type(model).__name__}: {reasons[0]}")
     if not policy.is_lean:
         check_masters(model)
     for name, parameter in model.named_parameters():
@@ -60,6 +63,40 @@ def check_layout(model: nn.Module, policy: PrecisionPolicy, *, is_scaled: bool) 
                 "multiplied by the loss scale: leave it as a Python module (torch.compile is supported), freeze its "
                 "parameters, or use a precision that scales nothing (bf16)"
             )
+
+
+def _inexact(model: nn.Module) -> Iterator[str]:
+    """What ``model`` has that depends on how many tokens are computed at once, and is not rounded to 16 bits from FP64.
+
+    Of dense models only products and attention do.
+    """
+    for name, part in model.named_modules():
+        attention = getattr(getattr(part, "config", None), "_attn_implementation", None)
+        if attention not in (None, "sdpa"):
+            yield f"its attention is {attention!r}, with a softmax in FP32; load it with attn_implementation='sdpa'"
+        if getattr(part, "_is_stateful", False):
+            yield "it has a recurrent state, which training computes in another order than generation"
+        is_convolution = isinstance(part, torch.nn.modules.conv._ConvNd)
+        for key, weight in part._parameters.items():
+            if weight is not None and weight.dim() > 2 and not is_convolution:
+                yield f"{name}.{key} of shape {tuple(weight.shape)} has the weights of several experts in one"
+
+
+def head_of(model: nn.Module) -> str:
+    """The name of the output embedding of ``model``, as ``get_output_embeddings()`` of it or of a part has it.
+
+    Raises:
+        ValueError: where there is none.
+    """
+    for part in model.modules():
+        head = getattr(part, "get_output_embeddings", lambda: None)()
+        for name, module in model.named_modules():
+            if head is not None and module is head:
+                return name
+    raise ValueError(
+        f"fp32_head=True is for a model with an output embedding, and {type(model).__name__} has none: name the "
+        "modules to run in FP32, as in rules={'score': 'fp32'}"
+    )
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module | None) -> None:

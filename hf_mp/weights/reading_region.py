@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import glob
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,6 +19,7 @@ from hf_mp.casting.cpu.upcast import runs_natively
 from hf_mp.casting.mode import PlannedCall, lower_precision
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import CastRule
+from hf_mp.weights.attachable import head_of
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.region import Region, RegionOfUses
 from hf_mp.weights.working_copies import WatchedParameter
@@ -33,7 +35,8 @@ class ReadingRegion(Region):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.packed = PackedWeights()
-        self._plan = {**self._plan, **_of_products(self._plan, self.dtype), **_OF_CACHES}
+        products = {} if self.sums_in_fp64 else _of_products(self._plan, self.dtype)
+        self._plan = {**self._plan, **products, **_OF_CACHES}
         self._shortcuts = {**_LEAVES, **_norms(self, self._plan)}
 
     def __torch_function__(
@@ -70,6 +73,8 @@ def make_region(
     """The region that ``layout`` needs; arguments as for :class:`Region`, without ``model`` no rules by module."""
     if model is None and any(isinstance(key, str) for key in rules or {}):
         rules = None
+    if model is not None and layout.policy.fp32_head:
+        rules = {**(rules or {}), glob.escape(head_of(model)): "fp32"}
     kind = RegionOfUses if layout.takes_gradients else Region
     reading = ReadingRegion(layout, no_backward, model=model, rules=rules, **settings)
     return kind(layout, no_backward, reading, model=model, rules=rules, **settings)

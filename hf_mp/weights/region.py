@@ -18,7 +18,7 @@ from hf_mp.casting.active import active_autocast
 from hf_mp.casting.cpu.products import Operand
 from hf_mp.casting.mode import PlannedCall, autocast
 from hf_mp.casting.nested import apply_to_tensors
-from hf_mp.casting.tables import CastRule
+from hf_mp.casting.tables import OPS, CastRule
 from hf_mp.weights.graph_inputs import lift_casts
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.working_weights import WorkingWeights
@@ -48,10 +48,22 @@ class Region(autocast):
         **settings: Any,
     ) -> None:
         super().__init__(layout.policy.compute, **settings)
-        self.layout = layout
+        self.layout, self.sums_in_fp64 = layout, layout.policy.exact_generation
         self._no_backward, self._reading = no_backward, reading
         self._thread = _Thread()
         self._plan = {**self._plan, **_OF_WEIGHTS}
+        if self.sums_in_fp64:
+            self._check_sums()
+
+    def _check_sums(self) -> None:
+        summed = CastRule.LOWER_PRECISION, CastRule.FP32
+        for function, (rule, name) in OPS[self.tables].items():
+            planned = self._plan.get(function)
+            if rule is summed[0] and (planned is None or planned.rule not in summed):
+                raise ValueError(
+                    f"exact_generation=True sums {name} in FP64, and a rule has it run as it is called: leave that "
+                    "rule out, or make it 'fp32'"
+                )
 
     def running(self, weights: WorkingWeights | None) -> AbstractContextManager[None]:
         """To run a forward in, with the weights that it uses; None without grad."""
@@ -132,6 +144,8 @@ class Region(autocast):
 
     def lift_casts(self, graph: Any, inputs: list[Any]) -> tuple[Any, list[int]]:
         weights = self._thread.weights
+        if self.sums_in_fp64:
+            raise ValueError("exact_generation=True is for models that are not compiled: leave torch.compile out")
 
         def has_copy(tensor: Tensor) -> bool:
             outside = tensor if weights is None else weights.outside(tensor)

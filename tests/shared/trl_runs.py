@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from _trl_tasks import KINDS, load_default, named_for, save_tiny_qwen, shares_moved, tokenizer
 
-__all__ = ["KINDS", "load_default", "save_tiny_qwen", "shares_moved", "tokenizer", "trl_trainer"]
+__all__ = ["KINDS", "load_default", "named_for", "save_tiny_qwen", "shares_moved", "tokenizer", "trl_trainer"]
 
 
 def trl_trainer(

@@ -54,27 +54,31 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def run_through_fp32(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dtype: torch.dtype,
+    wide: torch.dtype = torch.float32,
 ) -> Any:
-    """Run an op on ``dtype`` inputs, FP16/BF16, in FP32 and round its floating results to ``dtype``.
+    """Run an op on ``dtype`` inputs in ``wide``, FP32 or FP64, and round its floating results to ``dtype``.
 
-    What autograd saves for backward stays in ``dtype``: an FP32 input of the op is kept as the 16-bit tensor that it
+    What autograd saves for backward stays in ``dtype``: a ``wide`` input of the op is kept as the 16-bit tensor that it
     was made from and is cast again in backward, which is exact; a RuntimeError if it was modified in place meanwhile.
     Gradients are rounded to ``dtype`` where they leave the op, as the result is.
     """
-    saved = _SavedInputs(dtype) if torch.is_grad_enabled() and not must_be_plain() else None
+    saved = _SavedInputs(dtype, wide) if torch.is_grad_enabled() and not must_be_plain() else None
 
     def upcast(tensor: Tensor) -> Tensor:
-        wide = tensor.float() if tensor.dtype is dtype else tensor
-        return wide if saved is None else saved.remember(tensor, wide)
+        widened = tensor.to(wide) if tensor.dtype is dtype else tensor
+        return widened if saved is None else saved.remember(tensor, widened)
 
     upcast_args = [map_tensors(upcast, arg) for arg in args]
     upcast_kwargs = {name: map_tensors(upcast, arg) for name, arg in kwargs.items()}
     with nullcontext() if saved is None else saved_tensors_hooks(saved.pack, saved.unpack):
         result = function(*upcast_args, **upcast_kwargs)
     if saved is not None:
-        saved.sources.clear()  # lets go of the FP32 tensors: the graph holds on to the hooks
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor, result)
+        saved.sources.clear()  # lets go of the wide tensors: the graph holds on to the hooks
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.dtype is wide else tensor, result)
 
 
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -94,8 +98,8 @@ class _SavedInput(NamedTuple):
 class _SavedInputs:
     """Saved-tensor hooks that keep an op's upcast inputs in 16 bits; all other saved tensors go on unchanged."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, wide: torch.dtype) -> None:
+        self._dtype, self._wide = dtype, wide
         self.sources: dict[int, tuple[Tensor, Tensor]] = {}
         # Only the innermost hooks run. Those outside (gradient checkpointing, offloading) are called from here.
         self._outer: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -118,13 +122,13 @@ class _SavedInputs:
                 f"a {source.dtype} tensor of shape {tuple(source.shape)} that backward needs was modified by an "
                 f"in-place operation: it is at version {source._version}, version {saved.version} was expected"
             )
-        upcast = source.float()
+        upcast = source.to(self._wide)
         if upcast.stride() != saved.source_stride:  # an outer hook need not keep the layout
-            upcast = source.new_empty_strided(source.shape, saved.source_stride, dtype=torch.float32).copy_(source)
+            upcast = source.new_empty_strided(source.shape, saved.source_stride, dtype=self._wide).copy_(source)
         return upcast.as_strided(saved.size, saved.stride, saved.offset)
 
     def pack(self, tensor: Tensor) -> Any:
-        if tensor.dtype is not torch.float32 or tensor.numel() == 0 or tensor.layout is not torch.strided:
+        if tensor.dtype is not self._wide or tensor.numel() == 0 or tensor.layout is not torch.strided:
             return self._keep(tensor)
         found = self.sources.get(tensor.untyped_storage()._cdata)
         if found is not None:
@@ -133,7 +137,7 @@ class _SavedInputs:
             return _SavedInput(self._keep(source), source._version, upcast.stride(), *place)
         # Some ops copy an operand inside (matmul that broadcasts, einsum): of such a copy, 16 bits hold everything.
         source = tensor.detach().to(self._dtype).contiguous()
-        if not torch.equal(source.float(), tensor):
+        if not torch.equal(source.to(self._wide), tensor):
             return self._keep(tensor)
         return _SavedInput(self._keep(source), source._version, source.stride(), source.size(), source.stride(), 0)
 

@@ -1,0 +1,240 @@
+"""``log_probability_gap``: how far the log-probabilities of training are from those of generation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_mp.diagnostics.overflow import attached_runtime
+from hf_mp.trainer.hand_over import check_handed_over
+
+CLIP_RANGE = 0.2  # of the ratio in PPO and in TRL's GRPO
+IGNORED = -100  # the label of a token that does not count, as in Transformers
+
+
+@dataclass(frozen=True)
+class LogProbabilityGap:
+    """The differences log r of tokens' log-probabilities, training's less generation's.
+
+    Attributes:
+        tokens: how many were compared.
+        mean: of their magnitudes.
+        rms: root of the mean square.
+        maximum: the largest magnitude.
+        alpha, beta: log r = alpha + beta * log-probability in generation, by least squares; NaN where all of these are
+            equal.
+        clipped_share: tokens whose ratio r leaves 1 - clip .. 1 + clip by this alone.
+        dtype: that generation multiplied in, as torch prints it, without "torch.": of an attached model's working
+            copies, else of the weights; of the log-probabilities, if they were given.
+    """
+
+    tokens: int
+    mean: float
+    rms: float
+    maximum: float
+    alpha: float
+    beta: float
+    clipped_share: float
+    dtype: str
+
+
+@torch.no_grad()
+def log_probability_gap(
+    model: Any,
+    batch: Mapping[str, Any],
+    generated: Tensor | nn.Module | None = None,
+    *,
+    new_tokens: int = 32,
+    clip: float = CLIP_RANGE,
+    temperature: float = 1.0,
+    **generation: Any,
+) -> LogProbabilityGap:
+    """Compare the log-probabilities of a policy's training forward with those that its generator computed.
+
+    In reinforcement learning the difference acts as a wrong importance ratio: tokens are clipped, or weighted, for
+    rounding alone (arXiv 2510.26788).
+
+    Args:
+        model: a causal model of Transformers, attached or not. It runs in evaluation mode, without dropout.
+        batch: ``input_ids`` of shape (B, T), and ``attention_mask`` where they are padded on the left. With ``labels``
+            of the same shape, the tokens that have one (not -100) are compared: the training forward is given the
+            whole batch as it is, TRL's ``fused_lm_head`` included, and generation the tokens one by one.
+        generated: log-probabilities of the last N tokens of ``input_ids``, of shape (B, N), as an inference engine
+            returned them; NaN for a token that does not count. Or another model, which must hold the weights of
+            ``model`` and generates in its place. Default None: the model itself generates.
+        new_tokens: how many are drawn after each prompt in ``batch``, where it has no ``labels``; default 32. They are
+            generated one by one, with a KV cache.
+        clip: half the range of the ratio in which PPO and GRPO do not clip; default 0.2.
+        temperature: that TRL's ``fused_lm_head`` divides the logits by; default 1.
+        generation: further arguments of ``model.generate``; by default it samples from all tokens.
+
+    Returns:
+        A :class:`LogProbabilityGap`.
+
+    Raises:
+        ValueError: for log-probabilities of another shape, positive or infinite ones, and where no token counts; for a
+            ``batch`` whose labels cannot be generated one by one (``position_ids``, so packed); for another model whose
+            weights are stale, or of another dtype than its config says: the message names the first.
+    """
+    generator = generated if isinstance(generated, nn.Module) else model
+    if generator is not model:
+        check_handed_over(model, generator)
+    with _without_dropout(model), _without_dropout(generator):
+        if isinstance(generated, Tensor):
+            found = _as_given(model, batch, generated)
+        elif "labels" in batch:
+            found = _of_labels(model, generator, batch, temperature)
+        else:
+            found = _drawn(model, generator, batch, new_tokens, generation)
+    counts = ~found.generated.isnan()
+    before = found.generated[counts].double()
+    dtype = generated.dtype if isinstance(generated, Tensor) else _dtype_of(generator)
+    return _compare(found.trained[counts].double() - before, before, clip, str(dtype).removeprefix("torch."))
+
+
+def _dtype_of(generator: nn.Module) -> torch.dtype:
+    runtime = attached_runtime(generator)
+    return next(generator.parameters()).dtype if runtime is None else runtime.policy.compute
+
+
+class _Found(NamedTuple):
+    """Log-probabilities of the same tokens, (B, N); NaN in ``generated`` for one that does not count."""
+
+    trained: Tensor
+    generated: Tensor
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:  # one by one: a frozen part may have been in evaluation mode
+            module.training = True
+
+
+def _as_given(model: Any, batch: Mapping[str, Tensor], generated: Tensor) -> _Found:
+    ids = batch["input_ids"]
+    _check(ids, generated)
+    return _Found(_trained(model, ids, _mask(batch), generated.shape[1]), generated)
+
+
+def _drawn(
+    model: Any, generator: Any, batch: Mapping[str, Tensor], new_tokens: int, settings: dict[str, Any]
+) -> _Found:
+    prompt, mask = batch["input_ids"], _mask(batch)
+    settings = {"do_sample": True, "top_k": 0, "use_cache": True, **settings}
+    drawn = generator.generate(
+        prompt,
+        attention_mask=mask,
+        min_new_tokens=new_tokens,
+        max_new_tokens=new_tokens,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **settings,
+    )
+    logits, ids = torch.stack(drawn.logits, 1), drawn.sequences
+    mask = torch.cat([mask, mask.new_ones(len(mask), new_tokens)], 1)
+    found = _of_chosen(logits, ids[:, -new_tokens:])
+    return _Found(_trained(model, ids, mask, new_tokens), found)
+
+
+def _of_labels(model: Any, generator: Any, batch: Mapping[str, Any], temperature: float) -> _Found:
+    ids, labels = batch["input_ids"], batch["labels"]
+    if batch.get("position_ids") is not None:
+        raise ValueError(
+            "batch has position_ids, as sequences packed into one row have, which are not generated one after the "
+            "other: leave the batch unpacked (padding_free=False, packing=False)"
+        )
+    counts = (labels != IGNORED) & (torch.arange(ids.shape[1], device=ids.device) > 0)
+    if not counts.any():
+        raise ValueError(f"labels of shape {tuple(labels.shape)} are {IGNORED} throughout: no token counts")
+    first = int(counts.any(0).nonzero()[0])
+    if batch.get("fused_lm_head"):
+        trained = model(**batch).log_probs[:, first - 1 :]
+    else:
+        inputs = {name: value for name, value in batch.items() if name not in ("labels", "logits_to_keep")}
+        logits = model(**{**inputs, "use_cache": False}).logits
+        trained, temperature = _of_chosen(logits[:, first - 1 : -1], ids[:, first:]), 1.0
+    generated = _generated_again(generator, ids, _mask(batch), first, temperature)
+    return _Found(trained, generated.masked_fill(~counts[:, first:], torch.nan))
+
+
+def _generated_again(model: Any, ids: Tensor, mask: Tensor, first: int, temperature: float) -> Tensor:
+    """The log-probabilities of the tokens from column ``first`` on, one by one with a cache, as ``generate()`` does."""
+    columns, cache, start = [], None, 0
+    # Padding on the right has zeros, and tokens behind it do not count; generate() has ones for what it drew.
+    mask = torch.cat([mask[:, :first], mask.new_ones(len(mask), ids.shape[1] - first)], 1)
+    last = {"logits_to_keep": 1} if "logits_to_keep" in _takes(model) else {}
+    for column in range(first, ids.shape[1]):
+        inputs = {"past_key_values": cache, **_positions(model, mask[:, :column], start), **last}
+        output = model(input_ids=ids[:, start:column], attention_mask=mask[:, :column], use_cache=True, **inputs)
+        cache, start, logits = output.past_key_values, column, output.logits[:, -1:]
+        columns.append(_of_chosen(logits.float() / temperature, ids[:, column : column + 1]))
+    return torch.cat(columns, 1)
+
+
+def _mask(batch: Mapping[str, Tensor]) -> Tensor:
+    mask = batch.get("attention_mask")
+    return torch.ones_like(batch["input_ids"]) if mask is None else mask
+
+
+def _trained(model: Any, ids: Tensor, mask: Tensor, tokens: int) -> Tensor:
+    """The log-probabilities of the last ``tokens``, all computed at once."""
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **_positions(model, mask)).logits
+    return _of_chosen(logits[:, -tokens - 1 : -1], ids[:, -tokens:])
+
+
+def _positions(model: Any, mask: Tensor, start: int = 0) -> dict[str, Tensor]:
+    # As generate() counts them: padding on the left has none.
+    takes_positions = "position_ids" in _takes(model)
+    return {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)[:, start:]} if takes_positions else {}
+
+
+def _takes(model: Any) -> Mapping[str, Any]:
+    # PEFT's forward passes on what it does not name.
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return inspect.signature(base.forward).parameters
+
+
+def _of_chosen(logits: Tensor, chosen: Tensor) -> Tensor:
+    return logits.float().log_softmax(-1).gather(-1, chosen[..., None]).squeeze(-1)
+
+
+def _check(ids: Tensor, found: Tensor) -> None:
+    rows, length = ids.shape
+    if found.dim() != 2 or len(found) != rows or not 0 < found.shape[1] < length:
+        raise ValueError(
+            f"generated has shape {tuple(found.shape)}, and input_ids {tuple(ids.shape)}: give a log-probability for "
+            f"each of the last N tokens, N from 1 to {length - 1}, as ({rows}, N)"
+        )
+    if (found > 0).any() or found.isinf().any():
+        raise ValueError(
+            "generated has values above 0 or infinite ones, which are no log-probabilities of tokens that were drawn: "
+            "give them as the engine returned them, and NaN for padding"
+        )
+    if found.isnan().all():
+        raise ValueError("generated is NaN throughout: no token counts")
+
+
+def _compare(log_r: Tensor, before: Tensor, clip: float, dtype: str) -> LogProbabilityGap:
+    spread = before - before.mean()
+    beta = (spread * (log_r - log_r.mean())).sum() / spread.square().sum()  # 0 / 0 where all are equal
+    return LogProbabilityGap(
+        tokens=len(log_r),
+        mean=log_r.abs().mean().item(),
+        rms=log_r.square().mean().sqrt().item(),
+        maximum=log_r.abs().max().item(),
+        alpha=(log_r.mean() - beta * before.mean()).item(),
+        beta=beta.item(),
+        clipped_share=(log_r.expm1().abs() > clip).double().mean().item(),
+        dtype=dtype,
+    )

@@ -1,0 +1,132 @@
+"""``exact_generation=True``: a token's log-probability has the same bits in generation as in training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import hf_mp
+from hf_mp.casting.cpu.upcast import runs_natively
+
+SIZES = {
+    "vocab_size": 96, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.15,
+}  # fmt: skip
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=2,
+            n_embd=48,
+            n_head=4,
+            vocab_size=96,
+            n_positions=64,
+            bos_token_id=0,
+            eos_token_id=1,
+            initializer_range=0.15,
+        )
+    ),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "qwen": lambda: Qwen3ForCausalLM(Qwen3Config(head_dim=12, **SIZES)),
+}
+
+
+def attached(kind: str, precision: str, **settings: bool) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    hf_mp.MixedPrecision(precision, **settings).attach(model)
+    return model
+
+
+def prompts() -> Tensor:
+    return torch.randint(2, 96, (3, 9), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_the_gap_is_zero(kind: str, precision: str) -> None:
+    model, batch = attached(kind, precision), {"input_ids": prompts()}
+    if runs_natively(hf_mp.PrecisionPolicy.parse(precision).compute, "cpu"):  # what there is without it
+        assert hf_mp.log_probability_gap(model, batch, new_tokens=12).maximum > 0.0
+    model = attached(kind, precision, exact_generation=True)
+    assert hf_mp.log_probability_gap(model, batch, new_tokens=12).maximum == 0.0
+    model = attached(kind, precision, exact_generation=True, fp32_head=True)
+    padding = torch.ones(3, 9, dtype=torch.int64)
+    padding[0, :4] = 0
+    gap = hf_mp.log_probability_gap(model, {**batch, "attention_mask": padding}, new_tokens=12)
+    assert gap.maximum == 0.0 and gap.tokens == 36
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean", "bf16-lean"])
+def test_the_forward_that_trains_has_these_bits_too(precision: str) -> None:
+    model, ids = attached("llama", precision, exact_generation=True), prompts()
+    trained = model(input_ids=ids).logits
+    assert trained.requires_grad
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, trained)
+        alone = model(input_ids=ids[:1, :5]).logits  # nor do they depend on the batch around a token
+    assert torch.equal(alone, trained[:1, :5])
+
+
+def test_it_trains_as_without_it() -> None:
+    gradients = []
+    for exact in (False, True):
+        model = attached("qwen", "fp16", exact_generation=exact, fp32_head=exact)
+        model(input_ids=prompts(), labels=prompts()).loss.backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    assert (gradients[0] - gradients[1]).norm() < 2e-3 * gradients[0].norm()
+    assert not torch.equal(*gradients)
+
+
+def test_a_rule_by_op_and_an_island_are_summed_exactly_too() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(600, 40)
+    x = torch.randn(64, 600)
+    for rules in ({nn.functional.linear: "fp32"}, {"0:linear": "fp32"}, {"0": "fp32"}, {"0": "bf16"}):
+        model = nn.Sequential(layer, nn.Identity())
+        runtime = hf_mp.MixedPrecision("fp16", rules=rules, exact_generation=True)
+        runtime.attach(model)
+        with torch.no_grad():
+            assert all(torch.equal(model(x)[row : row + 1], model(x[row : row + 1])) for row in range(0, 64, 8)), rules
+        runtime.detach()
+
+
+def test_what_cannot_be_exact_is_named() -> None:
+    eager = LlamaForCausalLM._from_config(LlamaConfig(**SIZES), attn_implementation="eager")
+    experts = MixtralForCausalLM(MixtralConfig(num_local_experts=2, num_experts_per_tok=1, **SIZES))
+    recurrent = MambaForCausalLM(MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, state_size=4))
+    for model, message in (
+        (eager, r"not be exact for LlamaForCausalLM: its attention is 'eager'.*attn_implementation='sdpa'"),
+        (experts, r"model\.layers\.0\..*experts.* has the weights of several experts in one"),
+        (recurrent, "attention is 'eager'|a recurrent state"),
+    ):
+        before = [parameter.dtype for parameter in model.parameters()]
+        with pytest.raises(ValueError, match=message):
+            hf_mp.MixedPrecision("fp16", exact_generation=True).attach(model)
+        assert [parameter.dtype for parameter in model.parameters()] == before
+    with pytest.raises(ValueError, match="sums matmul in FP64, and a rule has it run as it is called"):
+        hf_mp.MixedPrecision("fp16", exact_generation=True, rules={torch.matmul: "unlisted"})
+    with pytest.raises(ValueError, match="exact_generation=True with compute=fp32 is not allowed"):
+        hf_mp.MixedPrecision("fp32", exact_generation=True)
+
+
+@pytest.mark.exhaustive
+def test_a_compiled_model_is_refused() -> None:
+    model = torch.compile(attached("gpt2", "fp16", exact_generation=True), backend="eager")
+    with pytest.raises(Exception, match="for models that are not compiled"):
+        model(input_ids=prompts())

@@ -1,0 +1,66 @@
+"""``fp32_head=True``: the output embedding in FP32, in training and in generation."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model, LlamaConfig, LlamaForCausalLM
+
+import hf_mp
+
+GPT2 = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, n_positions=32, bos_token_id=0, eos_token_id=1)
+LLAMA = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+
+
+def dtypes_of_products(model: Any, head: nn.Module, other: nn.Module) -> dict[str, set[torch.dtype]]:
+    found: dict[str, set[torch.dtype]] = {"head": set(), "other": set()}
+    head.register_forward_hook(lambda *call: found["head"].add(call[-1].dtype))
+    other.register_forward_hook(lambda *call: found["other"].add(call[-1].dtype))
+    ids = torch.randint(2, 64, (2, 6))
+    model(input_ids=ids, labels=ids).loss.backward()
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, pad_token_id=0)
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16-lean"])
+def test_the_head_alone_is_in_fp32(precision: str) -> None:
+    tied, plain = GPT2LMHeadModel(GPT2), LlamaForCausalLM(LLAMA)
+    for model, other in ((tied, tied.transformer.h[0].mlp.c_fc), (plain, plain.model.layers[0].mlp.up_proj)):
+        hf_mp.MixedPrecision(precision, fp32_head=True).attach(model)
+        found = dtypes_of_products(model, model.get_output_embeddings(), other)
+        assert found["head"] == {torch.float32} and torch.float32 not in found["other"]
+    assert tied.lm_head.weight is tied.transformer.wte.weight
+
+
+@pytest.mark.parametrize("precision", ["fp16,fp32_head=true", "params=fp32,compute=bf16,fp32_head=True"])
+def test_a_policy_says_it_as_text(precision: str) -> None:
+    model = LlamaForCausalLM(LLAMA)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hf_mp.prepare(model, optimizer, precision)
+    assert dtypes_of_products(model, model.lm_head, model.model.norm)["head"] == {torch.float32}
+
+
+def test_a_copy_has_it_too() -> None:
+    model = LlamaForCausalLM(LLAMA)
+    hf_mp.MixedPrecision("fp16", fp32_head=True).attach(model)
+    copied = copy.deepcopy(model)
+    assert dtypes_of_products(copied, copied.lm_head, copied.model.norm)["head"] == {torch.float32}
+
+
+def test_a_model_without_a_head_is_refused() -> None:
+    for model in (GPT2Model(GPT2), nn.Sequential(nn.Linear(4, 4))):
+        runtime = hf_mp.MixedPrecision("fp16", fp32_head=True)
+        with pytest.raises(ValueError, match=f"and {type(model).__name__} has none: name the modules"):
+            runtime.attach(model)
+        assert "forward" not in vars(model)
+
+
+def test_no_other_option_is_taken() -> None:
+    with pytest.raises(TypeError, match="rulez is no option of mixed precision"):
+        hf_mp.MixedPrecision("fp16", rulez={})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="fp32_head='yes' must be True or False"):
+        hf_mp.MixedPrecision("fp16", fp32_head="yes")  # type: ignore[arg-type]

@@ -1,0 +1,77 @@
+"""The gap between training and generation in TRL's GRPO and RLOO, which multiply by the head's weight themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_runs import callback_of, logged, quick_arguments, same, weights
+from trl_runs import KINDS, load_default, named_for, save_tiny_qwen
+
+import hf_mp
+from hf_mp.trainer.fused_head import _options
+
+trl = pytest.importorskip("trl")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_qwen(tmp_path_factory.mktemp("model"))
+
+
+def run(kind: str, saved: Path, path: Path, *, steps: int = 1, **settings: Any) -> Any:
+    name = KINDS[kind].trainer
+    config = {**KINDS[kind].settings, "bf16": False, "gradient_checkpointing": False, "max_steps": 2}
+    args = quick_arguments(path, getattr(trl, f"{name}Config"), **{**config, "learning_rate": 1e-3})
+    callback = hf_mp.MixedPrecisionCallback("fp16", log_probability_gap_steps=steps, **settings)
+    torch.manual_seed(7)
+    model = load_default(kind, saved)
+    trainer = getattr(trl, f"{name}Trainer")(model=model, args=args, callbacks=[callback], **named_for(kind))
+    heads: list[torch.dtype] = []
+    multiply = torch.mm
+
+    def mm(*given: Any, **named: Any) -> Any:
+        if "out" in named:
+            heads.append(named["out"].dtype)
+        return multiply(*given, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "mm", mm)
+        trainer.train()
+    trainer.heads = set(heads)
+    return trainer
+
+
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.exhaustive)])
+def test_the_log_has_the_gap(tmp_path: Path, saved: Path, kind: str) -> None:
+    trainer = run(kind, saved, tmp_path)
+    assert trainer.heads == {torch.float16}
+    assert len(logged(trainer, "logp_gap")) == 2 and max(logged(trainer, "logp_gap")) < 0.01
+    assert logged(trainer, "logp_gap_clipped") == [0.0, 0.0]
+    assert all(abs(beta) < 0.01 for beta in logged(trainer, "logp_gap_beta"))
+    without = run(kind, saved, tmp_path, steps=0)
+    assert logged(without, "logp_gap") == []
+    assert same(weights(trainer.model), weights(without.model))  # to look on changes nothing
+
+
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.exhaustive)])
+def test_the_fused_head_is_in_fp32_and_exact(tmp_path: Path, saved: Path, kind: str) -> None:
+    trainer = run(kind, saved, tmp_path, fp32_head=True, exact_generation=True)
+    assert trainer.heads == {torch.float32}  # of the policy and of the reference
+    assert max(logged(trainer, "logp_gap")) < 1e-6  # of TRL's log-softmax, which goes over the logits in parts
+    for model in (trainer.model, trainer.ref_model):
+        assert [cell.cell_contents for cell in _options(model)] == [False]
+    assert callback_of(trainer).mixed_precision.policy.fp32_head
+
+
+def test_a_fused_head_without_the_option_is_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+
+    def fused(x: torch.Tensor, fused_lm_head: bool = False) -> torch.Tensor:
+        return x
+
+    model.forward = fused  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="this version of TRL multiplies by the head's weight itself"):
+        list(_options(model))

@@ -1,0 +1,189 @@
+"""The gap between the log-probabilities of training and of generation."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import hf_mp
+from hf_mp.trainer.log_probabilities import _compare
+
+
+def tiny(kind: str = "gpt2") -> GPT2LMHeadModel | LlamaForCausalLM:
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = GPT2Config(
+            n_layer=2, n_embd=48, n_head=4, vocab_size=64, n_positions=64, bos_token_id=0, eos_token_id=1
+        )
+        return GPT2LMHeadModel(config).train()
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    names = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.3}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **names, **sizes)).train()
+
+
+def prompts() -> Tensor:
+    return torch.randint(2, 64, (3, 7), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_in_fp32_both_agree(kind: str) -> None:
+    model = tiny(kind)
+    gap = hf_mp.log_probability_gap(model, {"input_ids": prompts()}, new_tokens=8)
+    assert gap.tokens == 24 and gap.dtype == "float32"
+    assert gap.maximum < 1e-5 and gap.clipped_share == 0.0
+    assert model.training  # as it was
+
+
+def test_the_gap_to_an_engine_in_16_bits_is_seen() -> None:
+    ids, engine = prompts(), tiny().to(torch.bfloat16).eval()
+    with torch.no_grad():
+        logits = engine(input_ids=ids).logits[:, :-1].float()
+    generated = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1).to(torch.bfloat16)
+    gap = hf_mp.log_probability_gap(tiny(), {"input_ids": ids}, generated)
+    assert 1e-4 < gap.mean <= gap.rms <= gap.maximum < 0.5
+    assert gap.dtype == "bfloat16"
+
+
+def test_attached_models_run_as_they_train() -> None:
+    model = tiny()
+    hf_mp.MixedPrecision("bf16").attach(model)
+    gap = hf_mp.log_probability_gap(model, {"input_ids": prompts()}, new_tokens=8)
+    assert gap.maximum < 0.1
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_padding_on_the_left_changes_nothing(kind: str) -> None:
+    model, ids = tiny(kind), prompts()
+    padded = torch.cat([torch.zeros(3, 4, dtype=ids.dtype), ids], 1)
+    mask = torch.cat([torch.zeros(3, 4, dtype=ids.dtype), torch.ones_like(ids)], 1)
+    gap = hf_mp.log_probability_gap(model, {"input_ids": padded, "attention_mask": mask}, new_tokens=4)
+    assert gap.maximum < 1e-5
+
+
+def test_of_an_engine() -> None:
+    model, ids = tiny().eval(), prompts()
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[:, -4:-1]
+    exact = logits.log_softmax(-1).gather(-1, ids[:, -3:, None]).squeeze(-1)
+    shifted = exact - 0.5
+    shifted[0, 0] = math.nan
+    gap = hf_mp.log_probability_gap(model, {"input_ids": ids}, shifted)
+    assert gap.tokens == 8
+    assert gap.mean == pytest.approx(0.5, abs=1e-5) and gap.rms == pytest.approx(0.5, abs=1e-5)
+    assert gap.alpha == pytest.approx(0.5, abs=1e-4) and gap.beta == pytest.approx(0.0, abs=1e-4)
+    assert gap.clipped_share == 1.0  # e^0.5 is above 1.2
+    assert hf_mp.log_probability_gap(model, {"input_ids": ids}, shifted, clip=0.7).clipped_share == 0.0
+
+
+def test_the_slope() -> None:
+    before = -torch.arange(1.0, 9.0, dtype=torch.float64)
+    gap = _compare(0.01 + 0.002 * before, before, 0.2, "float32")
+    assert (gap.alpha, gap.beta) == pytest.approx((0.01, 0.002))
+    assert math.isnan(_compare(before, torch.zeros_like(before), 0.2, "").beta)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (torch.zeros(3, 7), r"generated has shape \(3, 7\), and input_ids \(3, 7\): .* N from 1 to 6"),
+        (torch.zeros(2, 3), r"generated has shape \(2, 3\)"),
+        (torch.zeros(3), r"generated has shape \(3,\)"),
+        (torch.ones(3, 2), "values above 0 or infinite"),
+        (torch.full((3, 2), -math.inf), "values above 0 or infinite"),
+        (torch.full((3, 2), math.nan), "NaN throughout"),
+    ],
+)
+def test_what_is_no_log_probability(found: Tensor, message: str) -> None:
+    model = tiny()
+    with pytest.raises(ValueError, match=message):
+        hf_mp.log_probability_gap(model, {"input_ids": prompts()}, found)
+    assert model.training
+
+
+# A batch with labels
+
+
+def labelled(ids: Tensor, first: int = 5) -> dict[str, Tensor]:
+    labels = ids.clone()
+    labels[:, :first] = -100
+    labels[0, -2:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_tokens_of_labels_are_generated_again(kind: str) -> None:
+    model = tiny(kind)
+    hf_mp.MixedPrecision("fp16").attach(model)
+    asked = {"do_sample": False, "min_new_tokens": 6, "max_new_tokens": 6, "output_logits": True}
+    drawn = model.eval().generate(prompts()[:, :5], return_dict_in_generate=True, **asked)
+    ids = drawn.sequences
+    found = torch.stack(drawn.logits, 1).log_softmax(-1).gather(-1, ids[:, 5:, None]).squeeze(-1)
+    found[0, -2:] = math.nan
+    expected = hf_mp.log_probability_gap(model, {"input_ids": ids}, found)
+    assert hf_mp.log_probability_gap(model, labelled(ids)) == replace(
+        expected, dtype="float16"
+    )  # bit for bit what generate() computes
+    padding = {"attention_mask": torch.cat([torch.zeros(3, 2), torch.ones(3, 11)], 1).long()}
+    padded = torch.cat([torch.zeros(3, 2, dtype=ids.dtype), ids], 1)
+    assert hf_mp.log_probability_gap(model, {**labelled(padded, 7), **padding}).tokens == expected.tokens == 16
+
+
+def test_a_part_in_evaluation_mode_stays_there() -> None:
+    model = tiny()
+    model.transformer.h[0].eval()
+    hf_mp.log_probability_gap(model, labelled(prompts()))
+    assert model.training and model.transformer.h[1].attn.training
+    assert not any(module.training for module in model.transformer.h[0].modules())
+
+
+def test_labels_that_cannot_be_generated() -> None:
+    model, ids = tiny(), prompts()
+    with pytest.raises(ValueError, match="batch has position_ids, as sequences packed into one row"):
+        hf_mp.log_probability_gap(model, {**labelled(ids), "position_ids": torch.arange(7).expand(3, 7)})
+    with pytest.raises(ValueError, match=r"labels of shape \(3, 7\) are -100 throughout"):
+        hf_mp.log_probability_gap(model, {"input_ids": ids, "labels": torch.full_like(ids, -100)})
+
+
+# Another model as the generator
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16-lean"])
+def test_an_engine_that_is_up_to_date(tmp_path: Path, precision: str) -> None:
+    model = tiny("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hf_mp.prepare(model, optimizer, precision)
+    hf_mp.save_working_copies(model, tmp_path / "engine")
+    engine = LlamaForCausalLM.from_pretrained(tmp_path / "engine")
+    drawn = hf_mp.log_probability_gap(model, {"input_ids": prompts()}, engine, new_tokens=4)
+    again = hf_mp.log_probability_gap(model, labelled(prompts()), engine)
+    assert drawn.maximum < 0.1 and again.maximum < 0.1
+    assert drawn.dtype == str(engine.dtype).removeprefix("torch.")
+    model(input_ids=prompts(), labels=prompts()).loss.backward()
+    optimizer.step() if precision == "fp16" else _step(model)
+    with pytest.raises(ValueError, match=r"generated has stale weights: its model\.embed_tokens\.weight is not"):
+        hf_mp.log_probability_gap(model, {"input_ids": prompts()}, engine)
+
+
+def _step(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+
+
+def test_an_engine_that_is_not_what_it_says() -> None:
+    model, batch = tiny("llama"), {"input_ids": prompts()}
+    engine = copy.deepcopy(model).to(torch.bfloat16)
+    assert hf_mp.log_probability_gap(model, batch, engine, new_tokens=2).maximum > 0.0
+    engine.config.dtype = torch.float16
+    with pytest.raises(ValueError, match=r"says torch\.float16 \(config\.dtype\), and its model.* is torch\.bfl"):
+        hf_mp.log_probability_gap(model, batch, engine)
+    with pytest.raises(ValueError, match=r"a GPT2LMHeadModel, has no model\.embed_tokens\.weight: give a model of the"):
+        hf_mp.log_probability_gap(model, batch, tiny("gpt2"))

@@ -1,0 +1,39 @@
+"""``log_probability_gap_steps`` of a plain Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_runs import arguments, callback_of, logged, make_trainer, same, tiny_gpt2, token_rows, weights
+from transformers import GPT2Config, GPT2ForSequenceClassification
+
+from hf_mp import MixedPrecisionArguments
+
+
+def run(path: Path, contender: str, **settings: Any) -> Any:
+    args = arguments(path, MixedPrecisionArguments, max_steps=4, **settings)
+    trainer = make_trainer(contender, "fp16", tiny_gpt2(), args, train_dataset=token_rows())
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("contender", ["callback", "subclass"])
+def test_it_is_logged_and_changes_nothing(tmp_path: Path, contender: str) -> None:
+    trainer = run(tmp_path, contender, log_probability_gap_steps=2)
+    assert [entry["step"] for entry in trainer.state.log_history if "logp_gap" in entry] == [2, 4]
+    assert all(0.0 <= gap < 0.05 for gap in logged(trainer, "logp_gap"))
+    assert same(weights(trainer.model), weights(run(tmp_path, contender).model))
+
+
+def test_what_does_not_generate_is_named(tmp_path: Path) -> None:
+    config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=64, n_positions=32, pad_token_id=0, num_labels=2)
+    args = arguments(tmp_path, MixedPrecisionArguments, max_steps=1, log_probability_gap_steps=1)
+    data = [{"input_ids": [1, 2, 3], "labels": index % 2} for index in range(8)]
+    trainer = make_trainer("callback", "fp16", GPT2ForSequenceClassification(config), args, train_dataset=data)
+    with pytest.raises(ValueError, match=r"gap_steps=1 is for a causal .* GPT2ForSeq.* is none: leave it"):
+        trainer.train()
+    callback_of(trainer).detach()
+    with pytest.raises(ValueError, match="log_probability_gap_steps=-1 must be a whole number of steps"):
+        arguments(tmp_path, MixedPrecisionArguments, log_probability_gap_steps=-1)
