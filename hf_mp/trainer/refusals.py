@@ -52,11 +52,6 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
         )
     if (optim := str(getattr(args.optim, "value", args.optim))).endswith("layerwise") or "lomo" in optim:
         raise ValueError(f"optim={optim!r} updates inside backward, where an overflow cannot be skipped: use another")
-    if policy.is_lean and fsdp_version == 2 and args.save_strategy != "no" and not args.save_only_model:
-        raise ValueError(
-            f"precision={str(policy)!r} with FSDP cannot save the optimizer's shards yet: save_strategy='no', "
-            f"save_only_model=True, or precision={str(policy).removesuffix('-lean')!r}"
-        )
     if args.deepspeed is not None or _is_set("ACCELERATE_USE_DEEPSPEED"):
         raise ValueError(
             "DeepSpeed brings its own FP16 optimizer: use the stock Trainer with DeepSpeed, or drop it here"

@@ -20,6 +20,8 @@ from hf_mp.scaling.scalers import LossScaleError
 from hf_mp.trainer.arguments import MixedPrecisionArguments
 from hf_mp.trainer.callback import MixedPrecisionCallback
 from hf_mp.trainer.checkpoints.crash_safe_trainer import CrashSafe
+from hf_mp.trainer.checkpoints.optimizer_shards import see_shards
+from hf_mp.trainer.checkpoints.sharded_trainer import LeanShards
 from hf_mp.trainer.model_card import add_to_card
 from hf_mp.trainer.refusals import refuse_other_precision
 from hf_mp.trainer.relative_step import read_learning_rate_from_state
@@ -38,7 +40,7 @@ class _AfterSteps(TrainerCallback):
         self._trainer.session.after_step(self._trainer.callback_handler.callbacks, state.global_step + 1)
 
 
-class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
+class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
     """A ``Trainer`` that trains in our mixed precision; with ``precision="fp32"`` it is the stock Trainer, bit for bit.
 
     The model is attached while ``train()`` runs, and an ordinary FP32 model afterwards, also when it raises.
@@ -124,6 +126,8 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
         if self.is_in_train:  # a model that model_init made in FP16 would round the weights
             self._attach()
         self._restore_split()
+        if self.is_fsdp_enabled:  # which came after attaching, and loading into 16-bit shards would round
+            see_shards(self.mixed_precision)
         super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_best_model(self) -> None:
@@ -131,7 +135,8 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
         super()._load_best_model()
 
     def _restore_split(self) -> None:
-        if self.session.settings.policy.is_lean:  # peft makes new FP32 parameters of what is FP16, the halves
+        # peft makes new FP32 parameters of what is FP16, the halves.
+        if self.session.settings.policy.is_lean and not self.is_fsdp_enabled:
             self.session.detach()
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:

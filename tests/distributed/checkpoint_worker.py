@@ -1,7 +1,7 @@
 """Checkpoints of plain loops, saved on some ranks and resumed on others; ranks that die or hang.
 
-Usage: python checkpoint_worker.py FOLDER RUN...; a run is RANKS-CASE-WRAP-PLACE. Writes FOLDER/rank0.pt: by run, what each rank
-found. The processes of each run are forked, so that torch is imported once.
+Usage: python checkpoint_worker.py FOLDER RUN...; a run is RANKS-CASE-WRAP-PLACE. Writes FOLDER/rank0.pt: by run,
+what each rank found. The processes of each run are forked, so that torch is imported once.
 """
 
 from __future__ import annotations
@@ -70,30 +70,30 @@ def steps(model: nn.Module, optimizer: Any, runtime: hf_mp.MixedPrecision, start
 
 
 def save(folder: Path, wrap: str) -> dict[str, Any]:
-    """Three steps and a checkpoint of each layout, then two more; what was saved is what there was then."""
+    """Two steps and a checkpoint of each layout, then one more; what was saved is what there was then."""
     found = {}
     for precision in LAYOUTS:
         parts = made(precision, wrap)
-        steps(*parts, 0, 3)
+        steps(*parts, 0, 2)
         parts[1].param_groups[0]["lr"] = 5e-4
-        kept, path = state(*parts), folder / precision / "checkpoint-3"
+        kept, path = state(*parts), folder / precision / "checkpoint-2"
         saved = hf_mp.save_checkpoint(
-            path, parts[0], parts[1], 3, extra={"epoch": 1.5}, asynchronous=precision != "bf16"
+            path, parts[0], parts[1], 2, extra={"epoch": 1.5}, asynchronous=precision != "bf16"
         )
-        losses = steps(*parts, 3, 5)
+        losses = steps(*parts, 2, 3)
         saved.result()
         found[precision] = {"state": kept, "losses": losses, "end": state(*parts)}
     return found
 
 
 def load(folder: Path, wrap: str) -> dict[str, Any]:
-    """Each checkpoint that was saved in ``folder`` into a model of other weights, and two more steps."""
+    """Each checkpoint that was saved in ``folder`` into a model of other weights, and one more step."""
     found = {}
     for precision in LAYOUTS:
         parts = made(precision, wrap, seed=7)
-        step, extra = hf_mp.load_checkpoint(folder / precision / "checkpoint-3", parts[0], parts[1])
+        step, extra = hf_mp.load_checkpoint(folder / precision / "checkpoint-2", parts[0], parts[1])
         kept = state(*parts)
-        losses = steps(*parts, 3, 5)
+        losses = steps(*parts, 2, 3)
         found[precision] = {"state": kept, "step": step, "extra": extra, "losses": losses, "end": state(*parts)}
     return found
 

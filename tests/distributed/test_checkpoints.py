@@ -25,7 +25,7 @@ def two(launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="module")
 def four(launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Results:
     runs = ("2-save-fsdp-two", "4-load-fsdp-two", "4-save-fsdp-four", "2-load-fsdp-four")
-    return launch("checkpoint_worker.py", tmp_path_factory.mktemp("four"), *runs, processes=1)[0]
+    return launch("checkpoint_worker.py", tmp_path_factory.mktemp("four"), *runs, processes=1, timeout_seconds=280)[0]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def assert_resumed(results: Results, saved: str, loaded: str, precision: str) ->
     for rank in results[loaded]:
         assert_same_state(rank[precision]["state"], before["state"])
         assert rank[precision]["state"]["runtime"] == before["state"]["runtime"]
-        assert (rank[precision]["step"], rank[precision]["extra"]) == (3, {"epoch": 1.5})
+        assert (rank[precision]["step"], rank[precision]["extra"]) == (2, {"epoch": 1.5})
         assert rank[precision]["losses"] == pytest.approx(before["losses"], rel=1e-4)
 
 

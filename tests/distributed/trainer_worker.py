@@ -225,9 +225,22 @@ def fsdp_lean(folder: Path) -> dict[str, Any]:
     return {"loss": log.losses, "scale": log.scales, "weights": weights, "saved": saved}
 
 
-def fsdp_lean_refused(folder: Path) -> str:
+def fsdp_lean_resume(folder: Path) -> dict[str, Any]:
+    sharded = _fsdp(state_dict_type="SHARDED_STATE_DICT")
+    found = resumed(folder, precision="fp16-lean", **sharded)
+    lean = folder / "checkpoint-4"
+    plain = run(folder / "plain", str(lean), optim_args="momentum=0.5", lr_scheduler_type="linear", **sharded)
+    return {**found, "in_fp16": plain["loss"]}
+
+
+def fsdp_lean_resume_full(folder: Path) -> dict[str, Any]:
+    return resumed(folder, precision="fp16-lean", **_fsdp(state_dict_type="FULL_STATE_DICT"))
+
+
+def fsdp_lean_from_fp16(folder: Path) -> str:
     try:
-        trainer(folder, precision="fp16-lean", save_strategy="steps", **_fsdp())
+        run(folder, str(folder.parent / "fsdp_resume_sharded" / "checkpoint-4"), precision="fp16-lean",
+            **_fsdp(state_dict_type="SHARDED_STATE_DICT"))  # fmt: skip
     except ValueError as error:
         return str(error)
     return "nothing"
@@ -249,7 +262,8 @@ ONE_PROCESS = [twenty_steps, accumulation, resume_from_two]
 TWO_PROCESSES = [
     twenty_steps, overflow, accumulation, resume, lean, evaluated_before, fsdp_twenty_steps, fsdp_overflow,
     fsdp_accumulation,
-    fsdp_resume_full, fsdp_resume_sharded, fsdp_checkpointing, fsdp_saved_model, fsdp_lean, fsdp_lean_refused,
+    fsdp_resume_full, fsdp_resume_sharded, fsdp_checkpointing, fsdp_saved_model, fsdp_lean, fsdp_lean_resume,
+    fsdp_lean_resume_full, fsdp_lean_from_fp16,
 ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from hf_mp.diagnostics.overflow import runtime_of
@@ -30,7 +30,8 @@ from hf_mp.trainer.checkpoints.manifest import (
     finish,
     read_manifest,
 )
-from hf_mp.trainer.checkpoints.optimizer_shards import make_room, put_state, take_state
+from hf_mp.trainer.checkpoints.model_shards import compare, model_tensors, named_parameters, put_tensors
+from hf_mp.trainer.checkpoints.optimizer_shards import make_room, put_state, see_shards, take_state
 from hf_mp.trainer.checkpoints.shards import (
     SUFFIX,
     read_layout,
@@ -40,12 +41,10 @@ from hf_mp.trainer.checkpoints.shards import (
     write_shards,
 )
 from hf_mp.trainer.checkpoints.untrusted import find_out_of_place
-from hf_mp.trainer.hand_over import plain_name
 from hf_mp.weights.distributed import is_running
 
 SHARDS_FOLDER = "shards"
 STATE_FILE = "training_state.json"
-_MODEL = "model/"
 
 _last: list[tuple[Path, Future[None]]] = []  # the asynchronous save that may still run
 
@@ -81,14 +80,15 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: on all processes, naming the rank and the reason; the earlier directory is still there. Also
-            for ``extra`` that JSON does not know, and for optimizer state that cannot be cut for other numbers of ranks.
+            for ``extra`` that JSON does not know, and for an optimizer's state that cannot be cut for other ranks.
     """
     _wait_for_last()
     target = Path(directory).absolute()
+    runtime = _runtime(model)
+    see_shards(runtime)
     with refused_together():
-        tensors, _ = _of_model(model)
-        state, plain = take_state(optimizer, _parameters(model))
-        runtime = _runtime(model)
+        tensors, _ = model_tensors(model)
+        state, plain = take_state(optimizer, named_parameters(model))
         scale = None if runtime is None else runtime.state_dict()
         text = _as_json({"step": step, "extra": extra or {}, "optimizer": plain, "mixed_precision": scale})
     staged = staging_folder(target.parent) / target.name
@@ -139,15 +139,16 @@ def load_checkpoint(
     """
     _wait_for_last()
     checkpoint = _find(Path(directory).absolute())
-    tensors, first = _of_model(model)
-    names, runtime, shards = _parameters(model), _runtime(model), checkpoint / SHARDS_FOLDER
+    names, runtime, shards = named_parameters(model), _runtime(model), checkpoint / SHARDS_FOLDER
+    see_shards(runtime)
     with refused_together(), loaded_state.naming(checkpoint, "the state"):
+        tensors, first = model_tensors(model)
         saved, layout = read_json(checkpoint / STATE_FILE), read_layout(shards)
-        _compare(tensors, layout)
+        compare(tensors, layout)
         state = make_room(optimizer, names, layout, saved["optimizer"])
     read_shards(shards, {**tensors, **state})
     with refused_together(), loaded_state.naming(checkpoint, "the state"), torch.no_grad():
-        unwrapped(model).load_state_dict({name: tensors[one] for name, one in first.items()})
+        put_tensors(model, tensors, first)
         put_state(optimizer, names, state, saved["optimizer"])
         loaded_state.check_parameters(checkpoint, model)
         loaded_state.check_optimizer(checkpoint, optimizer)
@@ -174,54 +175,11 @@ def _wait_for_last() -> None:
     _last.clear()
 
 
-# What is saved
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DDP."""
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-
-
 def _runtime(model: nn.Module) -> MixedPrecision | None:
     try:
         return runtime_of(model, "save_checkpoint")
     except ValueError:  # precision="fp32" attaches nothing
         return None
-
-
-def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {plain_name(name): parameter for name, parameter in unwrapped(model).named_parameters()}
-
-
-def _of_model(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """A model's tensors by ``model/NAME``, tied ones once; and for each key of its state dict that name."""
-    inner = unwrapped(model)
-    named = [*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)]
-    identities = {name: id(tensor) for name, tensor in named}
-    tensors: dict[str, Tensor] = {}
-    first: dict[str, str] = {}
-    seen: dict[int | str, str] = {}
-    for key, value in inner.state_dict().items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(f"{key} of the model's state is a {type(value).__name__}: only tensors are saved")
-        first[key] = seen.setdefault(identities.get(key, key), _MODEL + plain_name(key))
-        tensors.setdefault(first[key], value.detach().contiguous())
-    return tensors, first
-
-
-def _compare(tensors: Mapping[str, Tensor], layout: Mapping[str, Any]) -> None:
-    """Raise where the weights that were saved are not those of this model."""
-    saved = {name for name in layout if name.startswith(_MODEL)}
-    if saved != tensors.keys():
-        missing, unknown = sorted(tensors.keys() - saved)[:3], sorted(saved - tensors.keys())[:3]
-        raise CheckpointError(f"weights of another model: it lacks {missing} and has {unknown} besides")
-    for name, tensor in tensors.items():
-        stored = layout[name]
-        if stored.size != tensor.shape or stored.properties.dtype.is_floating_point != tensor.is_floating_point():
-            raise CheckpointError(
-                f"{name} was saved as {stored.properties.dtype} of shape {tuple(stored.size)}, and is {tensor.dtype} "
-                f"of shape {tuple(tensor.shape)} here"
-            )
 
 
 # Which checkpoint

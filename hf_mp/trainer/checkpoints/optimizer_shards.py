@@ -18,6 +18,8 @@ from hf_mp.weights.distributed import is_dtensor, local_part
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+    from hf_mp.step.mixed_precision import MixedPrecision
+
 PREFIX = "optimizer/"
 
 
@@ -27,6 +29,13 @@ class _Owned(NamedTuple):
     name: str
     inside: Any  # in the optimizer: of a split shard, this rank's part
     whole: Any  # in the model
+
+
+def see_shards(runtime: MixedPrecision | None) -> None:
+    """Have a layout make of shards now what it makes of them when the first forward begins."""
+    if runtime is not None:
+        with torch.no_grad():
+            runtime.begin_forward()
 
 
 def take_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -111,17 +120,22 @@ def put_state(
 
 
 def _by_group(optimizer: Any, names: Mapping[str, nn.Parameter]) -> list[list[_Owned]]:
-    known = {id(getattr(p, "local", p)): (name, p) for name, p in names.items()}
-    known.update({id(p): (name, p) for name, p in names.items()})
+    # A lean layout's optimizer may still have a shard where it will have this rank's part.
+    known = {id(_inside_of(p)): (name, p) for name, p in names.items()}
     groups: list[list[_Owned]] = []
     for number, group in enumerate(optimizer.param_groups):
-        if unknown := [p for p in group["params"] if id(p) not in known]:
+        if unknown := [p for p in group["params"] if id(_inside_of(p)) not in known]:
             raise CheckpointError(
                 f"group {number} of the optimizer has a parameter of shape {tuple(unknown[0].shape)} that the model "
                 "does not have: give both as they are trained together"
             )
-        groups.append([_Owned(known[id(p)][0], p, known[id(p)][1]) for p in group["params"]])
+        found = [(_inside_of(p), *known[id(_inside_of(p))]) for p in group["params"]]
+        groups.append([_Owned(name, inside, whole) for inside, name, whole in found])
     return groups
+
+
+def _inside_of(parameter: Any) -> Any:
+    return getattr(parameter, "local", parameter)
 
 
 def _whole(one: _Owned, key: str, value: Tensor) -> Tensor:
