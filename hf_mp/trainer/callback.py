@@ -15,7 +15,7 @@ from transformers.utils import logging
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.trainer.calling_trainer import calling_trainer, come_first
+from hf_mp.trainer.calling_trainer import calling_trainer, come_first, forget_prepared
 from hf_mp.trainer.checkpoints.in_place import InPlaceSaves, checkpoint_of, clear_up, refuse_damaged
 from hf_mp.trainer.checkpoints.manifest import finish
 from hf_mp.trainer.model_card import extend_card
@@ -80,17 +80,12 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
     ) -> None:
         self.precision, self.rules, self.keep_attached = precision, rules, keep_attached
         self._saved_settings = {
-            "loss_scaler_settings": None if loss_scaler_settings is None else dict(loss_scaler_settings),
-            "tables": tables,
-            "explain_overflows": explain_overflows,
-            "keep_overflow_batches": keep_overflow_batches,
-            "on_overflow": on_overflow,
-            "max_fp32_share": max_fp32_share,
-            "check_gradients": check_gradients,
-            "histogram_steps": histogram_steps,
-            "histogram_layers": histogram_layers,
+            "loss_scaler_settings": loss_scaler_settings and dict(loss_scaler_settings), "tables": tables,
+            "explain_overflows": explain_overflows, "keep_overflow_batches": keep_overflow_batches,
+            "on_overflow": on_overflow, "max_fp32_share": max_fp32_share, "check_gradients": check_gradients,
+            "histogram_steps": histogram_steps, "histogram_layers": histogram_layers,
             "precision_report": precision_report,
-        }
+        }  # fmt: skip
         self._callbacks: list[TrainerCallback] = []  # of the Trainer, while it trains
         self._saves, self._warned_of_order = InPlaceSaves(), False
         json.dumps(self._saved_settings)  # the Trainer writes them into its checkpoints; refuse what it cannot now
@@ -107,8 +102,6 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
             self.session = TrainerSession(settings, args)
         return self.session
 
-    # The Trainer's events
-
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
         """Attach the model, before the Trainer makes its optimizer."""
         self._come_first(calling_trainer(self))
@@ -120,6 +113,12 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
             refuse_model(model)
             session.begin(model)
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Have a training that follows wrap the model anew; after predict() too."""
+        forget_prepared(calling_trainer(self))
+
+    on_predict: Any = on_evaluate
+
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
@@ -130,7 +129,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
         entry = state.stateful_callbacks.setdefault(type(self).__name__, {})
         if session.runtime is None:
             return
-        refuse_missing(model, optimizer)
+        refuse_missing(model, optimizer, trainer)
         if state.global_step > 0:
             refuse_damaged(args, state)
         if session.runtime.model is not model:

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.training_args import ParallelMode
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
+from hf_mp.weights.distributed import is_dtensor
 
 
 def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> None:
@@ -98,12 +99,21 @@ def refuse_lean(policy: PrecisionPolicy) -> None:
         )
 
 
-def refuse_missing(model: nn.Module | None, optimizer: Optimizer | None) -> None:
-    """Raise for a Trainer that hands its callbacks less than Transformers' own does."""
+def refuse_missing(model: nn.Module | None, optimizer: Optimizer | None, trainer: Trainer | None) -> None:
+    """Raise for a Trainer that hands its callbacks less than its own, and for one whose processes train alone."""
     if model is None or optimizer is None:
         raise ValueError(
             "this Trainer does not hand its model and its optimizer to on_train_begin, so a step that overflows could "
             "not be skipped: use hf_mp.prepare(model, optimizer) where it makes them"
+        )
+    wrapped: Any = None if trainer is None or trainer.is_deepspeed_enabled else trainer.model_wrapped
+    if trainer is None or trainer.args.world_size == 1 or wrapped is not trainer.model:
+        return
+    if wrapped is not None and not any(map(is_dtensor, wrapped.parameters())):
+        raise ValueError(
+            f"this is one of {trainer.args.world_size} processes, and the Trainer has wrapped its model neither in DDP "
+            "nor in FSDP: each would train alone. If evaluation_loop() ran before train(), leave it out, or make a new "
+            "Trainer"
         )
 
 

@@ -19,6 +19,7 @@ from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.scalers import LossScaleError
 from hf_mp.trainer.arguments import MixedPrecisionArguments
 from hf_mp.trainer.callback import MixedPrecisionCallback
+from hf_mp.trainer.calling_trainer import forget_prepared
 from hf_mp.trainer.checkpoints.crash_safe_trainer import CrashSafe
 from hf_mp.trainer.checkpoints.optimizer_shards import see_shards
 from hf_mp.trainer.checkpoints.sharded_trainer import LeanShards
@@ -27,6 +28,7 @@ from hf_mp.trainer.refusals import refuse_other_precision
 from hf_mp.trainer.relative_step import read_learning_rate_from_state
 from hf_mp.trainer.session import OfSession, TrainerSession
 from hf_mp.trainer.settings import SessionSettings
+from hf_mp.weights.missing_ranks import naming_missing_ranks
 from hf_mp.weights.optimizer_in_backward import check_free_gradients
 
 logger = logging.get_logger(__name__)
@@ -109,8 +111,10 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the stock Trainer's; lets go of the model and the optimizer at its end."""
+        forget_prepared(self)
         try:
-            return super().train(*args, **kwargs)
+            with naming_missing_ranks():
+                return super().train(*args, **kwargs)
         finally:
             self.session.end()
 
@@ -141,10 +145,6 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._attach()
-        # accelerate marks a model as prepared that evaluate() had it prepare without DDP, and would leave it so: each
-        # process would train alone.
-        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled) and self.model_wrapped is self.model:
-            vars(self.model).pop("_is_accelerate_prepared", None)
         self.session.take_reference(getattr(self, "ref_model", None))
         self.session.check_first_backward(self.accelerator)
         return super()._inner_training_loop(*args, **kwargs)

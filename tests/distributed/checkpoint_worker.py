@@ -7,7 +7,9 @@ what each rank found. The processes of each run are forked, so that torch is imp
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -18,11 +20,12 @@ import torch.distributed as dist
 from loop_worker import Wrap, batches, shard, tiny_gpt2, train, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing import start_processes
+from torch.multiprocessing import get_context, start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_mp
 
+LIMIT_SECONDS = 8
 LAYOUTS = ("fp16", "bf16", "fp16-lean")
 
 
@@ -196,16 +199,52 @@ def refused(folder: Path, wrap: str) -> dict[str, str]:
     return said
 
 
+def lost(folder: Path, how: str) -> dict[str, Any]:
+    """Rank 1 ends, or sleeps, in the third step, after a checkpoint; what rank 0 says and after how many seconds."""
+    ids, parts = batches(1)[0], made("fp16", "ddp")
+    if how == "absent" and dist.get_rank() == 1:
+        time.sleep(60)
+    try:
+        steps(*parts, 0, 2)
+        hf_mp.save_checkpoint(folder / "checkpoint-2", parts[0], parts[1], 2)
+        parts[0](input_ids=ids, labels=ids).loss.backward()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL) if how == "killed" else time.sleep(60)
+        start = time.monotonic()
+        parts[1].step()
+    except RuntimeError as error:
+        return {"said": str(error), "seconds": time.monotonic() - start if how != "absent" else 0.0}
+    return {"said": "nothing"}
+
+
+def resumed(folder: Path, how: str) -> dict[str, Any]:
+    parts = made("fp16", "ddp", seed=7)
+    step, _ = hf_mp.load_checkpoint(folder, parts[0], parts[1])
+    return {"step": step, "losses": steps(*parts, 2, 3)}
+
+
 def run(rank: int, ranks: int, case: str, wrap: str, folder: Path, results: Path) -> None:
     """One rank of a run, in a process of its own."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     if ranks > 1:
         store = f"file://{results}.store"
-        dist.init_process_group("gloo", store, timeout=timedelta(seconds=60), rank=rank, world_size=ranks)
+        limit = timedelta(seconds=LIMIT_SECONDS if case == "lost" else 60)
+        dist.init_process_group("gloo", store, timeout=limit, rank=rank, world_size=ranks)
     torch.save(globals()[case](folder, wrap), f"{results}.{rank}")
-    if ranks > 1:
+    if ranks > 1 and case != "lost":
         dist.barrier()
         dist.destroy_process_group()
+
+
+def lose(*arguments: Any) -> None:
+    """Run two ranks and wait for the first alone; nothing supervises them, as between machines."""
+    ranks = [get_context("fork").Process(target=run, args=(rank, *arguments)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    ranks[0].join(60)
+    for process in ranks:
+        process.kill()
+        process.join()
 
 
 def main(folder: str, *runs: str) -> None:
@@ -214,8 +253,13 @@ def main(folder: str, *runs: str) -> None:
         ranks, case, wrap, *place = name.split("-")
         where, results = Path(folder, *place), Path(folder, f"run{number}")
         where.mkdir(exist_ok=True)
-        start_processes(run, (int(ranks), case, wrap, where, results), int(ranks), start_method="fork")
-        found[name] = [torch.load(f"{results}.{rank}", weights_only=False) for rank in range(int(ranks))]
+        arguments = (int(ranks), case, wrap, where, results)
+        if case == "lost":
+            lose(*arguments)
+        else:
+            start_processes(run, arguments, int(ranks), start_method="fork")
+        there = [f"{results}.{rank}" for rank in range(int(ranks)) if case != "lost" or rank == 0]
+        found[name] = [torch.load(path, weights_only=False) for path in there]
         torch.save(found, Path(folder, "rank0.pt"))
 
 

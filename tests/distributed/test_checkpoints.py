@@ -128,3 +128,32 @@ def test_a_lean_layout_and_the_default_one_resume_each_other(layouts: Results, s
     for rank in layouts["2-others-fsdp-fsdp"]:
         assert_same_state(rank[saved], before)
         assert rank[saved]["runtime"]["loss_scaler"] == before["runtime"]["loss_scaler"]
+
+
+@pytest.fixture(scope="module")
+def lost(launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Results:
+    runs = ("2-lost-killed-killed", "2-resumed-ddp-killed", "2-lost-asleep-asleep", "2-lost-absent-absent")
+    return launch("checkpoint_worker.py", tmp_path_factory.mktemp("lost"), *runs, processes=1)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "asleep"])
+def test_a_rank_that_dies_or_hangs_is_named_by_the_other(lost: Results, how: str) -> None:
+    (found,) = lost[f"2-lost-{how}-{how}"]
+    assert re.search(r"rank 0 is there, and rank 1 of \[0, 1\] died or hangs.*from the newest whole ch", found["said"])
+    assert found["seconds"] < 2 * 8 + 3  # the time that init_process_group gives, once for each wait
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_attached_is_named(lost: Results) -> None:
+    (found,) = lost["2-lost-absent-absent"]
+    assert re.search(
+        r"rank 1 (has not attached mixed precision as rank 0 has|of \[0, 1\] died or hangs)", found["said"]
+    )
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_before_a_rank_died(lost: Results) -> None:
+    first, second = lost["2-resumed-ddp-killed"]
+    assert first["step"] == second["step"] == 2
+    assert first["losses"] == second["losses"]

@@ -138,6 +138,14 @@ def test_processes_train_together_after_an_evaluation(two: Results) -> None:
         assert found["loss"] == expected["loss"] and found["grad_norm"] == expected["grad_norm"]
 
 
+def test_processes_train_together_after_an_evaluation_with_the_callback(two: Results) -> None:
+    first, second = (rank["callback_evaluated_before"] for rank in two)
+    assert same_weights(first["evaluated"], second["evaluated"])
+    assert same_weights(first["evaluated"], first["plain"])
+    for rank in (first, second):
+        assert "each would train alone. If evaluation_loop() ran before train()" in rank["refused"]
+
+
 def test_a_lean_layout_resumes_under_ddp(two: Results) -> None:
     for rank in two:
         at_once, after = rank["lean"]["at_once"], rank["lean"]["after"]
