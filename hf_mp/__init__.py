@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from hf_mp.step.mixed_precision import MixedPrecision, PrecisionStats, prepare
     from hf_mp.trainer.arguments import MixedPrecisionArguments
     from hf_mp.trainer.callback import MixedPrecisionCallback
+    from hf_mp.trainer.checkpoints.loops import load_checkpoint, save_checkpoint
     from hf_mp.trainer.checkpoints.manifest import CheckpointError, NoCheckpointError
     from hf_mp.trainer.checkpoints.preemption import Preempted
     from hf_mp.trainer.hand_over import save_working_copies, working_copies
@@ -85,6 +86,8 @@ _HOME = {
     "MixedPrecision": "hf_mp.step.mixed_precision",
     "PrecisionStats": "hf_mp.step.mixed_precision",
     "prepare": "hf_mp.step.mixed_precision",
+    "load_checkpoint": "hf_mp.trainer.checkpoints.loops",
+    "save_checkpoint": "hf_mp.trainer.checkpoints.loops",
     "CheckpointError": "hf_mp.trainer.checkpoints.manifest",
     "NoCheckpointError": "hf_mp.trainer.checkpoints.manifest",
     "Preempted": "hf_mp.trainer.checkpoints.preemption",
@@ -133,11 +136,13 @@ __all__ = [
     "heal_overflows",
     "largest_batch_size",
     "load",
+    "load_checkpoint",
     "log_probability_gap",
     "measure_training_memory",
     "memory_footprint",
     "prepare",
     "record_precision",
+    "save_checkpoint",
     "save_working_copies",
     "working_copies",
 ]

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.trainer.calling_trainer import calling_trainer, come_first
+from hf_mp.trainer.calling_trainer import calling_trainer, come_first, forget_prepared
 from hf_mp.trainer.checkpoints.in_place import InPlaceSaves, checkpoint_of, clear_up, refuse_damaged
 from hf_mp.trainer.checkpoints.manifest import finish
 from hf_mp.trainer.model_card import extend_card
@@ -102,8 +102,6 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
             self.session = TrainerSession(settings, args)
         return self.session
 
-    # The Trainer's events
-
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
         """Attach the model, before the Trainer makes its optimizer."""
         self._come_first(calling_trainer(self))
@@ -115,6 +113,12 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
             refuse_model(model)
             session.begin(model)
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Have a training that follows wrap the model anew; after predict() too."""
+        forget_prepared(calling_trainer(self))
+
+    on_predict: Any = on_evaluate
+
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
@@ -125,7 +129,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
         entry = state.stateful_callbacks.setdefault(type(self).__name__, {})
         if session.runtime is None:
             return
-        refuse_missing(model, optimizer)
+        refuse_missing(model, optimizer, trainer)
         if state.global_step > 0:
             refuse_damaged(args, state)
         if session.runtime.model is not model:

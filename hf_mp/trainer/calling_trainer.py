@@ -1,4 +1,4 @@
-"""The Trainer that calls a callback, which it hands neither itself nor the list of its callbacks."""
+"""The Trainer that calls a callback, which it hands neither itself nor the list of its callbacks; what it forgets."""
 
 from __future__ import annotations
 
@@ -35,3 +35,14 @@ def come_first(callback: TrainerCallback, trainer: Trainer) -> list[TrainerCallb
     callbacks.remove(callback)
     callbacks.insert(0, callback)
     return callbacks
+
+
+def forget_prepared(trainer: Trainer | None) -> None:
+    """Have a model that was prepared for an evaluation be wrapped when training begins.
+
+    accelerate marks it as prepared and would leave it without DDP: each process would train alone.
+    """
+    if trainer is None or trainer.is_in_train or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return
+    if trainer.model_wrapped is trainer.model:
+        vars(trainer.model).pop("_is_accelerate_prepared", None)

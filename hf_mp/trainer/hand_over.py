@@ -48,7 +48,7 @@ def working_copies(model: nn.Module | MixedPrecision) -> Iterator[tuple[str, Ten
     """
     runtime = _runtime_of(model, "working_copies")
     assert runtime.model is not None
-    return ((_plain(name), _copy_of(runtime, one)) for name, one in runtime.model.named_parameters())
+    return ((plain_name(name), _copy_of(runtime, one)) for name, one in runtime.model.named_parameters())
 
 
 def save_working_copies(model: nn.Module | MixedPrecision, directory: str | os.PathLike[str]) -> None:
@@ -130,7 +130,8 @@ def _runtime_of(model: Any, caller: str) -> MixedPrecision:
     return runtime
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """The name of a parameter without those of wrappers."""
     for wrapper in _OF_WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -161,11 +162,11 @@ def _state(runtime: MixedPrecision, model: nn.Module, *, keep: bool) -> dict[str
         copies[id(parameter)] = copy
     if not keep:
         return {}
-    state = {_plain(name): copies[id(one)] for name, one in model.named_parameters(remove_duplicate=False)}
+    state = {plain_name(name): copies[id(one)] for name, one in model.named_parameters(remove_duplicate=False)}
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                state[_plain(f"{path}.{name}" if path else name)] = buffer
+                state[plain_name(f"{path}.{name}" if path else name)] = buffer
     return state
 
 

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.training_args import ParallelMode
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
+from hf_mp.weights.distributed import is_dtensor
 
 
 def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> None:
@@ -52,11 +53,6 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
         )
     if (optim := str(getattr(args.optim, "value", args.optim))).endswith("layerwise") or "lomo" in optim:
         raise ValueError(f"optim={optim!r} updates inside backward, where an overflow cannot be skipped: use another")
-    if policy.is_lean and fsdp_version == 2 and args.save_strategy != "no" and not args.save_only_model:
-        raise ValueError(
-            f"precision={str(policy)!r} with FSDP cannot save the optimizer's shards yet: save_strategy='no', "
-            f"save_only_model=True, or precision={str(policy).removesuffix('-lean')!r}"
-        )
     if args.deepspeed is not None or _is_set("ACCELERATE_USE_DEEPSPEED"):
         raise ValueError(
             "DeepSpeed brings its own FP16 optimizer: use the stock Trainer with DeepSpeed, or drop it here"
@@ -103,12 +99,21 @@ def refuse_lean(policy: PrecisionPolicy) -> None:
         )
 
 
-def refuse_missing(model: nn.Module | None, optimizer: Optimizer | None) -> None:
-    """Raise for a Trainer that hands its callbacks less than Transformers' own does."""
+def refuse_missing(model: nn.Module | None, optimizer: Optimizer | None, trainer: Trainer | None) -> None:
+    """Raise for a Trainer that hands its callbacks less than its own, and for one whose processes train alone."""
     if model is None or optimizer is None:
         raise ValueError(
             "this Trainer does not hand its model and its optimizer to on_train_begin, so a step that overflows could "
             "not be skipped: use hf_mp.prepare(model, optimizer) where it makes them"
+        )
+    wrapped: Any = None if trainer is None or trainer.is_deepspeed_enabled else trainer.model_wrapped
+    if trainer is None or trainer.args.world_size == 1 or wrapped is not trainer.model:
+        return
+    if wrapped is not None and not any(map(is_dtensor, wrapped.parameters())):
+        raise ValueError(
+            f"this is one of {trainer.args.world_size} processes, and the Trainer has wrapped its model neither in DDP "
+            "nor in FSDP: each would train alone. If evaluation_loop() ran before train(), leave it out, or make a new "
+            "Trainer"
         )
 
 

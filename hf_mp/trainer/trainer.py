@@ -19,12 +19,16 @@ from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.scalers import LossScaleError
 from hf_mp.trainer.arguments import MixedPrecisionArguments
 from hf_mp.trainer.callback import MixedPrecisionCallback
+from hf_mp.trainer.calling_trainer import forget_prepared
 from hf_mp.trainer.checkpoints.crash_safe_trainer import CrashSafe
+from hf_mp.trainer.checkpoints.optimizer_shards import see_shards
+from hf_mp.trainer.checkpoints.sharded_trainer import LeanShards
 from hf_mp.trainer.model_card import add_to_card
 from hf_mp.trainer.refusals import refuse_other_precision
 from hf_mp.trainer.relative_step import read_learning_rate_from_state
 from hf_mp.trainer.session import OfSession, TrainerSession
 from hf_mp.trainer.settings import SessionSettings
+from hf_mp.weights.missing_ranks import naming_missing_ranks
 from hf_mp.weights.optimizer_in_backward import check_free_gradients
 
 logger = logging.get_logger(__name__)
@@ -38,7 +42,7 @@ class _AfterSteps(TrainerCallback):
         self._trainer.session.after_step(self._trainer.callback_handler.callbacks, state.global_step + 1)
 
 
-class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
+class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
     """A ``Trainer`` that trains in our mixed precision; with ``precision="fp32"`` it is the stock Trainer, bit for bit.
 
     The model is attached while ``train()`` runs, and an ordinary FP32 model afterwards, also when it raises.
@@ -107,8 +111,10 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the stock Trainer's; lets go of the model and the optimizer at its end."""
+        forget_prepared(self)
         try:
-            return super().train(*args, **kwargs)
+            with naming_missing_ranks():
+                return super().train(*args, **kwargs)
         finally:
             self.session.end()
 
@@ -124,6 +130,8 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
         if self.is_in_train:  # a model that model_init made in FP16 would round the weights
             self._attach()
         self._restore_split()
+        if self.is_fsdp_enabled:  # which came after attaching, and loading into 16-bit shards would round
+            see_shards(self.mixed_precision)
         super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_best_model(self) -> None:
@@ -131,15 +139,12 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, Trainer):
         super()._load_best_model()
 
     def _restore_split(self) -> None:
-        if self.session.settings.policy.is_lean:  # peft makes new FP32 parameters of what is FP16, the halves
+        # peft makes new FP32 parameters of what is FP16, the halves.
+        if self.session.settings.policy.is_lean and not self.is_fsdp_enabled:
             self.session.detach()
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._attach()
-        # accelerate marks a model as prepared that evaluate() had it prepare without DDP, and would leave it so: each
-        # process would train alone.
-        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled) and self.model_wrapped is self.model:
-            vars(self.model).pop("_is_accelerate_prepared", None)
         self.session.take_reference(getattr(self, "ref_model", None))
         self.session.check_first_backward(self.accelerator)
         return super()._inner_training_loop(*args, **kwargs)

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.scaling.rules import StepReport
+from hf_mp.weights.missing_ranks import naming_missing_ranks
 from hf_mp.weights.model_walk import modules_of
 
 if TYPE_CHECKING:
@@ -107,8 +108,9 @@ class Ranks:
         for group in [*self._groups, *mesh_groups(parameters)]:  # one after the other: the dimensions of a mesh
             if torch.distributed.get_world_size(group) > 1:
                 number = torch.tensor([to_number(report)], dtype=torch.float32, device=_device_for(group, device))
-                torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=group)
-                report = to_report(number.item())
+                with naming_missing_ranks(group):
+                    torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=group)
+                    report = to_report(number.item())
         return report
 
     def gather(self, value: Any) -> list[Any]:

@@ -29,14 +29,14 @@ class SplitShard(DTensor):
 
     def master(self) -> DTensor:
         """The FP32 master weight."""
-        return _with_part(self, master_value(self.local))
+        return with_part(self, master_value(self.local))
 
     @property
     def grad(self) -> Tensor | None:
         if self.arrivals.are_open():  # FSDP would add to it what is scaled
             return None
         gradient = self.local.grad
-        return None if gradient is None else _with_part(self, gradient)
+        return None if gradient is None else with_part(self, gradient)
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
@@ -124,7 +124,7 @@ def _lower(model: nn.Module, dtype: torch.dtype) -> None:
             return tensor
         halves = split(tensor.to_local(), dtype)  # type: ignore[attr-defined]
         remainders[id(tensor)] = halves.remainder
-        return _with_part(tensor, halves.working)
+        return with_part(tensor, halves.working)
 
     model._apply(lower)
     for parameter in model.parameters():
@@ -132,7 +132,7 @@ def _lower(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.remainder_bits = remainders[id(parameter)]  # type: ignore[attr-defined]
 
 
-def _with_part(tensor: Any, local: Tensor) -> DTensor:
+def with_part(tensor: Any, local: Tensor) -> DTensor:
     """As ``tensor``, of which this rank's part is ``local``."""
     return DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()

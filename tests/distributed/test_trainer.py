@@ -73,7 +73,10 @@ def test_uneven_tokens_in_accumulated_batches_count_once(one: dict[str, Any], tw
     assert log["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-3)
 
 
-@pytest.mark.parametrize("case", ["resume", "fsdp_resume_full", "fsdp_resume_sharded"])
+RESUMED = ["resume", "fsdp_resume_full", "fsdp_resume_sharded", "fsdp_lean_resume", "fsdp_lean_resume_full"]
+
+
+@pytest.mark.parametrize("case", RESUMED)
 def test_resumed_training_is_bit_for_bit_that_at_once(two: Results, case: str) -> None:
     at_once, after = assert_ranks_agree(two, case, "at_once"), assert_ranks_agree(two, case, "after")
     assert at_once["skipped"][2]  # so that the state restored is not that of a new run
@@ -151,6 +154,14 @@ def test_processes_train_together_after_an_evaluation(two: Results) -> None:
         assert found["loss"] == expected["loss"] and found["grad_norm"] == expected["grad_norm"]
 
 
+def test_processes_train_together_after_an_evaluation_with_the_callback(two: Results) -> None:
+    first, second = (rank["callback_evaluated_before"] for rank in two)
+    assert same_weights(first["evaluated"], second["evaluated"])
+    assert same_weights(first["evaluated"], first["plain"])
+    for rank in (first, second):
+        assert "each would train alone. If evaluation_loop() ran before train()" in rank["refused"]
+
+
 def test_a_lean_layout_resumes_under_ddp(two: Results) -> None:
     for rank in two:
         at_once, after = rank["lean"]["at_once"], rank["lean"]["after"]
@@ -164,4 +175,12 @@ def test_a_lean_layout_trains_under_fsdp_and_saves_fp32(two: Results) -> None:
     assert log["loss"] == pytest.approx(plain["loss"], rel=1e-4)
     saved = {name: value for name, value in log["saved"].items() if name in log["weights"]}
     assert same_weights(saved, log["weights"])
-    assert "cannot save the optimizer's shards yet: save_strategy='no'" in two[0]["fsdp_lean_refused"]
+
+
+def test_optimizers_of_lean_and_default_layouts_under_fsdp(two: Results) -> None:
+    for rank in two:
+        found = rank["fsdp_lean_resume"]
+        assert "optimizer_and_model_shards" in found["files"]
+        assert not {"optimizer_0", "pytorch_model_fsdp_0"} & set(found["files"])
+        assert found["in_fp16"] == pytest.approx(found["at_once"]["loss"][4:], rel=1e-4)
+        assert "has model and optimizer of another layout" in rank["fsdp_lean_from_fp16"]

@@ -18,10 +18,10 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from hf_mp import MixedPrecisionArguments, MixedPrecisionTrainer
+from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer
 from hf_mp.trainer.session import STATE_NAME
 
 logging.set_verbosity_error()
@@ -211,6 +211,31 @@ def evaluated_before(folder: Path) -> dict[str, Any]:
     return {"loss": log.losses, "grad_norm": log.grad_norms, "wrapper": type(made.model_wrapped).__name__}
 
 
+def callback_evaluated_before(folder: Path) -> dict[str, Any]:
+    """The stock Trainer with our callback: evaluate() and predict(), then train()."""
+    args = TrainingArguments(
+        str(folder), max_steps=3, per_device_train_batch_size=2, learning_rate=0.1, optim="sgd", logging_steps=1,
+        save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    found = {}
+    for name in ("evaluated", "plain", "refused"):
+        callback, data = MixedPrecisionCallback(), {"train_dataset": rows(), "eval_dataset": rows(8)}
+        made = Trainer(tiny_gpt2(), args, callbacks=[callback], **data)
+        if name == "evaluated":
+            made.evaluate()
+            made.predict(rows(8))
+        try:
+            if name == "refused":
+                made.evaluation_loop(made.get_eval_dataloader(), "evaluation")
+            made.train()
+            found[name] = {key: whole(p.detach()) for key, p in made.model.named_parameters()}
+        except ValueError as error:
+            found[name] = str(error)
+        finally:
+            callback.detach()
+    return found
+
+
 def lean(folder: Path) -> dict[str, Any]:
     return resumed(folder, precision="fp16-lean")
 
@@ -225,9 +250,22 @@ def fsdp_lean(folder: Path) -> dict[str, Any]:
     return {"loss": log.losses, "scale": log.scales, "weights": weights, "saved": saved}
 
 
-def fsdp_lean_refused(folder: Path) -> str:
+def fsdp_lean_resume(folder: Path) -> dict[str, Any]:
+    sharded = _fsdp(state_dict_type="SHARDED_STATE_DICT")
+    found = resumed(folder, precision="fp16-lean", **sharded)
+    lean = folder / "checkpoint-4"
+    plain = run(folder / "plain", str(lean), optim_args="momentum=0.5", lr_scheduler_type="linear", **sharded)
+    return {**found, "in_fp16": plain["loss"]}
+
+
+def fsdp_lean_resume_full(folder: Path) -> dict[str, Any]:
+    return resumed(folder, precision="fp16-lean", **_fsdp(state_dict_type="FULL_STATE_DICT"))
+
+
+def fsdp_lean_from_fp16(folder: Path) -> str:
     try:
-        trainer(folder, precision="fp16-lean", save_strategy="steps", **_fsdp())
+        run(folder, str(folder.parent / "fsdp_resume_sharded" / "checkpoint-4"), precision="fp16-lean",
+            **_fsdp(state_dict_type="SHARDED_STATE_DICT"))  # fmt: skip
     except ValueError as error:
         return str(error)
     return "nothing"
@@ -247,9 +285,10 @@ def fsdp_saved_model(folder: Path) -> dict[str, Any]:
 
 ONE_PROCESS = [twenty_steps, accumulation, resume_from_two]
 TWO_PROCESSES = [
-    twenty_steps, overflow, accumulation, resume, lean, evaluated_before, fsdp_twenty_steps, fsdp_overflow,
-    fsdp_accumulation,
-    fsdp_resume_full, fsdp_resume_sharded, fsdp_checkpointing, fsdp_saved_model, fsdp_lean, fsdp_lean_refused,
+    twenty_steps, overflow, accumulation, resume, lean, evaluated_before, callback_evaluated_before,
+    fsdp_twenty_steps, fsdp_overflow, fsdp_accumulation,
+    fsdp_resume_full, fsdp_resume_sharded, fsdp_checkpointing, fsdp_saved_model, fsdp_lean, fsdp_lean_resume,
+    fsdp_lean_resume_full, fsdp_lean_from_fp16,
 ]  # fmt: skip
 
 

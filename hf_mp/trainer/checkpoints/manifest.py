@@ -136,25 +136,32 @@ def is_inside(name: str) -> bool:
 
 # On disk
 
+_NONE: Mapping[str, FileEntry] = {}
 
-def build_manifest(directory: Path, **about: Any) -> Manifest:
-    """The manifest of all files below ``directory``, as they are on disk now; ``about``: its other entries."""
+
+def build_manifest(directory: Path, known: Mapping[str, FileEntry] = _NONE, **about: Any) -> Manifest:
+    """The manifest of all files below ``directory``, as they are on disk now; ``about``: its other entries.
+
+    Files in ``known`` are not read again: their writers have said what they are.
+    """
     # Links to folders are not followed.
     paths = [Path(folder, name) for folder, _, names in os.walk(directory) for name in names]
     files = {path.relative_to(directory).as_posix(): path for path in paths}
     entries = {
-        name: FileEntry(path.stat().st_size, _sha256(path))
+        name: known.get(name) or FileEntry(path.stat().st_size, sha256(path))
         for name, path in sorted(files.items())
         if name not in (MANIFEST_NAME, UNFINISHED_NAME)
     }
     return Manifest(files=entries, **about)
 
 
-def finish(checkpoint: Path, *, step: int, world_size: int, precision: str) -> None:
-    """The last thing that is done to a checkpoint: all of it on disk, then its manifest."""
+def finish(
+    checkpoint: Path, *, step: int, world_size: int, precision: str, known: Mapping[str, FileEntry] = _NONE
+) -> None:
+    """The last thing that is done to a checkpoint: all of it on disk, then its manifest (``known``: as there)."""
     sync_tree(checkpoint)
     manifest = build_manifest(
-        checkpoint, step=step, world_size=world_size, precision=precision, versions=package_versions()
+        checkpoint, known, step=step, world_size=world_size, precision=precision, versions=package_versions()
     )
     write_synced(checkpoint / MANIFEST_NAME, manifest.to_json())
     sync_folder(checkpoint)
@@ -193,13 +200,14 @@ def _difference(directory: Path, name: str, entry: FileEntry) -> str | None:
         size_bytes = path.stat().st_size
         if size_bytes != entry.size_bytes:
             return f"{name} has {size_bytes} bytes, {entry.size_bytes} were written"
-        if _sha256(path) != entry.sha256:
+        if sha256(path) != entry.sha256:
             return f"{name} is not what was written (its SHA-256 differs)"
     except OSError as error:
         return f"{name} cannot be read ({error})"
     return None
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """The checksum of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,243 @@
+"""Checkpoints of loops of one's own: written by all ranks together, and resumed on any number of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hf_mp.diagnostics.overflow import runtime_of
+from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.trainer.checkpoints import inspection, loaded_state
+from hf_mp.trainer.checkpoints.atomic import make_staging_folder, publish, recover, staging_folder, write_synced
+from hf_mp.trainer.checkpoints.json_files import read_json
+from hf_mp.trainer.checkpoints.manifest import (
+    MANIFEST_NAME,
+    CheckpointError,
+    FileEntry,
+    Manifest,
+    NoCheckpointError,
+    find_damage,
+    finish,
+    read_manifest,
+)
+from hf_mp.trainer.checkpoints.model_shards import compare, model_tensors, named_parameters, put_tensors
+from hf_mp.trainer.checkpoints.optimizer_shards import make_room, put_state, see_shards, take_state
+from hf_mp.trainer.checkpoints.shards import (
+    SUFFIX,
+    read_layout,
+    read_shards,
+    refused_together,
+    together,
+    write_shards,
+)
+from hf_mp.trainer.checkpoints.untrusted import find_out_of_place
+from hf_mp.weights.distributed import is_running
+
+SHARDS_FOLDER = "shards"
+STATE_FILE = "training_state.json"
+
+_last: list[tuple[Path, Future[None]]] = []  # the asynchronous save that may still run
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer,
+    step: int,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    asynchronous: bool = False,
+) -> Future[None]:
+    """Save model, optimizer and loss scale of a loop of your own, to be resumed on any number of processes.
+
+    All processes call it, each writes its own shards (safetensors), the first one the rest (JSON) and the manifest with
+    the size and checksum of every file. The directory is there whole or not at all; an older one is replaced in one
+    moment. Weights are saved in FP32, in the lean layouts too: a checkpoint resumes in any layout, under DDP, FSDP2 or
+    neither.
+
+    Args:
+        directory: of this checkpoint, as in ``f"run/checkpoint-{step}"``, on a file system that all processes share.
+        model: attached; the DDP around it, or what ``fully_shard`` gave, is right too.
+        optimizer: as ``hf_mp.prepare`` or ``attach_optimizer`` returned it.
+        step: of the optimizer, after which this is.
+        extra: what else to keep, values for JSON (of the first process), such as ``scheduler.state_dict()``. Random
+            numbers are not saved.
+        asynchronous: return when the tensors are copied to the CPU (12 bytes a parameter over all processes for AdamW),
+            and write in a thread. Another save or load waits for it.
+
+    Returns:
+        A future: done at once, or when the checkpoint is in its place. Its ``result()`` raises what went wrong.
+
+    Raises:
+        CheckpointError: on all processes, naming the rank and the reason; the earlier directory is still there. Also
+            for ``extra`` that JSON does not know, and for an optimizer's state that cannot be cut for other ranks.
+    """
+    _wait_for_last()
+    target = Path(directory).absolute()
+    runtime = _runtime(model)
+    see_shards(runtime)
+    with refused_together():
+        tensors, _ = model_tensors(model)
+        state, plain = take_state(optimizer, named_parameters(model))
+        scale = None if runtime is None else runtime.state_dict()
+        text = _as_json({"step": step, "extra": extra or {}, "optimizer": plain, "mixed_precision": scale})
+    staged = staging_folder(target.parent) / target.name
+
+    def begin() -> None:
+        recover(target.parent, inspection.is_finished)  # also clears what a killed run left half-written
+        (make_staging_folder(target.parent) / target.name / SHARDS_FOLDER).mkdir(parents=True)
+
+    def complete(files: Mapping[str, FileEntry]) -> None:
+        write_synced(staged / STATE_FILE, text)
+        finish(
+            staged,
+            step=step,
+            world_size=torch.distributed.get_world_size() if is_running() else 1,
+            precision="fp32" if runtime is None else str(runtime.policy),
+            known={f"{SHARDS_FOLDER}/{name}": entry for name, entry in files.items()},
+        )
+        publish(staged, target)
+
+    saved = write_shards(
+        staged / SHARDS_FOLDER, {**tensors, **state}, begin=begin, finish=complete, asynchronous=asynchronous
+    )
+    if asynchronous:
+        _last[:] = [(target, saved)]
+    return saved
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer
+) -> tuple[int, dict[str, Any]]:
+    """Take over what :func:`save_checkpoint` saved, bit for bit, on this number of processes and in this layout.
+
+    All processes call it, after ``hf_mp.prepare`` (or ``attach`` and ``attach_optimizer``) and after wrapping. Before
+    anything is loaded, they check each file against the manifest, each its part of them.
+
+    Args:
+        directory: of a checkpoint; or of a run, of whose ``checkpoint-STEP`` the newest whole one is taken, with a
+            warning that names those passed over.
+        model, optimizer: as for :func:`save_checkpoint`, of the same parameters in the same groups.
+
+    Returns:
+        The step and ``extra`` that were saved.
+
+    Raises:
+        NoCheckpointError: where there is none yet.
+        CheckpointError: on all processes, naming missing, torn and foreign files, weights of another model, and values
+            that are not finite.
+    """
+    _wait_for_last()
+    checkpoint = _find(Path(directory).absolute())
+    names, runtime, shards = named_parameters(model), _runtime(model), checkpoint / SHARDS_FOLDER
+    see_shards(runtime)
+    with refused_together(), loaded_state.naming(checkpoint, "the state"):
+        tensors, first = model_tensors(model)
+        saved, layout = read_json(checkpoint / STATE_FILE), read_layout(shards)
+        compare(tensors, layout)
+        state = make_room(optimizer, names, layout, saved["optimizer"])
+    read_shards(shards, {**tensors, **state})
+    with refused_together(), loaded_state.naming(checkpoint, "the state"), torch.no_grad():
+        put_tensors(model, tensors, first)
+        put_state(optimizer, names, state, saved["optimizer"])
+        loaded_state.check_parameters(checkpoint, model)
+        loaded_state.check_optimizer(checkpoint, optimizer)
+        if runtime is not None and saved["mixed_precision"] is not None:
+            runtime.load_state_dict(saved["mixed_precision"])
+    if (runtime is None) != (saved["mixed_precision"] is None):
+        where = "no mixed precision is attached" if runtime is None else "it was saved without mixed precision"
+        warnings.warn(f"{checkpoint}: {where}, so the loss scale is not taken over", stacklevel=2)
+    return saved["step"], saved["extra"]
+
+
+def _as_json(values: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(values, indent=2)
+    except TypeError as error:
+        raise CheckpointError(f"extra, or a setting of the optimizer, is no value for JSON: {error}") from error
+
+
+def _wait_for_last() -> None:
+    for target, saved in _last:
+        wait([saved])
+        if (error := saved.exception()) is not None:
+            warnings.warn(f"{target} was not saved: {error}", stacklevel=3)
+    _last.clear()
+
+
+def _runtime(model: nn.Module) -> MixedPrecision | None:
+    try:
+        return runtime_of(model, "save_checkpoint")
+    except ValueError:  # precision="fp32" attaches nothing
+        return None
+
+
+# Which checkpoint
+
+
+def _find(directory: Path) -> Path:
+    """``directory``, or the newest whole checkpoint in it; a collective call."""
+    found = [directory / name for name in together(_candidates(directory) if _rank() == 0 else [])]
+    if not found:
+        raise NoCheckpointError(f"there is no checkpoint in {directory} yet: train from the start")
+    passed_over: list[str] = []
+    for checkpoint in sorted(found, key=lambda path: inspection.step_of(path) or 0, reverse=True):
+        if not (problems := together(_problems(checkpoint))):
+            if passed_over:
+                newer = "; ".join(passed_over)
+                warnings.warn(f"resuming from {checkpoint}; newer ones were passed over: {newer}", stacklevel=3)
+            return checkpoint
+        passed_over.append(f"{checkpoint.name}: {', '.join(problems)}")
+    raise CheckpointError(
+        f"nothing is loaded from {directory}: {'; '.join(passed_over)}. Resume from another checkpoint"
+    )
+
+
+def _candidates(directory: Path) -> list[str]:
+    """Names of the checkpoints in the directory of a run; "." where it is itself one."""
+    if not directory.is_dir() and directory.parent.is_dir():
+        recover(directory.parent, inspection.is_finished)  # a kill between two renames
+    if not directory.is_dir():
+        return []
+    if (directory / MANIFEST_NAME).exists() or (directory / SHARDS_FOLDER).exists():
+        return ["."]
+    return [path.name for path in inspection.list_checkpoints(directory)]
+
+
+def _problems(checkpoint: Path) -> list[str]:
+    """Why not to load a checkpoint, as far as this rank's part of its files tells."""
+    try:
+        manifest = read_manifest(checkpoint)
+        if manifest is None:
+            return [f"{MANIFEST_NAME} is missing: it was never finished, or is of another program"]
+        if STATE_FILE not in manifest.files:
+            return [f"{STATE_FILE} is missing: resume a Trainer's checkpoint with train(resume_from_checkpoint=...)"]
+        return find_out_of_place(checkpoint) or _strangers(checkpoint, manifest) or _damage(checkpoint, manifest)
+    except (CheckpointError, OSError) as error:
+        return [str(error)]
+
+
+def _strangers(checkpoint: Path, manifest: Manifest) -> list[str]:
+    """Shards are found by listing their folder: there must be none besides those of the manifest."""
+    listed = [f"{SHARDS_FOLDER}/{path.name}" for path in (checkpoint / SHARDS_FOLDER).glob(f"*{SUFFIX}")]
+    return [f"{name} is not in the manifest: remove it" for name in sorted(set(listed) - set(manifest.files))]
+
+
+def _damage(checkpoint: Path, manifest: Manifest) -> list[str]:
+    ranks = torch.distributed.get_world_size() if is_running() else 1
+    mine = dict(sorted(manifest.files.items())[_rank() :: ranks])
+    return find_damage(checkpoint, replace(manifest, files=mine))
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if is_running() else 0

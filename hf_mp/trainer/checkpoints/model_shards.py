@@ -1,0 +1,65 @@
+"""The weights of a model by name, as tensors for shards: FP32 masters, whole or on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_mp.trainer.checkpoints.manifest import CheckpointError
+from hf_mp.trainer.hand_over import plain_name
+
+_PREFIX = "model/"
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of ``model``, by their names without those of wrappers; tied ones once."""
+    return {plain_name(name): parameter for name, parameter in _unwrapped(model).named_parameters()}
+
+
+def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """A model's tensors by ``model/NAME``, tied ones once; and for each key of its state dict that name.
+
+    Raises:
+        CheckpointError: for a state dict with anything but tensors.
+    """
+    inner = _unwrapped(model)
+    named = [*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)]
+    identities = {name: id(tensor) for name, tensor in named}
+    tensors: dict[str, Tensor] = {}
+    first: dict[str, str] = {}
+    seen: dict[int | str, str] = {}
+    for key, value in inner.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"{key} of the model's state is a {type(value).__name__}: only tensors are saved")
+        first[key] = seen.setdefault(identities.get(key, key), _PREFIX + plain_name(key))
+        if first[key] not in tensors:
+            tensors[first[key]] = value.detach().contiguous()
+    return tensors, first
+
+
+def compare(tensors: Mapping[str, Tensor], layout: Mapping[str, Any]) -> None:
+    """Raise a CheckpointError where the weights that were saved are not those of this model."""
+    saved = {name for name in layout if name.startswith(_PREFIX)}
+    if saved != tensors.keys():
+        missing, unknown = sorted(tensors.keys() - saved)[:3], sorted(saved - tensors.keys())[:3]
+        raise CheckpointError(f"weights of another model: it lacks {missing} and has {unknown} besides")
+    for name, tensor in tensors.items():
+        stored = layout[name]
+        if stored.size != tensor.shape or stored.properties.dtype.is_floating_point != tensor.is_floating_point():
+            raise CheckpointError(
+                f"{name} was saved as {stored.properties.dtype} of shape {tuple(stored.size)}, and is {tensor.dtype} "
+                f"of shape {tuple(tensor.shape)} here"
+            )
+
+
+@torch.no_grad()
+def put_tensors(model: nn.Module, tensors: Mapping[str, Tensor], first: Mapping[str, str]) -> None:
+    """Have ``model`` take over what was loaded into what :func:`model_tensors` gave."""
+    _unwrapped(model).load_state_dict({key: tensors[name] for key, name in first.items()})
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model

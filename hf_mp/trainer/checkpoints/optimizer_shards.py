@@ -1,0 +1,187 @@
+"""The state of an optimizer by the names of its parameters: tensors for shards, plain values for JSON.
+
+What is saved does not tell on how many ranks, in which memory layout or with which wrapper the optimizer ran: moments
+are whole FP32 tensors cut by the mesh that loads them, as the weights are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_mp.trainer.checkpoints.manifest import CheckpointError
+from hf_mp.weights.distributed import is_dtensor, local_part
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from hf_mp.step.mixed_precision import MixedPrecision
+
+PREFIX = "optimizer/"
+
+
+class _Owned(NamedTuple):
+    """A parameter of an optimizer."""
+
+    name: str
+    inside: Any  # in the optimizer: of a split shard, this rank's part
+    whole: Any  # in the model
+
+
+def see_shards(runtime: MixedPrecision | None) -> None:
+    """Have a layout make of shards now what it makes of them when the first forward begins."""
+    if runtime is not None:
+        with torch.no_grad():
+            runtime.begin_forward()
+
+
+def take_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of an optimizer's state, by ``optimizer/PARAMETER/KEY``, and all else, for JSON.
+
+    Args:
+        optimizer: over parameters of one model, or over what mixed precision put in their places.
+        names: the model's parameters.
+
+    Raises:
+        CheckpointError: for state that cannot be cut for other ranks, FP32 masters that a bare
+            :class:`hf_mp.MasterWeightOptimizer` holds, and parameters of another model.
+    """
+    groups = _by_group(optimizer, names)
+    if optimizer.state_dict().get("masters"):
+        raise CheckpointError(
+            "the FP32 masters are in a MasterWeightOptimizer and not in the model: use it through hf_mp.prepare or "
+            "MixedPrecision(...).attach(model), or save optimizer.state_dict() with torch.save"
+        )
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for one in (one for owned in groups for one in owned):
+        for key, value in optimizer.state.get(one.inside, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{PREFIX}{one.name}/{key}"] = _whole(one, key, value).contiguous()
+            else:
+                values.setdefault(one.name, {})[key] = value
+    settings = [
+        {**{key: _plain(value) for key, value in group.items()}, "params": [one.name for one in owned]}
+        for group, owned in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    return tensors, {"groups": settings, "values": values}
+
+
+def make_room(
+    optimizer: Any,
+    names: Mapping[str, nn.Parameter],
+    layout: Mapping[str, TensorStorageMetadata],
+    plain: Mapping[str, Any],
+) -> dict[str, Tensor]:
+    """Tensors to load a state of :func:`take_state` into, on the meshes of this run, by the same names.
+
+    Raises:
+        CheckpointError: where the state is of other parameters, or of other groups of them.
+    """
+    groups = _by_group(optimizer, names)
+    here, saved = [[one.name for one in owned] for owned in groups], [group["params"] for group in plain["groups"]]
+    if [sorted(group) for group in here] != [sorted(group) for group in saved]:
+        raise CheckpointError(
+            f"the optimizer was saved with {_spelled(saved)}, and has {_spelled(here)} here: make it of the same "
+            "parameters in the same groups"
+        )
+    found: dict[str, Tensor] = {}
+    owned_by_name = {one.name: one for owned in groups for one in owned}
+    for name, stored in layout.items():
+        if not name.startswith(PREFIX):
+            continue
+        parameter, _, key = name.removeprefix(PREFIX).rpartition("/")
+        if parameter not in owned_by_name:
+            raise CheckpointError(f"the checkpoint has {key} of {parameter}, which the optimizer does not have")
+        found[name] = _empty(owned_by_name[parameter], stored)
+    return found
+
+
+def put_state(
+    optimizer: Any, names: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor], plain: Mapping[str, Any]
+) -> None:
+    """Have an optimizer take over a state whose ``tensors`` were loaded into what :func:`make_room` gave."""
+    groups = _by_group(optimizer, names)
+    index = {one.name: number for number, one in enumerate(one for owned in groups for one in owned)}
+    owned_by_name = {one.name: one for owned in groups for one in owned}
+    state: dict[int, dict[str, Any]] = {index[name]: dict(values) for name, values in plain["values"].items()}
+    for name, tensor in tensors.items():
+        parameter, _, key = name.removeprefix(PREFIX).rpartition("/")
+        is_inside = is_dtensor(owned_by_name[parameter].inside)
+        state.setdefault(index[parameter], {})[key] = tensor if is_inside else local_part(tensor)
+    settings = []
+    for group, saved, owned in zip(optimizer.param_groups, plain["groups"], groups, strict=True):
+        kept = {key: _like(group.get(key), value) for key, value in saved.items() if key != "params"}
+        settings.append({**kept, "params": [index[one.name] for one in owned]})
+    optimizer.load_state_dict({"state": state, "param_groups": settings})
+
+
+def _by_group(optimizer: Any, names: Mapping[str, nn.Parameter]) -> list[list[_Owned]]:
+    # A lean layout's optimizer may still have a shard where it will have this rank's part.
+    known = {id(_inside_of(p)): (name, p) for name, p in names.items()}
+    groups: list[list[_Owned]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        if unknown := [p for p in group["params"] if id(_inside_of(p)) not in known]:
+            raise CheckpointError(
+                f"group {number} of the optimizer has a parameter of shape {tuple(unknown[0].shape)} that the model "
+                "does not have: give both as they are trained together"
+            )
+        found = [(_inside_of(p), *known[id(_inside_of(p))]) for p in group["params"]]
+        groups.append([_Owned(name, inside, whole) for inside, name, whole in found])
+    return groups
+
+
+def _inside_of(parameter: Any) -> Any:
+    return getattr(parameter, "local", parameter)
+
+
+def _whole(one: _Owned, key: str, value: Tensor) -> Tensor:
+    """``value`` as what is saved of it: on a mesh, if the parameter is."""
+    if is_dtensor(value) or not is_dtensor(one.whole) or not value.dim():
+        return value
+    if value.shape == local_part(one.whole).shape:
+        return _on_mesh(one.whole, value)
+    raise CheckpointError(
+        f"{key} of {one.name} has shape {tuple(value.shape)} on this rank, whose part of the parameter has "
+        f"{tuple(local_part(one.whole).shape)}: it cannot be cut for another number of ranks. Use an optimizer with "
+        "state of its parameters' shapes (torch.optim.AdamW), or DDP"
+    )
+
+
+def _empty(one: _Owned, stored: TensorStorageMetadata) -> Tensor:
+    dtype, like = stored.properties.dtype, one.whole
+    if is_dtensor(like) and stored.size == like.shape and stored.size:
+        return _on_mesh(like, torch.empty_like(local_part(like), dtype=dtype))
+    if is_dtensor(like) and stored.size:
+        raise CheckpointError(
+            f"a state of {one.name} has shape {tuple(stored.size)}, and the parameter {tuple(like.shape)} is sharded "
+            "here: resume with the optimizer that was saved"
+        )
+    # A counter stays on the CPU, as optimizers make it, until they move it themselves.
+    return torch.empty(stored.size, dtype=dtype, device=like.device if stored.size else "cpu")
+
+
+def _on_mesh(like: Tensor, part: Tensor) -> Tensor:
+    from hf_mp.weights.split_shard import with_part  # which not every build of torch can import
+
+    return with_part(like, part)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _like(current: Any, value: Any) -> Any:
+    """``value`` out of JSON, of the kind that an optimizer has there."""
+    if isinstance(current, Tensor):
+        return torch.full_like(current, value)
+    return tuple(value) if isinstance(current, tuple) else value
+
+
+def _spelled(groups: list[list[str]]) -> str:
+    sizes = ", ".join(str(len(group)) for group in groups)
+    first = next((group[0] for group in groups if group), "none")
+    return f"groups of {sizes} parameters ({first}, ...)"

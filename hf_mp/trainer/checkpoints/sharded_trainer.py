@@ -1,0 +1,95 @@
+"""``LeanShards``: a mixin for a Trainer that saves shards of a lean layout, which accelerate's FSDP2 cannot read.
+
+accelerate asks torch for an optimizer's state by the model's parameters, and a lean layout has split parts in their
+places; whole weights it loads in the dtype of the shards, which would round the masters.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.trainer import SCHEDULER_NAME
+
+from hf_mp.trainer.checkpoints.json_files import read_json
+from hf_mp.trainer.checkpoints.manifest import CheckpointError
+from hf_mp.trainer.checkpoints.model_shards import compare, model_tensors, named_parameters, put_tensors
+from hf_mp.trainer.checkpoints.optimizer_shards import make_room, put_state, take_state
+from hf_mp.trainer.checkpoints.shards import read_layout, read_shards, refused_together, write_shards
+from hf_mp.weights.optimizer import MasterWeightOptimizer
+
+SHARDS_FOLDER, _SETTINGS = "optimizer_and_model_shards", "optimizer.json"
+
+_Base: Any = Trainer if TYPE_CHECKING else object
+
+
+class LeanShards(_Base):
+    """Saves the model and the optimizer of a lean layout under FSDP2 in safetensors; any layout there resumes it."""
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)  # in accelerate's wrapper
+        if not (self.is_fsdp_enabled and isinstance(inner, MasterWeightOptimizer)):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        model, folder = cast(nn.Module, self.model), Path(output_dir, SHARDS_FOLDER)
+        with refused_together():
+            weights, _ = model_tensors(model)
+            state, plain = take_state(self.optimizer, named_parameters(model))
+        write_shards(folder, {**weights, **state})
+        if self.args.should_save:
+            (folder / _SETTINGS).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+            torch.save(self.lr_scheduler.state_dict(), folder.parent / SCHEDULER_NAME)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        folder = Path(resume_from_checkpoint, SHARDS_FOLDER)
+        if folder.is_dir() and not self.is_fsdp_enabled:
+            raise CheckpointError(
+                f"{resume_from_checkpoint} has the shards of a lean layout under FSDP2: resume with FSDP2, on any "
+                "number of processes"
+            )
+        if not folder.is_dir():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        self._load_shards(folder, cast(nn.Module, self.model) if model is None else model)
+
+    def _load_best_model(self) -> None:
+        folder = Path(str(self.state.best_model_checkpoint), SHARDS_FOLDER)
+        if not folder.is_dir():
+            super()._load_best_model()
+            return
+        self._load_shards(folder, cast(nn.Module, self.model))
+
+    def _load_shards(self, folder: Path, model: nn.Module) -> None:
+        with refused_together():
+            tensors, first = model_tensors(model)
+            compare(tensors, read_layout(folder))
+        read_shards(folder, tensors)
+        put_tensors(model, tensors, first)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        folder = None if checkpoint is None else Path(checkpoint, SHARDS_FOLDER)
+        if folder is None or not folder.is_dir():
+            self._refuse_other_state(checkpoint)
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        names = named_parameters(cast(nn.Module, self.model))
+        with refused_together():
+            plain = read_json(folder / _SETTINGS)
+            tensors = make_room(self.optimizer, names, read_layout(folder), plain)
+        read_shards(folder, tensors)
+        put_state(self.optimizer, names, tensors, plain)
+        scheduler = torch.load(folder.parent / SCHEDULER_NAME, weights_only=True)
+        self.lr_scheduler.load_state_dict(scheduler)
+
+    def _refuse_other_state(self, checkpoint: str | None) -> None:
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        is_lean = self.is_fsdp_enabled and isinstance(inner, MasterWeightOptimizer)
+        if is_lean and checkpoint is not None and any(Path(checkpoint).glob("optimizer*")):
+            raise CheckpointError(
+                f"{checkpoint} has model and optimizer of another layout, as accelerate saves them: resume with the "
+                "precision that it was saved with"
+            )

@@ -1,0 +1,195 @@
+"""Tensors of several processes in a directory: each writes its own shards, and other numbers of processes read them.
+
+The engine is ``torch.distributed.checkpoint`` with its safetensors format, so that nothing is pickled: every file tells
+for each of its tensors where in the whole one it lies.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_mp.trainer.checkpoints.manifest import CheckpointError, FileEntry, sha256
+from hf_mp.weights.distributed import is_running
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # not in every build of torch
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+SUFFIX = ".safetensors"
+Finish = Callable[[Mapping[str, FileEntry]], None]
+
+
+def write_shards(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    begin: Callable[[], None] = lambda: None,
+    finish: Finish = lambda files: None,
+    asynchronous: bool = False,
+) -> Future[None]:
+    """Write ``tensors``, whole ones that all ranks have alike and DTensors, each element once: a collective call.
+
+    Args:
+        folder: a new one, on a file system that all ranks share.
+        tensors: by name, contiguous; none shares its memory with another.
+        begin, finish: called on the first rank, before and after anything is written; ``finish`` is given the files of
+            all ranks by name, as their writers know them.
+        asynchronous: return once the tensors are copied to the CPU, and write in a thread.
+
+    Returns:
+        Done when ``finish`` has returned; a :class:`CheckpointError` on all ranks where one of them failed.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    writer = _writer_class()(folder, begin, finish)
+    done: Future[None] = Future()
+    if not asynchronous:
+        with _as_checkpoint_error(folder), _quiet():
+            dcp.save(dict(tensors), storage_writer=writer)
+        done.set_result(None)
+        return done
+
+    def take_over(upload: Future[Any]) -> None:
+        try:
+            with _as_checkpoint_error(folder):
+                upload.result()
+            done.set_result(None)
+        except BaseException as error:  # whatever ended the thread: the caller's result() raises it
+            done.set_exception(error)
+
+    with _as_checkpoint_error(folder), _quiet():
+        upload: Any = dcp.async_save(dict(tensors), storage_writer=writer, process_group=_group_of_its_own())
+    upload.add_done_callback(take_over)
+    return done
+
+
+def read_layout(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """What is in ``folder``, by name: size, dtype and place of each chunk. Reads the heads of its files.
+
+    Raises:
+        CheckpointError: for a tensor of which elements are missing.
+    """
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    found: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    for name, one in found.items():
+        held = sum(chunk.sizes.numel() for chunk in one.chunks)
+        if held != one.size.numel():
+            raise CheckpointError(
+                f"{folder} holds {held} of the {one.size.numel()} elements of {name}: files are missing, or of another "
+                "checkpoint"
+            )
+    return found
+
+
+def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill ``tensors``, whole ones or DTensors of any mesh, in place from what was written: a collective call.
+
+    Raises:
+        CheckpointError: on all ranks, for what cannot be read and for sizes that differ.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    with _as_checkpoint_error(folder, saving=False), _quiet():
+        dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+
+
+def together(problems: Iterable[str]) -> list[str]:
+    """What all ranks have found, each line once: a collective call."""
+    found: list[list[str]] = [list(problems)]
+    if is_running():
+        mine, found = found[0], [[]] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(found, mine)
+    return sorted({line for lines in found for line in lines})
+
+
+@contextmanager
+def refused_together() -> Iterator[None]:
+    """Have a CheckpointError of one rank be that of all: a collective call, when the block ends."""
+    problems: list[str] = []
+    try:
+        yield
+    except CheckpointError as error:
+        problems = [str(error)]
+    if problems := together(problems):
+        raise CheckpointError("; ".join(problems))
+
+
+@contextmanager
+def _as_checkpoint_error(folder: Path, *, saving: bool = True) -> Iterator[None]:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:  # by rank
+        said = [f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items())]
+        what = "could not be saved" if saving else "cannot be loaded"
+        raise CheckpointError(f"{folder} {what}: {'; '.join(said)}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warning that a single process is single."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+_own_group: list[Any] = [None, None]  # a default group, and ours next to it
+
+
+def _group_of_its_own() -> ProcessGroup | None:
+    """A group for a thread: collectives of two threads on one group would meet those of each other."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    if _own_group[0] is not torch.distributed.group.WORLD:
+        _own_group[:] = [torch.distributed.group.WORLD, torch.distributed.new_group(backend="gloo")]
+    return _own_group[1]
+
+
+def _writer_class() -> Any:
+    """A class of torch's, which not every build of it has."""
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+    class Writer(HuggingFaceStorageWriter):
+        """Tells which files it wrote, with their checksums, which each rank computes of its own."""
+
+        def __init__(self, folder: Path, begin: Callable[[], None], finish: Finish) -> None:
+            super().__init__(str(folder), save_distributed=True)
+            self._begin, self._finish = begin, finish
+
+        def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+            super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+            if is_coordinator:
+                self._begin()
+
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            results = super().write_data(plan, planner).wait()
+            names = {result.storage_data.relative_path for result in results}
+            paths = {name: Path(self.path, name) for name in names}
+            entries = {name: FileEntry(path.stat().st_size, sha256(path)) for name, path in paths.items()}
+            written: Any = torch.futures.Future()
+            written.set_result(
+                [replace(one, storage_data=(name := one.storage_data.relative_path, entries[name])) for one in results]
+            )
+            return written
+
+        def finish(self, metadata: Any, results: Any) -> None:
+            files = dict(result.storage_data for of_rank in results for result in of_rank)
+            if unseen := [name for name in sorted(files) if not Path(self.path, name).is_file()]:
+                raise CheckpointError(
+                    f"{unseen[0]} was written by another rank and is not there for the first one: save to a file "
+                    "system that all ranks share"
+                )
+            self._finish(files)
+
+    return Writer

@@ -1,0 +1,267 @@
+"""Checkpoints of plain loops, saved on some ranks and resumed on others; ranks that die or hang.
+
+Usage: python checkpoint_worker.py FOLDER RUN...; a run is RANKS-CASE-WRAP-PLACE. Writes FOLDER/rank0.pt: by run,
+what each rank found. The processes of each run are forked, so that torch is imported once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from loop_worker import Wrap, batches, shard, tiny_gpt2, train, whole
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing import get_context, start_processes
+from torch.nn.parallel import DistributedDataParallel
+
+import hf_mp
+
+LIMIT_SECONDS = 8
+LAYOUTS = ("fp16", "bf16", "fp16-lean")
+
+
+def hybrid(model: nn.Module) -> nn.Module:
+    return shard(
+        model, mesh=init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    )
+
+
+WRAPS: dict[str, Wrap] = {"ddp": DistributedDataParallel, "fsdp": shard, "hsdp": hybrid, "one": lambda model: model}
+
+
+def made(precision: str, wrap: str, seed: int = 3) -> tuple[nn.Module, Any, hf_mp.MixedPrecision]:
+    model, runtime = tiny_gpt2(seed, layers=1), hf_mp.MixedPrecision(precision)
+    wrapped = WRAPS[wrap](runtime.attach(model))
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+    return wrapped, runtime.attach_optimizer(optimizer), runtime
+
+
+def state(model: nn.Module, optimizer: Any, runtime: hf_mp.MixedPrecision) -> dict[str, Any]:
+    """Weights, moments and loss scale, whole, on every rank."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    found = {name: whole(value.detach()).clone() for name, value in inner.state_dict().items()}
+    for name, parameter in inner.named_parameters():
+        for key, value in optimizer.state.get(getattr(parameter, "local", parameter), {}).items():
+            if value.dim() and hasattr(parameter, "local"):
+                value = (
+                    type(parameter)
+                    .__mro__[1]
+                    .from_local(
+                        value,
+                        parameter.device_mesh,
+                        parameter.placements,
+                        shape=parameter.shape,
+                        stride=parameter.stride(),
+                    )
+                )
+            found[f"{name} {key}"] = whole(value).clone()
+    return {"tensors": found, "runtime": runtime.state_dict(), "lr": [g["lr"] for g in optimizer.param_groups]}
+
+
+def steps(model: nn.Module, optimizer: Any, runtime: hf_mp.MixedPrecision, start: int, stop: int) -> list[float]:
+    ids = batches(stop, rows=8)[start:]
+    return train(model, optimizer, ids, runtime=runtime)["loss"]
+
+
+def save(folder: Path, wrap: str) -> dict[str, Any]:
+    """Two steps and a checkpoint of each layout, then one more; what was saved is what there was then."""
+    found = {}
+    for precision in LAYOUTS:
+        parts = made(precision, wrap)
+        steps(*parts, 0, 2)
+        parts[1].param_groups[0]["lr"] = 5e-4
+        kept, path = state(*parts), folder / precision / "checkpoint-2"
+        saved = hf_mp.save_checkpoint(
+            path, parts[0], parts[1], 2, extra={"epoch": 1.5}, asynchronous=precision != "bf16"
+        )
+        losses = steps(*parts, 2, 3)
+        saved.result()
+        found[precision] = {"state": kept, "losses": losses, "end": state(*parts)}
+    return found
+
+
+def load(folder: Path, wrap: str) -> dict[str, Any]:
+    """Each checkpoint that was saved in ``folder`` into a model of other weights, and one more step."""
+    found = {}
+    for precision in LAYOUTS:
+        parts = made(precision, wrap, seed=7)
+        step, extra = hf_mp.load_checkpoint(folder / precision / "checkpoint-2", parts[0], parts[1])
+        kept = state(*parts)
+        losses = steps(*parts, 2, 3)
+        found[precision] = {"state": kept, "step": step, "extra": extra, "losses": losses, "end": state(*parts)}
+    return found
+
+
+def others(folder: Path, wrap: str) -> dict[str, Any]:
+    """A checkpoint of the lean layout in the default one, and the other way round."""
+    found = {}
+    for saved, now in (("fp16", "fp16-lean"), ("fp16-lean", "fp16")):
+        parts = made(now, wrap, seed=7)
+        hf_mp.load_checkpoint(folder / saved, parts[0], parts[1])
+        found[saved] = state(*parts)
+    return found
+
+
+def damaged(folder: Path, wrap: str) -> dict[str, Any]:
+    """What is said of damaged checkpoints, which the first rank makes; nothing is loaded of them."""
+    parts = made("fp16", wrap)
+    for step in (1, 2):
+        hf_mp.save_checkpoint(folder / f"run/checkpoint-{step}", parts[0], parts[1], step)
+    before = state(*parts)
+    found: dict[str, Any] = {}
+    shards = sorted((folder / "run/checkpoint-2/shards").iterdir())
+    manifest = folder / "run/checkpoint-2/hf_mp_manifest.json"
+
+    def said(name: str, change: Any, undo: Any) -> None:
+        change() if dist.get_rank() == 0 else None
+        dist.barrier()
+        try:
+            hf_mp.load_checkpoint(folder / "run/checkpoint-2", parts[0], parts[1])
+            found[name] = "nothing"
+        except hf_mp.CheckpointError as error:
+            found[name] = str(error)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found[f"{name} newest"] = hf_mp.load_checkpoint(folder / "run", parts[0], parts[1])[0]
+        found[f"{name} warned"] = [str(one.message) for one in caught if "passed over" in str(one.message)]
+        dist.barrier()
+        undo() if dist.get_rank() == 0 else None
+        dist.barrier()
+
+    aside, content, text = folder / "aside", shards[1].read_bytes(), manifest.read_text()
+    flipped = content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
+    stranger = shards[0].with_name("shard-00009-model-00001-of-00001.safetensors")
+    dist.barrier()
+    back = lambda: shards[1].write_bytes(content)  # noqa: E731
+    said("missing", lambda: shards[1].rename(aside), back)
+    said("torn", lambda: shards[1].write_bytes(content[:-100]), back)
+    said("flipped", lambda: shards[1].write_bytes(flipped), back)
+    said("stranger", lambda: stranger.write_bytes(content), lambda: stranger.unlink())
+    said("unfinished", lambda: manifest.unlink(), lambda: manifest.write_text(text))
+    found["unchanged"] = all(torch.equal(one, state(*parts)["tensors"][key]) for key, one in before["tensors"].items())
+    return found
+
+
+def refused(folder: Path, wrap: str) -> dict[str, str]:
+    """On all ranks together, also where one alone has found it."""
+    model, optimizer, _ = made("fp16", wrap)
+    steps(model, optimizer, model.forward.runtime, 0, 1)
+    hf_mp.save_checkpoint(folder / "run/checkpoint-1", model, optimizer, 1)
+    (folder / "file").touch()
+    said = {}
+
+    def one_rank_has_other_state() -> None:
+        if dist.get_rank() == 1:
+            parameter = next(iter(model.parameters()))
+            optimizer.state[parameter]["factor"] = torch.ones(3)
+        hf_mp.save_checkpoint(folder / "run/checkpoint-2", model, optimizer, 2)
+
+    def another_model() -> None:
+        other = hf_mp.MixedPrecision("fp16").attach(nn.Linear(4, 4))
+        hf_mp.load_checkpoint(folder / "run", other, torch.optim.AdamW(other.parameters()))
+
+    def other_groups() -> None:
+        first, *rest = model.parameters()
+        hf_mp.load_checkpoint(folder / "run", model, torch.optim.AdamW([{"params": [first]}, {"params": rest}]))
+
+    def values_that_json_does_not_know() -> None:
+        hf_mp.save_checkpoint(folder / "run/checkpoint-3", model, optimizer, 3, extra={"loss": torch.ones(1)})
+
+    def nothing_there() -> None:
+        hf_mp.load_checkpoint(folder / "nowhere", model, optimizer)
+
+    def no_directory() -> None:
+        hf_mp.save_checkpoint(folder / "file/checkpoint-1", model, optimizer, 1)
+
+    def asynchronously_into_no_directory() -> None:
+        hf_mp.save_checkpoint(folder / "file/checkpoint-1", model, optimizer, 1, asynchronous=True).result()
+
+    for case in (
+        another_model, other_groups, values_that_json_does_not_know, nothing_there, no_directory,
+        asynchronously_into_no_directory, one_rank_has_other_state,
+    ):  # fmt: skip
+        try:
+            case()
+            said[case.__name__] = "nothing"
+        except ValueError as error:
+            said[case.__name__] = f"{type(error).__name__}: {error}"
+        dist.barrier()
+    said["files"] = ",".join(sorted(path.name for path in (folder / "run").iterdir()))
+    return said
+
+
+def lost(folder: Path, how: str) -> dict[str, Any]:
+    """Rank 1 ends, or sleeps, in the third step, after a checkpoint; what rank 0 says and after how many seconds."""
+    ids, parts = batches(1)[0], made("fp16", "ddp")
+    if how == "absent" and dist.get_rank() == 1:
+        time.sleep(60)
+    try:
+        steps(*parts, 0, 2)
+        hf_mp.save_checkpoint(folder / "checkpoint-2", parts[0], parts[1], 2)
+        parts[0](input_ids=ids, labels=ids).loss.backward()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL) if how == "killed" else time.sleep(60)
+        start = time.monotonic()
+        parts[1].step()
+    except RuntimeError as error:
+        return {"said": str(error), "seconds": time.monotonic() - start if how != "absent" else 0.0}
+    return {"said": "nothing"}
+
+
+def resumed(folder: Path, how: str) -> dict[str, Any]:
+    parts = made("fp16", "ddp", seed=7)
+    step, _ = hf_mp.load_checkpoint(folder, parts[0], parts[1])
+    return {"step": step, "losses": steps(*parts, 2, 3)}
+
+
+def run(rank: int, ranks: int, case: str, wrap: str, folder: Path, results: Path) -> None:
+    """One rank of a run, in a process of its own."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
+    if ranks > 1:
+        store = f"file://{results}.store"
+        limit = timedelta(seconds=LIMIT_SECONDS if case == "lost" else 60)
+        dist.init_process_group("gloo", store, timeout=limit, rank=rank, world_size=ranks)
+    torch.save(globals()[case](folder, wrap), f"{results}.{rank}")
+    if ranks > 1 and case != "lost":
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def lose(*arguments: Any) -> None:
+    """Run two ranks and wait for the first alone; nothing supervises them, as between machines."""
+    ranks = [get_context("fork").Process(target=run, args=(rank, *arguments)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    ranks[0].join(60)
+    for process in ranks:
+        process.kill()
+        process.join()
+
+
+def main(folder: str, *runs: str) -> None:
+    found = {}
+    for number, name in enumerate(runs):
+        ranks, case, wrap, *place = name.split("-")
+        where, results = Path(folder, *place), Path(folder, f"run{number}")
+        where.mkdir(exist_ok=True)
+        arguments = (int(ranks), case, wrap, where, results)
+        if case == "lost":
+            lose(*arguments)
+        else:
+            start_processes(run, arguments, int(ranks), start_method="fork")
+        there = [f"{results}.{rank}" for rank in range(int(ranks)) if case != "lost" or rank == 0]
+        found[name] = [torch.load(path, weights_only=False) for path in there]
+        torch.save(found, Path(folder, "rank0.pt"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,159 @@
+"""Checkpoints of plain loops: saved on some ranks and resumed on others, bit for bit; damaged ones are named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+LAYOUTS = ("fp16", "bf16", "fp16-lean")
+Results = dict[str, list[dict[str, Any]]]
+
+SHARD = r"shards/shard-00002-model-00001-of-00001\.safetensors"
+
+
+@pytest.fixture(scope="module")
+def two(launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Saved on two ranks, and what is damaged or refused there."""
+    runs = ("2-save-fsdp-two", "1-load-one-two", "2-damaged-fsdp-damaged", "2-refused-fsdp-refused")
+    return launch("checkpoint_worker.py", tmp_path_factory.mktemp("two"), *runs, processes=1)[0]
+
+
+@pytest.fixture(scope="module")
+def four(launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Results:
+    runs = ("2-save-fsdp-two", "4-load-fsdp-two", "4-save-fsdp-four", "2-load-fsdp-four")
+    return launch("checkpoint_worker.py", tmp_path_factory.mktemp("four"), *runs, processes=1, timeout_seconds=280)[0]
+
+
+@pytest.fixture(scope="module")
+def layouts(launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Results:
+    runs = (
+        "2-save-ddp-ddp", "2-load-fsdp-ddp", "2-save-fsdp-fsdp", "2-load-fsdp-fsdp", "2-load-ddp-fsdp",
+        "2-others-fsdp-fsdp", "4-save-hsdp-hsdp", "1-load-one-hsdp", "4-load-hsdp-fsdp",
+    )  # fmt: skip
+    return launch("checkpoint_worker.py", tmp_path_factory.mktemp("layouts"), *runs, processes=1, timeout_seconds=280)[
+        0
+    ]
+
+
+def assert_same_state(loaded: dict[str, Any], saved: dict[str, Any]) -> None:
+    left, right = loaded["tensors"], saved["tensors"]
+    assert left.keys() == right.keys() and any(name.endswith("exp_avg_sq") for name in left)
+    assert [
+        name for name in left if left[name].dtype != right[name].dtype or not torch.equal(left[name], right[name])
+    ] == []
+    assert loaded["lr"] == saved["lr"] == [5e-4]
+
+
+def assert_resumed(results: Results, saved: str, loaded: str, precision: str) -> None:
+    before = results[saved][0][precision]
+    for rank in results[loaded]:
+        assert_same_state(rank[precision]["state"], before["state"])
+        assert rank[precision]["state"]["runtime"] == before["state"]["runtime"]
+        assert (rank[precision]["step"], rank[precision]["extra"]) == (2, {"epoch": 1.5})
+        assert rank[precision]["losses"] == pytest.approx(before["losses"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", LAYOUTS)
+def test_one_process_resumes_what_two_have_saved(two: Results, precision: str) -> None:
+    assert_resumed(two, "2-save-fsdp-two", "1-load-one-two", precision)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("missing", rf"{SHARD} is missing"),
+        ("torn", rf"{SHARD} has \d+ bytes, \d+ were written"),
+        ("flipped", rf"{SHARD} is not what was written"),
+        ("stranger", r"shards/shard-00009.* is not in the manifest: remove it"),
+        ("unfinished", r"hf_mp_manifest\.json is missing: it was never finished"),
+    ],
+)
+def test_a_damaged_shard_is_named_by_all_before_anything_is_loaded(two: Results, damage: str, said: str) -> None:
+    for rank in two["2-damaged-fsdp-damaged"]:
+        assert re.search(f"nothing is loaded from .*checkpoint-2: {said}.*Resume from another", rank[damage])
+        assert rank[f"{damage} newest"] == 1
+        assert any(re.search(f"resuming from .*checkpoint-1; .*{said}", line) for line in rank[f"{damage} warned"])
+        assert rank["unchanged"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("another_model", "CheckpointError: weights of another model: it lacks .*model/bias.* and has .*model/transf"),
+        ("other_groups", "CheckpointError: .*groups of 16 parameters .* groups of 1, 15 .* the same groups"),
+        ("values_that_json_does_not_know", "CheckpointError: extra, .* is no value for JSON: .*Tensor"),
+        ("nothing_there", "NoCheckpointError: there is no checkpoint in .*nowhere yet: train from the start"),
+        ("no_directory", "CheckpointError: .* could not be saved: rank 0: .*Not a directory.*; rank 1: "),
+        ("asynchronously_into_no_directory", "CheckpointError: .* could not be saved: rank 0: .*Not a directory"),
+        ("one_rank_has_other_state", "CheckpointError: factor of transformer.wte.weight .* cannot be cut for another"),
+    ],
+)
+def test_what_cannot_be_saved_or_loaded_is_refused_by_all(two: Results, case: str, said: str) -> None:
+    for rank in two["2-refused-fsdp-refused"]:
+        assert re.match(said, rank[case], flags=re.DOTALL), rank[case]
+        assert rank["files"] == "checkpoint-1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", LAYOUTS)
+def test_four_resume_what_two_have_saved_and_two_what_four_have(four: Results, precision: str) -> None:
+    assert_resumed(four, "2-save-fsdp-two", "4-load-fsdp-two", precision)
+    assert_resumed(four, "4-save-fsdp-four", "2-load-fsdp-four", precision)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("precision", LAYOUTS)
+def test_other_ways_to_spread_a_model_resume_it_too(layouts: Results, precision: str) -> None:
+    assert_resumed(layouts, "2-save-ddp-ddp", "2-load-fsdp-ddp", precision)
+    assert_resumed(layouts, "2-save-fsdp-fsdp", "2-load-ddp-fsdp", precision)
+    assert_resumed(layouts, "4-save-hsdp-hsdp", "1-load-one-hsdp", precision)
+    assert_resumed(layouts, "2-save-fsdp-fsdp", "4-load-hsdp-fsdp", precision)
+    # On as many ranks, and with an asynchronous save during the training that went on: bit for bit.
+    for saved, resumed in zip(layouts["2-save-fsdp-fsdp"], layouts["2-load-fsdp-fsdp"], strict=True):
+        assert resumed[precision]["losses"] == saved[precision]["losses"]
+        assert_same_state(resumed[precision]["end"], saved[precision]["end"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("saved", ["fp16", "fp16-lean"])
+def test_a_lean_layout_and_the_default_one_resume_each_other(layouts: Results, saved: str) -> None:
+    before = layouts["2-save-fsdp-fsdp"][0][saved]["state"]
+    for rank in layouts["2-others-fsdp-fsdp"]:
+        assert_same_state(rank[saved], before)
+        assert rank[saved]["runtime"]["loss_scaler"] == before["runtime"]["loss_scaler"]
+
+
+@pytest.fixture(scope="module")
+def lost(launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Results:
+    runs = ("2-lost-killed-killed", "2-resumed-ddp-killed", "2-lost-asleep-asleep", "2-lost-absent-absent")
+    return launch("checkpoint_worker.py", tmp_path_factory.mktemp("lost"), *runs, processes=1)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "asleep"])
+def test_a_rank_that_dies_or_hangs_is_named_by_the_other(lost: Results, how: str) -> None:
+    (found,) = lost[f"2-lost-{how}-{how}"]
+    assert re.search(r"rank 0 is there, and rank 1 of \[0, 1\] died or hangs.*from the newest whole ch", found["said"])
+    assert found["seconds"] < 2 * 8 + 3  # the time that init_process_group gives, once for each wait
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_attached_is_named(lost: Results) -> None:
+    (found,) = lost["2-lost-absent-absent"]
+    assert re.search(
+        r"rank 1 (has not attached mixed precision as rank 0 has|of \[0, 1\] died or hangs)", found["said"]
+    )
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_before_a_rank_died(lost: Results) -> None:
+    first, second = lost["2-resumed-ddp-killed"]
+    assert first["step"] == second["step"] == 2
+    assert first["losses"] == second["losses"]

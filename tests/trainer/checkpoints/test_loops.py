@@ -1,0 +1,203 @@
+"""Checkpoints of plain loops on one process: what comes back, and what a failing disk leaves."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_mp
+from hf_mp.trainer.checkpoints import loops
+
+LAYOUTS = ("fp16", "bf16", "fp16-lean", "bf16-lean", "fp32")
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9}, "Adam": {"amsgrad": True}, "AdamW": {"lr": torch.tensor(1e-2)}, "Adamax": {},
+    "Adagrad": {}, "Adadelta": {}, "ASGD": {}, "NAdam": {}, "RAdam": {}, "RMSprop": {"centered": True}, "Rprop": {},
+    "Adafactor": {},
+}  # fmt: skip
+
+
+class Net(nn.Module):
+    """Tied weights, running statistics and a frozen part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
+        self.last.weight = self.first.weight
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.frozen(self.norm(self.first(x)).relu()))
+
+
+def made(precision: str = "fp16", optimizer: str = "AdamW", seed: int = 0, **settings: Any) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    model = Net()
+    weights, others = [model.first.weight], [model.first.bias, model.norm.weight, model.norm.bias, model.last.bias]
+    groups = [{"params": weights}, {"params": others, "lr": 1e-3}]
+    model, wrapped = hf_mp.prepare(model, getattr(torch.optim, optimizer)(groups, **settings), precision)
+    return model, wrapped
+
+
+def train(model: nn.Module, optimizer: Any, start: int, stop: int) -> list[float]:
+    losses = []
+    for step in range(start, stop):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def state(model: nn.Module, optimizer: Any) -> list[Any]:
+    entries = sorted(optimizer.state_dict()["state"].items())
+    moments = [value for _, entry in entries for _, value in sorted(entry.items())]
+    return [value.clone() if isinstance(value, Tensor) else value for value in [*model.state_dict().values(), *moments]]
+
+
+def same(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all(
+        torch.equal(one, other) and one.dtype is other.dtype if isinstance(one, Tensor) else one == other
+        for one, other in zip(left, right, strict=True)
+    )
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "later"])
+@pytest.mark.parametrize("precision", LAYOUTS)
+def test_training_goes_on_bit_for_bit(tmp_path: Path, precision: str, asynchronous: bool) -> None:
+    model, optimizer = made(precision)
+    train(model, optimizer, 0, 3)
+    saved = hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 3, extra={"epoch": 0.5}, asynchronous=asynchronous)
+    kept = state(model, optimizer) if not asynchronous else None
+    losses = train(model, optimizer, 3, 5)
+    saved.result()
+    again, other = made(precision, seed=1)
+    assert hf_mp.load_checkpoint(tmp_path / "c", again, other) == (3, {"epoch": 0.5})
+    assert kept is None or same(state(again, other), kept)
+    assert train(again, other, 3, 5) == losses
+    assert same(state(again, other), state(model, optimizer))
+    assert again.first.weight is again.last.weight
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+def test_the_state_of_each_optimizer_comes_back(tmp_path: Path, precision: str, name: str) -> None:
+    settings = OPTIMIZERS[name]
+    model, optimizer = made(precision, name, **settings)
+    train(model, optimizer, 0, 2)
+    hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 2)
+    again, other = made(precision, name, seed=1, **settings)
+    hf_mp.load_checkpoint(tmp_path / "c", again, other)
+    assert same(state(again, other), state(model, optimizer))
+    assert train(again, other, 2, 3) == train(model, optimizer, 2, 3)
+    assert [group["lr"] for group in other.param_groups] == [group["lr"] for group in optimizer.param_groups]
+    types = [{key: type(value) for key, value in group.items()} for group in other.param_groups]
+    assert types == [{key: type(value) for key, value in group.items()} for group in optimizer.param_groups]
+
+
+def test_nothing_in_it_is_pickled_and_the_manifest_has_every_file(tmp_path: Path) -> None:
+    model, optimizer = made()
+    hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 0)
+    files = {path.relative_to(tmp_path / "c").as_posix() for path in (tmp_path / "c").rglob("*") if path.is_file()}
+    assert {Path(name).suffix for name in files} == {".json", ".safetensors"}
+    manifest = json.loads((tmp_path / "c/hf_mp_manifest.json").read_text())
+    assert set(manifest["files"]) == files - {"hf_mp_manifest.json"}
+
+
+def test_the_older_one_stays_where_a_save_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = made()
+    hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 0)
+    kept = state(model, optimizer)
+    train(model, optimizer, 0, 1)
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loops, "write_synced", full)
+        with pytest.raises(hf_mp.CheckpointError, match=r"could not be saved: rank 0: .*No space left on device"):
+            hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 1)
+        later = hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 1, asynchronous=True)
+        assert isinstance(later.exception(), hf_mp.CheckpointError)
+    with pytest.warns(UserWarning, match="c was not saved: .*No space left"):
+        hf_mp.load_checkpoint(tmp_path / "c", model, optimizer)
+    assert same(state(model, optimizer)[: len(model.state_dict())], kept[: len(model.state_dict())])
+    hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_kill_between_two_renames_costs_nothing(tmp_path: Path) -> None:
+    model, optimizer = made()
+    hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 4)
+    (tmp_path / ".saving").mkdir()
+    (tmp_path / "c").rename(tmp_path / ".saving/replaced-c")
+    assert hf_mp.load_checkpoint(tmp_path / "c", model, optimizer)[0] == 4
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    model, optimizer = made()
+    hf_mp.save_checkpoint(tmp_path / "run/checkpoint-1", model, optimizer, 1)
+    with pytest.raises(hf_mp.NoCheckpointError, match=r"no checkpoint in .*nowhere yet: train from the start"):
+        hf_mp.load_checkpoint(tmp_path / "nowhere", model, optimizer)
+    with pytest.raises(hf_mp.CheckpointError, match="extra, or a setting of the optimizer, is no value for JSON"):
+        hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 1, extra={"loss": torch.ones(1)})
+    with pytest.raises(hf_mp.CheckpointError, match=r"group 0 of the optimizer has a parameter of shape .* not have"):
+        hf_mp.save_checkpoint(tmp_path / "c", model, torch.optim.SGD([torch.zeros(3, requires_grad=True)]), 1)
+    half = nn.Linear(2, 2).half()
+    bare = hf_mp.MasterWeightOptimizer(torch.optim.SGD(half.parameters(), momentum=0.9))
+    half.weight.grad = torch.ones_like(half.weight)
+    bare.step()
+    with pytest.raises(hf_mp.CheckpointError, match="FP32 masters are in a MasterWeightOptimizer and not in the model"):
+        hf_mp.save_checkpoint(tmp_path / "c", half, bare, 1)
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer/trainer_state.json").write_text("{}")
+    loops.finish(tmp_path / "trainer", step=1, world_size=1, precision="fp16")
+    with pytest.raises(hf_mp.CheckpointError, match=r"resume a Trainer's checkpoint with train.resume_from_checkpoint"):
+        hf_mp.load_checkpoint(tmp_path / "trainer", model, optimizer)
+
+
+def test_weights_of_other_shapes_are_named(tmp_path: Path) -> None:
+    small, large = (hf_mp.prepare(m := nn.Linear(n, 2), torch.optim.SGD(m.parameters())) for n in (2, 3))
+    hf_mp.save_checkpoint(tmp_path / "c", *small, 1)
+    with pytest.raises(
+        hf_mp.CheckpointError, match=r"model/weight was saved as .* of shape \(2, 2\), and is .* \(2, 3\)"
+    ):
+        hf_mp.load_checkpoint(tmp_path / "c", *large)
+
+
+def test_a_checkpoint_without_all_elements_is_no_checkpoint(tmp_path: Path) -> None:
+    """A set of shards whose own files are whole, and which another number of ranks wrote: as hostile as torn."""
+    from safetensors.torch import save_file
+
+    model, optimizer = hf_mp.prepare(m := nn.Linear(2, 2), torch.optim.SGD(m.parameters()))
+    hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 1)
+    (shard,) = (tmp_path / "c/shards").iterdir()
+    offsets = {"model/weight": {"saved_offsets": [2**40, 0]}, "model/bias": {"saved_offsets": [0]}}
+    tensors = {"model/weight": torch.zeros(2, 2), "model/bias": torch.zeros(2)}
+    save_file(tensors, shard, metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
+    (tmp_path / "c/hf_mp_manifest.json").unlink()
+    loops.finish(tmp_path / "c", step=1, world_size=1, precision="fp16")
+    with pytest.raises(hf_mp.CheckpointError, match=r"holds 4 of the .* elements of model/weight: files are missing"):
+        hf_mp.load_checkpoint(tmp_path / "c", model, optimizer)
+
+
+def test_a_scale_that_is_not_taken_over_is_told(tmp_path: Path) -> None:
+    hf_mp.save_checkpoint(tmp_path / "c", *made("fp16"), 1)
+    with pytest.warns(UserWarning, match="no mixed precision is attached, so the loss scale is not taken over"):
+        hf_mp.load_checkpoint(tmp_path / "c", *made("fp32"))
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    model, optimizer = made()
+    with torch.no_grad():
+        model.first.bias[0] = torch.nan
+    hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 1)
+    with pytest.raises(hf_mp.CheckpointError, match=re.escape("the weight first.bias holds inf or NaN")):
+        hf_mp.load_checkpoint(tmp_path / "c", model, optimizer)
