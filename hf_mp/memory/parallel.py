@@ -37,8 +37,8 @@ class Spread:
             raise ValueError(f"ranks={self.ranks!r} is not possible: use a whole number from 1 to {MOST_RANKS}")
         if self.parallel == "tp":
             raise ValueError(
-                "parallel='tp' cannot be planned: tensor parallelism is refused in training as well; use 'ddp', "
-                "'fsdp2' or 'hsdp'"
+                "parallel='tp' cannot be planned: Transformers makes a model tensor parallel while it loads weights, "
+                "which a plan does not have; use 'ddp', 'fsdp2' or 'hsdp'"
             )
         if self.parallel not in get_args(Parallel):
             raise ValueError(f"parallel={self.parallel!r} is not known: use one of {', '.join(get_args(Parallel))}")
@@ -222,7 +222,7 @@ def _accepted_by_torch(device: torch.device) -> Iterator[None]:
 
 
 def _chunk_of_first_rank(tensor: Tensor, ranks: int, dim: int) -> list[Tensor]:
-    """The first of ``torch.chunk``: FSDP2 reads no other on rank 0, and a view for each of 1,024 ranks takes minutes."""
+    """The first of ``torch.chunk``: rank 0 reads no other, and a view for each of 1,024 ranks takes minutes."""
     return [tensor.narrow(dim, 0, -(-tensor.size(dim) // ranks))]
 
 
