@@ -37,8 +37,8 @@ class Spread:
             raise ValueError(f"ranks={self.ranks!r} is not possible: use a whole number from 1 to {MOST_RANKS}")
         if self.parallel == "tp":
             raise ValueError(
-                "parallel='tp' cannot be planned: tensor parallelism is refused in training as well; use 'ddp', "
-                "'fsdp2' or 'hsdp'"
+                "parallel='tp' cannot be planned: Transformers makes a model tensor parallel while it loads weights, "
+                "which a plan does not have; use 'ddp', 'fsdp2' or 'hsdp'"
             )
         if self.parallel not in get_args(Parallel):
             raise ValueError(f"parallel={self.parallel!r} is not known: use one of {', '.join(get_args(Parallel))}")
@@ -135,12 +135,13 @@ class Rank:
         fully_shard(model, mesh=self._mesh)
         return model
 
-    def reduce_gradients(self, forward: Any) -> Any:
-        """The forward of a model under DDP; under FSDP2 as it is."""
+    def reduce_gradients(self, forward: Any, *, has_hook: bool) -> Any:
+        """The forward of a model under DDP, with ``has_hook`` of its layout's own reduction; under FSDP2 as it is."""
         if self._spread.ranks == 1 or self._mesh is not None:
             return forward
         ddp = DistributedDataParallel(forward, init_sync=False)
-        ddp.register_comm_hook(None, lambda state, bucket: _all_reduce(bucket.buffer()))
+        if not has_hook:
+            ddp.register_comm_hook(None, lambda state, bucket: _all_reduce(bucket.buffer()))
         return ddp
 
 
@@ -205,18 +206,24 @@ def make_mesh(spread: Spread) -> DeviceMesh | None:
 def _accepted_by_torch(device: torch.device) -> Iterator[None]:
     """Have FSDP2 and DDP run on fake tensors: with ``device`` for that of the mesh, without a look at any value."""
     from torch.distributed import Reducer
-    from torch.distributed.fsdp._fully_shard import _fully_shard
+    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     with contextlib.ExitStack() as stack:
         replace = lambda *args, **kwargs: stack.enter_context(mock.patch.object(*args, **kwargs))  # noqa: E731
         replace(_fully_shard, "_get_device_from_mesh", lambda mesh: device)
+        replace(_fsdp_param, "_chunk_with_empty", _chunk_of_first_rank)
         replace(Reducer, "_rebuild_buckets", lambda reducer: False)
         if device.type == "meta":  # it stands for a GPU: streams and events are the CPU's, which do nothing
             replace(torch, "meta", torch.cpu, create=True)
             replace(torch.cpu.Stream, "record_event", lambda stream, event=None: torch.cpu.Event())
             replace(FSDPParamGroup, "_validate_no_meta_params", lambda group: None)
         yield
+
+
+def _chunk_of_first_rank(tensor: Tensor, ranks: int, dim: int) -> list[Tensor]:
+    """The first of ``torch.chunk``: rank 0 reads no other, and a view for each of 1,024 ranks takes minutes."""
+    return [tensor.narrow(dim, 0, -(-tensor.size(dim) // ranks))]
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

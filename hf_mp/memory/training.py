@@ -181,7 +181,9 @@ def estimate_training_memory(
     prepared = prepare_model(planned, settings)
     with one_rank_of(spread, target) as rank, _fake_tensors(target):
         trainee = make_trainee(rank.shard(replace_tensors(prepared, target)), kind, settings, target)
-        trainee.forward, trainee.communication = rank.reduce_gradients(trainee.forward), rank.communication
+        has_hook = trainee.runtime is not None and trainee.runtime.policy.wire is not torch.float32
+        trainee.forward = rank.reduce_gradients(trainee.forward, has_hook=has_hook)
+        trainee.communication = rank.communication
         if trainee.runtime is not None:  # a scaler keeps no fake tensors, and an update joins gradients of one scale
             scaler = trainee.runtime.scaler
             scaler.scale_tensors = functools.cache(scaler.scale_tensors)  # type: ignore[method-assign]

@@ -62,7 +62,7 @@ def multiply(gradient: Tensor, factor: Tensor | None, crossings: Crossings) -> T
         return gradient
     if torch.is_grad_enabled():  # create_graph=True
         return _Multiply.apply(gradient, factor, crossings).reshape(gradient.shape)
-    if gradient.is_sparse:
+    if gradient.is_sparse or hasattr(gradient, "device_mesh"):  # a DTensor is multiplied with plain scalars alone
         return gradient.to(torch.float32) * factor.squeeze()
     # FP16 times FP32 of shape (1,) is computed in FP32 and is FP32: one kernel.
     return (gradient * factor).reshape(gradient.shape)

@@ -196,7 +196,7 @@ class MixedPrecision:
         return WorkingWeights(self.layout, model, crossings, self.check.is_scaled, self.region.has_made, group_size)
 
     def _use_layout_for(self, parameters: Iterable[Tensor]) -> None:
-        before, self.layout = self.layout, self.ranks.layout_for(parameters, self.layout)
+        before, self.layout = self.layout, self.ranks.layout_for(parameters, self.layout, self.model)
         if self.layout is not before:
             before.copies.clear()
             self.check.layout = self.region.layout = self.layout

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.missing_ranks import naming_missing_ranks
-from hf_mp.weights.model_walk import modules_of
+from hf_mp.weights.model_walk import modules_of, parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not in every build of torch
@@ -76,14 +76,14 @@ class Ranks:
             self._groups.append(ddp.process_group)
             self._compare(ddp.process_group)
 
-    def layout_for(self, parameters: Iterable[Tensor], layout: Any) -> Any:
-        """The :class:`WeightLayout` to go on with, after ``layout``, for parameters of a model or its optimizer."""
+    def layout_for(self, parameters: Iterable[Tensor], layout: Any, model: nn.Module | None) -> Any:
+        """The :class:`WeightLayout` to go on with, after ``layout``, for parameters of ``model`` or its optimizer."""
         if not is_running():
             return layout
         parameters = list(parameters)
         for group in mesh_groups(parameters):
             self._compare(group)
-        return layout.for_parameters(parameters)
+        return layout.for_parameters(parameters, model)
 
     def _compare(self, group: ProcessGroup) -> None:
         if group not in self._compared and torch.distributed.get_world_size(group) > 1:
@@ -234,8 +234,8 @@ def _is_flattened(model: nn.Module) -> bool:
     """Whether FSDP1 holds ``model``, also while its forward runs and it shows views in the places of parameters."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and (
-        any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules())
-        or any(not isinstance(p, nn.Parameter) or hasattr(p, "_fsdp_flattened") for p in model.parameters())
+        any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules_of(model))
+        or any(not isinstance(p, nn.Parameter) or hasattr(p, "_fsdp_flattened") for p in parameters_of(model))
     )
 
 
@@ -244,21 +244,50 @@ def check_masters(model: nn.Module) -> None:
     wrapper = "DistributedDataParallel" if isinstance(model, DistributedDataParallel) else "fully_shard"
     if wrapper == "fully_shard" and not is_sharded(model):
         return
-    for name, parameter in model.named_parameters():
+    for parameter in parameters_of(model):
         if parameter.requires_grad and parameter.dtype in LOWER_PRECISION_DTYPES:
             raise ValueError(
-                f"{name} is {parameter.dtype} and {wrapper} holds it already, so it cannot be given an FP32 master: "
-                f"attach mixed precision to the model before {wrapper}, or load it in FP32"
+                f"{_name_of(parameter, model)} is {parameter.dtype} and {wrapper} holds it already, so it cannot be "
+                f"given an FP32 master: attach mixed precision to the model before {wrapper}, or load it in FP32"
             )
+
+
+def is_tensor_parallel(model: nn.Module) -> bool:
+    """Whether products of ``model`` compute with DTensors: it has some, and FSDP2 does not make them whole before."""
+    return any(
+        is_dtensor(parameter)
+        for module in modules_of(model)
+        if not vars(module).get("_is_fsdp_managed_module")  # fully_shard's mark, also where it wraps from outside
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
 
 
 def _check_placements(model: nn.Module) -> None:
-    spread = [(name, parameter) for name, parameter in model.named_parameters() if is_dtensor(parameter)]
-    sharded = not spread or is_sharded(model)
-    for name, parameter in spread:
-        placements = parameter.placements  # type: ignore[attr-defined]
+    spread: list[Any] = [parameter for parameter in parameters_of(model) if is_dtensor(parameter)]
+    if not spread:
+        return
+    is_parallel = is_tensor_parallel(model)
+    if is_parallel and is_sharded(model):  # torch refuses DistributedDataParallel itself
+        raise ValueError(
+            "this model is tensor parallel, and fully_shard wraps a part of it: leave that out, or load it without "
+            "tp_plan"
+        )
+    for parameter in spread:
+        placements, mesh = parameter.placements, parameter.device_mesh
         # (Shard,) is FSDP, (Replicate, Shard) its hybrid form; anything else is (also) tensor parallelism.
-        if not sharded or len(placements) > 2 or (len(placements) == 2 and not placements[0].is_replicate()):
+        is_hybrid = len(placements) == 2 and placements[0].is_replicate()
+        if len(placements) > 1 and (is_parallel or not is_hybrid):
             raise ValueError(
-                f"{name} is placed as {tuple(placements)}: tensor parallelism is not supported, use DDP or FSDP2 alone"
+                f"{_name_of(parameter, model)} is placed as {tuple(placements)}: tensor parallelism works alone, over "
+                "a mesh of one dimension; leave FSDP2 and other dimensions out, or use FSDP2 alone"
             )
+        if is_parallel and mesh != spread[0].device_mesh:
+            raise ValueError(
+                f"{_name_of(parameter, model)} is spread over {mesh} and {_name_of(spread[0], model)} over "
+                f"{spread[0].device_mesh}: tensor parallelism needs one mesh for the whole model"
+            )
+
+
+def _name_of(parameter: Tensor, model: nn.Module) -> str:
+    return next(name for name, one in model.named_parameters() if one is parameter)

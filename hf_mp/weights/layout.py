@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude, largest_magnitude_and_norm
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 from hf_mp.weights.buckets import Buckets, check_split_reduction
-from hf_mp.weights.distributed import ddp_of, is_dtensor, is_running, is_sharded, local_parts
+from hf_mp.weights.distributed import ddp_of, is_dtensor, is_running, is_sharded, is_tensor_parallel, local_parts
 from hf_mp.weights.fused_adamw import step_whole
 from hf_mp.weights.model_walk import modules_of, parameters_of
 from hf_mp.weights.optimizer import MasterWeightOptimizer, clip_grad_norm_
@@ -66,9 +66,12 @@ class WeightLayout:
         """What lower-precision ops read in the place of ``weight``, without grad; None where they cast it."""
         return self.copies.get(weight) if _is_master(weight) else None
 
-    def for_parameters(self, parameters: Iterable[Tensor]) -> WeightLayout:
-        """The layout to use on several processes, for parameters of a model or its optimizer."""
-        return TransientLayout(self.policy) if any(map(is_dtensor, parameters)) else self
+    def for_parameters(self, parameters: Iterable[Tensor], model: nn.Module | None) -> WeightLayout:
+        """The layout to use on several processes, for parameters of ``model`` or its optimizer."""
+        if not any(map(is_dtensor, parameters)):
+            return self
+        is_parallel = model is not None and is_tensor_parallel(model)
+        return TensorParallelLayout(self.policy) if is_parallel else TransientLayout(self.policy)
 
     def join_ranks(self, model: nn.Module, runtime: Runtime, in_fp32: Sequence[nn.Module]) -> None:
         """Take over what other processes are sent of ``model``, whose modules ``in_fp32`` are not rounded."""
@@ -137,7 +140,7 @@ class TransientLayout(WeightLayout):
     def working_copy(self, weight: Tensor) -> Tensor | None:
         return self._transient.get(weight) if _is_master(weight) else None
 
-    def for_parameters(self, parameters: Iterable[Tensor]) -> WeightLayout:
+    def for_parameters(self, parameters: Iterable[Tensor], model: nn.Module | None) -> WeightLayout:
         return self
 
     def join_ranks(self, model: nn.Module, runtime: Runtime, in_fp32: Sequence[nn.Module]) -> None:
@@ -154,11 +157,35 @@ class TransientLayout(WeightLayout):
         found = [*super().trained_parameters(model, optimizers), *given]
         return list({id(parameter): parameter for parameter in found}.values())
 
+    def wrap(self, optimizer: Optimizer) -> Optimizer:
+        if type(optimizer).__module__.startswith("bitsandbytes."):
+            raise ValueError(
+                f"{type(optimizer).__name__} of bitsandbytes updates plain tensors, and these parameters are DTensors: "
+                "use a lean layout, whose shards under FSDP2 are plain (precision='fp16-lean'), or torch's optimizers"
+            )
+        return optimizer
+
     def saving(self) -> AbstractContextManager[None]:
         return self._transient.not_saved()
 
     def step(self, optimizer: Optimizer, own_step: Callable[..., Any] | None, found_inf: Tensor | None) -> bool:
         return False
+
+
+class TensorParallelLayout(TransientLayout):
+    """FP32 masters that are DTensors, with whose shards products compute: rounded anew at each use.
+
+    No copy is kept between forwards: a DTensor's version counter knows nothing of writes into its shard.
+    """
+
+    def working_copy(self, weight: Tensor) -> Tensor | None:
+        return weight.detach().to(self.policy.compute) if _is_master(weight) else None
+
+    def join_ranks(self, model: nn.Module, runtime: Runtime, in_fp32: Sequence[nn.Module]) -> None:
+        pass  # activations travel, as they are computed
+
+    def saving(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class SplitLayout(WeightLayout):
@@ -184,8 +211,16 @@ class SplitLayout(WeightLayout):
                     if isinstance(parameter, SplitParameter)
                 }
 
-    def for_parameters(self, parameters: Iterable[Tensor]) -> WeightLayout:
-        return ShardedSplitLayout(self.policy, self._unsharded) if any(map(is_dtensor, parameters)) else self
+    def for_parameters(self, parameters: Iterable[Tensor], model: nn.Module | None) -> WeightLayout:
+        if not any(map(is_dtensor, parameters)):
+            return self
+        if model is not None and is_tensor_parallel(model):
+            usual = str(self.policy).removesuffix("-lean")
+            raise ValueError(
+                f"precision={str(self.policy)!r} keeps the rest of each master next to a whole weight or FSDP2's shard "
+                f"of it, and this model is tensor parallel: use {usual!r}"
+            )
+        return ShardedSplitLayout(self.policy, self._unsharded)
 
     def join_ranks(self, model: nn.Module, runtime: Runtime, in_fp32: Sequence[nn.Module]) -> None:
         if is_running() and is_sharded(model):
@@ -248,7 +283,7 @@ class ShardedSplitLayout(SplitLayout, TransientLayout):
     def prepare(self, model: nn.Module) -> None:
         pass  # what is whole now is FSDP's, till it is used
 
-    def for_parameters(self, parameters: Iterable[Tensor]) -> WeightLayout:
+    def for_parameters(self, parameters: Iterable[Tensor], model: nn.Module | None) -> WeightLayout:
         return self
 
     def join_ranks(self, model: nn.Module, runtime: Runtime, in_fp32: Sequence[nn.Module]) -> None:

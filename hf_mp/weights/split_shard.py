@@ -102,9 +102,11 @@ def _remainder_of(whole: SplitParameter | None, one: Any) -> Tensor:
         )
     size, rank, dim = one.mesh_info.shard_mesh_size, one.mesh_info.shard_mesh_rank, one.fsdp_placement.dim
 
-    def mine(values: Tensor) -> Tensor:
-        chunks = values.chunk(size, dim)
-        return (chunks[rank] if rank < len(chunks) else values.narrow(dim, 0, 0)).to(local.device)
+    def mine(values: Tensor) -> Tensor:  # this one of values.chunk(size, dim), without a view for each rank
+        whole_size = values.size(dim)
+        most = -(-whole_size // size)
+        first = min(rank * most, whole_size)
+        return values.narrow(dim, first, min(most, whole_size - first)).to(local.device)
 
     return remainder_where_equal(mine(whole.remainder_bits), local, mine(whole.detach()))
 

@@ -68,16 +68,20 @@ class RoundedGather:
         """As FSDP's own."""
         return self.before.allocate(size, dtype=dtype, device=device)
 
-    @torch.no_grad()
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
         """Gather ``input_tensor``, one dimension, into ``output_tensor``, as ``torch.distributed`` does.
 
         Ordered with the stream that is current, like any collective; ``async_op`` is for what is not FP32 throughout.
         """
-        is_fp32 = output_tensor.dtype is torch.float32  # else bytes: frozen FP16 weights are among them
-        runs = self._runs(input_tensor.numel()) if is_fp32 else []
+        if output_tensor.dtype is not torch.float32:  # bytes: frozen FP16 weights are among them, or all in 16 bits
+            return self.before(output_tensor, input_tensor, group, async_op)
+        runs = self._runs(input_tensor.numel())
         if not any(is_rounded for _, is_rounded in runs):
             return self.before(output_tensor, input_tensor, group, async_op)
+        with torch.no_grad():
+            return self._gather(runs, output_tensor, input_tensor, group)
+
+    def _gather(self, runs: list[tuple[int, bool]], output_tensor: Tensor, input_tensor: Tensor, group: Any) -> None:
         sizes = [size for size, _ in runs]
         kept_bytes = sum(4 * size for size, is_rounded in runs if not is_rounded)
         rounded_bytes = sum(2 * size for size, is_rounded in runs if is_rounded)
@@ -99,7 +103,6 @@ class RoundedGather:
         torch._foreach_copy_(parts(mine), list(input_tensor.split(sizes)))
         self.before(sent, mine, group, False)
         torch._foreach_copy_(list(output_tensor.view(ranks, -1).split(sizes, -1)), parts(by_rank))
-        return None
 
     def _runs(self, elements: int) -> list[tuple[int, bool]]:
         """Runs of parameters, in the order of a rank's part: elements, and whether they are rounded."""
@@ -183,6 +186,26 @@ def fsdp_groups(model: nn.Module) -> Iterator[tuple[Any, Any]]:
             yield module, groups[0]
 
 
+class _Unseen:
+    """A hook of FSDP2 that runs without torch function modes: autocast has nothing to decide in it."""
+
+    def __init__(self, hook: Any) -> None:
+        self.hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self.hook(*args, **kwargs)
+
+
+def _hooks_of(module: Any) -> Iterator[tuple[dict[int, Any], int]]:
+    """Where the hooks around the forward of a module of FSDP2 are; nothing where torch keeps them elsewhere."""
+    state = module._get_fsdp_state()
+    for hooks, name in ((module._forward_pre_hooks, "_pre_forward"), (module._forward_hooks, "_post_forward")):
+        key = getattr(getattr(state, f"{name}_hook_handle", None), "id", None)
+        if key in hooks:
+            yield hooks, key
+
+
 def send_in_16_bits(
     model: nn.Module, policy: PrecisionPolicy, runtime: Runtime, kept: Iterable[nn.Module], arrivals: Arrivals | None
 ) -> None:
@@ -195,6 +218,9 @@ def send_in_16_bits(
         ValueError: for what keeps gradients from staying scaled until they reach shards of 16 bits.
     """
     for module, group in fsdp_groups(model):
+        for hooks, key in _hooks_of(module) if module._compiled_call_impl is None else ():
+            if not isinstance(hooks[key], _Unseen):
+                hooks[key] = _Unseen(hooks[key])
         if type(group._all_gather_comm).__name__ == "DefaultAllGather":
             module.set_custom_all_gather(RoundedGather(group, policy.compute, kept))
         is_own = type(group._reduce_scatter_comm).__name__ == "DefaultReduceScatter"
@@ -210,6 +236,8 @@ def send_in_16_bits(
 def send_as_before(model: nn.Module) -> None:
     """Give FSDP2 the communication back that it had."""
     for module, group in fsdp_groups(model):
+        for hooks, key in _hooks_of(module):
+            hooks[key] = getattr(hooks[key], "hook", hooks[key])
         if isinstance(group._all_gather_comm, RoundedGather):
             module.set_custom_all_gather(group._all_gather_comm.before)
         if isinstance(group._reduce_scatter_comm, ScaledReduceScatter):

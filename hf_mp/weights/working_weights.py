@@ -14,7 +14,7 @@ from hf_mp.casting.cpu.products import Operand
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.scaling.borders import Crossings, inward_borders
 from hf_mp.weights.distributed import fsdp_modules, is_dtensor
-from hf_mp.weights.layout import WeightLayout
+from hf_mp.weights.layout import TensorParallelLayout, WeightLayout
 from hf_mp.weights.model_walk import modules_of
 
 GROUP_SIZE = 16  # small weights that share a border: one autograd node instead of as many
@@ -62,7 +62,7 @@ class WorkingWeights:
         self._weights: dict[int, _Weight] = {}  # by what is outside, and by what is inside
         self._carriers: set[int] = set()  # leaves that carry gradients from one piece of the model to another
         self._slots: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []  # attributes, name, outside, inside
-        self._model = model
+        self._model, self._has_dtensors = model, isinstance(layout, TensorParallelLayout)
         self._handles: list[RemovableHandle] = []  # of FSDP's modules
         self.first_node = torch.autograd._get_sequence_nr()
         if not layout.keeps_copies:
@@ -107,11 +107,17 @@ class WorkingWeights:
             self._handles = [module.register_forward_pre_hook(self._fill_gathered) for module in shards]
 
     def _fill_gathered(self, gathered: nn.Module, args: Any) -> None:
-        for names, name, weight in _places(gathered):
-            if not is_dtensor(weight):  # that of a part that FSDP gathers by itself
+        with torch._C.DisableTorchFunction():  # the region runs already, and has nothing to decide here
+            # FSDP's DTensor is that of a part that it gathers by itself.
+            places = [place for place in _places(gathered) if self._has_dtensors or not is_dtensor(place[2])]
+            comes_in = {id(weight): weight for _, _, weight in places if id(weight) not in self._weights}.values()
+            for weight in comes_in:
                 if weight.dtype in LOWER_PRECISION_DTYPES:
                     weight.grad_dtype = torch.float32  # what leaves through the border
-                names[name] = self.bring_in(weight)
+            for group in _groups([(weight, None) for weight in comes_in if self.is_outside(weight)], GROUP_SIZE):
+                self._bring_in(group)
+            for names, name, weight in places:
+                names[name] = self._weights[id(weight)].inside if id(weight) in self._weights else weight
                 self._slots.append((names, name, weight, names[name]))
 
     def clear(self) -> None:

@@ -521,19 +521,12 @@ def refusals() -> dict[str, str]:
         hf_mp.MixedPrecision("fp16").attach(model)
         FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)(input_ids=ids)
 
-    def tensor_parallelism() -> None:
-        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        hf_mp.MixedPrecision("fp16").attach(parallelize_module(layers, mesh, {"0": ColwiseParallel()}))
-
     def ddp_in_fp16() -> None:
         hf_mp.MixedPrecision("fp16").attach(DistributedDataParallel(tiny_gpt2().half()))
 
     said = {}
     for case in (
-        sharded_in_fp16, policy_of_fsdp, policy_of_fsdp_later, fsdp1, fsdp1_later, tensor_parallelism, ddp_in_fp16,
+        sharded_in_fp16, policy_of_fsdp, policy_of_fsdp_later, fsdp1, fsdp1_later, ddp_in_fp16,
     ):  # fmt: skip
         try:
             case()

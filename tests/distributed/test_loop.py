@@ -244,7 +244,6 @@ def test_detach_leaves_a_plain_sharded_model(two: Results) -> None:
         ("policy_of_fsdp_later", "ValueError: fully_shard.mp_policy=.*of FSDP's own.*leave mp_policy out"),
         ("fsdp1", "ValueError: FSDP1 .FullyShardedDataParallel.*use FSDP2"),
         ("fsdp1_later", "ValueError: FSDP1 .FullyShardedDataParallel.*use FSDP2"),
-        ("tensor_parallelism", "ValueError: 0.weight is placed as .*tensor parallelism is not supported, use DDP or"),
         ("ddp_in_fp16", "ValueError: .* is torch.float16 and DistributedDataParallel holds it already"),
     ],
 )

@@ -136,8 +136,12 @@ def test_gradients_are_reduced_in_16_bits_where_wanted(two: Results) -> None:
             assert ddp["alltoall_base_"] + ddp["_allgather_base_"] <= 0.5001 * bytes_of["ddp fp16"]["allreduce_"]
 
 
-def test_a_lean_parameter_takes_fourteen_bytes_over_all_ranks(two: Results) -> None:
-    assert two[0]["persistent_bytes"]["bytes"] == pytest.approx(14.0, abs=0.01)
+@pytest.mark.parametrize(("states", "most"), [("torch", 14.01), ("8-bit", 8.13)])
+def test_bytes_of_a_lean_parameter_over_all_ranks(one: dict[str, Any], two: Results, states: str, most: float) -> None:
+    # bitsandbytes keeps FP32 states for fewer than 4,096 elements, a scale for each 256, and a table: 1% here.
+    found, losses = two[0]["persistent_bytes"][states]
+    assert found <= most
+    assert losses == pytest.approx(one["persistent_bytes"][states][1], rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +160,7 @@ def test_a_lean_parameter_takes_fourteen_bytes_over_all_ranks(two: Results) -> N
         ("lean_without_optimizer", "ValueError: .*ran already: call attach_optimizer before the first forward"),
         ("lean_in_backward", "ValueError: free_gradients='backward' .*leave it out on several processes"),
         ("lean_with_batch_norm", "ValueError: .*normalizations with statistics in FP32.*use 'bf16', or DDP"),
+        ("eight_bits_of_dtensors", "ValueError: AdamW8bit of bitsandbytes .*DTensors: use a lean layout.*fp16-lean"),
         ("lean_offloaded", "ValueError: lean layouts .*CPUOffloadPolicy.*leave it out, or use a default layout"),
     ],
 )

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_mp
+from hf_mp.weights.split_parameter import raw_gradient
 
 PRECISIONS = ("fp16", "bf16", "fp16-lean", "bf16-lean")
 WRAPS: dict[str, Wrap] = {"ddp": DistributedDataParallel, "fsdp": shard}
@@ -245,23 +246,33 @@ def wide() -> nn.Module:
 
     torch.manual_seed(3)
     sizes = {"n_layer": 2, "n_embd": 256, "n_head": 2, "vocab_size": 1001, "n_positions": 24}
-    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False)).train()
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0, use_cache=False)).train()
 
 
 def persistent_bytes() -> dict[str, Any]:
-    """What a rank keeps between steps of a lean layout with FSDP2, in bytes a parameter over all ranks."""
-    model, optimizer, runtime = made("fp16-lean", shard, model=wide())
-    train(model, optimizer, batches(2), runtime=runtime)
-    part = my_rows(batches(1)[0])
-    model(input_ids=part, labels=part).loss.backward()
-    kept = 0
-    for parameter in model.parameters():
-        local = parameter.local
-        kept += local.nbytes + local.remainder_bits.nbytes + local._scaled.value.nbytes
-        kept += sum(state.nbytes for state in optimizer.state[local].values() if state.dim())
-    total = torch.tensor(float(kept))
-    dist.all_reduce(total)
-    return {"bytes": total.item() / sum(p.numel() for p in wide().parameters())}
+    """What a rank keeps between steps of a lean layout with FSDP2, in bytes a parameter over all ranks; its losses."""
+    from bitsandbytes.optim import AdamW8bit
+
+    found = {}
+    for name, make in {"torch": torch.optim.AdamW, "8-bit": AdamW8bit}.items():
+        runtime = hf_mp.MixedPrecision("fp16-lean")
+        model: Any = runtime.attach(wide())
+        model = shard(model) if dist.is_initialized() else model
+        optimizer = runtime.attach_optimizer(make(model.parameters(), lr=3e-4))
+        losses = train(model, optimizer, batches(8), runtime=runtime)["loss"]
+        part = my_rows(batches(1)[0])
+        model(input_ids=part, labels=part).loss.backward()
+        kept, local_parts = 0, [getattr(parameter, "local", parameter) for parameter in model.parameters()]
+        for local in local_parts:
+            kept += local.nbytes + local.remainder_bits.nbytes + raw_gradient(local).nbytes
+        states = [state for local in local_parts for state in optimizer.state[local].values()]
+        tensors = {id(state): state for state in states if isinstance(state, Tensor) and state.dim()}
+        total = torch.tensor(float(kept + sum(tensor.nbytes for tensor in tensors.values())))
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        found[name] = total.item() / sum(p.numel() for p in wide().parameters()), losses
+    return found
 
 
 def hybrid() -> dict[str, Any]:
@@ -325,11 +336,17 @@ def refusals() -> dict[str, str]:
     def lean_offloaded() -> None:
         hf_mp.MixedPrecision("bf16-lean").attach(shard(tiny_gpt2(), offload_policy=CPUOffloadPolicy(pin_memory=False)))
 
+    def eight_bits_of_dtensors() -> None:
+        from bitsandbytes.optim import AdamW8bit
+
+        runtime = hf_mp.MixedPrecision("fp16")
+        runtime.attach_optimizer(AdamW8bit(shard(runtime.attach(tiny_gpt2())).parameters()))
+
     said = {}
     for case in (
         settings_differ, layouts_differ, lean_after_ddp, lean_with_a_hook, lean_of_a_hooked_weight,
         lean_of_16_bit_shards, lean_after_a_forward, lean_without_optimizer, lean_in_backward, lean_with_batch_norm,
-        lean_offloaded,
+        lean_offloaded, eight_bits_of_dtensors,
     ):  # fmt: skip
         try:
             case()
@@ -340,7 +357,7 @@ def refusals() -> dict[str, str]:
     return said
 
 
-ONE_PROCESS = [one, one_gradients]
+ONE_PROCESS = [one, one_gradients, persistent_bytes]
 CASES = [
     losses, losses_of_16_bit_reductions, gradients, ddp_options, masters_survive, overflows, received,
     persistent_bytes, refusals,

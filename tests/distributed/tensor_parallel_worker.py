@@ -1,0 +1,184 @@
+"""Runs on each of several processes: models that Transformers makes tensor parallel (``tp_plan="auto"``).
+
+Usage: torchrun ... tensor_parallel_worker.py FOLDER; writes FOLDER/rankN.pt, a dict of what each case returned. The
+test itself runs ``ONE_PROCESS``: the same models whole.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from loop_worker import batches, whole
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+import hf_mp
+
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 101,
+    "num_key_value_heads": 2, "max_position_embeddings": 32, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False,
+}  # fmt: skip
+MODELS: dict[str, Any] = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=8)),  # its norms of heads see the heads of one rank
+}
+STEPS = 30
+
+
+def loaded(folder: str, kind: str = "llama", **settings: Any) -> nn.Module:
+    """The same weights for everyone, in parts on several processes."""
+    path = Path(folder, kind)
+    if not path.exists() and (not dist.is_initialized() or dist.get_rank() == 0):
+        torch.manual_seed(3)
+        make, config = MODELS[kind]
+        make(config).save_pretrained(path)
+    if dist.is_initialized():
+        dist.barrier()
+        settings["tp_plan"] = "auto"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of Transformers, of tp_plan's new place
+        return AutoModelForCausalLM.from_pretrained(path, **settings).train()
+
+
+def made(folder: str, precision: str, kind: str = "llama", **settings: Any) -> Any:
+    model, runtime = loaded(folder, kind, **settings), hf_mp.MixedPrecision(precision)
+    runtime.attach(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, runtime.attach_optimizer(optimizer), runtime
+
+
+def clip(model: nn.Module, max_norm: float) -> float:
+    """As ``Accelerator.clip_grad_norm_``: torch's own takes no mixture of DTensors and plain tensors."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    total = torch.stack([whole(gradient.norm()) for gradient in gradients]).norm()
+    for gradient in gradients:
+        gradient.mul_((max_norm / (total + 1e-6)).clamp(max=1.0).item())
+    return total.item()
+
+
+def backward(model: nn.Module, ids: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss
+
+
+def losses(folder: str) -> dict[str, Any]:
+    model, optimizer, runtime = made(folder, "fp16")
+    steps, norms = [], []
+    for ids in batches(STEPS):
+        steps.append(backward(model, ids).item())
+        norms.append(clip(model, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"loss": steps, "norm": norms, "skipped": runtime.stats.skipped_steps}
+
+
+def gradients(folder: str) -> dict[str, Any]:
+    """Gradients in FP32, of FP32 masters of what was loaded in 16 bits too, and of a model that recomputes."""
+    found = {}
+    for name, kind, precision, settings in (
+        ("llama", "llama", "fp16", {}),
+        ("llama bf16", "llama", "bf16", {}),
+        ("qwen3", "qwen3", "fp16", {}),
+        ("loaded in bf16", "llama", "fp16", {"dtype": torch.bfloat16}),
+        ("recomputed", "llama", "fp16", {}),
+    ):
+        model, _, _ = made(folder, precision, kind, **settings)
+        if name == "recomputed":
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        backward(model, batches(1)[0])
+        dtypes = {str(tensor.dtype) for p in model.parameters() for tensor in (p, p.grad)}
+        found[name] = {n: whole(p.grad).clone() for n, p in model.named_parameters()}, dtypes
+    return found
+
+
+def overflow(folder: str) -> dict[str, Any]:
+    """One element of one rank's shard is NaN: nobody else can see it."""
+    model, optimizer, runtime = made(folder, "fp16")
+    before = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+    backward(model, batches(1)[0])
+    if dist.get_rank() == 1:
+        model.model.layers[0].mlp.up_proj.weight.grad.to_local()[0, 0] = math.nan
+    optimizer.step()
+    optimizer.zero_grad()
+    after = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+    scale, skipped = runtime.stats.loss_scale, runtime.step_was_skipped
+    backward(model, batches(1)[0])
+    optimizer.step()
+    return {"before": before, "after": after, "scale": scale, "skipped": [skipped, runtime.step_was_skipped]}
+
+
+def follows_writes(folder: str) -> dict[str, Any]:
+    """A weight that is written unseen, evaluation, and what detaching leaves."""
+    model, _, runtime = made(folder, "fp16")
+    ids = batches(1)[0]
+    first = model(input_ids=ids).logits.detach()
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+    written = model(input_ids=ids).logits.detach()
+    with torch.no_grad():
+        read = model.eval()(input_ids=ids).logits
+    runtime.detach()
+    with torch.no_grad():
+        return {"first": first, "written": written, "read": read, "detached": model(input_ids=ids).logits}
+
+
+def refusals(folder: str) -> dict[str, str]:
+    def lean() -> None:
+        hf_mp.MixedPrecision("bf16-lean").attach(loaded(folder))
+
+    def with_fsdp() -> None:
+        model = loaded(folder)
+        fully_shard(model.model.norm)
+        hf_mp.MixedPrecision("fp16").attach(model)
+
+    def two_dimensions() -> None:
+        mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "model"))
+        layers = parallelize_module(nn.Sequential(nn.Linear(8, 8)), mesh["model"], {"0": ColwiseParallel()})
+        fully_shard(layers, mesh=mesh["data"])
+        hf_mp.MixedPrecision("fp16").attach(layers)
+
+    def two_meshes() -> None:
+        alone = [init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(name,)) for name in ("one", "two")]
+        layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        parallelize_module(layers, alone[0], {"0": ColwiseParallel()})
+        parallelize_module(layers, alone[1], {"1": RowwiseParallel()})
+        hf_mp.MixedPrecision("fp16").attach(layers)
+
+    def layouts_differ() -> None:
+        hf_mp.MixedPrecision(("fp16", "bf16")[dist.get_rank()]).attach(loaded(folder))
+
+    said = {}
+    for case in (lean, with_fsdp, two_dimensions, two_meshes, layouts_differ):
+        try:
+            case()
+            said[case.__name__] = "nothing"
+        except (ValueError, RuntimeError, TypeError) as error:
+            said[case.__name__] = f"{type(error).__name__}: {error}"
+        dist.barrier()
+    return said
+
+
+ONE_PROCESS = [losses, gradients]
+CASES = [losses, gradients, overflow, follows_writes, refusals]
+
+
+def main(folder: str) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    results = {case.__name__: case(folder) for case in CASES}
+    torch.save(results, Path(folder) / f"rank{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,84 @@
+"""Models that Transformers makes tensor parallel (``tp_plan="auto"``), on two processes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import tensor_parallel_worker
+
+Results = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tensor_parallel")
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> dict[str, Any]:
+    return {case.__name__: case(str(folder)) for case in tensor_parallel_worker.ONE_PROCESS}
+
+
+@pytest.fixture(scope="module")
+def two(launch: Callable[..., Results], folder: Path, one: dict[str, Any]) -> Results:
+    return launch("tensor_parallel_worker.py", folder)
+
+
+def test_two_processes_train_as_one(one: dict[str, Any], two: Results) -> None:
+    for rank in two:
+        found, expected = rank["losses"], one["losses"]
+        assert found["skipped"] == 0 and expected["loss"][-1] < 0.9 * expected["loss"][0]
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+        assert found["norm"] == pytest.approx(expected["norm"], rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("llama", 0.005), ("llama bf16", 0.03), ("qwen3", 0.005), ("loaded in bf16", 0.005),
+                       ("recomputed", 0.005)],
+)  # fmt: skip
+def test_gradients_are_true_and_fp32(one: dict[str, Any], two: Results, name: str, most: float) -> None:
+    expected, _ = one["gradients"][name]
+    for rank in two:
+        found, dtypes = rank["gradients"][name]
+        assert dtypes == {"torch.float32"}
+        for key, gradient in expected.items():
+            assert (found[key] - gradient).norm() / gradient.norm() < most, key
+
+
+def test_an_overflow_in_one_shard_is_skipped_by_all(two: Results) -> None:
+    for rank in two:
+        case = rank["overflow"]
+        assert case["skipped"] == [True, False]
+        assert all(torch.equal(case["before"][name], value) for name, value in case["after"].items())
+    assert two[0]["overflow"]["scale"] == two[1]["overflow"]["scale"]
+
+
+def test_weights_that_are_written_unseen_are_read(two: Results) -> None:
+    for rank in two:
+        case = rank["follows_writes"]
+        assert not torch.allclose(case["first"], case["written"], atol=0.1)
+        torch.testing.assert_close(case["read"], case["written"], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(case["detached"], case["written"], atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("lean", "ValueError: precision='bf16-lean' keeps .*this model is tensor parallel: use 'bf16'"),
+        ("with_fsdp", "ValueError: this model is tensor parallel, and fully_shard wraps a part.*leave that out"),
+        ("two_dimensions", "ValueError: 0.weight is placed as .*works alone, over a mesh of one dimension"),
+        ("two_meshes", "ValueError: 1.weight is spread over .* needs one mesh for the whole model"),
+        ("layouts_differ", "ValueError: ranks .* rank 0 has .*precision=fp16.*; rank 1 .*precision=bf16.* the same"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_all(two: Results, case: str, said: str) -> None:
+    for rank in two:
+        assert re.match(said, rank["refusals"][case], flags=re.DOTALL), rank["refusals"][case]
