@@ -100,8 +100,8 @@ def check_handed_over(model: nn.Module, generator: nn.Module) -> None:
     generator's config says.
     """
     said = getattr(getattr(generator, "config", None), "dtype", None)
-    own, theirs = dict(model.named_parameters()), {_plain(name): one for name, one in generator.named_parameters()}
-    plain = ((_plain(name), parameter.detach()) for name, parameter in own.items())
+    own, theirs = dict(model.named_parameters()), {plain_name(name): one for name, one in generator.named_parameters()}
+    plain = ((plain_name(name), parameter.detach()) for name, parameter in own.items())
     copies = plain if attached_runtime(model) is None else working_copies(model)
     for (name, copy), master in zip(copies, own.values(), strict=True):
         if name not in theirs:
