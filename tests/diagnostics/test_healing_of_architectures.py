@@ -10,7 +10,7 @@ from torch import nn
 import hf_mp
 from hf_mp.diagnostics.healing import Healer
 
-LEARNING_RATE = 5e-4
+LEARNING_RATE = 2e-4
 IN_CI = [("Llama", PLACES[1])]
 CASES = [(name, place) for name in ARCHITECTURES for place in PLACES]
 
