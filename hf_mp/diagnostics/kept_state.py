@@ -150,8 +150,10 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
             if parameter.dtype is not data.dtype:
                 parameter.grad = None
             parameter.data = data
-            if parameter.grad_dtype is not grad_dtype:  # a split parameter takes more than its own
-                parameter.grad_dtype = grad_dtype
+            if parameter.grad_dtype is not grad_dtype:
+                parameter.grad_dtype = (
+                    None  # what was split once has it set, and a dtype would hold after .float(), too
+                )
 
 
 @contextlib.contextmanager
