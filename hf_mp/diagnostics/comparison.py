@@ -92,9 +92,10 @@ def compare_precisions(
     if not first.chosen:
         notes.append("No log-probabilities: the batches have no integer labels that fit the logits.")
     errors = tuple(differences.error(*variant.described()) for variant, differences in found.items())
-    for one in errors:
+    for one, (policy, _) in zip(errors, found, strict=True):
         if not math.isfinite(one.logits_rms):
-            notes.append(f"{one.name} gives inf or NaN: hf_mp.calibrate finds the rules that keep it in range.")
+            helps = ": hf_mp.calibrate finds the rules that keep it in range" if policy.compute is torch.float16 else ""
+            notes.append(f"{one.name} gives inf or NaN{helps}.")
     return PrecisionComparison(type(model).__name__, len(given), first.positions, first.chosen, errors, tuple(notes))
 
 

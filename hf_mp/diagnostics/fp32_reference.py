@@ -116,8 +116,14 @@ def run_in_fp32(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any, n
             "with it: the cause is the model or its data, look for weights that are not finite"
         )
     counts, chosen = _what_counts(model, logits, outputs, by_name(model, batch))
-    head = next((name for name, width in reversed(linear) if width == logits.shape[-1:]), None)
-    return Reference(name, rows, counts, chosen, head, calls)
+    last = next((name for name, width in reversed(linear) if width == logits.shape[-1:]), None)
+    return Reference(name, rows, counts, chosen, _output_embeddings(model) or last, calls)
+
+
+def _output_embeddings(model: nn.Module) -> str | None:
+    """The name of the head that a model of Transformers names: an adapter may lie around its linear layer."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return next((name for name, module in model.named_modules() if name and module is head), None)
 
 
 def logits_of(outputs: Any) -> tuple[str, Tensor]:

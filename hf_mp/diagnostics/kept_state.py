@@ -139,16 +139,21 @@ def gradients_set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
 @contextlib.contextmanager
 def weights_kept(model: nn.Module) -> Iterator[None]:
     """Give parameters and buffers the memory and dtype back that they have now, into which nothing may write."""
-    kept = [(tensor, tensor.data, tensor.grad_dtype) for tensor in (*model.parameters(), *model.buffers())]
+    parameters = [(parameter, parameter.data, parameter.grad_dtype) for parameter in model.parameters()]
+    buffers = [(buffer, buffer.data) for buffer in model.buffers()]
     try:
         yield
     finally:
-        for tensor, data, grad_dtype in kept:
-            if tensor.dtype is not data.dtype:
-                tensor.grad = None
-            tensor.data = data
-            if tensor.grad_dtype is not grad_dtype:  # a split parameter takes more than its own
-                tensor.grad_dtype = grad_dtype
+        for buffer, data in buffers:
+            buffer.data = data
+        for parameter, data, grad_dtype in parameters:
+            if parameter.dtype is not data.dtype:
+                parameter.grad = None
+            parameter.data = data
+            if parameter.grad_dtype is not grad_dtype:
+                parameter.grad_dtype = (
+                    None  # what was split once has it set, and a dtype would hold after .float(), too
+                )
 
 
 @contextlib.contextmanager

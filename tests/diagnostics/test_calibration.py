@@ -87,8 +87,10 @@ def test_everything_is_afterwards_as_it_was(model: Gated, precision: str) -> Non
         assert tensor.dtype is before[name].dtype and torch.equal(tensor, before[name])
     assert model.up.weight.grad is gradient and torch.equal(random, torch.get_rng_state())
     assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
-    model(**batches(1)[0])["loss"].backward()  # its gradients are in BF16 again
-    assert model.gate.weight.grad is not None and model.gate.weight.grad.dtype is torch.bfloat16
+    for dtype in (torch.bfloat16, torch.float32):  # gradients follow the weights again
+        model.to(dtype).zero_grad()
+        model(**batches(1)[0])["loss"].backward()
+        assert model.gate.weight.grad is not None and model.gate.weight.grad.dtype is dtype
 
 
 def test_a_mask_is_no_overflow() -> None:

@@ -138,6 +138,13 @@ def test_an_attached_model_is_compared_by_its_masters(gpt2: Any, batch: Any, pre
     assert not optimizer.step_was_skipped and vars(model)["forward"].runtime.model is model
 
 
+def test_a_head_with_an_adapter_is_whole_in_fp32(gpt2: Any, batch: Any) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(gpt2, peft.LoraConfig(target_modules=["lm_head"], r=2))
+    plain, head = compare_precisions(model, [batch], ["fp16"]).errors
+    assert head.rules == {"base_model.model.lm_head": "fp32"} and head.error < plain.error
+
+
 @pytest.mark.exhaustive
 def test_a_compiled_model_is_compared_module_by_module(gpt2: Any, batch: Any) -> None:
     expected = compare_precisions(gpt2, [batch], ["fp16"]).errors
