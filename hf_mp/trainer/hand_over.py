@@ -101,19 +101,21 @@ def check_handed_over(model: nn.Module, generator: nn.Module) -> None:
     """
     said = getattr(getattr(generator, "config", None), "dtype", None)
     own, theirs = dict(model.named_parameters()), {plain_name(name): one for name, one in generator.named_parameters()}
+    dtypes = {one.dtype for one in theirs.values()}
     plain = ((plain_name(name), parameter.detach()) for name, parameter in own.items())
     copies = plain if attached_runtime(model) is None else working_copies(model)
     for (name, copy), master in zip(copies, own.values(), strict=True):
         if name not in theirs:
             raise ValueError(f"generated, a {type(generator).__name__}, has no {name}: give a model of the same config")
         held = theirs[name].detach()
-        if isinstance(said, torch.dtype) and held.dtype is not said:
+        # An engine may keep some weights in FP32.
+        is_wide = held.dtype is torch.float32 and said in dtypes
+        if isinstance(said, torch.dtype) and held.dtype is not said and not is_wide:
             raise ValueError(
                 f"generated says {said} (config.dtype), and its {name} is {held.dtype}: load it with dtype={said}, or "
                 "set config.dtype to what it computes in"
             )
-        expected = copy if held.dtype is copy.dtype else master.detach().to(held.dtype)
-        if not torch.equal(held.to(expected.device), expected):
+        if not any(torch.equal(held.to(one.device), one.to(held.dtype)) for one in (copy, master.detach())):
             raise ValueError(
                 f"generated has stale weights: its {name} is not that of the model at this step. Hand them over after "
                 "each update: hf_mp.working_copies(model), or hf_mp.save_working_copies and from_pretrained"

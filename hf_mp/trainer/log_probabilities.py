@@ -16,6 +16,7 @@ from hf_mp.trainer.hand_over import check_handed_over
 
 CLIP_RANGE = 0.2  # of the ratio in PPO and in TRL's GRPO
 IGNORED = -100  # the label of a token that does not count, as in Transformers
+_SEEN = ("input_ids", "attention_mask", "labels")  # by generation
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def log_probability_gap(
 
     Raises:
         ValueError: for log-probabilities of another shape, positive or infinite ones, and where no token counts; for a
-            ``batch`` whose labels cannot be generated one by one (``position_ids``, so packed); for another model whose
+            ``batch`` with labels of another shape, or with tensors that generation does not see (``position_ids`` of
+            packed sequences, images); for another model whose
             weights are stale, or of another dtype than its config says: the message names the first.
     """
     generator = generated if isinstance(generated, nn.Module) else model
@@ -92,10 +94,9 @@ def log_probability_gap(
             found = _of_labels(model, generator, batch, temperature)
         else:
             found = _drawn(model, generator, batch, new_tokens, generation)
-    counts = ~found.generated.isnan()
-    before = found.generated[counts].double()
+    before = found.generated[found.counts].double()
     dtype = generated.dtype if isinstance(generated, Tensor) else _dtype_of(generator)
-    return _compare(found.trained[counts].double() - before, before, clip, str(dtype).removeprefix("torch."))
+    return _compare(found.trained[found.counts].double() - before, before, clip, str(dtype).removeprefix("torch."))
 
 
 def _dtype_of(generator: nn.Module) -> torch.dtype:
@@ -104,10 +105,11 @@ def _dtype_of(generator: nn.Module) -> torch.dtype:
 
 
 class _Found(NamedTuple):
-    """Log-probabilities of the same tokens, (B, N); NaN in ``generated`` for one that does not count."""
+    """Log-probabilities of the same tokens, (B, N), and which of them count."""
 
     trained: Tensor
     generated: Tensor
+    counts: Tensor
 
 
 @contextmanager
@@ -124,7 +126,7 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
 def _as_given(model: Any, batch: Mapping[str, Tensor], generated: Tensor) -> _Found:
     ids = batch["input_ids"]
     _check(ids, generated)
-    return _Found(_trained(model, ids, _mask(batch), generated.shape[1]), generated)
+    return _Found(_trained(model, ids, _mask(batch), generated.shape[1]), generated, ~generated.isnan())
 
 
 def _drawn(
@@ -144,16 +146,12 @@ def _drawn(
     logits, ids = torch.stack(drawn.logits, 1), drawn.sequences
     mask = torch.cat([mask, mask.new_ones(len(mask), new_tokens)], 1)
     found = _of_chosen(logits, ids[:, -new_tokens:])
-    return _Found(_trained(model, ids, mask, new_tokens), found)
+    return _Found(_trained(model, ids, mask, new_tokens), found, torch.ones_like(found, dtype=torch.bool))
 
 
 def _of_labels(model: Any, generator: Any, batch: Mapping[str, Any], temperature: float) -> _Found:
     ids, labels = batch["input_ids"], batch["labels"]
-    if batch.get("position_ids") is not None:
-        raise ValueError(
-            "batch has position_ids, as sequences packed into one row have, which are not generated one after the "
-            "other: leave the batch unpacked (padding_free=False, packing=False)"
-        )
+    _check_labels(batch)
     counts = (labels != IGNORED) & (torch.arange(ids.shape[1], device=ids.device) > 0)
     if not counts.any():
         raise ValueError(f"labels of shape {tuple(labels.shape)} are {IGNORED} throughout: no token counts")
@@ -165,7 +163,23 @@ def _of_labels(model: Any, generator: Any, batch: Mapping[str, Any], temperature
         logits = model(**{**inputs, "use_cache": False}).logits
         trained, temperature = _of_chosen(logits[:, first - 1 : -1], ids[:, first:]), 1.0
     generated = _generated_again(generator, ids, _mask(batch), first, temperature)
-    return _Found(trained, generated.masked_fill(~counts[:, first:], torch.nan))
+    return _Found(trained, generated, counts[:, first:])
+
+
+def _check_labels(batch: Mapping[str, Any]) -> None:
+    ids, labels = batch["input_ids"], batch["labels"]
+    if labels.shape != ids.shape:
+        raise ValueError(
+            f"labels have shape {tuple(labels.shape)}, and input_ids {tuple(ids.shape)}: one label for each token, "
+            f"{IGNORED} where it does not count"
+        )
+    others = [name for name, one in batch.items() if isinstance(one, Tensor) and one.dim() and name not in _SEEN]
+    if others:
+        raise ValueError(
+            f"batch has {', '.join(others)}, of which generation token by token knows nothing: sequences packed into "
+            "one row must be unpacked (packing=False, padding_free=False), and models of more than text are not "
+            "measured"
+        )
 
 
 def _generated_again(model: Any, ids: Tensor, mask: Tensor, first: int, temperature: float) -> Tensor:

@@ -91,7 +91,7 @@ def _is_set(name: str) -> bool:
 def refuse_lean(policy: PrecisionPolicy) -> None:
     """Raise for a policy that a callback cannot carry out."""
     if policy.is_lean:
-        usual = str(policy).removesuffix("-lean")
+        usual = str(policy).replace("-lean", "")
         raise ValueError(
             f"precision={str(policy)!r} keeps the FP32 masters in the optimizer, which a callback cannot replace: "
             f"the Trainer owns it. Use MixedPrecisionCallback({usual!r}), or MixedPrecisionTrainer with "

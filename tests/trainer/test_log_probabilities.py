@@ -146,8 +146,10 @@ def test_a_part_in_evaluation_mode_stays_there() -> None:
 
 def test_labels_that_cannot_be_generated() -> None:
     model, ids = tiny(), prompts()
-    with pytest.raises(ValueError, match="batch has position_ids, as sequences packed into one row"):
+    with pytest.raises(ValueError, match="batch has position_ids, of which generation token by token knows nothing"):
         hf_mp.log_probability_gap(model, {**labelled(ids), "position_ids": torch.arange(7).expand(3, 7)})
+    with pytest.raises(ValueError, match=r"labels have shape \(3,\), and input_ids \(3, 7\): one label for each token"):
+        hf_mp.log_probability_gap(model, {"input_ids": ids, "labels": torch.ones(3, dtype=torch.int64)})
     with pytest.raises(ValueError, match=r"labels of shape \(3, 7\) are -100 throughout"):
         hf_mp.log_probability_gap(model, {"input_ids": ids, "labels": torch.full_like(ids, -100)})
 
@@ -187,3 +189,10 @@ def test_an_engine_that_is_not_what_it_says() -> None:
         hf_mp.log_probability_gap(model, batch, engine)
     with pytest.raises(ValueError, match=r"a GPT2LMHeadModel, has no model\.embed_tokens\.weight: give a model of the"):
         hf_mp.log_probability_gap(model, batch, tiny("gpt2"))
+
+
+def test_what_overflows_is_not_left_out() -> None:
+    model = tiny("llama")
+    with torch.no_grad():
+        model.lm_head.weight[5] = math.inf
+    assert math.isnan(hf_mp.log_probability_gap(model, labelled(prompts())).mean)

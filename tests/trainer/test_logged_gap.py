@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from trainer_runs import arguments, callback_of, logged, make_trainer, same, tiny_gpt2, token_rows, weights
-from transformers import GPT2Config, GPT2ForSequenceClassification
+from transformers import GPT2Config, GPT2ForSequenceClassification, Trainer
 
-from hf_mp import MixedPrecisionArguments
+from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback
 
 
 def run(path: Path, contender: str, **settings: Any) -> Any:
@@ -37,3 +38,16 @@ def test_what_does_not_generate_is_named(tmp_path: Path) -> None:
     callback_of(trainer).detach()
     with pytest.raises(ValueError, match="log_probability_gap_steps=-1 must be a whole number of steps"):
         arguments(tmp_path, MixedPrecisionArguments, log_probability_gap_steps=-1)
+
+
+def test_the_callback_takes_the_options_and_a_checkpoint_keeps_them(tmp_path: Path) -> None:
+    options = {"fp32_head": True, "exact_generation": True, "log_probability_gap_steps": 5}
+    callback = MixedPrecisionCallback("bf16", **options)
+    again = MixedPrecisionCallback(**json.loads(json.dumps(callback.state()["args"])))
+    trainer = Trainer(tiny_gpt2(), arguments(tmp_path), train_dataset=token_rows(), callbacks=[again])
+    session = callback_of(trainer).session
+    assert session is not None and session.settings.log_probability_gap_steps == 5
+    assert str(session.settings.policy) == "bf16,fp32_head=true,exact_generation=true"
+    args = arguments(tmp_path, MixedPrecisionArguments, **options)
+    assert str(args.precision_policy) == "fp16,fp32_head=true,exact_generation=true"
+    again.detach()
