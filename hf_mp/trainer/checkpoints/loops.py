@@ -86,16 +86,14 @@ def save_checkpoint(
     target = Path(directory).absolute()
     runtime = _runtime(model)
     see_shards(runtime)
+    staged = staging_folder(target.parent) / target.name
     with refused_together():
+        if _rank() == 0:
+            _make_room_for(staged, target)  # and the others wait for it, at the end of this block
         tensors, _ = model_tensors(model)
         state, plain = take_state(optimizer, named_parameters(model))
         scale = None if runtime is None else runtime.state_dict()
         text = _as_json({"step": step, "extra": extra or {}, "optimizer": plain, "mixed_precision": scale})
-    staged = staging_folder(target.parent) / target.name
-
-    def begin() -> None:
-        recover(target.parent, inspection.is_finished)  # also clears what a killed run left half-written
-        (make_staging_folder(target.parent) / target.name / SHARDS_FOLDER).mkdir(parents=True)
 
     def complete(files: Mapping[str, FileEntry]) -> None:
         write_synced(staged / STATE_FILE, text)
@@ -108,9 +106,7 @@ def save_checkpoint(
         )
         publish(staged, target)
 
-    saved = write_shards(
-        staged / SHARDS_FOLDER, {**tensors, **state}, begin=begin, finish=complete, asynchronous=asynchronous
-    )
+    saved = write_shards(staged / SHARDS_FOLDER, {**tensors, **state}, finish=complete, asynchronous=asynchronous)
     if asynchronous:
         _last[:] = [(target, saved)]
     return saved
@@ -158,6 +154,15 @@ def load_checkpoint(
         where = "no mixed precision is attached" if runtime is None else "it was saved without mixed precision"
         warnings.warn(f"{checkpoint}: {where}, so the loss scale is not taken over", stacklevel=2)
     return saved["step"], saved["extra"]
+
+
+def _make_room_for(staged: Path, target: Path) -> None:
+    try:
+        if target.parent.is_dir():
+            recover(target.parent, inspection.is_finished)  # also clears what a killed run left half-written
+        (make_staging_folder(target.parent) / target.name / SHARDS_FOLDER).mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{staged} could not be saved: rank 0: {error}") from error
 
 
 def _as_json(values: Mapping[str, Any]) -> str:

@@ -32,7 +32,6 @@ def write_shards(
     folder: Path,
     tensors: Mapping[str, Tensor],
     *,
-    begin: Callable[[], None] = lambda: None,
     finish: Finish = lambda files: None,
     asynchronous: bool = False,
 ) -> Future[None]:
@@ -41,8 +40,8 @@ def write_shards(
     Args:
         folder: a new one, on a file system that all ranks share.
         tensors: by name, contiguous; none shares its memory with another.
-        begin, finish: called on the first rank, before and after anything is written; ``finish`` is given the files of
-            all ranks by name, as their writers know them.
+        finish: called on the first rank when all is written, with the files of all ranks by name, as their writers know
+            them.
         asynchronous: return once the tensors are copied to the CPU, and write in a thread.
 
     Returns:
@@ -50,7 +49,7 @@ def write_shards(
     """
     import torch.distributed.checkpoint as dcp
 
-    writer = _writer_class()(folder, begin, finish)
+    writer = _writer_class()(folder, finish)
     done: Future[None] = Future()
     if not asynchronous:
         with _as_checkpoint_error(folder), _quiet():
@@ -163,14 +162,9 @@ def _writer_class() -> Any:
     class Writer(HuggingFaceStorageWriter):
         """Tells which files it wrote, with their checksums, which each rank computes of its own."""
 
-        def __init__(self, folder: Path, begin: Callable[[], None], finish: Finish) -> None:
+        def __init__(self, folder: Path, finish: Finish) -> None:
             super().__init__(str(folder), save_distributed=True)
-            self._begin, self._finish = begin, finish
-
-        def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-            super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-            if is_coordinator:
-                self._begin()
+            self._finish = finish
 
         def write_data(self, plan: Any, planner: Any) -> Any:
             results = super().write_data(plan, planner).wait()
