@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_mp
 
 LIMIT_SECONDS = 8
-LAYOUTS = ("fp16", "bf16", "fp16-lean")
+LAYOUTS = tuple(os.environ.get("LAYOUTS", "fp16 bf16 fp16-lean").split())
 
 
 def hybrid(model: nn.Module) -> nn.Module:
@@ -236,15 +236,22 @@ def run(rank: int, ranks: int, case: str, wrap: str, folder: Path, results: Path
         dist.destroy_process_group()
 
 
-def lose(*arguments: Any) -> None:
-    """Run two ranks and wait for the first alone; nothing supervises them, as between machines."""
-    ranks = [get_context("fork").Process(target=run, args=(rank, *arguments)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    ranks[0].join(60)
-    for process in ranks:
+def lose(ways: list[str], folder: Path) -> list[dict[str, Any]]:
+    """Two ranks for each way, all at once, of which the first is waited for; nothing supervises them."""
+    fork, processes = get_context("fork"), []
+    for how in ways:
+        for rank in range(2):
+            where = folder / how
+            where.mkdir(exist_ok=True)
+            arguments = (rank, 2, "lost", how, where, folder / f"lost-{how}")
+            processes.append(fork.Process(target=run, args=arguments))
+            processes[-1].start()
+    for process in processes[::2]:
+        process.join(100)
+    for process in processes:
         process.kill()
         process.join()
+    return [torch.load(folder / f"lost-{how}.0", weights_only=False) for how in ways]
 
 
 def main(folder: str, *runs: str) -> None:
@@ -253,13 +260,11 @@ def main(folder: str, *runs: str) -> None:
         ranks, case, wrap, *place = name.split("-")
         where, results = Path(folder, *place), Path(folder, f"run{number}")
         where.mkdir(exist_ok=True)
-        arguments = (int(ranks), case, wrap, where, results)
         if case == "lost":
-            lose(*arguments)
+            found[name] = lose(wrap.split("+"), where)
         else:
-            start_processes(run, arguments, int(ranks), start_method="fork")
-        there = [f"{results}.{rank}" for rank in range(int(ranks)) if case != "lost" or rank == 0]
-        found[name] = [torch.load(path, weights_only=False) for path in there]
+            start_processes(run, (int(ranks), case, wrap, where, results), int(ranks), start_method="fork")
+            found[name] = [torch.load(f"{results}.{rank}", weights_only=False) for rank in range(int(ranks))]
         torch.save(found, Path(folder, "rank0.pt"))
 
 

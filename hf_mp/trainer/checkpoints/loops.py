@@ -73,7 +73,7 @@ def save_checkpoint(
         extra: what else to keep, values for JSON (of the first process), such as ``scheduler.state_dict()``. Random
             numbers are not saved.
         asynchronous: return when the tensors are copied to the CPU (12 bytes a parameter over all processes for AdamW),
-            and write in a thread. Another save or load waits for it.
+            and write in a thread. Another save or load waits for it; wait for its result before the processes part.
 
     Returns:
         A future: done at once, or when the checkpoint is in its place. Its ``result()`` raises what went wrong.
@@ -192,7 +192,10 @@ def _runtime(model: nn.Module) -> MixedPrecision | None:
 
 def _find(directory: Path) -> Path:
     """``directory``, or the newest whole checkpoint in it; a collective call."""
-    found = [directory / name for name in together(_candidates(directory) if _rank() == 0 else [])]
+    names: list[str] = []
+    with refused_together():
+        names = _candidates(directory) if _rank() == 0 else []
+    found = [directory / name for name in together(names)]
     if not found:
         raise NoCheckpointError(f"there is no checkpoint in {directory} yet: train from the start")
     passed_over: list[str] = []

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hf_mp.trainer.checkpoints.manifest import CheckpointError, FileEntry, sha256
 from hf_mp.weights.distributed import is_running
+from hf_mp.weights.missing_ranks import naming_missing_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not in every build of torch
@@ -107,20 +108,25 @@ def together(problems: Iterable[str]) -> list[str]:
     found: list[list[str]] = [list(problems)]
     if is_running():
         mine, found = found[0], [[]] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(found, mine)
+        with naming_missing_ranks():
+            torch.distributed.all_gather_object(found, mine)
     return sorted({line for lines in found for line in lines})
 
 
 @contextmanager
 def refused_together() -> Iterator[None]:
-    """Have a CheckpointError of one rank be that of all: a collective call, when the block ends."""
-    problems: list[str] = []
+    """Have what one rank raises end all, the others with a CheckpointError: a collective call, when the block ends."""
+    error: Exception | None = None
     try:
         yield
-    except CheckpointError as error:
-        problems = [str(error)]
-    if problems := together(problems):
-        raise CheckpointError("; ".join(problems))
+    except Exception as failure:  # it is raised below, once the others know
+        error = failure
+    known = isinstance(error, CheckpointError)
+    said = together([] if error is None else [str(error) if known else f"{type(error).__name__}: {error}"])
+    if error is not None and not known:
+        raise error
+    if said:
+        raise CheckpointError("; ".join(said)) from error
 
 
 @contextmanager
@@ -128,7 +134,8 @@ def _as_checkpoint_error(folder: Path, *, saving: bool = True) -> Iterator[None]
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        yield
+        with naming_missing_ranks():
+            yield
     except CheckpointException as error:  # by rank
         said = [f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items())]
         what = "could not be saved" if saving else "cannot be loaded"
