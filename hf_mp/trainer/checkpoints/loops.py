@@ -88,12 +88,13 @@ def save_checkpoint(
     see_shards(runtime)
     staged = staging_folder(target.parent) / target.name
     with refused_together():
-        if _rank() == 0:
-            _make_room_for(staged, target)  # and the others wait for it, at the end of this block
         tensors, _ = model_tensors(model)
         state, plain = take_state(optimizer, named_parameters(model))
         scale = None if runtime is None else runtime.state_dict()
         text = _as_json({"step": step, "extra": extra or {}, "optimizer": plain, "mixed_precision": scale})
+    with refused_together():
+        if _rank() == 0:  # the others wait for it at the end of this block
+            _make_room_for(staged, target)
 
     def complete(files: Mapping[str, FileEntry]) -> None:
         write_synced(staged / STATE_FILE, text)
