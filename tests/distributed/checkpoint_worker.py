@@ -20,6 +20,7 @@ import torch.distributed as dist
 from loop_worker import Wrap, batches, shard, tiny_gpt2, train, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.multiprocessing import get_context, start_processes
 from torch.nn.parallel import DistributedDataParallel
 
@@ -165,6 +166,14 @@ def refused(folder: Path, wrap: str) -> dict[str, str]:
             optimizer.state[parameter]["factor"] = torch.ones(3)
         hf_mp.save_checkpoint(folder / "run/checkpoint-2", model, optimizer, 2)
 
+    def factored_moments() -> None:
+        parameter = next(iter(model.parameters()))
+        optimizer.state[parameter]["row_var"] = distribute_tensor(torch.ones(4), parameter.device_mesh)
+        try:
+            hf_mp.save_checkpoint(folder / "run/checkpoint-4", model, optimizer, 4)
+        finally:
+            del optimizer.state[parameter]["row_var"]
+
     def another_model() -> None:
         other = hf_mp.MixedPrecision("fp16").attach(nn.Linear(4, 4))
         hf_mp.load_checkpoint(folder / "run", other, torch.optim.AdamW(other.parameters()))
@@ -187,7 +196,7 @@ def refused(folder: Path, wrap: str) -> dict[str, str]:
 
     for case in (
         another_model, other_groups, values_that_json_does_not_know, nothing_there, no_directory,
-        asynchronously_into_no_directory, one_rank_has_other_state,
+        asynchronously_into_no_directory, factored_moments, one_rank_has_other_state,
     ):  # fmt: skip
         try:
             case()
