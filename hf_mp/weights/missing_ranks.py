@@ -30,6 +30,8 @@ def naming_missing_ranks(group: ProcessGroup | None = None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            raise
         if not isinstance(error, torch.distributed.DistError) and not any(words in str(error) for words in _OF_GLOO):
             raise
         raise RuntimeError(

@@ -20,13 +20,14 @@ import torch.distributed as dist
 from loop_worker import Wrap, batches, shard, tiny_gpt2, train, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.multiprocessing import get_context, start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_mp
 
 LIMIT_SECONDS = 8
-LAYOUTS = ("fp16", "bf16", "fp16-lean")
+LAYOUTS = tuple(os.environ.get("LAYOUTS", "fp16 bf16 fp16-lean").split())
 
 
 def hybrid(model: nn.Module) -> nn.Module:
@@ -165,6 +166,14 @@ def refused(folder: Path, wrap: str) -> dict[str, str]:
             optimizer.state[parameter]["factor"] = torch.ones(3)
         hf_mp.save_checkpoint(folder / "run/checkpoint-2", model, optimizer, 2)
 
+    def factored_moments() -> None:
+        parameter = next(iter(model.parameters()))
+        optimizer.state[parameter]["row_var"] = distribute_tensor(torch.ones(4), parameter.device_mesh)
+        try:
+            hf_mp.save_checkpoint(folder / "run/checkpoint-4", model, optimizer, 4)
+        finally:
+            del optimizer.state[parameter]["row_var"]
+
     def another_model() -> None:
         other = hf_mp.MixedPrecision("fp16").attach(nn.Linear(4, 4))
         hf_mp.load_checkpoint(folder / "run", other, torch.optim.AdamW(other.parameters()))
@@ -187,7 +196,7 @@ def refused(folder: Path, wrap: str) -> dict[str, str]:
 
     for case in (
         another_model, other_groups, values_that_json_does_not_know, nothing_there, no_directory,
-        asynchronously_into_no_directory, one_rank_has_other_state,
+        asynchronously_into_no_directory, factored_moments, one_rank_has_other_state,
     ):  # fmt: skip
         try:
             case()
@@ -236,15 +245,22 @@ def run(rank: int, ranks: int, case: str, wrap: str, folder: Path, results: Path
         dist.destroy_process_group()
 
 
-def lose(*arguments: Any) -> None:
-    """Run two ranks and wait for the first alone; nothing supervises them, as between machines."""
-    ranks = [get_context("fork").Process(target=run, args=(rank, *arguments)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    ranks[0].join(60)
-    for process in ranks:
+def lose(ways: list[str], folder: Path) -> list[dict[str, Any]]:
+    """Two ranks for each way, all at once, of which the first is waited for; nothing supervises them."""
+    fork, processes = get_context("fork"), []
+    for how in ways:
+        for rank in range(2):
+            where = folder / how
+            where.mkdir(exist_ok=True)
+            arguments = (rank, 2, "lost", how, where, folder / f"lost-{how}")
+            processes.append(fork.Process(target=run, args=arguments))
+            processes[-1].start()
+    for process in processes[::2]:
+        process.join(100)
+    for process in processes:
         process.kill()
         process.join()
+    return [torch.load(folder / f"lost-{how}.0", weights_only=False) for how in ways]
 
 
 def main(folder: str, *runs: str) -> None:
@@ -253,13 +269,11 @@ def main(folder: str, *runs: str) -> None:
         ranks, case, wrap, *place = name.split("-")
         where, results = Path(folder, *place), Path(folder, f"run{number}")
         where.mkdir(exist_ok=True)
-        arguments = (int(ranks), case, wrap, where, results)
         if case == "lost":
-            lose(*arguments)
+            found[name] = lose(wrap.split("+"), where)
         else:
-            start_processes(run, arguments, int(ranks), start_method="fork")
-        there = [f"{results}.{rank}" for rank in range(int(ranks)) if case != "lost" or rank == 0]
-        found[name] = [torch.load(path, weights_only=False) for path in there]
+            start_processes(run, (int(ranks), case, wrap, where, results), int(ranks), start_method="fork")
+            found[name] = [torch.load(f"{results}.{rank}", weights_only=False) for rank in range(int(ranks))]
         torch.save(found, Path(folder, "rank0.pt"))
 
 

@@ -12,6 +12,7 @@ import torch
 LAYOUTS = ("fp16", "bf16", "fp16-lean")
 Results = dict[str, list[dict[str, Any]]]
 
+FOUR = ("2-save-fsdp-two", "4-load-fsdp-two", "4-save-fsdp-four", "2-load-fsdp-four")
 SHARD = r"shards/shard-00002-model-00001-of-00001\.safetensors"
 
 
@@ -24,8 +25,7 @@ def two(launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def four(launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Results:
-    runs = ("2-save-fsdp-two", "4-load-fsdp-two", "4-save-fsdp-four", "2-load-fsdp-four")
-    return launch("checkpoint_worker.py", tmp_path_factory.mktemp("four"), *runs, processes=1, timeout_seconds=280)[0]
+    return launch("checkpoint_worker.py", tmp_path_factory.mktemp("four"), *FOUR, processes=1, LAYOUTS="fp16-lean")[0]
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +90,9 @@ def test_a_damaged_shard_is_named_by_all_before_anything_is_loaded(two: Results,
         ("other_groups", "CheckpointError: .*groups of 16 parameters .* groups of 1, 15 .* the same groups"),
         ("values_that_json_does_not_know", "CheckpointError: extra, .* is no value for JSON: .*Tensor"),
         ("nothing_there", "NoCheckpointError: there is no checkpoint in .*nowhere yet: train from the start"),
-        ("no_directory", "CheckpointError: .* could not be saved: rank 0: .*Not a directory.*; rank 1: "),
+        ("no_directory", "CheckpointError: .* could not be saved: rank 0: .*Not a directory"),
         ("asynchronously_into_no_directory", "CheckpointError: .* could not be saved: rank 0: .*Not a directory"),
+        ("factored_moments", "CheckpointError: .*_var of transformer.* cannot be cut for another number of ranks"),
         ("one_rank_has_other_state", "CheckpointError: factor of transformer.wte.weight .* cannot be cut for another"),
     ],
 )
@@ -102,10 +103,20 @@ def test_what_cannot_be_saved_or_loaded_is_refused_by_all(two: Results, case: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", LAYOUTS)
-def test_four_resume_what_two_have_saved_and_two_what_four_have(four: Results, precision: str) -> None:
-    assert_resumed(four, "2-save-fsdp-two", "4-load-fsdp-two", precision)
-    assert_resumed(four, "4-save-fsdp-four", "2-load-fsdp-four", precision)
+def test_four_resume_what_two_have_saved_and_two_what_four_have(four: Results) -> None:
+    assert_resumed(four, "2-save-fsdp-two", "4-load-fsdp-two", "fp16-lean")
+    assert_resumed(four, "4-save-fsdp-four", "2-load-fsdp-four", "fp16-lean")
+
+
+@pytest.mark.exhaustive
+def test_four_and_two_resume_each_other_in_each_layout(
+    launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("each")
+    found = launch("checkpoint_worker.py", folder, *FOUR, processes=1, timeout_seconds=280)[0]
+    for precision in LAYOUTS:
+        assert_resumed(found, "2-save-fsdp-two", "4-load-fsdp-two", precision)
+        assert_resumed(found, "4-save-fsdp-four", "2-load-fsdp-four", precision)
 
 
 @pytest.mark.exhaustive
@@ -126,27 +137,29 @@ def test_other_ways_to_spread_a_model_resume_it_too(layouts: Results, precision:
 def test_a_lean_layout_and_the_default_one_resume_each_other(layouts: Results, saved: str) -> None:
     before = layouts["2-save-fsdp-fsdp"][0][saved]["state"]
     for rank in layouts["2-others-fsdp-fsdp"]:
-        assert_same_state(rank[saved], before)
+        # In FP16, split weights below 2**-16 are off by less than 2**-39.
+        apart = [abs(rank[saved]["tensors"][name] - value).max() for name, value in before["tensors"].items()]
+        assert max(apart) < (2**-39 if saved == "fp16" else 2**-149)
         assert rank[saved]["runtime"]["loss_scaler"] == before["runtime"]["loss_scaler"]
 
 
 @pytest.fixture(scope="module")
 def lost(launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Results:
-    runs = ("2-lost-killed-killed", "2-resumed-ddp-killed", "2-lost-asleep-asleep", "2-lost-absent-absent")
+    runs = ("2-lost-killed+asleep+absent", "2-resumed-ddp-killed")
     return launch("checkpoint_worker.py", tmp_path_factory.mktemp("lost"), *runs, processes=1)[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "asleep"])
 def test_a_rank_that_dies_or_hangs_is_named_by_the_other(lost: Results, how: str) -> None:
-    (found,) = lost[f"2-lost-{how}-{how}"]
+    found = lost["2-lost-killed+asleep+absent"][["killed", "asleep"].index(how)]
     assert re.search(r"rank 0 is there, and rank 1 of \[0, 1\] died or hangs.*from the newest whole ch", found["said"])
     assert found["seconds"] < 2 * 8 + 3  # the time that init_process_group gives, once for each wait
 
 
 @pytest.mark.slow
 def test_a_rank_that_never_attached_is_named(lost: Results) -> None:
-    (found,) = lost["2-lost-absent-absent"]
+    found = lost["2-lost-killed+asleep+absent"][2]
     assert re.search(
         r"rank 1 (has not attached mixed precision as rank 0 has|of \[0, 1\] died or hangs)", found["said"]
     )

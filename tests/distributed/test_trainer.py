@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,3 +185,22 @@ def test_optimizers_of_lean_and_default_layouts_under_fsdp(two: Results) -> None
         assert not {"optimizer_0", "pytorch_model_fsdp_0"} & set(found["files"])
         assert found["in_fp16"] == pytest.approx(found["at_once"]["loss"][4:], rel=1e-4)
         assert "has model and optimizer of another layout" in rank["fsdp_lean_from_fp16"]
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (
+            "fp16",
+            "ValueError: fp16=True switches accelerate's mixed precision on.* remove fp16 and say precis",
+        ),
+        (
+            "launched",
+            "ValueError: ACCELERATE_MIXED_PRECISION='fp16' .*start with .accelerate launch --mixed_p",
+        ),
+        ("too large", "RuntimeError: Mesh should not be bigger than default world size 2, but found 4 ranks"),
+    ],
+)
+def test_what_cannot_train_is_refused_by_each(two: Results, case: str, said: str) -> None:
+    for rank in two:
+        assert re.match(said, rank["refused"][case]), rank["refused"][case]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, ParallelismConfig
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
@@ -236,6 +236,30 @@ def callback_evaluated_before(folder: Path) -> dict[str, Any]:
     return found
 
 
+def refused(folder: Path) -> dict[str, str]:
+    """Another mixed precision, and a mesh that does not fit: said by each rank, before the first step."""
+
+    large = ParallelismConfig(dp_shard_size=4)
+    cases = {
+        "fp16": lambda: trainer(folder, fp16=True),
+        "launched": lambda: trainer(folder),
+        "too large": lambda: trainer(folder, parallelism_config=large, **_fsdp())[0].train(),
+    }
+    said = {}
+    for name, case in cases.items():
+        if name == "launched":  # as `accelerate launch` has it, of its configuration's mixed_precision: fp16
+            os.environ["ACCELERATE_MIXED_PRECISION"] = "fp16"
+        try:
+            case()
+            said[name] = "nothing"
+        except (ValueError, RuntimeError) as error:
+            said[name] = f"{type(error).__name__}: {error}"
+        finally:
+            os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+            AcceleratorState._reset_state()
+    return said
+
+
 def lean(folder: Path) -> dict[str, Any]:
     return resumed(folder, precision="fp16-lean")
 
@@ -288,7 +312,7 @@ TWO_PROCESSES = [
     twenty_steps, overflow, accumulation, resume, lean, evaluated_before, callback_evaluated_before,
     fsdp_twenty_steps, fsdp_overflow, fsdp_accumulation,
     fsdp_resume_full, fsdp_resume_sharded, fsdp_checkpointing, fsdp_saved_model, fsdp_lean, fsdp_lean_resume,
-    fsdp_lean_resume_full, fsdp_lean_from_fp16,
+    fsdp_lean_resume_full, fsdp_lean_from_fp16, refused,
 ]  # fmt: skip
 
 

@@ -400,13 +400,6 @@ def test_compiling_a_sharded_model_whole_is_refused(tmp_path: Path, monkeypatch:
     refuse_other_precision(args, args.precision_policy)
 
 
-def test_optimizer_checkpoints_of_a_lean_layout_under_fsdp_are_refused(tmp_path: Path) -> None:
-    settings = {"precision": "fp16-lean", "fsdp": True, "fsdp_config": {"version": 2}, "save_strategy": "steps"}
-    with pytest.raises(ValueError, match=r"precision='fp16-lean' with FSDP cannot save .*save_only_model=True, or pre"):
-        arguments(tmp_path, **settings)
-    arguments(tmp_path, **settings, save_only_model=True)
-
-
 @pytest.mark.parametrize("route", ["arguments", "subclass", "callback", "callback fp32"])
 def test_processes_that_each_would_train_alone_are_refused(
     tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, monkeypatch: pytest.MonkeyPatch, route: str

@@ -393,7 +393,7 @@ def _is_write_failure(error: BaseException) -> bool:
     if isinstance(error, RuntimeError):
         text = str(error)
         return any(part in text for part in ("inline_container", "PytorchStreamWriter", "iostream", "Parent directory"))
-    shards: Any = getattr(error, "failures", None)  # CheckpointException of torch.distributed.checkpoint, by rank
+    shards: Any = getattr(error.__cause__ or error, "failures", None)  # of torch.distributed.checkpoint, by rank
     if isinstance(shards, dict):
         return any(_is_write_failure(failure[0]) for failure in shards.values())
     return isinstance(error, (OSError, SafetensorError))

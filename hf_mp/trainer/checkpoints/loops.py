@@ -73,7 +73,7 @@ def save_checkpoint(
         extra: what else to keep, values for JSON (of the first process), such as ``scheduler.state_dict()``. Random
             numbers are not saved.
         asynchronous: return when the tensors are copied to the CPU (12 bytes a parameter over all processes for AdamW),
-            and write in a thread. Another save or load waits for it.
+            and write in a thread. Another save or load waits for it; wait for its result before the processes part.
 
     Returns:
         A future: done at once, or when the checkpoint is in its place. Its ``result()`` raises what went wrong.
@@ -86,16 +86,15 @@ def save_checkpoint(
     target = Path(directory).absolute()
     runtime = _runtime(model)
     see_shards(runtime)
+    staged = staging_folder(target.parent) / target.name
     with refused_together():
         tensors, _ = model_tensors(model)
         state, plain = take_state(optimizer, named_parameters(model))
         scale = None if runtime is None else runtime.state_dict()
         text = _as_json({"step": step, "extra": extra or {}, "optimizer": plain, "mixed_precision": scale})
-    staged = staging_folder(target.parent) / target.name
-
-    def begin() -> None:
-        recover(target.parent, inspection.is_finished)  # also clears what a killed run left half-written
-        (make_staging_folder(target.parent) / target.name / SHARDS_FOLDER).mkdir(parents=True)
+    with refused_together():
+        if _rank() == 0:  # the others wait for it at the end of this block
+            _make_room_for(staged, target)
 
     def complete(files: Mapping[str, FileEntry]) -> None:
         write_synced(staged / STATE_FILE, text)
@@ -108,9 +107,7 @@ def save_checkpoint(
         )
         publish(staged, target)
 
-    saved = write_shards(
-        staged / SHARDS_FOLDER, {**tensors, **state}, begin=begin, finish=complete, asynchronous=asynchronous
-    )
+    saved = write_shards(staged / SHARDS_FOLDER, {**tensors, **state}, finish=complete, asynchronous=asynchronous)
     if asynchronous:
         _last[:] = [(target, saved)]
     return saved
@@ -160,6 +157,15 @@ def load_checkpoint(
     return saved["step"], saved["extra"]
 
 
+def _make_room_for(staged: Path, target: Path) -> None:
+    try:
+        if target.parent.is_dir():
+            recover(target.parent, inspection.is_finished)  # also clears what a killed run left half-written
+        (make_staging_folder(target.parent) / target.name / SHARDS_FOLDER).mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{staged} could not be saved: rank 0: {error}") from error
+
+
 def _as_json(values: Mapping[str, Any]) -> str:
     try:
         return json.dumps(values, indent=2)
@@ -187,7 +193,10 @@ def _runtime(model: nn.Module) -> MixedPrecision | None:
 
 def _find(directory: Path) -> Path:
     """``directory``, or the newest whole checkpoint in it; a collective call."""
-    found = [directory / name for name in together(_candidates(directory) if _rank() == 0 else [])]
+    names: list[str] = []
+    with refused_together():
+        names = _candidates(directory) if _rank() == 0 else []
+    found = [directory / name for name in together(names)]
     if not found:
         raise NoCheckpointError(f"there is no checkpoint in {directory} yet: train from the start")
     passed_over: list[str] = []

@@ -138,11 +138,17 @@ def _inside_of(parameter: Any) -> Any:
     return getattr(parameter, "local", parameter)
 
 
-def _whole(one: _Owned, key: str, value: Tensor) -> Tensor:
+def _whole(one: _Owned, key: str, value: Any) -> Tensor:
     """``value`` as what is saved of it: on a mesh, if the parameter is."""
-    if is_dtensor(value) or not is_dtensor(one.whole) or not value.dim():
+    if not value.dim():
+        return value.full_tensor() if is_dtensor(value) else value
+    if not is_dtensor(one.whole):
         return value
-    if value.shape == local_part(one.whole).shape:
+    if is_dtensor(value):
+        # One that is the sum of its parts, or spread otherwise (factored moments), would be cut wrong.
+        if value.shape == one.whole.shape and value.placements == one.whole.placements:
+            return value
+    elif value.shape == local_part(one.whole).shape:
         return _on_mesh(one.whole, value)
     raise CheckpointError(
         f"{key} of {one.name} has shape {tuple(value.shape)} on this rank, whose part of the parameter has "

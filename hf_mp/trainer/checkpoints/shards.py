@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hf_mp.trainer.checkpoints.manifest import CheckpointError, FileEntry, sha256
 from hf_mp.weights.distributed import is_running
+from hf_mp.weights.missing_ranks import naming_missing_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not in every build of torch
@@ -32,7 +33,6 @@ def write_shards(
     folder: Path,
     tensors: Mapping[str, Tensor],
     *,
-    begin: Callable[[], None] = lambda: None,
     finish: Finish = lambda files: None,
     asynchronous: bool = False,
 ) -> Future[None]:
@@ -41,8 +41,8 @@ def write_shards(
     Args:
         folder: a new one, on a file system that all ranks share.
         tensors: by name, contiguous; none shares its memory with another.
-        begin, finish: called on the first rank, before and after anything is written; ``finish`` is given the files of
-            all ranks by name, as their writers know them.
+        finish: called on the first rank when all is written, with the files of all ranks by name, as their writers know
+            them.
         asynchronous: return once the tensors are copied to the CPU, and write in a thread.
 
     Returns:
@@ -50,7 +50,7 @@ def write_shards(
     """
     import torch.distributed.checkpoint as dcp
 
-    writer = _writer_class()(folder, begin, finish)
+    writer = _writer_class()(folder, finish)
     done: Future[None] = Future()
     if not asynchronous:
         with _as_checkpoint_error(folder), _quiet():
@@ -108,20 +108,25 @@ def together(problems: Iterable[str]) -> list[str]:
     found: list[list[str]] = [list(problems)]
     if is_running():
         mine, found = found[0], [[]] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(found, mine)
+        with naming_missing_ranks():
+            torch.distributed.all_gather_object(found, mine)
     return sorted({line for lines in found for line in lines})
 
 
 @contextmanager
 def refused_together() -> Iterator[None]:
-    """Have a CheckpointError of one rank be that of all: a collective call, when the block ends."""
-    problems: list[str] = []
+    """Have what one rank raises end all, the others with a CheckpointError: a collective call, when the block ends."""
+    error: Exception | None = None
     try:
         yield
-    except CheckpointError as error:
-        problems = [str(error)]
-    if problems := together(problems):
-        raise CheckpointError("; ".join(problems))
+    except Exception as failure:  # it is raised below, once the others know
+        error = failure
+    known = isinstance(error, CheckpointError)
+    said = together([] if error is None else [str(error) if known else f"{type(error).__name__}: {error}"])
+    if error is not None and not known:
+        raise error
+    if said:
+        raise CheckpointError("; ".join(said)) from error
 
 
 @contextmanager
@@ -129,7 +134,8 @@ def _as_checkpoint_error(folder: Path, *, saving: bool = True) -> Iterator[None]
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        yield
+        with naming_missing_ranks():
+            yield
     except CheckpointException as error:  # by rank
         said = [f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items())]
         what = "could not be saved" if saving else "cannot be loaded"
@@ -163,14 +169,9 @@ def _writer_class() -> Any:
     class Writer(HuggingFaceStorageWriter):
         """Tells which files it wrote, with their checksums, which each rank computes of its own."""
 
-        def __init__(self, folder: Path, begin: Callable[[], None], finish: Finish) -> None:
+        def __init__(self, folder: Path, finish: Finish) -> None:
             super().__init__(str(folder), save_distributed=True)
-            self._begin, self._finish = begin, finish
-
-        def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-            super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-            if is_coordinator:
-                self._begin()
+            self._finish = finish
 
         def write_data(self, plan: Any, planner: Any) -> Any:
             results = super().write_data(plan, planner).wait()
