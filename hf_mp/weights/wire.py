@@ -192,6 +192,7 @@ class _Unseen:
     def __init__(self, hook: Any) -> None:
         self.hook = hook
 
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
             return self.hook(*args, **kwargs)
