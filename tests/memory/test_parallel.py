@@ -52,6 +52,7 @@ def test_a_lean_layout_under_ddp_reduces_in_16_bits() -> None:
     assert sent == {("alltoall_base", "float16"): pass_bytes, ("all-gather", "float16"): pass_bytes}
 
 
+@pytest.mark.exhaustive
 def test_the_first_chunk_says_what_all_chunks_do(monkeypatch: pytest.MonkeyPatch) -> None:
     short = estimate_training_memory(config(), "fp16-lean", ranks=48)
     monkeypatch.setattr(parallel, "_chunk_of_first_rank", _chunk_with_empty)
