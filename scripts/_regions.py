@@ -10,6 +10,7 @@ from _docs_regions import STRUCK_SAVES, checkpoint_cost, faults, footprints, lla
 from _hops_region import hops, host
 from _markdown import GIB, MIB, hardware, otherwise, paragraph, ratio, script, table, timing, torch_version, workload
 from _rl_regions import grpo, small_updates
+from _scaling_regions import communication, scaling, sharded_host
 from _speed_regions import architectures, host_parts
 from _stored import Stored, StoredResults
 from hf_mp.policy import mixed_presets
@@ -427,6 +428,9 @@ REGIONS: dict[str, Region] = {
     "host": host,
     "host parts": host_parts,
     "architectures": architectures,
+    "scaling": scaling,
+    "communication": communication,
+    "sharded host": sharded_host,
     "small updates": small_updates,
     "grpo": grpo,
 }

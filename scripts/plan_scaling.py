@@ -2,6 +2,7 @@
 
     python scripts/plan_scaling.py                               # GPT-2 774M and Llama 70B on 8, 64 and 1,024 ranks
     python scripts/plan_scaling.py --ranks 8 --layers 2          # a quick look
+    python scripts/plan_scaling.py --layers 2 --only Llama       # at one model
 
 Computed by ``hf_mp.estimate_training_memory(..., ranks=...)``: the code of one rank, on fake tensors and torch's fake
 process group. Stores ``scripts/results/plan_scaling.json``.
@@ -55,7 +56,7 @@ def plan(config: PreTrainedConfig, preset: str, ranks: int) -> dict[str, Any]:
 def main(
     ranks: Annotated[list[int], typer.Option(help="Numbers of ranks.")] = [8, 64, 1024],  # noqa: B006
     layers: Annotated[int | None, typer.Option(help="Of each model, for a quick look; nothing is stored.")] = None,
-    only: Annotated[str, typer.Option(help="Beginning of the name of a model; default: all.")] = "",
+    only: Annotated[str, typer.Option(help="Beginning of the name of a model; nothing is stored. Default: all.")] = "",
 ) -> None:
     logging.set_verbosity_error()
     results: dict[str, Any] = {}
@@ -73,7 +74,7 @@ def main(
                     (name, preset, str(count), f"{found.get('peak_bytes', 0) / 2**30:.2f}", f"{sent / 2**30:.2f}")
                 )
     show_table("One rank", ("", "preset", "ranks", "peak, GiB", "sent a step, GiB"), rows)
-    if layers is None:
+    if layers is None and not only:
         save_result("plan_scaling", {"seq_len": SEQ_LEN, "parallel": "fsdp2", "models": results})
 
 

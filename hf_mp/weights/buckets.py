@@ -52,9 +52,8 @@ class Buckets:
                 parameter.put_gradient_into(part, factor, inverse)
         with self._in_turn(values.device):
             self._average(values, factor)
-            done: torch.futures.Future[Tensor] = torch.futures.Future(
-                devices=None if values.device.type == "cpu" else [values.device]
-            )
+            is_indexed = values.device.index is not None  # no CPU is
+            done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[values.device] if is_indexed else None)
             done.set_result(values)
         return done
 

@@ -78,7 +78,7 @@ class Ranks:
 
     def layout_for(self, parameters: Iterable[Tensor], layout: Any, model: nn.Module | None) -> Any:
         """The :class:`WeightLayout` to go on with, after ``layout``, for parameters of ``model`` or its optimizer."""
-        if not is_running():
+        if not is_running() and (model is None or not is_tensor_parallel(model)):  # a mesh may be of one process
             return layout
         parameters = list(parameters)
         for group in mesh_groups(parameters):
@@ -169,8 +169,11 @@ def ddp_of(model: nn.Module) -> DistributedDataParallel | None:
 
 def is_running() -> bool:
     """Whether this process is one of several."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return _has_processes() and torch.distributed.get_world_size() > 1
+
+
+def _has_processes() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def mesh_groups(parameters: Iterable[Tensor]) -> list[ProcessGroup]:
@@ -254,7 +257,7 @@ def check_masters(model: nn.Module) -> None:
 
 def is_tensor_parallel(model: nn.Module) -> bool:
     """Whether products of ``model`` compute with DTensors: it has some, and FSDP2 does not make them whole before."""
-    return any(
+    return _has_processes() and any(
         is_dtensor(parameter)
         for module in modules_of(model)
         if not vars(module).get("_is_fsdp_managed_module")  # fully_shard's mark, also where it wraps from outside

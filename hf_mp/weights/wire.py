@@ -192,6 +192,7 @@ class _Unseen:
     def __init__(self, hook: Any) -> None:
         self.hook = hook
 
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
             return self.hook(*args, **kwargs)
@@ -202,7 +203,7 @@ def _hooks_of(module: Any) -> Iterator[tuple[dict[int, Any], int]]:
     state = module._get_fsdp_state()
     for hooks, name in ((module._forward_pre_hooks, "_pre_forward"), (module._forward_hooks, "_post_forward")):
         key = getattr(getattr(state, f"{name}_hook_handle", None), "id", None)
-        if isinstance(key, int) and key in hooks:
+        if key is not None and key in hooks:
             yield hooks, key
 
 

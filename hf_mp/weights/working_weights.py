@@ -114,7 +114,9 @@ class WorkingWeights:
             for weight in comes_in:
                 if weight.dtype in LOWER_PRECISION_DTYPES:
                     weight.grad_dtype = torch.float32  # what leaves through the border
-            for group in _groups([(weight, None) for weight in comes_in if self.is_outside(weight)], GROUP_SIZE):
+            # Transformers < 5.23 sums a norm's .grad over ranks as soon as the norm's backward has run.
+            size = 1 if self._has_dtensors else GROUP_SIZE
+            for group in _groups([(weight, None) for weight in comes_in if self.is_outside(weight)], size):
                 self._bring_in(group)
             for names, name, weight in places:
                 names[name] = self._weights[id(weight)].inside if id(weight) in self._weights else weight

@@ -25,14 +25,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 import hf_mp
 
 SIZES = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 101,
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 102,
     "num_key_value_heads": 2, "max_position_embeddings": 32, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False,
 }  # fmt: skip
 MODELS: dict[str, Any] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=8)),  # its norms of heads see the heads of one rank
 }
-STEPS = 30
+STEPS = 20
 
 
 def loaded(folder: str, kind: str = "llama", **settings: Any) -> nn.Module:

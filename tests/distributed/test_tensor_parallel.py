@@ -10,6 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import hf_mp
 
 sys.path.insert(0, str(Path(__file__).parent))
 import tensor_parallel_worker
@@ -67,6 +73,21 @@ def test_weights_that_are_written_unseen_are_read(two: Results) -> None:
         assert not torch.allclose(case["first"], case["written"], atol=0.1)
         torch.testing.assert_close(case["read"], case["written"], atol=1e-3, rtol=1e-3)
         torch.testing.assert_close(case["detached"], case["written"], atol=5e-3, rtol=5e-3)
+
+
+def test_a_mesh_of_one_process() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layers = parallelize_module(
+            nn.Sequential(nn.Linear(8, 8)), init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()}
+        )
+        hf_mp.MixedPrecision("fp16").attach(layers)
+        first = layers(torch.ones(2, 8)).detach()
+        for parameter in layers.parameters():
+            parameter.data.mul_(2)
+        torch.testing.assert_close(layers(torch.ones(2, 8)).detach(), 2 * first, atol=1e-2, rtol=1e-2)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,13 @@ import sys
 
 import pytest
 import torch.distributed as distributed
+from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 from transformers import GPT2Config
 from typer.testing import CliRunner
 
 from hf_mp import estimate_training_memory
 from hf_mp.cli import app
+from hf_mp.memory import parallel
 from hf_mp.memory.ledger import Category
 from hf_mp.memory.parallel import Bandwidth, Collective, Spread
 
@@ -40,6 +42,21 @@ def test_ddp_holds_all_and_sends_each_gradient_twice() -> None:
     assert ddp.bytes_by_category[Category.MASTER_WEIGHTS] == alone.bytes_by_category[Category.MASTER_WEIGHTS]
     reduced = next(one for one in ddp.communication if one.name == "all-reduce" and one.dtype == "float32")
     assert reduced.sent_bytes == 2 * 4 * ddp.parameters * 3 // 4
+
+
+def test_a_lean_layout_under_ddp_reduces_in_16_bits() -> None:
+    found = estimate_training_memory(config(), "fp16-lean", ranks=4, parallel="ddp")
+    sent = {(one.name, one.dtype): one.sent_bytes for one in found.communication if one.sent_bytes > 1024}
+    # Gradients are summed in FP32 where they arrive, and their average is gathered again.
+    pass_bytes = pytest.approx(2 * found.parameters * 3 / 4, rel=0.01)
+    assert sent == {("alltoall_base", "float16"): pass_bytes, ("all-gather", "float16"): pass_bytes}
+
+
+@pytest.mark.exhaustive
+def test_the_first_chunk_says_what_all_chunks_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = estimate_training_memory(config(), "fp16-lean", ranks=48)
+    monkeypatch.setattr(parallel, "_chunk_of_first_rank", _chunk_with_empty)
+    assert short == estimate_training_memory(config(), "fp16-lean", ranks=48)
 
 
 def test_hsdp_shards_within_a_machine() -> None:
