@@ -36,6 +36,7 @@ import hf_mp
 from _benchmarks import number, show_table
 from _results import RESULTS, save_result
 from hf_mp.memory.parallel import blocks_of
+from hf_mp.policy import PRESETS
 
 PEER = "torch FSDP2 param_dtype=bf16, reduce_dtype=fp32"
 OF_TORCH = {
@@ -51,7 +52,6 @@ OURS = {
     "fp16-lean": "fp16-lean",
     "bf16-lean": "bf16-lean",
 }
-PLANNED = ("fp32", "fp16", "bf16", "fp16-lean", "bf16-lean")  # presets of hf_mp.estimate_training_memory
 TOKENS = 8
 Step = Callable[[], None]
 
@@ -174,7 +174,7 @@ def worker(rank: int, folder: str, ranks: int, model: GPT2Config, rounds: int) -
 def planned(name: str, model: GPT2Config, ranks: int) -> float | None:
     """Bytes that a rank sends in the step of a contender, as the plan has it; None for what has no preset."""
     _, kind, precision = name.split(" ", 2)
-    if precision not in PLANNED:
+    if precision not in PRESETS:
         return None
     parallel: Any = kind.lower()
     plan = hf_mp.estimate_training_memory(

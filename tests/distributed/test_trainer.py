@@ -132,6 +132,7 @@ def test_accelerate_launch_with_fsdp_does_the_same(
     assert log["loss"] == expected["loss"] and log["scale"] == expected["scale"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_hybrid_shards_of_accelerates_parallelism_config(
     launch: Callable[..., Results], two: Results, tmp_path: Path

@@ -26,6 +26,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> bench_architectures.Architecture:
     return model
 
 
+@pytest.mark.exhaustive
 def test_graphs_and_ratios(
     tiny: bench_architectures.Architecture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
