@@ -36,7 +36,7 @@ import hf_mp
 from _benchmarks import number, show_table
 from _results import RESULTS, save_result
 from hf_mp.memory.parallel import blocks_of
-from hf_mp.policy import PRESETS
+from hf_mp.policy import PRESETS, mixed_presets
 
 PEER = "torch FSDP2 param_dtype=bf16, reduce_dtype=fp32"
 OF_TORCH = {
@@ -46,11 +46,8 @@ OF_TORCH = {
     "torch FSDP2 param_dtype=bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
 }
 OURS = {
-    "fp16": "fp16",
-    "bf16": "bf16",
+    **{name: name for name in mixed_presets()},
     "fp16, reduce=fp16": "params=fp32,compute=fp16,loss_scale=headroom,reduce=fp16",
-    "fp16-lean": "fp16-lean",
-    "bf16-lean": "bf16-lean",
 }
 TOKENS = 8
 Step = Callable[[], None]
