@@ -155,6 +155,33 @@ def test_a_loop_that_says_how_it_clips_skips_none(precision: str) -> None:
     assert healing.skipped == [False] * 3 and healing.runtime.remedies == RULES
 
 
+def test_a_step_that_runs_again_is_clipped_for_every_optimizer() -> None:
+    """The gradients of all optimizers are made again, as each one's clip expects them."""
+
+    def trained(rules: dict[str, str], on_overflow: str) -> list[float]:
+        runtime = MixedPrecision("fp16", rules=rules, on_overflow=on_overflow)
+        model = runtime.attach(make())
+        halves = list(model.down.parameters()), list(model.head.parameters())
+        optimizers = [runtime.attach_optimizer(torch.optim.SGD(half, 1.0)) for half in halves]
+
+        def clip(optimizer: torch.optim.Optimizer) -> None:
+            nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1e-3)
+
+        if on_overflow == "heal":
+            heal_overflows(model, clip=clip)
+        (batch,), steps = batches(1), []
+        model(**batch)["loss"].backward()
+        for optimizer in optimizers:
+            clip(optimizer)
+        for optimizer, half in zip(optimizers, halves, strict=True):
+            before = half[0].detach().clone()
+            optimizer.step()
+            steps.append((half[0] - before).norm().item())
+        return steps
+
+    assert trained({}, "heal") == pytest.approx(trained(RULES, "skip"), rel=1e-2)
+
+
 def test_a_loss_outside_the_model_skips_one_step(warned: list[str]) -> None:
     loop = Loop()
     for batch in batches(3):
