@@ -268,7 +268,7 @@ def check_healing(
 def heal_overflows(
     model: nn.Module | MixedPrecision,
     *,
-    max_fp32_share: float = MAX_FP32_SHARE,
+    max_fp32_share: float | None = None,
     clip: Callable[[Optimizer], Any] | None = None,
 ) -> Healer:
     """Keep in range what leaves FP16's range in a forward, which no loss scale can.
@@ -282,7 +282,8 @@ def heal_overflows(
 
     Args:
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.
-        max_fp32_share: of the forward's floating point operations, the share that may be out of 16 bits; default 0.25.
+        max_fp32_share: of the forward's floating point operations, the share that may be out of 16 bits; default
+            None: what was given before, at first 0.25.
         clip: what a plain loop does to the gradients between backward and step, to be done to those of a step that runs
             again: called with each optimizer. Default None: nothing, or what was given before. A Trainer gives its own.
 
@@ -291,14 +292,16 @@ def heal_overflows(
 
     Raises:
         TypeError, ValueError: for what is no attached model, a precision that does not compute in FP16, optimizers
-            inside backward, and a share that is none.
+            inside backward, a share that is none, and a ``clip`` that is no function.
     """
     runtime = runtime_of(model, "heal_overflows")
-    for observer in runtime.observers:
-        if isinstance(observer, Healer):
-            check_healing("heal", runtime.policy, max_fp32_share)
-            observer.max_fp32_share, observer.clip = max_fp32_share, clip or observer.clip
-            return observer
-    runtime.observers.append(healer := Healer(runtime, max_fp32_share))
-    healer.clip = clip
+    if clip is not None and not callable(clip):
+        raise TypeError(f"clip={clip!r} must be a function: clip=lambda optimizer: clip_grad_norm_(..., {clip!r})")
+    healer = next((observer for observer in runtime.observers if isinstance(observer, Healer)), None)
+    if max_fp32_share is None:
+        max_fp32_share = MAX_FP32_SHARE if healer is None else healer.max_fp32_share
+    check_healing("heal", runtime.policy, max_fp32_share)
+    if healer is None:
+        runtime.observers.append(healer := Healer(runtime))
+    healer.max_fp32_share, healer.clip = max_fp32_share, clip or healer.clip
     return healer

@@ -283,6 +283,18 @@ def test_a_share_that_is_none() -> None:
         heal_overflows(MixedPrecision("fp16"), max_fp32_share=2.0)
 
 
+def test_what_is_not_given_again_stays() -> None:
+    loop = Loop()
+    healer = heal_overflows(loop.model, max_fp32_share=0.9)
+    heal_overflows(loop.model, clip=print)
+    assert heal_overflows(loop.model) is healer and (healer.max_fp32_share, healer.clip) == (0.9, print)
+
+
+def test_a_clip_that_is_no_function() -> None:
+    with pytest.raises(TypeError, match=r"clip=1.0 must be a function: clip=lambda optimizer: clip_grad_norm_"):
+        heal_overflows(Loop().model, clip=1.0)  # type: ignore[arg-type]
+
+
 # The pure core
 
 
