@@ -18,6 +18,11 @@ from hf_mp.diagnostics.given_batches import by_name, call
 from hf_mp.diagnostics.kept_state import untouched
 
 IGNORED = -100  # of Transformers and torch: a label that does not count
+# What torch may be told to compute in TF32 or BF16 where its tensors are FP32.
+_LOWERED = (
+    torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.mkldnn.matmul,
+    torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn,
+)  # fmt: skip
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -85,6 +90,18 @@ def watching(layers: Mapping[str, nn.Module], enter: Callable[..., Any], leave: 
             handle.remove()
 
 
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    before = [ops.fp32_precision for ops in _LOWERED]
+    try:
+        for ops in _LOWERED:
+            ops.fp32_precision = "ieee"
+        yield
+    finally:
+        for ops, precision in zip(_LOWERED, before, strict=True):
+            ops.fp32_precision = precision
+
+
 def run_in_fp32(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any, number: int) -> Reference:
     calls: dict[str, list[LayerCall]] = {}
     linear: list[tuple[str, tuple[int, ...]]] = []  # by name, with the width of its output, in the order of the calls
@@ -103,7 +120,7 @@ def run_in_fp32(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any, n
         if name and isinstance(module, nn.Linear)
     ]
     try:
-        with untouched(model), watching(layers, enter, leave):
+        with untouched(model), _without_tf32(), watching(layers, enter, leave):
             outputs = call(model, batch)
     finally:
         for handle in heads:

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,33 @@ def test_a_model_that_is_nan_in_fp32_is_refused() -> None:
     with pytest.raises(ValueError, match="Gated is inf or NaN in FP32 for batch 1"):
         compare_precisions(model, batches(1))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_inside_an_autocast_there_is_no_reference() -> None:
+    message = r"inside hf_mp.autocast\(torch.float16\) nothing is plain FP32: compare precisions outside"
+    with hf_mp.autocast(torch.float16), pytest.raises(RuntimeError, match=message):
+        compare_precisions(Gated(), batches(1))
+    with hf_mp.autocast(torch.float16, enabled=False):
+        compare_precisions(Gated(), batches(1), ["fp32"])
+
+
+@pytest.mark.parametrize("backend", ["cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv"])
+def test_the_reference_runs_without_tf32(backend: str) -> None:
+    """The precisions run as the user lets them."""
+    ops: Any = attrgetter(backend)(torch.backends)
+
+    class Noting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            noted.append(ops.fp32_precision)
+            return super().forward(x)
+
+    noted: list[str] = []
+    before, ops.fp32_precision = ops.fp32_precision, "tf32"
+    try:
+        compare_precisions(Noting(4, 4), [torch.randn(2, 4)], ["fp16"])
+        assert noted[0] == "ieee" and {*noted[1:], ops.fp32_precision} == {"tf32"}
+    finally:
+        ops.fp32_precision = before
 
 
 def test_a_model_that_returns_a_loss_alone_is_refused() -> None:
