@@ -95,6 +95,8 @@ def compare_precisions(
         notes.append(f"The model returns no logits: compared is its first floating output, {reference.output!r}.")
     if not first.chosen:
         notes.append("No log-probabilities: the batches have no integer labels that fit the logits.")
+    if reference.is_shift_guessed:
+        notes.append("Whether the model shifts its labels is a guess: its loss is not the cross-entropy of either.")
     errors = tuple(differences.error(*variant.described()) for variant, differences in found.items())
     for one, (policy, _) in zip(errors, found, strict=True):
         if not math.isfinite(one.logits_rms):

@@ -15,7 +15,7 @@ import torch
 from range_models import Gated, batches
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM, BertForSequenceClassification
 
 import hf_mp
 from hf_mp import PrecisionComparison, compare_precisions
@@ -176,6 +176,30 @@ class TestWhatIsChosen:
         labels = ids.masked_fill(torch.arange(8) != 7, -100)  # shifted, this one would be no label
         found = compare_precisions(BertForMaskedLM(BertConfig(**TINY_BERT)), [{"input_ids": ids, "labels": labels}])
         assert found.chosen == 2 and found.errors[1].rules == {"cls.predictions.decoder": "fp32"}
+
+    @pytest.mark.parametrize("name", ["mixtral", "llama"])
+    def test_a_loss_that_is_no_mean_is_shifted_all_the_same(self, name: str) -> None:
+        """One that adds its routers' loss, and one that divides by the labels of a whole step."""
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+                 "num_key_value_heads": 2, "vocab_size": 40}  # fmt: skip
+        routers = {"output_router_logits": True, "router_aux_loss_coef": 1.0, "num_local_experts": 2}
+        config = AutoConfig.for_model(name, **sizes, **(routers if name == "mixtral" else {}))
+        model, ids = AutoModelForCausalLM.from_config(config), torch.randint(5, 40, (2, 8))
+        with torch.no_grad():
+            model.lm_head.weight.copy_(-2 * model.get_input_embeddings().weight)  # far from naming the token it reads
+        more = {} if name == "mixtral" else {"num_items_in_batch": 2}
+        found = compare_precisions(model, [{"input_ids": ids, "labels": ids, **more}], ["fp16"])
+        assert found.chosen == 2 * 7 and not found.notes
+
+    def test_a_shift_that_is_guessed_is_said(self) -> None:
+        class Doubled(nn.Linear):
+            def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+                logits = super().forward(x)
+                return {"loss": 2 * F.cross_entropy(logits.mT, labels), "logits": logits}
+
+        batch = {"x": torch.randn(2, 8, 4), "labels": torch.randint(0, 6, (2, 8))}
+        assert "Whether the model shifts its labels is a guess" in str(compare_precisions(Doubled(4, 6), [batch]))
 
     def test_classes(self) -> None:
         torch.manual_seed(0)
