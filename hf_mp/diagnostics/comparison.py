@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_mp.casting.active import active_autocast
 from hf_mp.casting.nested import apply_to_tensors, tensors_in
 from hf_mp.casting.rules import Rules, parse_rules
 from hf_mp.casting.tables import TABLES, TableName, op_name
@@ -46,9 +47,9 @@ def compare_precisions(
 ) -> PrecisionComparison:
     """Measure how far the precisions of a model are from FP32, where the error arises, and what rules buy.
 
-    Each batch runs forward in FP32, without autocast, and in each precision, without dropout. In a second forward every
-    layer is given the inputs that it has in FP32: the error of its output is what arises in it. Layers are numbered
-    blocks, and the modules outside of them that have no modules inside.
+    Each batch runs forward in FP32, without autocast and TF32, and in each precision, without dropout. In a second
+    forward every layer is given the inputs that it has in FP32: the error of its output is what arises in it. Layers
+    are numbered blocks, and the modules outside of them that have no modules inside.
 
     Every precision is measured without rules, with its last linear layer in FP32 (the head, as in MiniMax-M1, arXiv
     2506.13585), and with each of the rules given with it alone, and with all of these.
@@ -73,9 +74,12 @@ def compare_precisions(
         TypeError: for anything but a module, and for one precision in the place of several.
         ValueError: without a batch or a precision, for a batch with inf or NaN, a precision or rule that is not known,
             and a model that is inf or NaN in FP32, or returns no floating tensor.
+        RuntimeError: inside an autocast.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"compare_precisions takes a model, not a {type(model).__name__}")
+    if (outer := active_autocast()) is not None and outer.enabled:
+        raise RuntimeError(f"inside hf_mp.autocast({outer.dtype}) nothing is plain FP32: compare precisions outside")
     asked, given = _parse(precisions, tables), checked(batches)
     found: dict[_Variant, _Differences] = {}
     notes: list[str] = []
@@ -91,6 +95,8 @@ def compare_precisions(
         notes.append(f"The model returns no logits: compared is its first floating output, {reference.output!r}.")
     if not first.chosen:
         notes.append("No log-probabilities: the batches have no integer labels that fit the logits.")
+    if reference.is_shift_guessed:
+        notes.append("Whether the model shifts its labels is a guess: its loss is not the cross-entropy of either.")
     errors = tuple(differences.error(*variant.described()) for variant, differences in found.items())
     for one, (policy, _) in zip(errors, found, strict=True):
         if not math.isfinite(one.logits_rms):

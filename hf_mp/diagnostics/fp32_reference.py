@@ -18,6 +18,13 @@ from hf_mp.diagnostics.given_batches import by_name, call
 from hf_mp.diagnostics.kept_state import untouched
 
 IGNORED = -100  # of Transformers and torch: a label that does not count
+EXACT = 1e-5  # relative: two sums of the same loss in FP32
+# What torch may be told to compute in TF32 or BF16 where its tensors are FP32.
+_BACKENDS: Any = torch.backends
+_LOWERED = (
+    _BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv, _BACKENDS.cudnn.rnn, _BACKENDS.mkldnn.matmul,
+    _BACKENDS.mkldnn.conv, _BACKENDS.mkldnn.rnn,
+)  # fmt: skip
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -51,6 +58,7 @@ class Reference:
     logits: Tensor  # (positions, classes)
     counts: Tensor  # bool, (positions,)
     chosen: Tensor  # int64, (positions,): below 0 where none is
+    is_shift_guessed: bool  # whether the model's loss left open if it shifts the labels
     head: str | None
     calls: dict[str, list[LayerCall]]
 
@@ -85,6 +93,18 @@ def watching(layers: Mapping[str, nn.Module], enter: Callable[..., Any], leave: 
             handle.remove()
 
 
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    before = [ops.fp32_precision for ops in _LOWERED]
+    try:
+        for ops in _LOWERED:
+            ops.fp32_precision = "ieee"
+        yield
+    finally:
+        for ops, precision in zip(_LOWERED, before, strict=True):
+            ops.fp32_precision = precision
+
+
 def run_in_fp32(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any, number: int) -> Reference:
     calls: dict[str, list[LayerCall]] = {}
     linear: list[tuple[str, tuple[int, ...]]] = []  # by name, with the width of its output, in the order of the calls
@@ -103,7 +123,7 @@ def run_in_fp32(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any, n
         if name and isinstance(module, nn.Linear)
     ]
     try:
-        with untouched(model), watching(layers, enter, leave):
+        with untouched(model), _without_tf32(), watching(layers, enter, leave):
             outputs = call(model, batch)
     finally:
         for handle in heads:
@@ -115,9 +135,9 @@ def run_in_fp32(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any, n
             f"{type(model).__name__} is inf or NaN in FP32 for batch {number}, so that no precision can be compared "
             "with it: the cause is the model or its data, look for weights that are not finite"
         )
-    counts, chosen = _what_counts(model, logits, outputs, by_name(model, batch))
+    counts, chosen, is_guessed = _what_counts(model, logits, outputs, by_name(model, batch))
     last = next((name for name, width in reversed(linear) if width == logits.shape[-1:]), None)
-    return Reference(name, rows, counts, chosen, _output_embeddings(model) or last, calls)
+    return Reference(name, rows, counts, chosen, is_guessed, _output_embeddings(model) or last, calls)
 
 
 def _output_embeddings(model: nn.Module) -> str | None:
@@ -138,8 +158,10 @@ def in_rows(logits: Tensor) -> Tensor:
     return logits.detach().reshape(-1, logits.shape[-1] if logits.dim() > 1 else 1)
 
 
-def _what_counts(model: nn.Module, logits: Tensor, outputs: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Which positions count, and the token that is chosen at each; below 0 where none is."""
+def _what_counts(
+    model: nn.Module, logits: Tensor, outputs: Any, arguments: Mapping[str, Any]
+) -> tuple[Tensor, Tensor, bool]:
+    """Which positions count, the token that is chosen at each, below 0 where none is, and whether that is guessed."""
     shape = logits.shape[:-1] if logits.dim() > 1 else logits.shape
     prefix = "decoder_" if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else ""
 
@@ -148,26 +170,33 @@ def _what_counts(model: nn.Module, logits: Tensor, outputs: Any, arguments: Mapp
         is_integer = isinstance(found, Tensor) and not found.is_floating_point() and found.shape == shape
         return found if is_integer and logits.dim() > 1 and logits.shape[-1] > 1 else None
 
+    generates, is_guessed = getattr(model, "can_generate", bool)(), False
     mask = fitting(f"{prefix}attention_mask")
     counts = torch.ones(shape, dtype=torch.bool, device=logits.device) if mask is None else mask.bool()
     nothing = torch.full(shape, IGNORED, device=logits.device)
     if (labels := fitting("labels")) is not None:
-        chosen = _as_the_loss_does(logits, labels.long(), outputs)
-    elif (ids := fitting(f"{prefix}input_ids")) is not None and getattr(model, "can_generate", bool)():
+        chosen, is_guessed = _as_the_loss_does(logits, labels.long(), outputs, shifts=not prefix if generates else None)
+    elif (ids := fitting(f"{prefix}input_ids")) is not None and generates:
         chosen = _next(ids.masked_fill(~counts, IGNORED))
     else:
         chosen = nothing
-    return counts.flatten(), chosen.flatten()
+    return counts.flatten(), chosen.flatten(), is_guessed
 
 
-def _as_the_loss_does(logits: Tensor, labels: Tensor, outputs: Any) -> Tensor:
-    """The labels, shifted by one where that gives the model's loss."""
-    loss = next((t for t in tensors_in(outputs) if t.is_floating_point() and not t.dim()), None)
+def _as_the_loss_does(logits: Tensor, labels: Tensor, outputs: Any, shifts: bool | None) -> tuple[Tensor, bool]:
+    """The labels, shifted by one where that gives the model's loss, and whether that is guessed.
+
+    Where neither gives it (it adds one of its routers, or divides by something else): as such models do (``shifts``),
+    or, for one that generates nothing, what comes closer.
+    """
+    loss = next((t.item() for t in tensors_in(outputs) if t.is_floating_point() and not t.dim()), None)
     if loss is None or labels.dim() < 2:
-        return labels
+        return labels, False
     found = [labels, _next(labels)]
-    off = [abs(F.cross_entropy(in_rows(logits).float(), one.flatten()).item() - loss.item()) for one in found]
-    return found[off[1] < off[0]]
+    off = [abs(F.cross_entropy(in_rows(logits).float(), one.flatten()).item() - loss) for one in found]
+    is_known = min(off) < EXACT * abs(loss)
+    closer = off[1] < off[0]
+    return found[closer if is_known or shifts is None else shifts], not is_known and shifts is None
 
 
 def _next(ids: Tensor) -> Tensor:

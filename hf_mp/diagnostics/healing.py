@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ class Healer(StepObserver):
     Attributes:
         healed: a :class:`Healed` for each remedy, oldest first; those of an earlier run are in ``runtime.remedies``.
         max_fp32_share: of :func:`heal_overflows`.
-        clip: what a loop does to the gradients before it steps, given the optimizer; None where that is not known.
+        clip: what a loop does to the gradients before it steps, given an optimizer; None where that is not known.
     """
 
     def __init__(self, runtime: MixedPrecision, max_fp32_share: float = MAX_FP32_SHARE) -> None:
@@ -108,7 +108,7 @@ class Healer(StepObserver):
             is_new = self._heal() or (report is not None and runtime.scaler.back_off())
             if not is_new or not self._can_run_again():
                 break
-            self._run_again(optimizer)
+            self._run_again()
             report = runtime.verdict(optimizer).report()
             if not report.overflow:
                 break
@@ -201,7 +201,7 @@ class Healer(StepObserver):
 
     # The step again
 
-    def _run_again(self, optimizer: Optimizer) -> None:
+    def _run_again(self) -> None:
         """The micro-batches of the step, forward and backward, into fresh gradients; then ``clip``."""
         runtime, random_states, backwards = self._runtime, RandomStates.now(), list(self._explainer.backwards)
         parameters = list(runtime.check.parameters())
@@ -209,7 +209,7 @@ class Healer(StepObserver):
             parameter.grad = None
         runtime.check.forget()
         self._explainer.backwards.clear()
-        with self._as_in_ddp():
+        with nullcontext() if self._ddp is None else self._ddp._inside_ddp_forward():
             for backward in backwards:
                 outputs = {id(call): dict(named_tensors(_call_again(call))) for call in backward.calls}
                 leaving = [outputs[id(incoming.call)][incoming.output] for incoming in backward.incoming]
@@ -220,12 +220,8 @@ class Healer(StepObserver):
             runtime.ranks.average(gradients)
             runtime.check.measure(parameters)
         if self.clip is not None:
-            self.clip(optimizer)
-
-    @contextmanager
-    def _as_in_ddp(self) -> Iterator[None]:
-        with nullcontext() if self._ddp is None else self._ddp._inside_ddp_forward():
-            yield
+            for guard in runtime._guards:  # their gradients were all made again, also those of an optimizer yet to step
+                self.clip(guard.optimizer)
 
 
 def _call_again(call: KeptCall) -> Any:
@@ -272,7 +268,7 @@ def check_healing(
 def heal_overflows(
     model: nn.Module | MixedPrecision,
     *,
-    max_fp32_share: float = MAX_FP32_SHARE,
+    max_fp32_share: float | None = None,
     clip: Callable[[Optimizer], Any] | None = None,
 ) -> Healer:
     """Keep in range what leaves FP16's range in a forward, which no loss scale can.
@@ -286,23 +282,26 @@ def heal_overflows(
 
     Args:
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.
-        max_fp32_share: of the forward's floating point operations, the share that may be out of 16 bits; default 0.25.
+        max_fp32_share: of the forward's floating point operations, the share that may be out of 16 bits; default
+            None: what was given before, at first 0.25.
         clip: what a plain loop does to the gradients between backward and step, to be done to those of a step that runs
-            again: called with the optimizer. Default None: nothing, or what was given before. A Trainer gives its own.
+            again: called with each optimizer. Default None: nothing, or what was given before. A Trainer gives its own.
 
     Returns:
         The healer, with what it has ``healed``; always the same one for the same model.
 
     Raises:
         TypeError, ValueError: for what is no attached model, a precision that does not compute in FP16, optimizers
-            inside backward, and a share that is none.
+            inside backward, a share that is none, and a ``clip`` that is no function.
     """
     runtime = runtime_of(model, "heal_overflows")
-    for observer in runtime.observers:
-        if isinstance(observer, Healer):
-            check_healing("heal", runtime.policy, max_fp32_share)
-            observer.max_fp32_share, observer.clip = max_fp32_share, clip or observer.clip
-            return observer
-    runtime.observers.append(healer := Healer(runtime, max_fp32_share))
-    healer.clip = clip
+    if clip is not None and not callable(clip):
+        raise TypeError(f"clip={clip!r} must be a function: clip=lambda optimizer: clip_grad_norm_(..., {clip!r})")
+    healer = next((observer for observer in runtime.observers if isinstance(observer, Healer)), None)
+    if max_fp32_share is None:
+        max_fp32_share = MAX_FP32_SHARE if healer is None else healer.max_fp32_share
+    check_healing("heal", runtime.policy, max_fp32_share)
+    if healer is None:
+        runtime.observers.append(healer := Healer(runtime))
+    healer.max_fp32_share, healer.clip = max_fp32_share, clip or healer.clip
     return healer

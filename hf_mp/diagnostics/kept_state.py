@@ -151,9 +151,8 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
                 parameter.grad = None
             parameter.data = data
             if parameter.grad_dtype is not grad_dtype:
-                parameter.grad_dtype = (
-                    None  # what was split once has it set, and a dtype would hold after .float(), too
-                )
+                # torch has no way back to "as the parameter": a dtype that is set would hold after .float(), too.
+                parameter.grad_dtype = None
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from range_models import Gated, batches
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM, BertForSequenceClassification
 
 import hf_mp
 from hf_mp import PrecisionComparison, compare_precisions
@@ -176,6 +177,30 @@ class TestWhatIsChosen:
         found = compare_precisions(BertForMaskedLM(BertConfig(**TINY_BERT)), [{"input_ids": ids, "labels": labels}])
         assert found.chosen == 2 and found.errors[1].rules == {"cls.predictions.decoder": "fp32"}
 
+    @pytest.mark.parametrize("name", ["mixtral", "llama"])
+    def test_a_loss_that_is_no_mean_is_shifted_all_the_same(self, name: str) -> None:
+        """One that adds its routers' loss, and one that divides by the labels of a whole step."""
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+                 "num_key_value_heads": 2, "vocab_size": 40}  # fmt: skip
+        routers = {"output_router_logits": True, "router_aux_loss_coef": 1.0, "num_local_experts": 2}
+        config = AutoConfig.for_model(name, **sizes, **(routers if name == "mixtral" else {}))
+        model, ids = AutoModelForCausalLM.from_config(config), torch.randint(5, 40, (2, 8))
+        with torch.no_grad():
+            model.lm_head.weight.copy_(-2 * model.get_input_embeddings().weight)  # far from naming the token it reads
+        more = {} if name == "mixtral" else {"num_items_in_batch": 2}
+        found = compare_precisions(model, [{"input_ids": ids, "labels": ids, **more}], ["fp16"])
+        assert found.chosen == 2 * 7 and not found.notes
+
+    def test_a_shift_that_is_guessed_is_said(self) -> None:
+        class Doubled(nn.Linear):
+            def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+                logits = super().forward(x)
+                return {"loss": 2 * F.cross_entropy(logits.mT, labels), "logits": logits}
+
+        batch = {"x": torch.randn(2, 8, 4), "labels": torch.randint(0, 6, (2, 8))}
+        assert "Whether the model shifts its labels is a guess" in str(compare_precisions(Doubled(4, 6), [batch]))
+
     def test_classes(self) -> None:
         torch.manual_seed(0)
         model = BertForSequenceClassification(BertConfig(**TINY_BERT, num_labels=3))
@@ -289,6 +314,33 @@ def test_a_model_that_is_nan_in_fp32_is_refused() -> None:
     with pytest.raises(ValueError, match="Gated is inf or NaN in FP32 for batch 1"):
         compare_precisions(model, batches(1))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_inside_an_autocast_there_is_no_reference() -> None:
+    message = r"inside hf_mp.autocast\(torch.float16\) nothing is plain FP32: compare precisions outside"
+    with hf_mp.autocast(torch.float16), pytest.raises(RuntimeError, match=message):
+        compare_precisions(Gated(), batches(1))
+    with hf_mp.autocast(torch.float16, enabled=False):
+        compare_precisions(Gated(), batches(1), ["fp32"])
+
+
+@pytest.mark.parametrize("backend", ["cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv"])
+def test_the_reference_runs_without_tf32(backend: str) -> None:
+    """The precisions run as the user lets them."""
+    ops: Any = attrgetter(backend)(torch.backends)
+
+    class Noting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            noted.append(ops.fp32_precision)
+            return super().forward(x)
+
+    noted: list[str] = []
+    before, ops.fp32_precision = ops.fp32_precision, "tf32"
+    try:
+        compare_precisions(Noting(4, 4), [torch.randn(2, 4)], ["fp16"])
+        assert noted[0] == "ieee" and {*noted[1:], ops.fp32_precision} == {"tf32"}
+    finally:
+        ops.fp32_precision = before
 
 
 def test_a_model_that_returns_a_loss_alone_is_refused() -> None:

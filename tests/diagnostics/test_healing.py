@@ -155,6 +155,33 @@ def test_a_loop_that_says_how_it_clips_skips_none(precision: str) -> None:
     assert healing.skipped == [False] * 3 and healing.runtime.remedies == RULES
 
 
+def test_a_step_that_runs_again_is_clipped_for_every_optimizer() -> None:
+    """The gradients of all optimizers are made again, as each one's clip expects them."""
+
+    def trained(rules: dict[str, str], on_overflow: str) -> list[float]:
+        runtime = MixedPrecision("fp16", rules=rules, on_overflow=on_overflow)
+        model = runtime.attach(make())
+        halves = list(model.down.parameters()), list(model.head.parameters())
+        optimizers = [runtime.attach_optimizer(torch.optim.SGD(half, 1.0)) for half in halves]
+
+        def clip(optimizer: torch.optim.Optimizer) -> None:
+            nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1e-3)
+
+        if on_overflow == "heal":
+            heal_overflows(model, clip=clip)
+        (batch,), steps = batches(1), []
+        model(**batch)["loss"].backward()
+        for optimizer in optimizers:
+            clip(optimizer)
+        for optimizer, half in zip(optimizers, halves, strict=True):
+            before = half[0].detach().clone()
+            optimizer.step()
+            steps.append((half[0] - before).norm().item())
+        return steps
+
+    assert trained({}, "heal") == pytest.approx(trained(RULES, "skip"), rel=1e-2)
+
+
 def test_a_loss_outside_the_model_skips_one_step(warned: list[str]) -> None:
     loop = Loop()
     for batch in batches(3):
@@ -254,6 +281,18 @@ def test_what_it_does_not_go_with_is_refused(settings: dict[str, Any], message: 
 def test_a_share_that_is_none() -> None:
     with pytest.raises(ValueError, match=r"max_fp32_share=2.0 must be a share of the FLOPs, from 0 to 1"):
         heal_overflows(MixedPrecision("fp16"), max_fp32_share=2.0)
+
+
+def test_what_is_not_given_again_stays() -> None:
+    loop = Loop()
+    healer = heal_overflows(loop.model, max_fp32_share=0.9)
+    heal_overflows(loop.model, clip=print)
+    assert heal_overflows(loop.model) is healer and (healer.max_fp32_share, healer.clip) == (0.9, print)
+
+
+def test_a_clip_that_is_no_function() -> None:
+    with pytest.raises(TypeError, match=r"clip=1.0 must be a function: clip=lambda optimizer: clip_grad_norm_"):
+        heal_overflows(Loop().model, clip=1.0)  # type: ignore[arg-type]
 
 
 # The pure core
