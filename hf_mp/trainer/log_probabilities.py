@@ -185,8 +185,9 @@ def _check_labels(batch: Mapping[str, Any]) -> None:
 def _generated_again(model: Any, ids: Tensor, mask: Tensor, first: int, temperature: float) -> Tensor:
     """The log-probabilities of the tokens from column ``first`` on, one by one with a cache, as ``generate()`` does."""
     columns, cache, start = [], None, 0
-    # Padding on the right has zeros, and tokens behind it do not count; generate() has ones for what it drew.
-    mask = torch.cat([mask[:, :first], mask.new_ones(len(mask), ids.shape[1] - first)], 1)
+    # generate() has ones for all that follows the prompt, and hides padding on the left. Tokens behind the zeros on
+    # the right do not count.
+    mask = (mask.cumsum(-1) > 0).to(mask.dtype)
     last = {"logits_to_keep": 1} if "logits_to_keep" in _takes(model) else {}
     for column in range(first, ids.shape[1]):
         inputs = {"past_key_values": cache, **_positions(model, mask[:, :column], start), **last}

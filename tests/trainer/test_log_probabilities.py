@@ -136,6 +136,15 @@ def test_the_tokens_of_labels_are_generated_again(kind: str) -> None:
     assert hf_mp.log_probability_gap(model, {**labelled(padded, 7), **padding}).tokens == expected.tokens == 16
 
 
+@pytest.mark.parametrize("pads", [(5, 0, 0), (0, 2, 4)])
+def test_rows_padded_by_different_lengths(pads: tuple[int, ...]) -> None:
+    ids = prompts()
+    mask = torch.stack([torch.arange(7) >= pad for pad in pads]).long()
+    labels = ids.masked_fill(mask == 0, -100)
+    gap = hf_mp.log_probability_gap(tiny("llama"), {"input_ids": ids, "attention_mask": mask, "labels": labels})
+    assert gap.maximum < 1e-5
+
+
 def test_a_part_in_evaluation_mode_stays_there() -> None:
     model = tiny()
     model.transformer.h[0].eval()
