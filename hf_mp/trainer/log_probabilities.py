@@ -151,8 +151,8 @@ def _drawn(
 
 def _of_labels(model: Any, generator: Any, batch: Mapping[str, Any], temperature: float) -> _Found:
     ids, labels = batch["input_ids"], batch["labels"]
-    _check_labels(batch)
-    counts = (labels != IGNORED) & (torch.arange(ids.shape[1], device=ids.device) > 0)
+    check_labels(batch)
+    counts = counted(batch)
     if not counts.any():
         raise ValueError(f"labels of shape {tuple(labels.shape)} are {IGNORED} throughout: no token counts")
     first = int(counts.any(0).nonzero()[0])
@@ -166,7 +166,14 @@ def _of_labels(model: Any, generator: Any, batch: Mapping[str, Any], temperature
     return _Found(trained, generated, counts[:, first:])
 
 
-def _check_labels(batch: Mapping[str, Any]) -> None:
+def counted(batch: Mapping[str, Any]) -> Tensor:
+    """Which tokens are compared, of the shape of ``labels``: those with one, but for the first of a row."""
+    labels = batch["labels"]
+    return (labels != IGNORED) & (torch.arange(labels.shape[1], device=labels.device) > 0)
+
+
+def check_labels(batch: Mapping[str, Any]) -> None:
+    """Raise a ValueError for labels of another shape, and for tensors that generation does not see."""
     ids, labels = batch["input_ids"], batch["labels"]
     if labels.shape != ids.shape:
         raise ValueError(

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from trainer_runs import arguments, callback_of, logged, make_trainer, same, tiny_gpt2, token_rows, weights
 from transformers import GPT2Config, GPT2ForSequenceClassification, Trainer
+from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging
 
 from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback
 
@@ -38,6 +41,47 @@ def test_what_does_not_generate_is_named(tmp_path: Path) -> None:
     callback_of(trainer).detach()
     with pytest.raises(ValueError, match="log_probability_gap_steps=-1 must be a whole number of steps"):
         arguments(tmp_path, MixedPrecisionArguments, log_probability_gap_steps=-1)
+
+
+class Unlabelled(Trainer):
+    """Whose second batch has no token that counts, as TRL's GRPO has where all completions were truncated."""
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *given: Any, **named: Any) -> Any:
+        if self.state.global_step == 1:
+            inputs["labels"] = torch.full_like(inputs["labels"], -100)
+        if self.state.global_step == 2:
+            inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+        return super().training_step(model, inputs, *given, **named)
+
+
+def test_a_batch_that_cannot_be_measured_has_no_entry(tmp_path: Path) -> None:
+    args = arguments(tmp_path, MixedPrecisionArguments, log_probability_gap_steps=1)
+    logging.warning_once.cache_clear()
+    trainer = make_trainer("callback", "fp16", tiny_gpt2(), args, base=Unlabelled, train_dataset=token_rows())
+    with CaptureLogger(logging.get_logger("hf_mp.trainer.logged_gap")) as said:
+        trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history if "logp_gap" in entry] == [1, 4]
+    assert "steps without logp_gap: " in said.out and "has token_type_ids, of" in said.out
+
+
+@pytest.mark.parametrize(
+    ("settings", "column", "message"),
+    [
+        ({"label_smoothing_factor": 0.1}, (), "trained on input_ids and labels, and this GPT2.* was given input_ids"),
+        ({}, ("token_type_ids",), "gap_steps=3: batch has token_type_ids, of which .*; or leave it at 0"),
+        ({}, ("position_ids",), "gap_steps=3: batch has position_ids, of which .*; or leave it at 0"),
+    ],
+)
+def test_what_no_step_could_measure_ends_the_first(
+    tmp_path: Path, settings: dict[str, Any], column: tuple[str, ...], message: str
+) -> None:
+    args = arguments(tmp_path, MixedPrecisionArguments, log_probability_gap_steps=3, **settings)
+    rows = [{**row, **{name: torch.zeros_like(row["labels"]) for name in column}} for row in token_rows()]
+    trainer = make_trainer("callback", "fp16", tiny_gpt2(), args, train_dataset=rows)
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    callback_of(trainer).detach()
 
 
 def test_the_callback_takes_the_options_and_a_checkpoint_keeps_them(tmp_path: Path) -> None:
