@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_mp.diagnostics.kept_state import RandomStates
 from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.trainer.hand_over import check_handed_over
 
@@ -30,7 +32,7 @@ class LogProbabilityGap:
         maximum: the largest magnitude.
         alpha, beta: log r = alpha + beta * log-probability in generation, by least squares; NaN where all of these are
             equal.
-        clipped_share: tokens whose ratio r leaves 1 - clip .. 1 + clip by this alone.
+        clipped_share: tokens whose ratio r leaves 1 - clip .. 1 + clip by this alone; NaN where a difference is.
         dtype: that generation multiplied in, as torch prints it, without "torch.": of an attached model's working
             copies, else of the weights; of the log-probabilities, if they were given.
     """
@@ -70,7 +72,7 @@ def log_probability_gap(
             returned them; NaN for a token that does not count. Or another model, which must hold the weights of
             ``model`` and generates in its place. Default None: the model itself generates.
         new_tokens: how many are drawn after each prompt in ``batch``, where it has no ``labels``; default 32. They are
-            generated one by one, with a KV cache.
+            generated one by one, with a KV cache, and the global random state is as before afterwards.
         clip: half the range of the ratio in which PPO and GRPO do not clip; default 0.2.
         temperature: that TRL's ``fused_lm_head`` divides the logits by; default 1.
         generation: further arguments of ``model.generate``; by default it samples from all tokens.
@@ -134,6 +136,7 @@ def _drawn(
 ) -> _Found:
     prompt, mask = batch["input_ids"], _mask(batch)
     settings = {"do_sample": True, "top_k": 0, "use_cache": True, **settings}
+    random_states = RandomStates.now(torch_only=True)
     drawn = generator.generate(
         prompt,
         attention_mask=mask,
@@ -143,6 +146,7 @@ def _drawn(
         return_dict_in_generate=True,
         **settings,
     )
+    random_states.restore()
     logits, ids = torch.stack(drawn.logits, 1), drawn.sequences
     mask = torch.cat([mask, mask.new_ones(len(mask), new_tokens)], 1)
     found = _of_chosen(logits, ids[:, -new_tokens:])
@@ -257,6 +261,6 @@ def _compare(log_r: Tensor, before: Tensor, clip: float, dtype: str) -> LogProba
         maximum=log_r.abs().max().item(),
         alpha=(log_r.mean() - beta * before.mean()).item(),
         beta=beta.item(),
-        clipped_share=(log_r.expm1().abs() > clip).double().mean().item(),
+        clipped_share=(log_r.expm1().abs() > clip).double().where(~log_r.isnan(), math.nan).mean().item(),
         dtype=dtype,
     )

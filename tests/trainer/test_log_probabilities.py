@@ -42,6 +42,13 @@ def test_in_fp32_both_agree(kind: str) -> None:
     assert model.training  # as it was
 
 
+def test_to_draw_leaves_the_random_state() -> None:
+    model = tiny()
+    before = torch.get_rng_state()
+    hf_mp.log_probability_gap(model, {"input_ids": prompts()}, new_tokens=2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_the_gap_to_an_engine_in_16_bits_is_seen() -> None:
     ids, engine = prompts(), tiny().to(torch.bfloat16).eval()
     with torch.no_grad():
@@ -204,4 +211,5 @@ def test_what_overflows_is_not_left_out() -> None:
     model = tiny("llama")
     with torch.no_grad():
         model.lm_head.weight[5] = math.inf
-    assert math.isnan(hf_mp.log_probability_gap(model, labelled(prompts())).mean)
+    gap = hf_mp.log_probability_gap(model, labelled(prompts()))
+    assert math.isnan(gap.mean) and math.isnan(gap.clipped_share)
