@@ -94,4 +94,10 @@ def test_the_callback_takes_the_options_and_a_checkpoint_keeps_them(tmp_path: Pa
     assert str(session.settings.policy) == "bf16,fp32_head=true,exact_generation=true"
     args = arguments(tmp_path, MixedPrecisionArguments, **options)
     assert str(args.precision_policy) == "fp16,fp32_head=true,exact_generation=true"
+    for name in ("fp32_head", "exact_generation"):  # what the callback was given is above the arguments
+        off = MixedPrecisionCallback(**{name: False})
+        Trainer(tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[off])
+        assert off.session is not None and not getattr(off.session.settings.policy, name)
+        assert sum(getattr(off.session.settings.policy, other) for other in ("fp32_head", "exact_generation")) == 1
+        off.detach()
     again.detach()
