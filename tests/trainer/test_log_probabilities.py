@@ -190,6 +190,33 @@ def test_an_engine_that_is_up_to_date(tmp_path: Path, precision: str) -> None:
         hf_mp.log_probability_gap(model, {"input_ids": prompts()}, engine)
 
 
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean", "bf16-lean"])
+def test_an_engine_of_the_masters(tmp_path: Path, precision: str) -> None:
+    model = tiny("llama")
+    hf_mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), precision)
+    model.save_pretrained(tmp_path / "engine")
+    for dtype in (torch.float32, torch.bfloat16):
+        engine = LlamaForCausalLM.from_pretrained(tmp_path / "engine", dtype=dtype)
+        assert hf_mp.log_probability_gap(model, {"input_ids": prompts()}, engine, new_tokens=2).maximum < 0.2
+    _step(model)
+    with pytest.raises(ValueError, match="generated has stale weights"):
+        hf_mp.log_probability_gap(model, {"input_ids": prompts()}, engine)
+
+
+@pytest.mark.parametrize("attached", ["bf16", "bf16-lean"])
+def test_an_engine_that_is_attached(tmp_path: Path, attached: str) -> None:
+    model = tiny("llama")
+    hf_mp.MixedPrecision("bf16").attach(model)
+    hf_mp.save_working_copies(model, tmp_path / "engine")
+    engine = LlamaForCausalLM.from_pretrained(tmp_path / "engine")
+    hf_mp.MixedPrecision(attached).attach(engine)
+    gap = hf_mp.log_probability_gap(model, {"input_ids": prompts()}, engine, new_tokens=2)
+    assert gap.maximum < 0.2 and gap.dtype == "bfloat16"
+    _step(model)
+    with pytest.raises(ValueError, match="generated has stale weights"):
+        hf_mp.log_probability_gap(model, {"input_ids": prompts()}, engine)
+
+
 def _step(model: Any) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
