@@ -53,7 +53,7 @@ def log_probability_gap(
     batch: Mapping[str, Any],
     generated: Tensor | nn.Module | None = None,
     *,
-    new_tokens: int = 32,
+    new_tokens: int | None = None,
     clip: float = CLIP_RANGE,
     temperature: float = 1.0,
     **generation: Any,
@@ -81,11 +81,17 @@ def log_probability_gap(
         A :class:`LogProbabilityGap`.
 
     Raises:
-        ValueError: for log-probabilities of another shape, positive or infinite ones, and where no token counts; for a
-            ``batch`` with labels of another shape, or with tensors that generation does not see (``position_ids`` of
-            packed sequences, images); for another model whose
-            weights are stale, or of another dtype than its config says: the message names the first.
+        ValueError: for arguments of drawing where nothing is drawn; for log-probabilities of another shape, positive or
+            infinite ones, and where no token counts; for a ``batch`` with labels of another shape, or with tensors that
+            generation does not see (``position_ids`` of packed sequences, images); for another model whose weights are
+            stale, or of another dtype than its config says: the message names the first.
     """
+    drawing = generation if new_tokens is None else {"new_tokens": new_tokens, **generation}
+    if drawing and ("labels" in batch or isinstance(generated, Tensor)):
+        raise ValueError(
+            f"{', '.join(drawing)} would have no effect: nothing is drawn where batch has labels, or generated has "
+            "log-probabilities; leave it out"
+        )
     generator = generated if isinstance(generated, nn.Module) else model
     if generator is not model:
         check_handed_over(model, generator)
@@ -95,7 +101,7 @@ def log_probability_gap(
         elif "labels" in batch:
             found = _of_labels(model, generator, batch, temperature)
         else:
-            found = _drawn(model, generator, batch, new_tokens, generation)
+            found = _drawn(model, generator, batch, 32 if new_tokens is None else new_tokens, generation)
     before = found.generated[found.counts].double()
     dtype = generated.dtype if isinstance(generated, Tensor) else _dtype_of(generator)
     return _compare(found.trained[found.counts].double() - before, before, clip, str(dtype).removeprefix("torch."))

@@ -58,6 +58,8 @@ class TrainerSession:
     def __init__(self, settings: SessionSettings, args: TrainingArguments) -> None:
         self.settings, self.args = settings, args
         self.runtime = settings.make_runtime(args) if settings.policy.is_mixed else None
+        if self.runtime is None and settings.log_probability_gap_steps:
+            logger.warning("log_probability_gap_steps measures an attached model, and with fp32 none is: no logp_gap")
         self.overflow_reports: list[OverflowReport] = []
         self.reporting = TrainerReporting(settings)
         self._model: weakref.ref[nn.Module] | None = None  # that the runtime was made for

@@ -170,6 +170,15 @@ def test_labels_that_cannot_be_generated() -> None:
         hf_mp.log_probability_gap(model, {"input_ids": ids, "labels": torch.full_like(ids, -100)})
 
 
+@pytest.mark.parametrize("drawing", [{"new_tokens": 4}, {"nonsense": 3}])
+def test_arguments_of_drawing_where_nothing_is_drawn(drawing: dict[str, int]) -> None:
+    message = f"{next(iter(drawing))} would have no effect: nothing is drawn where batch has labels"
+    with pytest.raises(ValueError, match=message):
+        hf_mp.log_probability_gap(tiny(), labelled(prompts()), **drawing)
+    with pytest.raises(ValueError, match=message):
+        hf_mp.log_probability_gap(tiny(), {"input_ids": prompts()}, torch.zeros(3, 2), **drawing)
+
+
 # Another model as the generator
 
 
