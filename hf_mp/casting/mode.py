@@ -23,6 +23,7 @@ from hf_mp.casting.decompositions.composites import COMPOSITES, call
 from hf_mp.casting.decompositions.ops import decompose
 from hf_mp.casting.explain import Explanation, Recorder, watching_modules
 from hf_mp.casting.module_rules import put_on
+from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.rules import ModuleRule, OpRules, Rules, match_modules, parse_rules
 from hf_mp.casting.tables import OPS, TABLES, CastRule, TableName
 from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
@@ -367,6 +368,8 @@ def _sum_in_fp64(
         wide = functools.partial(map_tensors, lambda one: one.double() if one.dtype in _CASTABLE else one)
         given = {key: wide(value) for key, value in kwargs.items() if key != "out"}
         return out.copy_(mode.call_unlisted(func, tuple(map(wide, args)), given))
+    if any(one.dtype is torch.float64 for one in tensors_in((args, kwargs))):  # as it is, like every call with FP64
+        return func(*args, **kwargs)
     args = [mode.cast(arg, dtype) for arg in args]
     kwargs = {key: mode.cast(arg, dtype) for key, arg in kwargs.items()}
     return run_through_fp32(func, args, kwargs, dtype, torch.float64)

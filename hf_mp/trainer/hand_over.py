@@ -16,6 +16,7 @@ from hf_mp.diagnostics.overflow import attached_runtime, runtime_of
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.checkpoints.atomic import discard, make_staging_folder, publish, sync_tree
 from hf_mp.weights.distributed import is_dtensor, is_sharded
+from hf_mp.weights.split_parameter import SplitParameter, open_master
 
 _OF_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of activation checkpointing and torch.compile
 _OF_WEIGHTS = (".safetensors", ".bin", ".index.json")
@@ -96,18 +97,17 @@ def save_working_copies(model: nn.Module | MixedPrecision, directory: str | os.P
 def check_handed_over(model: nn.Module, generator: nn.Module) -> None:
     """Raise a ValueError where ``generator`` does not hold the weights that a forward of ``model`` reads.
 
-    Attached or not; the message names the first parameter that is stale, missing, or of another dtype than the
-    generator's config says.
+    Attached or not; the message names the first parameter that is stale, missing, or of another dtype than the config
+    of a generator says that is not attached.
     """
-    said = getattr(getattr(generator, "config", None), "dtype", None)
-    own, theirs = dict(model.named_parameters()), {plain_name(name): one for name, one in generator.named_parameters()}
+    is_attached = attached_runtime(generator) is not None  # then it computes in what its policy says
+    said = None if is_attached else getattr(getattr(generator, "config", None), "dtype", None)
+    theirs = dict(_weights_read(generator))
     dtypes = {one.dtype for one in theirs.values()}
-    plain = ((plain_name(name), parameter.detach()) for name, parameter in own.items())
-    copies = plain if attached_runtime(model) is None else working_copies(model)
-    for (name, copy), master in zip(copies, own.values(), strict=True):
+    for (name, copy), parameter in zip(_weights_read(model), model.parameters(), strict=True):
         if name not in theirs:
             raise ValueError(f"generated, a {type(generator).__name__}, has no {name}: give a model of the same config")
-        held = theirs[name].detach()
+        held = theirs[name]
         # An engine may keep some weights in FP32.
         is_wide = held.dtype is torch.float32 and said in dtypes
         if isinstance(said, torch.dtype) and held.dtype is not said and not is_wide:
@@ -115,11 +115,25 @@ def check_handed_over(model: nn.Module, generator: nn.Module) -> None:
                 f"generated says {said} (config.dtype), and its {name} is {held.dtype}: load it with dtype={said}, or "
                 "set config.dtype to what it computes in"
             )
-        if not any(torch.equal(held.to(one.device), one.to(held.dtype)) for one in (copy, master.detach())):
+        if not _is_rounded(held, copy) and not _is_rounded(held, _master(parameter)):
             raise ValueError(
                 f"generated has stale weights: its {name} is not that of the model at this step. Hand them over after "
                 "each update: hf_mp.working_copies(model), or hf_mp.save_working_copies and from_pretrained"
             )
+
+
+def _weights_read(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    if attached_runtime(model) is not None:
+        return working_copies(model)
+    return ((plain_name(name), parameter.detach()) for name, parameter in model.named_parameters())
+
+
+def _master(parameter: nn.Parameter) -> Tensor:
+    return open_master(parameter) if isinstance(parameter, SplitParameter) else parameter.detach()
+
+
+def _is_rounded(held: Tensor, value: Tensor) -> bool:
+    return torch.equal(held.to(value.device), value.to(held.dtype))
 
 
 def _runtime_of(model: Any, caller: str) -> MixedPrecision:

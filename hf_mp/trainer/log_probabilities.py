@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_mp.diagnostics.kept_state import RandomStates
 from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.trainer.hand_over import check_handed_over
 
@@ -30,7 +32,7 @@ class LogProbabilityGap:
         maximum: the largest magnitude.
         alpha, beta: log r = alpha + beta * log-probability in generation, by least squares; NaN where all of these are
             equal.
-        clipped_share: tokens whose ratio r leaves 1 - clip .. 1 + clip by this alone.
+        clipped_share: tokens whose ratio r leaves 1 - clip .. 1 + clip by this alone; NaN where a difference is.
         dtype: that generation multiplied in, as torch prints it, without "torch.": of an attached model's working
             copies, else of the weights; of the log-probabilities, if they were given.
     """
@@ -51,7 +53,7 @@ def log_probability_gap(
     batch: Mapping[str, Any],
     generated: Tensor | nn.Module | None = None,
     *,
-    new_tokens: int = 32,
+    new_tokens: int | None = None,
     clip: float = CLIP_RANGE,
     temperature: float = 1.0,
     **generation: Any,
@@ -70,7 +72,7 @@ def log_probability_gap(
             returned them; NaN for a token that does not count. Or another model, which must hold the weights of
             ``model`` and generates in its place. Default None: the model itself generates.
         new_tokens: how many are drawn after each prompt in ``batch``, where it has no ``labels``; default 32. They are
-            generated one by one, with a KV cache.
+            generated one by one, with a KV cache, and the global random state is as before afterwards.
         clip: half the range of the ratio in which PPO and GRPO do not clip; default 0.2.
         temperature: that TRL's ``fused_lm_head`` divides the logits by; default 1.
         generation: further arguments of ``model.generate``; by default it samples from all tokens.
@@ -79,11 +81,17 @@ def log_probability_gap(
         A :class:`LogProbabilityGap`.
 
     Raises:
-        ValueError: for log-probabilities of another shape, positive or infinite ones, and where no token counts; for a
-            ``batch`` with labels of another shape, or with tensors that generation does not see (``position_ids`` of
-            packed sequences, images); for another model whose
-            weights are stale, or of another dtype than its config says: the message names the first.
+        ValueError: for arguments of drawing where nothing is drawn; for log-probabilities of another shape, positive or
+            infinite ones, and where no token counts; for a ``batch`` with labels of another shape, or with tensors that
+            generation does not see (``position_ids`` of packed sequences, images); for another model whose weights are
+            stale, or of another dtype than its config says: the message names the first.
     """
+    drawing = generation if new_tokens is None else {"new_tokens": new_tokens, **generation}
+    if drawing and ("labels" in batch or isinstance(generated, Tensor)):
+        raise ValueError(
+            f"{', '.join(drawing)} would have no effect: nothing is drawn where batch has labels, or generated has "
+            "log-probabilities; leave it out"
+        )
     generator = generated if isinstance(generated, nn.Module) else model
     if generator is not model:
         check_handed_over(model, generator)
@@ -93,7 +101,7 @@ def log_probability_gap(
         elif "labels" in batch:
             found = _of_labels(model, generator, batch, temperature)
         else:
-            found = _drawn(model, generator, batch, new_tokens, generation)
+            found = _drawn(model, generator, batch, 32 if new_tokens is None else new_tokens, generation)
     before = found.generated[found.counts].double()
     dtype = generated.dtype if isinstance(generated, Tensor) else _dtype_of(generator)
     return _compare(found.trained[found.counts].double() - before, before, clip, str(dtype).removeprefix("torch."))
@@ -134,6 +142,7 @@ def _drawn(
 ) -> _Found:
     prompt, mask = batch["input_ids"], _mask(batch)
     settings = {"do_sample": True, "top_k": 0, "use_cache": True, **settings}
+    random_states = RandomStates.now(torch_only=True)
     drawn = generator.generate(
         prompt,
         attention_mask=mask,
@@ -143,6 +152,7 @@ def _drawn(
         return_dict_in_generate=True,
         **settings,
     )
+    random_states.restore()
     logits, ids = torch.stack(drawn.logits, 1), drawn.sequences
     mask = torch.cat([mask, mask.new_ones(len(mask), new_tokens)], 1)
     found = _of_chosen(logits, ids[:, -new_tokens:])
@@ -151,8 +161,8 @@ def _drawn(
 
 def _of_labels(model: Any, generator: Any, batch: Mapping[str, Any], temperature: float) -> _Found:
     ids, labels = batch["input_ids"], batch["labels"]
-    _check_labels(batch)
-    counts = (labels != IGNORED) & (torch.arange(ids.shape[1], device=ids.device) > 0)
+    check_labels(batch)
+    counts = counted(batch)
     if not counts.any():
         raise ValueError(f"labels of shape {tuple(labels.shape)} are {IGNORED} throughout: no token counts")
     first = int(counts.any(0).nonzero()[0])
@@ -166,7 +176,14 @@ def _of_labels(model: Any, generator: Any, batch: Mapping[str, Any], temperature
     return _Found(trained, generated, counts[:, first:])
 
 
-def _check_labels(batch: Mapping[str, Any]) -> None:
+def counted(batch: Mapping[str, Any]) -> Tensor:
+    """Which tokens are compared, of the shape of ``labels``: those with one, but for the first of a row."""
+    labels = batch["labels"]
+    return (labels != IGNORED) & (torch.arange(labels.shape[1], device=labels.device) > 0)
+
+
+def check_labels(batch: Mapping[str, Any]) -> None:
+    """Raise a ValueError for labels of another shape, and for tensors that generation does not see."""
     ids, labels = batch["input_ids"], batch["labels"]
     if labels.shape != ids.shape:
         raise ValueError(
@@ -185,8 +202,9 @@ def _check_labels(batch: Mapping[str, Any]) -> None:
 def _generated_again(model: Any, ids: Tensor, mask: Tensor, first: int, temperature: float) -> Tensor:
     """The log-probabilities of the tokens from column ``first`` on, one by one with a cache, as ``generate()`` does."""
     columns, cache, start = [], None, 0
-    # Padding on the right has zeros, and tokens behind it do not count; generate() has ones for what it drew.
-    mask = torch.cat([mask[:, :first], mask.new_ones(len(mask), ids.shape[1] - first)], 1)
+    # generate() has ones for all that follows the prompt, and hides padding on the left. Tokens behind the zeros on
+    # the right do not count.
+    mask = (mask.cumsum(-1) > 0).to(mask.dtype)
     last = {"logits_to_keep": 1} if "logits_to_keep" in _takes(model) else {}
     for column in range(first, ids.shape[1]):
         inputs = {"past_key_values": cache, **_positions(model, mask[:, :column], start), **last}
@@ -249,6 +267,6 @@ def _compare(log_r: Tensor, before: Tensor, clip: float, dtype: str) -> LogProba
         maximum=log_r.abs().max().item(),
         alpha=(log_r.mean() - beta * before.mean()).item(),
         beta=beta.item(),
-        clipped_share=(log_r.expm1().abs() > clip).double().mean().item(),
+        clipped_share=(log_r.expm1().abs() > clip).double().where(~log_r.isnan(), math.nan).mean().item(),
         dtype=dtype,
     )

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers.utils import logging
+
 from hf_mp.scaling.events import StepObserver
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.trainer.log_probabilities import log_probability_gap
+from hf_mp.trainer.log_probabilities import check_labels, counted, log_probability_gap
 from hf_mp.weights.distributed import is_sharded
+
+logger = logging.get_logger(__name__)
 
 
 class LoggedGap(StepObserver):
-    """Measures the gap on the last micro-batch of some steps, after their update.
+    """Measures the gap on the last micro-batch of some steps, after their update, where tokens count in it.
 
     Args:
         runtime: of the attached model.
@@ -22,32 +26,51 @@ class LoggedGap(StepObserver):
     def __init__(self, runtime: MixedPrecision, every: int, temperature: float) -> None:
         self._runtime, self._every, self._temperature = runtime, every, temperature
         self._batch: dict[str, Any] = {}
+        self._is_checked = False
         self._entries: dict[str, float] = {}
 
     def forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._batch = {} if args else kwargs
+        """Keep the batch.
+
+        Raises:
+            ValueError: at the first, so on every process: for a model that is sharded or does not generate, and a batch
+                that cannot be measured.
+        """
+        batch = {} if args else kwargs
+        if not self._is_checked:
+            self._check(batch)
+            self._is_checked = True
+        self._batch = batch
 
     def detached(self) -> None:
         self._batch = {}
 
     def after_step(self, step: int) -> None:
-        """Measure, if it is the turn of ``step``.
-
-        Raises:
-            ValueError: for a model that is sharded or does not generate, and a batch without labels.
-        """
+        """Measure, if it is the turn of ``step`` and tokens count in its last micro-batch."""
         if step % self._every:
             return
+        try:
+            self._check(self._batch)
+        except ValueError as error:  # the training goes on: under DDP, other processes would wait for this one
+            logger.warning_once(f"there are steps without logp_gap: {error}")
+            return
+        if counted(self._batch).any():
+            gap = log_probability_gap(self._runtime.model, self._batch, temperature=self._temperature)
+            self._entries = {"logp_gap": gap.mean, "logp_gap_clipped": gap.clipped_share, "logp_gap_beta": gap.beta}
+
+    def _check(self, batch: dict[str, Any]) -> None:
         model: Any = self._runtime.model
-        generates = getattr(model, "can_generate", lambda: False)()
-        if not generates or is_sharded(model) or not {"input_ids", "labels"} <= self._batch.keys():
+        is_whole = getattr(model, "can_generate", lambda: False)() and not is_sharded(model)
+        if not is_whole or not {"input_ids", "labels"} <= batch.keys():
             raise ValueError(
                 f"log_probability_gap_steps={self._every} is for a causal language model that is whole on each "
                 f"process and trained on input_ids and labels, and this {type(model).__name__} "
-                f"{_why(self._batch) if generates and not is_sharded(model) else 'is none'}: leave it at 0"
+                f"{_why(batch) if is_whole else 'is none'}: leave it at 0"
             )
-        gap = log_probability_gap(model, self._batch, temperature=self._temperature)
-        self._entries = {"logp_gap": gap.mean, "logp_gap_clipped": gap.clipped_share, "logp_gap_beta": gap.beta}
+        try:
+            check_labels(batch)
+        except ValueError as error:
+            raise ValueError(f"log_probability_gap_steps={self._every}: {error}; or leave it at 0") from error
 
     def log_entries(self) -> dict[str, float]:
         """What was found since the last log."""

@@ -58,6 +58,8 @@ class TrainerSession:
     def __init__(self, settings: SessionSettings, args: TrainingArguments) -> None:
         self.settings, self.args = settings, args
         self.runtime = settings.make_runtime(args) if settings.policy.is_mixed else None
+        if self.runtime is None and settings.log_probability_gap_steps:
+            logger.warning("log_probability_gap_steps measures an attached model, and with fp32 none is: no logp_gap")
         self.overflow_reports: list[OverflowReport] = []
         self.reporting = TrainerReporting(settings)
         self._model: weakref.ref[nn.Module] | None = None  # that the runtime was made for
@@ -142,6 +144,10 @@ class TrainerSession:
         if self.settings.policy.fp32_head:
             self._switch_back.append(keep_fused_heads_in_fp32(model))
 
+    def _switch_heads_back(self, first: int) -> None:
+        while len(self._switch_back) > first:
+            self._switch_back.pop()()
+
     def check_first_backward(self, accelerator: Any) -> None:
         """Have the first backward of the run that goes through ``accelerator`` checked for what leaks past a border."""
         self._end_check()
@@ -205,10 +211,12 @@ class TrainerSession:
         if self.runtime is None or _runtimes_of(model):
             yield
             return
+        heads = len(self._switch_back)
         runtime = self._attach_to_read(model, trained_alone=True)
         try:
             yield
         finally:
+            self._switch_heads_back(heads)
             runtime.detach()
 
     # Checkpoints
@@ -273,8 +281,7 @@ class TrainerSession:
     def detach(self) -> None:
         """Leave ordinary FP32 models; the runtime keeps its loss scale and its stats."""
         self._end_check()
-        while self._switch_back:
-            self._switch_back.pop()()
+        self._switch_heads_back(0)
         for reference in self._references:
             reference.detach()
         self._references.clear()

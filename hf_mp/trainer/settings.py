@@ -55,8 +55,9 @@ class SessionSettings:
         said = {entry.name: getattr(args, entry.name) for entry in fields(cls) if hasattr(args, entry.name)}
         own: PrecisionPolicy | None = getattr(args, "precision_policy", None)
         policy = own if precision is None and own is not None else PrecisionPolicy.parse(precision or "fp16")
-        switches = {name: given.get(name) or getattr(args, name, False) for name in SWITCHES}
-        policy = PrecisionPolicy.parse(policy, **switches)
+        switches: dict[str, Any] = {name: True for name in SWITCHES if getattr(args, name, False)}
+        switches |= {name: given[name] for name in SWITCHES if given.get(name) is not None}
+        policy = replace(policy, **switches)
         given = {name: value for name, value in given.items() if name not in SWITCHES}
         if precision is not None and (loss_scale := getattr(args, "loss_scale", None)) is not None:
             policy = replace(policy, loss_scale=parse_loss_scale(loss_scale))

@@ -71,11 +71,11 @@ def _inexact(model: nn.Module) -> Iterator[str]:
     Of dense models only products and attention do.
     """
     for name, part in model.named_modules():
+        if getattr(part, "_is_stateful", False):
+            yield "it has a recurrent state, which training computes in another order than generation"
         attention = getattr(getattr(part, "config", None), "_attn_implementation", None)
         if attention not in (None, "sdpa"):
             yield f"its attention is {attention!r}, with a softmax in FP32; load it with attn_implementation='sdpa'"
-        if getattr(part, "_is_stateful", False):
-            yield "it has a recurrent state, which training computes in another order than generation"
         is_convolution = isinstance(part, torch.nn.modules.conv._ConvNd)
         for key, weight in part._parameters.items():
             if weight is not None and weight.dim() > 2 and not is_convolution:

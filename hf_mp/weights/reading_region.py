@@ -70,11 +70,18 @@ def make_region(
     layout: WeightLayout, no_backward: Callable[[], AbstractContextManager[None]], model: nn.Module | None,
     rules: Rules | None, **settings: Any,
 ) -> Region:  # fmt: skip
-    """The region that ``layout`` needs; arguments as for :class:`Region`, without ``model`` no rules by module."""
+    """The region that ``layout`` needs; arguments as for :class:`Region`, without ``model`` no rules by module.
+
+    Raises:
+        ValueError: for a rule for the head that is not that of ``fp32_head=True``.
+    """
     if model is None and any(isinstance(key, str) for key in rules or {}):
         rules = None
     if model is not None and layout.policy.fp32_head:
-        rules = {**(rules or {}), glob.escape(head_of(model)): "fp32"}
+        head = glob.escape(head_of(model))
+        if rules and rules.get(head, "fp32") != "fp32":
+            raise ValueError(f"fp32_head=True contradicts rules={{{head!r}: {rules[head]!r}}}: leave out one of them")
+        rules = {**(rules or {}), head: "fp32"}
     kind = RegionOfUses if layout.takes_gradients else Region
     reading = ReadingRegion(layout, no_backward, model=model, rules=rules, **settings)
     return kind(layout, no_backward, reading, model=model, rules=rules, **settings)

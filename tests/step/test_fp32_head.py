@@ -59,6 +59,15 @@ def test_a_model_without_a_head_is_refused() -> None:
         assert "forward" not in vars(model)
 
 
+def test_a_rule_that_contradicts_it_is_refused() -> None:
+    model = LlamaForCausalLM(LLAMA)
+    runtime = hf_mp.MixedPrecision("fp16", rules={"lm_head": "bf16"}, fp32_head=True)
+    with pytest.raises(ValueError, match=r"fp32_head=True contradicts rules=\{'lm_head': 'bf16'\}: leave out one"):
+        runtime.attach(model)
+    assert "forward" not in vars(model)
+    hf_mp.MixedPrecision("fp16", rules={"lm_head": "fp32", "*": "bf16"}, fp32_head=True).attach(model)
+
+
 def test_no_other_option_is_taken() -> None:
     with pytest.raises(TypeError, match="rulez is no option of mixed precision"):
         hf_mp.MixedPrecision("fp16", rulez={})  # type: ignore[arg-type]

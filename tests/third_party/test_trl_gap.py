@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_runs import callback_of, logged, quick_arguments, same, weights
+from trainer_runs import callback_of, logged, quick_arguments, same, tiny_gpt2, token_rows, weights
 from trl_runs import KINDS, load_default, named_for, save_tiny_qwen
 
 import hf_mp
@@ -64,6 +64,23 @@ def test_the_fused_head_is_in_fp32_and_exact(tmp_path: Path, saved: Path, kind: 
     for model in (trainer.model, trainer.ref_model):
         assert [cell.cell_contents for cell in _options(model)] == [False]
     assert callback_of(trainer).mixed_precision.policy.fp32_head
+
+
+def test_evaluation_switches_the_head_back(tmp_path: Path) -> None:
+    model = tiny_gpt2()
+    trl.trainer.utils.add_fused_lm_head(model)
+    args = quick_arguments(tmp_path, hf_mp.MixedPrecisionArguments, fp32_head=True, max_steps=1)
+    during: list[bool] = []
+    hook = model.transformer.register_forward_hook(
+        lambda *call: during.extend(bool(cell.cell_contents) for cell in _options(model))
+    )
+    rows = token_rows(8)
+    trainer = hf_mp.MixedPrecisionTrainer(model=model, args=args, train_dataset=rows, eval_dataset=rows)
+    for run in (trainer.evaluate, trainer.train, trainer.evaluate):
+        run()
+        assert [cell.cell_contents for cell in _options(model)] == [False]
+    hook.remove()
+    assert during and all(during)
 
 
 def test_a_fused_head_without_the_option_is_refused() -> None:

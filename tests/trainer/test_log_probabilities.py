@@ -42,6 +42,13 @@ def test_in_fp32_both_agree(kind: str) -> None:
     assert model.training  # as it was
 
 
+def test_to_draw_leaves_the_random_state() -> None:
+    model = tiny()
+    before = torch.get_rng_state()
+    hf_mp.log_probability_gap(model, {"input_ids": prompts()}, new_tokens=2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_the_gap_to_an_engine_in_16_bits_is_seen() -> None:
     ids, engine = prompts(), tiny().to(torch.bfloat16).eval()
     with torch.no_grad():
@@ -136,6 +143,15 @@ def test_the_tokens_of_labels_are_generated_again(kind: str) -> None:
     assert hf_mp.log_probability_gap(model, {**labelled(padded, 7), **padding}).tokens == expected.tokens == 16
 
 
+@pytest.mark.parametrize("pads", [(5, 0, 0), (0, 2, 4)])
+def test_rows_padded_by_different_lengths(pads: tuple[int, ...]) -> None:
+    ids = prompts()
+    mask = torch.stack([torch.arange(7) >= pad for pad in pads]).long()
+    labels = ids.masked_fill(mask == 0, -100)
+    gap = hf_mp.log_probability_gap(tiny("llama"), {"input_ids": ids, "attention_mask": mask, "labels": labels})
+    assert gap.maximum < 1e-5
+
+
 def test_a_part_in_evaluation_mode_stays_there() -> None:
     model = tiny()
     model.transformer.h[0].eval()
@@ -152,6 +168,15 @@ def test_labels_that_cannot_be_generated() -> None:
         hf_mp.log_probability_gap(model, {"input_ids": ids, "labels": torch.ones(3, dtype=torch.int64)})
     with pytest.raises(ValueError, match=r"labels of shape \(3, 7\) are -100 throughout"):
         hf_mp.log_probability_gap(model, {"input_ids": ids, "labels": torch.full_like(ids, -100)})
+
+
+@pytest.mark.parametrize("drawing", [{"new_tokens": 4}, {"nonsense": 3}])
+def test_arguments_of_drawing_where_nothing_is_drawn(drawing: dict[str, int]) -> None:
+    message = f"{next(iter(drawing))} would have no effect: nothing is drawn where batch has labels"
+    with pytest.raises(ValueError, match=message):
+        hf_mp.log_probability_gap(tiny(), labelled(prompts()), **drawing)
+    with pytest.raises(ValueError, match=message):
+        hf_mp.log_probability_gap(tiny(), {"input_ids": prompts()}, torch.zeros(3, 2), **drawing)
 
 
 # Another model as the generator
@@ -171,6 +196,33 @@ def test_an_engine_that_is_up_to_date(tmp_path: Path, precision: str) -> None:
     model(input_ids=prompts(), labels=prompts()).loss.backward()
     optimizer.step() if precision == "fp16" else _step(model)
     with pytest.raises(ValueError, match=r"generated has stale weights: its model\.embed_tokens\.weight is not"):
+        hf_mp.log_probability_gap(model, {"input_ids": prompts()}, engine)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean", "bf16-lean"])
+def test_an_engine_of_the_masters(tmp_path: Path, precision: str) -> None:
+    model = tiny("llama")
+    hf_mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), precision)
+    model.save_pretrained(tmp_path / "engine")
+    for dtype in (torch.float32, torch.bfloat16):
+        engine = LlamaForCausalLM.from_pretrained(tmp_path / "engine", dtype=dtype)
+        assert hf_mp.log_probability_gap(model, {"input_ids": prompts()}, engine, new_tokens=2).maximum < 0.2
+    _step(model)
+    with pytest.raises(ValueError, match="generated has stale weights"):
+        hf_mp.log_probability_gap(model, {"input_ids": prompts()}, engine)
+
+
+@pytest.mark.parametrize("attached", ["bf16", "bf16-lean"])
+def test_an_engine_that_is_attached(tmp_path: Path, attached: str) -> None:
+    model = tiny("llama")
+    hf_mp.MixedPrecision("bf16").attach(model)
+    hf_mp.save_working_copies(model, tmp_path / "engine")
+    engine = LlamaForCausalLM.from_pretrained(tmp_path / "engine")
+    hf_mp.MixedPrecision(attached).attach(engine)
+    gap = hf_mp.log_probability_gap(model, {"input_ids": prompts()}, engine, new_tokens=2)
+    assert gap.maximum < 0.2 and gap.dtype == "bfloat16"
+    _step(model)
+    with pytest.raises(ValueError, match="generated has stale weights"):
         hf_mp.log_probability_gap(model, {"input_ids": prompts()}, engine)
 
 
@@ -195,4 +247,5 @@ def test_what_overflows_is_not_left_out() -> None:
     model = tiny("llama")
     with torch.no_grad():
         model.lm_head.weight[5] = math.inf
-    assert math.isnan(hf_mp.log_probability_gap(model, labelled(prompts())).mean)
+    gap = hf_mp.log_probability_gap(model, labelled(prompts()))
+    assert math.isnan(gap.mean) and math.isnan(gap.clipped_share)
