@@ -117,12 +117,13 @@ def damaged(folder: Path, wrap: str) -> dict[str, Any]:
     parts = made("fp16", wrap)
     for step in (1, 2):
         hf_mp.save_checkpoint(folder / f"run/checkpoint-{step}", parts[0], parts[1], step)
-    before = state(*parts)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"unchanged": True}
     shards = sorted((folder / "run/checkpoint-2/shards").iterdir())
     manifest = folder / "run/checkpoint-2/hf_mp_manifest.json"
 
     def said(name: str, change: Any, undo: Any) -> None:
+        steps(*parts, 0, 1)
+        before = state(*parts)["tensors"]
         change() if dist.get_rank() == 0 else None
         dist.barrier()
         try:
@@ -130,6 +131,10 @@ def damaged(folder: Path, wrap: str) -> dict[str, Any]:
             found[name] = "nothing"
         except hf_mp.CheckpointError as error:
             found[name] = str(error)
+        after = state(*parts)["tensors"]
+        found["unchanged"] &= after.keys() == before.keys() and all(map(torch.equal, after.values(), before.values()))
+        with torch.no_grad():
+            parts[0](input_ids=batches(1)[0])  # after which FSDP2 leaves the root's weights whole
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found[f"{name} newest"] = hf_mp.load_checkpoint(folder / "run", parts[0], parts[1])[0]
@@ -148,7 +153,6 @@ def damaged(folder: Path, wrap: str) -> dict[str, Any]:
     said("flipped", lambda: shards[1].write_bytes(flipped), back)
     said("stranger", lambda: stranger.write_bytes(content), lambda: stranger.unlink())
     said("unfinished", lambda: manifest.unlink(), lambda: manifest.write_text(text))
-    found["unchanged"] = all(torch.equal(one, state(*parts)["tensors"][key]) for key, one in before["tensors"].items())
     return found
 
 

@@ -85,9 +85,9 @@ def save_checkpoint(
     _wait_for_last()
     target = Path(directory).absolute()
     runtime = _runtime(model)
-    see_shards(runtime)
     staged = staging_folder(target.parent) / target.name
     with refused_together():
+        see_shards(runtime)
         tensors, _ = model_tensors(model)
         state, plain = take_state(optimizer, named_parameters(model))
         scale = None if runtime is None else runtime.state_dict()
@@ -136,10 +136,11 @@ def load_checkpoint(
     """
     _wait_for_last()
     checkpoint = _find(Path(directory).absolute())
-    names, runtime, shards = named_parameters(model), _runtime(model), checkpoint / SHARDS_FOLDER
-    see_shards(runtime)
+    runtime, shards = _runtime(model), checkpoint / SHARDS_FOLDER
     with refused_together(), loaded_state.naming(checkpoint, "the state"):
-        tensors, first = model_tensors(model)
+        see_shards(runtime)
+        tensors, first = model_tensors(model)  # FSDP2 shards what a forward left whole, before it is asked for names
+        names = named_parameters(model)
         saved, layout = read_json(checkpoint / STATE_FILE), read_layout(shards)
         compare(tensors, layout)
         state = make_room(optimizer, names, layout, saved["optimizer"])
