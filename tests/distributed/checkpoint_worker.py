@@ -26,7 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hf_mp
 
-LIMIT_SECONDS = 8
+LIMIT_SECONDS = 5
+PORT = int(os.environ.get("PORT", "0"))
 LAYOUTS = tuple(os.environ.get("LAYOUTS", "fp16 bf16 fp16-lean").split())
 
 
@@ -222,7 +223,7 @@ def lost(folder: Path, how: str) -> dict[str, Any]:
         hf_mp.save_checkpoint(folder / "checkpoint-2", parts[0], parts[1], 2)
         parts[0](input_ids=ids, labels=ids).loss.backward()
         if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL) if how == "killed" else time.sleep(60)
+            time.sleep(60) if how == "asleep" else os.kill(os.getpid(), signal.SIGKILL)
         start = time.monotonic()
         parts[1].step()
     except RuntimeError as error:
@@ -240,9 +241,12 @@ def run(rank: int, ranks: int, case: str, wrap: str, folder: Path, results: Path
     """One rank of a run, in a process of its own."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     if ranks > 1:
-        store = f"file://{results}.store"
         limit = timedelta(seconds=LIMIT_SECONDS if case == "lost" else 60)
-        dist.init_process_group("gloo", store, timeout=limit, rank=rank, world_size=ranks)
+        store: Any = dist.FileStore(f"{results}.store", ranks)
+        if wrap == "keeper":  # rank 1, which dies, serves the addresses
+            store = dist.TCPStore("127.0.0.1", PORT, ranks, is_master=rank == 1)
+        store.set_timeout(limit)
+        dist.init_process_group("gloo", store=store, timeout=limit, rank=rank, world_size=ranks)
     torch.save(globals()[case](folder, wrap), f"{results}.{rank}")
     if ranks > 1 and case != "lost":
         dist.barrier()

@@ -19,6 +19,7 @@ from hf_mp.weights.distributed import (
     to_number,
     to_report,
 )
+from hf_mp.weights.missing_ranks import naming_missing_ranks
 
 CLEAN = [StepReport(False, None), StepReport(False, 0.0), StepReport(False, 1e-30), StepReport(False, 3.0)]
 OVERFLOWS = [StepReport(True), StepReport(True, 5.0), StepReport(False, math.inf), StepReport(False, math.nan)]
@@ -59,3 +60,17 @@ def test_a_plain_model_is_neither_sharded_nor_refused() -> None:
     assert not is_sharded(model)
     assert not is_dtensor(model.weight)
     assert local_part(model.weight) is model.weight
+
+
+def test_only_an_error_of_a_collective_names_missing_ranks() -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match=r"^cannot open /data/igloo$"), naming_missing_ranks():
+            raise RuntimeError("cannot open /data/igloo")
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"all of ranks \[0\] are there"), naming_missing_ranks():
+                raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
+            assert not store.check(["default_pg/hf_mp/lost/0"]) and not store.check(["hf_mp/lost/0"])
+    finally:
+        torch.distributed.destroy_process_group()
