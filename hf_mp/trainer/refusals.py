@@ -53,6 +53,12 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
         )
     if (optim := str(getattr(args.optim, "value", args.optim))).endswith("layerwise") or "lomo" in optim:
         raise ValueError(f"optim={optim!r} updates inside backward, where an overflow cannot be skipped: use another")
+    is_kept = policy.is_lean and fsdp_version == 2 and args.save_strategy != "no" and not args.save_only_model
+    if is_kept and any(part in optim for part in ("4bit", "8bit", "adafactor", "galore", "apollo")):
+        raise ValueError(
+            f"optim={optim!r} has state of other shapes than its parameters, which precision={str(policy)!r} cannot "
+            "save under FSDP2: use save_strategy='no', save_only_model=True, or optim='adamw_torch'"
+        )
     if args.deepspeed is not None or _is_set("ACCELERATE_USE_DEEPSPEED"):
         raise ValueError(
             "DeepSpeed brings its own FP16 optimizer: use the stock Trainer with DeepSpeed, or drop it here"

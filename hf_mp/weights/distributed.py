@@ -257,13 +257,16 @@ def check_masters(model: nn.Module) -> None:
 
 def is_tensor_parallel(model: nn.Module) -> bool:
     """Whether products of ``model`` compute with DTensors: it has some, and FSDP2 does not make them whole before."""
-    return _has_processes() and any(
-        is_dtensor(parameter)
+    if not _has_processes():
+        return False
+    spread = {
+        module
         for module in modules_of(model)
         if not vars(module).get("_is_fsdp_managed_module")  # fully_shard's mark, also where it wraps from outside
-        for parameter in module._parameters.values()
-        if parameter is not None
-    )
+        and any(is_dtensor(parameter) for parameter in module._parameters.values() if parameter is not None)
+    }
+    # torch's composable replicate(), an FSDPModule too, leaves no mark.
+    return bool(spread) and not spread <= {inner for module in fsdp_modules(model) for inner in module.modules()}
 
 
 def _check_placements(model: nn.Module) -> None:

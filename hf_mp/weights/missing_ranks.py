@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _GRACE_SECONDS = 10.0  # for the others to fail too, where init_process_group does not give them less
 # What gloo's errors, plain RuntimeErrors, have in them; those of NCCL and of a store have classes of their own.
-_OF_GLOO = ("gloo", "Connection closed by peer", "Application timeout")
+_OF_GLOO = ("gloo/transport", "Connection closed by peer", "Application timeout")
 
 
 @contextmanager
@@ -46,19 +46,38 @@ def _missing(group: ProcessGroup | None) -> str:
     distributed: Any = torch.distributed
     group = distributed.group.WORLD if group is None else group
     ranks, mine = distributed.get_process_group_ranks(group), distributed.get_rank()
-    keys = {rank: f"hf_mp/lost/{rank}" for rank in ranks}
+    find_store = getattr(distributed.distributed_c10d, "_get_default_store", None)  # private: another torch may lack it
+    if find_store is None:
+        return f"rank {mine} is there, and one of {ranks} died or hangs"
+    store, keys = find_store(), {rank: f"hf_mp/lost/{rank}" for rank in ranks}
+    end = time.monotonic() + min(store.timeout.total_seconds(), _GRACE_SECONDS)
     try:
-        store = distributed.distributed_c10d._get_default_store()
-        store.set(keys[mine], "here")
-        end = time.monotonic() + min(store.timeout.total_seconds(), _GRACE_SECONDS)
-    except RuntimeError as error:
+        store.set(keys[mine], "here")  # does not wait for an answer
+        if not _comes(store, keys[mine], end):
+            raise distributed.DistNetworkError("it does not answer")
+        missing = [rank for rank, key in keys.items() if not _comes(store, key, end)]
+    except distributed.DistNetworkError as error:
         return f"the process that keeps their addresses (rank 0, or torchrun) has ended ({error})"
-    missing = []
-    for rank, key in keys.items():
-        try:
-            store.wait([key], timedelta(seconds=max(end - time.monotonic(), 0.05)))
-        except RuntimeError:  # it did not come: that is the answer
-            missing.append(rank)
+    with suppress(distributed.DistNetworkError):  # where its process has said the same and ended
+        _clear(store, [*keys.values()], len(ranks) - len(missing))
     if not missing:
         return f"all of ranks {ranks} are there, and the connection between them broke"
     return f"rank {mine} is there, and rank {', '.join(map(str, missing))} of {ranks} died or hangs"
+
+
+def _comes(store: Any, key: str, end: float) -> bool:
+    try:
+        store.wait([key], timedelta(seconds=max(end - time.monotonic(), 0.05)))
+    except torch.distributed.DistNetworkError:
+        raise
+    except RuntimeError:  # it did not come in time: that is the answer
+        return False
+    return True
+
+
+def _clear(store: Any, keys: list[str], present: int) -> None:
+    """Have the last rank that has looked at ``keys`` delete them, for the next failure in the same store."""
+    counter = f"{keys[0]}/looked"
+    if store.add(counter, 1) == present:
+        for key in (*keys, counter):
+            store.delete_key(key)

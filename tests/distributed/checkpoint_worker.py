@@ -26,7 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hf_mp
 
-LIMIT_SECONDS = 8
+LIMIT_SECONDS = 5
+PORT = int(os.environ.get("PORT", "0"))
 LAYOUTS = tuple(os.environ.get("LAYOUTS", "fp16 bf16 fp16-lean").split())
 
 
@@ -117,12 +118,13 @@ def damaged(folder: Path, wrap: str) -> dict[str, Any]:
     parts = made("fp16", wrap)
     for step in (1, 2):
         hf_mp.save_checkpoint(folder / f"run/checkpoint-{step}", parts[0], parts[1], step)
-    before = state(*parts)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"unchanged": True}
     shards = sorted((folder / "run/checkpoint-2/shards").iterdir())
     manifest = folder / "run/checkpoint-2/hf_mp_manifest.json"
 
     def said(name: str, change: Any, undo: Any) -> None:
+        steps(*parts, 0, 1)
+        before = state(*parts)["tensors"]
         change() if dist.get_rank() == 0 else None
         dist.barrier()
         try:
@@ -130,6 +132,10 @@ def damaged(folder: Path, wrap: str) -> dict[str, Any]:
             found[name] = "nothing"
         except hf_mp.CheckpointError as error:
             found[name] = str(error)
+        after = state(*parts)["tensors"]
+        found["unchanged"] &= after.keys() == before.keys() and all(map(torch.equal, after.values(), before.values()))
+        with torch.no_grad():
+            parts[0](input_ids=batches(1)[0])  # after which FSDP2 leaves the root's weights whole
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found[f"{name} newest"] = hf_mp.load_checkpoint(folder / "run", parts[0], parts[1])[0]
@@ -148,7 +154,6 @@ def damaged(folder: Path, wrap: str) -> dict[str, Any]:
     said("flipped", lambda: shards[1].write_bytes(flipped), back)
     said("stranger", lambda: stranger.write_bytes(content), lambda: stranger.unlink())
     said("unfinished", lambda: manifest.unlink(), lambda: manifest.write_text(text))
-    found["unchanged"] = all(torch.equal(one, state(*parts)["tensors"][key]) for key, one in before["tensors"].items())
     return found
 
 
@@ -218,7 +223,7 @@ def lost(folder: Path, how: str) -> dict[str, Any]:
         hf_mp.save_checkpoint(folder / "checkpoint-2", parts[0], parts[1], 2)
         parts[0](input_ids=ids, labels=ids).loss.backward()
         if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL) if how == "killed" else time.sleep(60)
+            time.sleep(60) if how == "asleep" else os.kill(os.getpid(), signal.SIGKILL)
         start = time.monotonic()
         parts[1].step()
     except RuntimeError as error:
@@ -236,9 +241,12 @@ def run(rank: int, ranks: int, case: str, wrap: str, folder: Path, results: Path
     """One rank of a run, in a process of its own."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     if ranks > 1:
-        store = f"file://{results}.store"
         limit = timedelta(seconds=LIMIT_SECONDS if case == "lost" else 60)
-        dist.init_process_group("gloo", store, timeout=limit, rank=rank, world_size=ranks)
+        store: Any = dist.FileStore(f"{results}.store", ranks)
+        if wrap == "keeper":  # rank 1, which dies, serves the addresses
+            store = dist.TCPStore("127.0.0.1", PORT, ranks, is_master=rank == 1)
+        store.set_timeout(limit)
+        dist.init_process_group("gloo", store=store, timeout=limit, rank=rank, world_size=ranks)
     torch.save(globals()[case](folder, wrap), f"{results}.{rank}")
     if ranks > 1 and case != "lost":
         dist.barrier()

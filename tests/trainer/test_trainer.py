@@ -391,6 +391,20 @@ def test_fsdp2_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     arguments(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "optim", ["adamw_bnb_8bit", "paged_lion_8bit", "adamw_torch_4bit", "adafactor", "galore_adamw", "apollo_adamw"]
+)
+def test_state_of_other_shapes_is_refused_where_fsdp_saves_a_lean_layout(tmp_path: Path, optim: str) -> None:
+    settings: dict[str, Any] = {"optim": optim, "fsdp": True, "fsdp_config": {"version": 2}}
+    with pytest.raises(
+        ValueError, match=rf"optim='{optim}' has state of other shapes.*'fp16-lean'.*or optim='adamw_torch'$"
+    ):
+        arguments(tmp_path, precision="fp16-lean", save_strategy="steps", **settings)
+    arguments(tmp_path, precision="fp16-lean", save_strategy="no", **settings)
+    arguments(tmp_path, precision="fp16-lean", save_strategy="steps", save_only_model=True, **settings)
+    arguments(tmp_path, precision="fp16", save_strategy="steps", **settings)
+
+
 def test_compiling_a_sharded_model_whole_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments(tmp_path, fsdp=True, fsdp_config={"version": 2})
     args.torch_compile = True

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from hf_mp.scaling.scalers import StepReport
 from hf_mp.weights.distributed import (
@@ -15,10 +18,12 @@ from hf_mp.weights.distributed import (
     is_dtensor,
     is_running,
     is_sharded,
+    is_tensor_parallel,
     local_part,
     to_number,
     to_report,
 )
+from hf_mp.weights.missing_ranks import naming_missing_ranks
 
 CLEAN = [StepReport(False, None), StepReport(False, 0.0), StepReport(False, 1e-30), StepReport(False, 3.0)]
 OVERFLOWS = [StepReport(True), StepReport(True, 5.0), StepReport(False, math.inf), StepReport(False, math.nan)]
@@ -59,3 +64,29 @@ def test_a_plain_model_is_neither_sharded_nor_refused() -> None:
     assert not is_sharded(model)
     assert not is_dtensor(model.weight)
     assert local_part(model.weight) is model.weight
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_only_an_error_of_a_collective_names_missing_ranks() -> None:
+    store: Any = torch.distributed.distributed_c10d._get_default_store()
+    with pytest.raises(RuntimeError, match=r"^cannot open /data/igloo$"), naming_missing_ranks():
+        raise RuntimeError("cannot open /data/igloo")
+    with pytest.raises(RuntimeError, match=r"all of ranks \[0\] are there"), naming_missing_ranks():
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
+    assert not store.check(["hf_mp/lost/0"])
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_replicated_model_is_not_tensor_parallel() -> None:
+    replicated = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    replicated.replicate(model, mesh=init_device_mesh("cpu", (1,)))
+    assert all(map(is_dtensor, model.parameters()))
+    assert is_sharded(model) and not is_tensor_parallel(model)

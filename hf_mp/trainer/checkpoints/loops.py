@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from hf_mp.weights.distributed import is_running
 
 SHARDS_FOLDER = "shards"
 STATE_FILE = "training_state.json"
+_PAIRS = "hf_mp.pairs"  # the one key of a mapping that is written as pairs
 
 _last: list[tuple[Path, Future[None]]] = []  # the asynchronous save that may still run
 
@@ -85,13 +87,15 @@ def save_checkpoint(
     _wait_for_last()
     target = Path(directory).absolute()
     runtime = _runtime(model)
-    see_shards(runtime)
     staged = staging_folder(target.parent) / target.name
     with refused_together():
+        see_shards(runtime)
         tensors, _ = model_tensors(model)
         state, plain = take_state(optimizer, named_parameters(model))
         scale = None if runtime is None else runtime.state_dict()
-        text = _as_json({"step": step, "extra": extra or {}, "optimizer": plain, "mixed_precision": scale})
+        text = _as_json(
+            {"step": step, "extra": _with_str_keys(extra or {}), "optimizer": plain, "mixed_precision": scale}
+        )
     with refused_together():
         if _rank() == 0:  # the others wait for it at the end of this block
             _make_room_for(staged, target)
@@ -136,10 +140,11 @@ def load_checkpoint(
     """
     _wait_for_last()
     checkpoint = _find(Path(directory).absolute())
-    names, runtime, shards = named_parameters(model), _runtime(model), checkpoint / SHARDS_FOLDER
-    see_shards(runtime)
+    runtime, shards = _runtime(model), checkpoint / SHARDS_FOLDER
     with refused_together(), loaded_state.naming(checkpoint, "the state"):
-        tensors, first = model_tensors(model)
+        see_shards(runtime)
+        tensors, first = model_tensors(model)  # FSDP2 shards what a forward left whole, before it is asked for names
+        names = named_parameters(model)
         saved, layout = read_json(checkpoint / STATE_FILE), read_layout(shards)
         compare(tensors, layout)
         state = make_room(optimizer, names, layout, saved["optimizer"])
@@ -154,7 +159,7 @@ def load_checkpoint(
     if (runtime is None) != (saved["mixed_precision"] is None):
         where = "no mixed precision is attached" if runtime is None else "it was saved without mixed precision"
         warnings.warn(f"{checkpoint}: {where}, so the loss scale is not taken over", stacklevel=2)
-    return saved["step"], saved["extra"]
+    return saved["step"], _with_own_keys(saved["extra"])
 
 
 def _make_room_for(staged: Path, target: Path) -> None:
@@ -171,6 +176,24 @@ def _as_json(values: Mapping[str, Any]) -> str:
         return json.dumps(values, indent=2)
     except TypeError as error:
         raise CheckpointError(f"extra, or a setting of the optimizer, is no value for JSON: {error}") from error
+
+
+def _with_str_keys(value: Any) -> Any:
+    """``value`` with pairs in the place of mappings whose keys JSON would make strings (milestones of a scheduler)."""
+    if isinstance(value, Mapping):
+        pairs = [(key, _with_str_keys(one)) for key, one in value.items()]
+        is_known = all(isinstance(key, (str, int, float, NoneType)) for key in value)
+        has_others = is_known and not all(isinstance(key, str) for key in value)
+        return {_PAIRS: pairs} if has_others or _PAIRS in value else dict(pairs)
+    return [_with_str_keys(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _with_own_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_PAIRS}:
+            return {key: _with_own_keys(one) for key, one in value[_PAIRS]}
+        return {key: _with_own_keys(one) for key, one in value.items()}
+    return [_with_own_keys(one) for one in value] if isinstance(value, list) else value
 
 
 def _wait_for_last() -> None:

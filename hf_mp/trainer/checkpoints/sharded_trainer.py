@@ -68,7 +68,8 @@ class LeanShards(_Base):
             tensors, first = model_tensors(model)
             compare(tensors, read_layout(folder))
         read_shards(folder, tensors)
-        put_tensors(model, tensors, first)
+        with refused_together():
+            put_tensors(model, tensors, first)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         folder = None if checkpoint is None else Path(checkpoint, SHARDS_FOLDER)
@@ -81,9 +82,10 @@ class LeanShards(_Base):
             plain = read_json(folder / _SETTINGS)
             tensors = make_room(self.optimizer, names, read_layout(folder), plain)
         read_shards(folder, tensors)
-        put_state(self.optimizer, names, tensors, plain)
-        scheduler = torch.load(folder.parent / SCHEDULER_NAME, weights_only=True)
-        self.lr_scheduler.load_state_dict(scheduler)
+        with refused_together():
+            put_state(self.optimizer, names, tensors, plain)
+            scheduler = torch.load(folder.parent / SCHEDULER_NAME, weights_only=True)
+            self.lr_scheduler.load_state_dict(scheduler)
 
     def _refuse_other_state(self, checkpoint: str | None) -> None:
         inner = getattr(self.optimizer, "optimizer", self.optimizer)

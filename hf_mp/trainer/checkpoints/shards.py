@@ -16,15 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from hf_mp.trainer.checkpoints.manifest import CheckpointError, FileEntry, sha256
-from hf_mp.weights.distributed import is_running
+from hf_mp.weights.distributed import is_running, local_part
 from hf_mp.weights.missing_ranks import naming_missing_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not in every build of torch
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+logger = logging.get_logger(__name__)
 SUFFIX = ".safetensors"
 Finish = Callable[[Mapping[str, FileEntry]], None]
 
@@ -40,7 +42,7 @@ def write_shards(
 
     Args:
         folder: a new one, on a file system that all ranks share.
-        tensors: by name, contiguous; none shares its memory with another.
+        tensors: by name, contiguous; what begins in the same place as another is copied, which safetensors refuses.
         finish: called on the first rank when all is written, with the files of all ranks by name, as their writers know
             them.
         asynchronous: return once the tensors are copied to the CPU, and write in a thread.
@@ -50,11 +52,11 @@ def write_shards(
     """
     import torch.distributed.checkpoint as dcp
 
-    writer = _writer_class()(folder, finish)
+    writer, tensors = _writer_class()(folder, finish), _apart(tensors)
     done: Future[None] = Future()
     if not asynchronous:
         with _as_checkpoint_error(folder), _quiet():
-            dcp.save(dict(tensors), storage_writer=writer)
+            dcp.save(tensors, storage_writer=writer)
         done.set_result(None)
         return done
 
@@ -64,12 +66,23 @@ def write_shards(
                 upload.result()
             done.set_result(None)
         except BaseException as error:  # whatever ended the thread: the caller's result() raises it
+            logger.error(str(error))  # that of the last save may never be asked for
             done.set_exception(error)
 
     with _as_checkpoint_error(folder), _quiet():
-        upload: Any = dcp.async_save(dict(tensors), storage_writer=writer, process_group=_group_of_its_own())
+        upload: Any = dcp.async_save(tensors, storage_writer=writer, process_group=_group_of_its_own())
     upload.add_done_callback(take_over)
     return done
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    taken: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        place = local_part(tensor).data_ptr()
+        found[name] = tensor.clone() if place in taken else tensor
+        taken.add(place)
+    return found
 
 
 def read_layout(folder: Path) -> dict[str, TensorStorageMetadata]:

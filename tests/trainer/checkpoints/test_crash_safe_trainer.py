@@ -10,6 +10,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from traceback import StackSummary
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ import torch
 from covering import covering
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from trainer_runs import arguments, make_trainer, same, tiny_gpt2, token_rows, weights
 from transformers import TrainerCallback
 
 import hf_mp.trainer.checkpoints.crash_safe_trainer as crash_safe_trainer
 from hf_mp import CheckpointError, LossScaleError, MixedPrecisionArguments, NoCheckpointError, Preempted
+from hf_mp.trainer.checkpoints import shards
 from hf_mp.trainer.checkpoints.inspection import find_problems, list_checkpoints, rotate
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from hf_mp.trainer.checkpoints.preemption import PREEMPTED_EXIT_CODE, SIGNALS, SignalWatch
@@ -205,6 +208,13 @@ def test_an_error_of_the_program_is_no_failed_save(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(trainer.model, "save_pretrained", lambda *args, **kwargs: {}["x"])
     with pytest.raises(KeyError):
         trainer.train()
+
+
+@pytest.mark.parametrize(("error", "is_failure"), [(OSError(errno.ENOSPC, "full"), True), (KeyError("ours"), False)])
+def test_a_full_disk_under_shards_is_a_failed_save(tmp_path: Path, error: Exception, is_failure: bool) -> None:
+    with pytest.raises(CheckpointError) as caught, shards._as_checkpoint_error(tmp_path):
+        raise CheckpointException("save", {1: (error, StackSummary())})
+    assert crash_safe_trainer._is_write_failure(caught.value) is is_failure
 
 
 def test_another_save_failure_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -201,3 +202,55 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 1)
     with pytest.raises(hf_mp.CheckpointError, match=re.escape("the weight first.bias holds inf or NaN")):
         hf_mp.load_checkpoint(tmp_path / "c", model, optimizer)
+
+
+def test_a_scheduler_with_milestones_goes_on(tmp_path: Path) -> None:
+    def scheduler(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+
+    rates = []
+    model, optimizer = made()
+    planned = scheduler(optimizer)
+    optimizer.step()
+    planned.step()
+    extra = {"scheduler": planned.state_dict(), "best": [{1: 2.0, "1": None}]}
+    hf_mp.save_checkpoint(tmp_path / "checkpoint-1", model, optimizer, 1, extra=extra)
+    other_model, other = made(seed=1)
+    resumed = scheduler(other)
+    _, found = hf_mp.load_checkpoint(tmp_path, other_model, other)
+    assert found == extra
+    resumed.load_state_dict(found["scheduler"])
+    for one, plan in ((optimizer, planned), (other, resumed)):
+        for _ in range(4):
+            one.step()
+            plan.step()
+        rates.append([group["lr"] for group in one.param_groups])
+    assert rates[0] == rates[1]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "later"])
+def test_tables_that_parameters_share_are_saved_for_each(tmp_path: Path, asynchronous: bool) -> None:
+    model, optimizer = made()
+    train(model, optimizer, 0, 1)
+    table = torch.linspace(0, 1, 256)  # as the 8-bit optimizers of bitsandbytes have
+    for entry in optimizer.state.values():
+        entry["qmap1"] = table
+    hf_mp.save_checkpoint(tmp_path / "checkpoint-1", model, optimizer, 1, asynchronous=asynchronous).result()
+    other_model, other = made(seed=1)
+    hf_mp.load_checkpoint(tmp_path, other_model, other)
+    assert all(torch.equal(entry["qmap1"], table) for entry in other.state.values()) and other.state
+
+
+def test_a_late_failure_is_logged_though_nobody_asks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(loops, "publish", full)
+    monkeypatch.setattr(logging.getLogger("hf_mp"), "propagate", True)
+    model, optimizer = made()
+    saved = hf_mp.save_checkpoint(tmp_path / "checkpoint-1", model, optimizer, 1, asynchronous=True)
+    assert "No space left" in str(saved.exception())
+    assert "could not be saved: rank 0" in caplog.text and "No space left" in caplog.text
+    loops._last.clear()
