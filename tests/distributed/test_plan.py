@@ -31,6 +31,7 @@ def compare(counted: dict[Any, Any], parallel: Any, ranks: int) -> None:
         assert planned.peak_bytes == pytest.approx(found["peak_bytes"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_two_ranks(launch: Callable[..., Any], tmp_path: Path) -> None:
     for counted in launch("plan_worker.py", tmp_path, "fsdp2", "ddp"):
         compare(counted, "fsdp2", 2)

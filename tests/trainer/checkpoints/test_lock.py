@@ -106,6 +106,7 @@ def test_a_broken_note_of_the_holder_does_no_harm(tmp_path: Path, warnings: list
     assert "it has not said which" in warnings[0]
 
 
+@pytest.mark.slow
 def test_nothing_stays_of_a_lock_and_two_processes_never_hold_it_at_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", CONTEND, str(tmp_path)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
