@@ -159,7 +159,11 @@ def make_step(
     model = architecture.model().to(device).train()
     if base.startswith(WHOLE):
         model = model.to(DTYPES[base.removeprefix(WHOLE)])
-    inputs = {name: value.to(device) for name, value in architecture.inputs().items()}
+    dtype = next(model.parameters()).dtype  # of the floor, images and sounds too
+    inputs = {
+        name: value.to(device, dtype if value.is_floating_point() else None)
+        for name, value in architecture.inputs().items()
+    }
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if base.startswith("hf_mp "):
         model, optimizer = hf_mp.prepare(model, optimizer, base.removeprefix("hf_mp "), **settings)
