@@ -36,12 +36,15 @@ def host_parts(results: StoredResults) -> str:
 
 
 def architectures(results: StoredResults) -> str:
-    """A step of many kinds of models, bf16 over torch.autocast and fp16 over FP32."""
+    """A step of many kinds of models, bf16 and its floor over torch.autocast, and fp16 over FP32."""
     stored = results("bench_architectures")
-    ratios = ("bf16_to_torch_autocast", "fp16_to_fp32")
+    ratios = ("bf16_to_torch_autocast", "bf16_floor_to_torch_autocast", "fp16_to_fp32")
     rows = [[name, *(f"{row[ratio].number:.2f}" for ratio in ratios)] for name, row in stored["architectures"].parts()]
     medians = ["median", *(f"{stored['medians'][ratio].number:.2f}" for ratio in ratios)]
+    products = stored["product_seconds"]
     text = paragraph(
-        f"A training step of small models of many kinds ({script('bench_architectures')}; {_where(stored)}):"
+        f"A training step of small models of many kinds ({script('bench_architectures')}; {_where(stored)}). The floor "
+        "is a model that is BF16 throughout, its optimizer's state too. An FP16 product alone takes "
+        f"{products['fp16'].number / products['fp32'].number:.2f} of FP32's time here:"
     )
-    return f"{text}\n\n{table(('', '`bf16` / `torch.autocast`', '`fp16` / FP32'), [*rows, medians])}"
+    return f"{text}\n\n{table(('', '`bf16` / `torch.autocast`', 'floor', '`fp16` / FP32'), [*rows, medians])}"
