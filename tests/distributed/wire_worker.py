@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_mp
 from hf_mp.weights.split_parameter import raw_gradient
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+from bench_communication import ReceivedBytes
 
 PRECISIONS = ("fp16", "bf16", "fp16-lean", "bf16-lean")
 WRAPS: dict[str, Wrap] = {"ddp": DistributedDataParallel, "fsdp": shard}
@@ -186,38 +188,14 @@ def overflows() -> dict[str, Any]:
     return found
 
 
-class Bytes(TorchDispatchMode):
-    """Counts the bytes that this rank receives, by collective, from what torch.distributed dispatches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.received: dict[str, float] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            name, others = func.overloadpacket.__name__, (dist.get_world_size() - 1) / dist.get_world_size()
-            largest = max(tensor.nbytes for tensor in _tensors(args))
-            factor = {"allreduce_": 2 * others, "barrier": 0.0}.get(name, others)
-            self.received[name] = self.received.get(name, 0.0) + factor * largest
-        return func(*args, **(kwargs or {}))
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _tensors(value)
-
-
 def received() -> dict[str, Any]:
     """Bytes that a rank receives in a step, by what they are of."""
 
-    def count(model: nn.Module, step: Callable[[], Any]) -> dict[str, float]:
+    def count(step: Callable[[], Any]) -> dict[str, float]:
         step()
-        with Bytes() as counted:
+        with ReceivedBytes(dist.get_world_size()) as counted:
             step()
-        return counted.received
+        return counted.bytes
 
     def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
         part = my_rows(batches(1, rows=4)[0])
@@ -232,11 +210,11 @@ def received() -> dict[str, Any]:
     found = {"parameters": float(sum(p.numel() for p in wide().parameters()))}
     for name, policy in (("torch bf16", {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}), ("torch", {})):
         model = shard(wide(), mp_policy=MixedPrecisionPolicy(**policy))
-        found[name] = count(model, stepped(model, torch.optim.AdamW(model.parameters())))
+        found[name] = count(stepped(model, torch.optim.AdamW(model.parameters())))
     for precision in (*PRECISIONS, "params=fp32,compute=fp16,reduce=fp16"):
         for name, wrap in WRAPS.items():
             model, optimizer, _ = made(precision, wrap, model=wide())
-            found[f"{name} {precision}"] = count(model, stepped(model, optimizer))
+            found[f"{name} {precision}"] = count(stepped(model, optimizer))
     return found
 
 
