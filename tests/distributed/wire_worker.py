@@ -10,14 +10,14 @@ import copy
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from loop_worker import Wrap, batches, my_rows, overflow_at, shard, tiny_gpt2, train, whole
+from loop_worker import Wrap, batches, my_rows, no_sync, overflow_at, said_of, shard, tiny_gpt2, train, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -97,13 +97,6 @@ def losses_of_16_bit_reductions() -> dict[str, Any]:
 
 def gradients() -> dict[str, Any]:
     """Of micro-batches with and without synchronization: ``.grad`` is true, FP32, and as that of one process."""
-
-    @contextlib.contextmanager
-    def no_sync(model: Any) -> Iterator[None]:
-        model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)
-
     found = {}
     for name, wrap in WRAPS.items():
         for precision in PRECISIONS:
@@ -320,19 +313,11 @@ def refusals() -> dict[str, str]:
         runtime = hf_mp.MixedPrecision("fp16")
         runtime.attach_optimizer(AdamW8bit(shard(runtime.attach(tiny_gpt2())).parameters()))
 
-    said = {}
-    for case in (
+    return said_of(
         settings_differ, layouts_differ, lean_after_ddp, lean_with_a_hook, lean_of_a_hooked_weight,
         lean_of_16_bit_shards, lean_after_a_forward, lean_without_optimizer, lean_in_backward, lean_with_batch_norm,
         lean_offloaded, eight_bits_of_dtensors,
-    ):  # fmt: skip
-        try:
-            case()
-            said[case.__name__] = "nothing"
-        except (ValueError, RuntimeError, TypeError) as error:
-            said[case.__name__] = f"{type(error).__name__}: {error}"
-        dist.barrier()
-    return said
+    )  # fmt: skip
 
 
 ONE_PROCESS = [one, one_gradients, persistent_bytes]
