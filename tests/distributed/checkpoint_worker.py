@@ -28,7 +28,7 @@ import hf_mp
 
 LIMIT_SECONDS = 5
 PORT = int(os.environ.get("PORT", "0"))
-LAYOUTS = tuple(os.environ.get("LAYOUTS", "fp16 bf16 fp16-lean").split())
+LAYOUTS = ("fp16", "bf16", "fp16-lean")
 
 
 def hybrid(model: nn.Module) -> nn.Module:
