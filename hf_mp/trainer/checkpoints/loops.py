@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hf_mp.diagnostics.overflow import runtime_of
-from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.trainer.checkpoints import inspection, loaded_state
 from hf_mp.trainer.checkpoints.atomic import make_staging_folder, publish, recover, staging_folder, write_synced
 from hf_mp.trainer.checkpoints.json_files import read_json
@@ -42,7 +41,7 @@ from hf_mp.trainer.checkpoints.shards import (
     write_shards,
 )
 from hf_mp.trainer.checkpoints.untrusted import find_out_of_place
-from hf_mp.weights.distributed import is_running
+from hf_mp.weights.distributed import get_rank, get_world_size
 
 SHARDS_FOLDER = "shards"
 STATE_FILE = "training_state.json"
@@ -86,7 +85,7 @@ def save_checkpoint(
     """
     _wait_for_last()
     target = Path(directory).absolute()
-    runtime = _runtime(model)
+    runtime = attached_runtime(model)
     staged = staging_folder(target.parent) / target.name
     with refused_together():
         see_shards(runtime)
@@ -97,7 +96,7 @@ def save_checkpoint(
             {"step": step, "extra": _with_str_keys(extra or {}), "optimizer": plain, "mixed_precision": scale}
         )
     with refused_together():
-        if _rank() == 0:  # the others wait for it at the end of this block
+        if get_rank() == 0:  # the others wait for it at the end of this block
             _make_room_for(staged, target)
 
     def complete(files: Mapping[str, FileEntry]) -> None:
@@ -105,7 +104,7 @@ def save_checkpoint(
         finish(
             staged,
             step=step,
-            world_size=torch.distributed.get_world_size() if is_running() else 1,
+            world_size=get_world_size(),
             precision="fp32" if runtime is None else str(runtime.policy),
             known={f"{SHARDS_FOLDER}/{name}": entry for name, entry in files.items()},
         )
@@ -140,7 +139,7 @@ def load_checkpoint(
     """
     _wait_for_last()
     checkpoint = _find(Path(directory).absolute())
-    runtime, shards = _runtime(model), checkpoint / SHARDS_FOLDER
+    runtime, shards = attached_runtime(model), checkpoint / SHARDS_FOLDER
     with refused_together(), loaded_state.naming(checkpoint, "the state"):
         see_shards(runtime)
         tensors, first = model_tensors(model)  # FSDP2 shards what a forward left whole, before it is asked for names
@@ -204,13 +203,6 @@ def _wait_for_last() -> None:
     _last.clear()
 
 
-def _runtime(model: nn.Module) -> MixedPrecision | None:
-    try:
-        return runtime_of(model, "save_checkpoint")
-    except ValueError:  # precision="fp32" attaches nothing
-        return None
-
-
 # Which checkpoint
 
 
@@ -218,7 +210,7 @@ def _find(directory: Path) -> Path:
     """``directory``, or the newest whole checkpoint in it; a collective call."""
     names: list[str] = []
     with refused_together():
-        names = _candidates(directory) if _rank() == 0 else []
+        names = _candidates(directory) if get_rank() == 0 else []
     found = [directory / name for name in together(names)]
     if not found:
         raise NoCheckpointError(f"there is no checkpoint in {directory} yet: train from the start")
@@ -266,10 +258,5 @@ def _strangers(checkpoint: Path, manifest: Manifest) -> list[str]:
 
 
 def _damage(checkpoint: Path, manifest: Manifest) -> list[str]:
-    ranks = torch.distributed.get_world_size() if is_running() else 1
-    mine = dict(sorted(manifest.files.items())[_rank() :: ranks])
+    mine = dict(sorted(manifest.files.items())[get_rank() :: get_world_size()])
     return find_damage(checkpoint, replace(manifest, files=mine))
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if is_running() else 0

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_mp.trainer.checkpoints.manifest import CheckpointError, FileEntry, sha256
-from hf_mp.weights.distributed import is_running, local_part
+from hf_mp.weights.distributed import get_world_size, is_running, local_part
 from hf_mp.weights.missing_ranks import naming_missing_ranks
 
 if TYPE_CHECKING:
@@ -118,9 +118,9 @@ def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def together(problems: Iterable[str]) -> list[str]:
     """What all ranks have found, each line once: a collective call."""
-    found: list[list[str]] = [list(problems)]
+    mine = list(problems)
+    found = [mine] * get_world_size()
     if is_running():
-        mine, found = found[0], [[]] * torch.distributed.get_world_size()
         with naming_missing_ranks():
             torch.distributed.all_gather_object(found, mine)
     return sorted({line for lines in found for line in lines})
