@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +71,8 @@ def write_shards(
             done.set_exception(error)
 
     with _as_checkpoint_error(folder), _quiet():
-        upload: Any = dcp.async_save(tensors, storage_writer=writer, process_group=_group_of_its_own())
+        world = torch.distributed.group.WORLD if torch.distributed.is_available() else None
+        upload: Any = dcp.async_save(tensors, storage_writer=writer, process_group=_group_for_thread(world))
     upload.add_done_callback(take_over)
     return done
 
@@ -163,16 +165,10 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-_own_group: list[Any] = [None, None]  # a default group, and ours next to it
-
-
-def _group_of_its_own() -> ProcessGroup | None:
-    """A group for a thread: collectives of two threads on one group would meet those of each other."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-    if _own_group[0] is not torch.distributed.group.WORLD:
-        _own_group[:] = [torch.distributed.group.WORLD, torch.distributed.new_group(backend="gloo")]
-    return _own_group[1]
+@lru_cache(maxsize=1)
+def _group_for_thread(world: ProcessGroup | None) -> ProcessGroup | None:
+    """A second group of the ranks of ``world``: collectives of two threads on one group would mix."""
+    return None if world is None else torch.distributed.new_group(backend="gloo")
 
 
 def _writer_class() -> Any:
