@@ -1,6 +1,6 @@
-"""Whether what was loaded fits the run: the model's tensors, finite weights and moments, counters that count.
+"""Whether a loaded state fits the run: the model's tensors, finite weights and moments, plausible counters.
 
-Everything here raises CheckpointError, naming what does not.
+Everything here raises a CheckpointError that names what does not fit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer",
 
 @contextmanager
 def naming(checkpoint: str | Path, what: str) -> Iterator[None]:
-    """Have what a library says of a state that it cannot take name the checkpoint."""
+    """Turn the error of a library that cannot load a state into a CheckpointError that names the checkpoint."""
     try:
         yield
     except CheckpointError:
@@ -43,7 +43,7 @@ def naming(checkpoint: str | Path, what: str) -> Iterator[None]:
 
 
 def check_weights_file(path: Path, model: nn.Module) -> None:
-    """Raise where ``model.safetensors`` is another model's: no name in common, or whole numbers for floating ones."""
+    """Raise if ``model.safetensors`` is another model's: no name in common, or integers for floating tensors."""
     expected = model.state_dict()
     with safe_open(path, "pt") as file:
         names = set(file.keys())
