@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_mp.diagnostics.fp32_reference import IGNORED
 from hf_mp.diagnostics.kept_state import RandomStates
 from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.trainer.hand_over import check_handed_over
 
 CLIP_RANGE = 0.2  # of the ratio in PPO and in TRL's GRPO
-IGNORED = -100  # the label of a token that does not count, as in Transformers
 _SEEN = ("input_ids", "attention_mask", "labels")  # by generation
 
 
