@@ -51,12 +51,14 @@ def check_weights_file(path: Path, model: nn.Module) -> None:
         if names and expected and not common:
             raise CheckpointError(
                 f"{path} has no tensor of this {type(model).__name__}: it has {str(sorted(names)[:3])[1:-1]:.300}, "
-                f"sought are {str(sorted(expected)[:3])[1:-1]}"
+                f"sought are {str(sorted(expected)[:3])[1:-1]}: load it into the model that was saved"
             )
         for name in sorted(common):
             dtype = file.get_slice(name).get_dtype()
             if expected[name].is_floating_point() != dtype.startswith(_FLOATING):
-                raise CheckpointError(f"{path}: {name} is {dtype}, and {expected[name].dtype} here")
+                raise CheckpointError(
+                    f"{path}: {name} is {dtype}, and {expected[name].dtype} here: load it into the model that was saved"
+                )
 
 
 def check_parameters(checkpoint: str | Path, model: nn.Module) -> None:
@@ -70,7 +72,9 @@ def check_optimizer(checkpoint: str | Path, optimizer: Optimizer) -> None:
     """Raise where an optimizer's state that was loaded cannot be one: inf, NaN, negative steps, other shapes."""
     for number, group in enumerate(optimizer.param_groups):
         if wrong := _wrong_number({key: value for key, value in group.items() if key != "params"}):
-            raise CheckpointError(f"{checkpoint}: the optimizer's group {number} says {wrong}")
+            raise CheckpointError(
+                f"{checkpoint}: the optimizer's group {number} says {wrong}: take an earlier checkpoint"
+            )
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, Tensor) or not isinstance(state, Mapping):
             continue
@@ -98,9 +102,12 @@ def check_scheduler(checkpoint: str | Path, scheduler: Any, known: Iterable[str]
     """Raise where an LR scheduler took over what no scheduler of its kind saves."""
     state = scheduler.state_dict()
     if unknown := sorted(set(state) - set(known)):
-        raise CheckpointError(f"{checkpoint}: scheduler.pt has {unknown[0][:100]!r}, which this scheduler has not")
+        raise CheckpointError(
+            f"{checkpoint}: scheduler.pt has {unknown[0][:100]!r}, which this scheduler has not: resume with the "
+            "lr_scheduler_type that was saved"
+        )
     if wrong := _wrong_number(state):
-        raise CheckpointError(f"{checkpoint}: scheduler.pt says {wrong}")
+        raise CheckpointError(f"{checkpoint}: scheduler.pt says {wrong}: take an earlier checkpoint")
 
 
 def _wrong_number(values: Mapping[str, Any]) -> str | None:

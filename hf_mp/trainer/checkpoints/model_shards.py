@@ -45,13 +45,16 @@ def compare(tensors: Mapping[str, Tensor], layout: Mapping[str, Any]) -> None:
     saved = {name for name in layout if name.startswith(_PREFIX)}
     if saved != tensors.keys():
         missing, unknown = sorted(tensors.keys() - saved)[:3], sorted(saved - tensors.keys())[:3]
-        raise CheckpointError(f"weights of another model: it lacks {missing} and has {unknown} besides")
+        raise CheckpointError(
+            f"weights of another model: it lacks {missing} and has {unknown} besides; load it into the model that was "
+            "saved"
+        )
     for name, tensor in tensors.items():
         stored = layout[name]
         if stored.size != tensor.shape or stored.properties.dtype.is_floating_point != tensor.is_floating_point():
             raise CheckpointError(
                 f"{name} was saved as {stored.properties.dtype} of shape {tuple(stored.size)}, and is {tensor.dtype} "
-                f"of shape {tuple(tensor.shape)} here"
+                f"of shape {tuple(tensor.shape)} here: load it into a model of the config that was saved"
             )
 
 

@@ -95,7 +95,10 @@ def make_room(
             continue
         parameter, _, key = name.removeprefix(PREFIX).rpartition("/")
         if parameter not in owned_by_name:
-            raise CheckpointError(f"the checkpoint has {key} of {parameter}, which the optimizer does not have")
+            raise CheckpointError(
+                f"the checkpoint has {key} of {parameter}, which the optimizer does not have: resume with the "
+                "optimizer that was saved"
+            )
         found[name] = _empty(owned_by_name[parameter], stored)
     return found
 

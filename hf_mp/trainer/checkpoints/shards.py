@@ -102,7 +102,7 @@ def read_layout(folder: Path) -> dict[str, TensorStorageMetadata]:
         if held != one.size.numel():
             raise CheckpointError(
                 f"{folder} holds {held} of the {one.size.numel()} elements of {name}: files are missing, or of another "
-                "checkpoint"
+                "checkpoint; take an earlier one"
             )
     return found
 
