@@ -131,7 +131,7 @@ class ScaledReduceScatter:
     @torch.no_grad()
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
-    ) -> Any:
+    ) -> None:
         """Reduce ``input_tensor``, one dimension, into this rank's part of it, ``output_tensor``."""
         averages, wire = op == torch.distributed.ReduceOp.AVG, self._policy.wire
         factor = self._runtime.scale(input_tensor.device)
@@ -140,16 +140,15 @@ class ScaledReduceScatter:
         sums = averages or op == torch.distributed.ReduceOp.SUM
         if wire is torch.float32 or input_tensor.dtype is not torch.float32 or not sums:
             self.before(output_tensor, input_tensor, group, op, False)
-            factor = None if factor is None else factor.reciprocal()
-            is_ready = self._arrivals is None
-        else:
-            sent = (input_tensor if factor is None else input_tensor * factor).to(wire)
-            reduce_scatter(output_tensor, sent, group, self._policy.reduce_sum)
-            output_tensor.div_(group.size()) if averages else None
-            is_ready = self._arrivals is not None
-        if factor is not None and not is_ready:
+            if factor is not None and self._arrivals is not None:
+                output_tensor.div_(factor.reciprocal())
+            return
+        sent = (input_tensor if factor is None else input_tensor * factor).to(wire)
+        reduce_scatter(output_tensor, sent, group, self._policy.reduce_sum)
+        if averages:
+            output_tensor.div_(group.size())
+        if factor is not None and self._arrivals is None:
             output_tensor.div_(factor)
-        return None
 
 
 def reduce_scatter(output: Tensor, sent: Tensor, group: ProcessGroup, sum_dtype: torch.dtype) -> None:
