@@ -91,7 +91,9 @@ def find_rules(
             runtime.add_rules(remedy.rules)
         placed += planned
         ops = look()
-    raise CannotHealError(f"after {MOST_LOOKS} forwards with ever more rules, values still leave FP16's range")
+    raise CannotHealError(
+        f"after {MOST_LOOKS} forwards with ever more rules, values still leave FP16's range: use precision='bf16'"
+    )
 
 
 def fp32_share(ops: Iterable[OpRange]) -> float:

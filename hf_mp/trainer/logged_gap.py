@@ -62,10 +62,11 @@ class LoggedGap(StepObserver):
         model: Any = self._runtime.model
         is_whole = getattr(model, "can_generate", lambda: False)() and not is_sharded(model)
         if not is_whole or not {"input_ids", "labels"} <= batch.keys():
+            given = f"was given {', '.join(batch) or 'arguments by position'}"
             raise ValueError(
                 f"log_probability_gap_steps={self._every} is for a causal language model that is whole on each "
                 f"process and trained on input_ids and labels, and this {type(model).__name__} "
-                f"{_why(batch) if is_whole else 'is none'}: leave it at 0"
+                f"{given if is_whole else 'is none'}: leave it at 0"
             )
         try:
             check_labels(batch)
@@ -76,7 +77,3 @@ class LoggedGap(StepObserver):
         """What was found since the last log."""
         entries, self._entries = self._entries, {}
         return entries
-
-
-def _why(batch: dict[str, Any]) -> str:
-    return f"was given {', '.join(batch) or 'arguments by position'}"
