@@ -172,7 +172,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
             finish(checkpoint, step=state.global_step, world_size=args.world_size, precision=precision)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the run's report, if asked; leave an ordinary FP32 model, unless it is to stay attached."""
+        """Write the run's report, if asked; leave an ordinary FP32 model, unless ``keep_attached``."""
         if self.session is not None:
             self.session.end(keep_attached=self.keep_attached)
         self._saves.leave(args, self._callbacks)
