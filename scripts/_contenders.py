@@ -142,7 +142,7 @@ def loop_step(contender: Contender, workload: Workload, compiled: bool) -> Step:
     if contender.precision is not None:
         model, optimizer = hf_mp.prepare(model, optimizer, contender.precision)
     if compiled:
-        _allow_recompilations()
+        allow_recompilations()
     forward = torch.compile(model) if compiled else model
     ids = workload.token_ids().to(device)
     needs_scaler = contender.autocast is not None and contender.dtype == "fp16"
@@ -178,7 +178,7 @@ def loop_step(contender: Contender, workload: Workload, compiled: bool) -> Step:
 @contextlib.contextmanager
 def _trainer(contender: Contender, workload: Workload, compiled: bool, max_steps: int) -> Iterator[Trainer]:
     if compiled:
-        _allow_recompilations()
+        allow_recompilations()
     with tempfile.TemporaryDirectory() as directory:
         on_cpu = workload.device == "cpu"
         stock = contender.precision is None
@@ -199,7 +199,7 @@ def _trainer(contender: Contender, workload: Workload, compiled: bool, max_steps
         yield trainer
 
 
-def _allow_recompilations() -> None:
+def allow_recompilations() -> None:
     """Each contender compiles the same functions anew, and beyond a limit torch leaves them uncompiled."""
     torch._dynamo.config.recompile_limit = 64
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from _markdown import hardware, paragraph, script, table, torch_version
+from _markdown import GIB, hardware, paragraph, script, table, torch_version
 from _stored import Stored, StoredResults
-
-GIB = 2**30
 
 
 def scaling(results: StoredResults) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -211,6 +211,15 @@ def time_products(rounds: int, device: str) -> dict[str, float]:
     return {name: statistics.median(seconds) / _PRODUCTS for name, seconds in found.items()}
 
 
+def choose(only: str | None, names: Iterable[str]) -> list[str]:
+    """The names that begin with one of the comma-separated parts of ``only``; all for None."""
+    names = list(names)
+    chosen = names if only is None else [n for n in names if n.startswith(tuple(map(str.strip, only.split(","))))]
+    if not chosen:
+        raise typer.BadParameter(f"{only!r} is the beginning of none of {', '.join(names)}")
+    return chosen
+
+
 def main(
     only: Annotated[str | None, typer.Option(help="beginnings of names, comma-separated; default: all")] = None,
     rounds: Annotated[int, typer.Option(help="timed steps of each contender")] = 7,
@@ -220,11 +229,7 @@ def main(
 ) -> None:
     """Train a step of each architecture the four ways, in turns; store medians, spreads and ratios."""
     logging.set_verbosity_error()
-    wanted = tuple(ARCHITECTURES) if only is None else tuple(part.strip() for part in only.split(","))
-    chosen = [architecture for architecture in ARCHITECTURES if architecture.startswith(wanted)]
-    if not chosen:
-        raise typer.BadParameter(f"{only!r} is the beginning of none of {', '.join(ARCHITECTURES)}")
-    found = {architecture: measure(architecture, rounds, device) for architecture in chosen}
+    found = {architecture: measure(architecture, rounds, device) for architecture in choose(only, ARCHITECTURES)}
     medians = {ratio: statistics.median(row[ratio] for row in found.values()) for ratio in RATIOS}
     payload = {"architectures": found, "medians": medians, "product_seconds": time_products(rounds, device)}
     path = save_result(name, payload, directory=output_dir)

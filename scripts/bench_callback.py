@@ -5,7 +5,7 @@
 
 Both contenders, and the stock Trainer in FP32, run in one process. Each is stopped after every step, so
 that they take turns step by step; what is timed is a whole step of the Trainer's loop, from ``on_step_begin`` to the
-next, logging included. Stores ``scripts/results/bench_callback[_NAME].json``.
+next, logging included. Stores ``scripts/results/bench_callback.json``, or under another ``--name``.
 """
 
 from __future__ import annotations

@@ -54,7 +54,10 @@ Step = Callable[[], None]
 
 
 class ReceivedBytes(TorchDispatchMode):
-    """Counts what this rank receives from the others, by collective."""
+    """Counts what this rank receives from the others, by collective.
+
+    Not the recorder that the plan counts with: the plan is compared with this.
+    """
 
     def __init__(self, ranks: int) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 import hf_mp
 from _benchmarks import DEFAULT_DEVICE, number, show_table
-from _contenders import COMPILED, has_cpp_compiler
+from _contenders import COMPILED, allow_recompilations, has_cpp_compiler
 from _results import RESULTS, alternate, median_and_spread, save_result
 from bench_architectures import (
     CONTENDERS,
@@ -29,6 +29,7 @@ from bench_architectures import (
     VOCABULARY,
     WHOLE,
     Architecture,
+    choose,
     language,
     layers,
     made,
@@ -97,12 +98,8 @@ def main(
     logging.set_verbosity_error()
     if device == "cpu" and not has_cpp_compiler():
         raise typer.BadParameter("torch.compile needs a C++ compiler on a CPU, and there is none")
-    torch._dynamo.config.recompile_limit = 64  # each contender compiles the same functions anew
-    wanted = tuple(MODELS) if only is None else tuple(part.strip() for part in only.split(","))
-    chosen = [model for model in MODELS if model.startswith(wanted)]
-    if not chosen:
-        raise typer.BadParameter(f"{only!r} is the beginning of none of {', '.join(MODELS)}")
-    found = {model: measure(MODELS[model], rounds, device) for model in chosen}
+    allow_recompilations()
+    found = {model: measure(MODELS[model], rounds, device) for model in choose(only, MODELS)}
     payload = {"models": found, "counted_steps": COUNTED_STEPS, "product_seconds": time_products(rounds, device)}
     path = save_result(name, payload, directory=output_dir)
     rows = [(model, *(number(row[ratio], 2) for ratio in RATIOS), *map(str, row["counts"].values()))

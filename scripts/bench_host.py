@@ -5,7 +5,7 @@
 
 Times are ratios to torch.autocast with GradScaler in the same run. It also counts, for one step: Python
 calls, autograd nodes written in Python, kernels, and reads of a device value, which do not depend on the machine.
-Stores ``scripts/results/bench_host[_NAME].json``.
+Stores ``scripts/results/bench_host.json``, or under another ``--name``.
 """
 
 from __future__ import annotations

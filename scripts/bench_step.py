@@ -11,7 +11,7 @@ is its matrix products at the best rate that this device reached in that dtype, 
 bandwidth of a copy. Utilisation is the products at that rate over the time of the step. Peak memory is that of all
 tensors of a training of its own, model and optimizer state included.
 
-Stores ``scripts/results/bench_step[_NAME].json``.
+Stores ``scripts/results/bench_step.json``, or under another ``--name``.
 """
 
 from __future__ import annotations

@@ -20,18 +20,11 @@ from transformers.utils import logging
 import hf_mp
 from _benchmarks import show_table
 from _results import save_result
+from memory_training import LARGE
 
 MODELS: dict[str, PreTrainedConfig] = {
     "GPT-2 774M": GPT2Config(n_layer=36, n_embd=1280, n_head=20),
-    "Llama 70B": LlamaConfig(
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        max_position_embeddings=8192,
-    ),
+    "Llama 70B": LlamaConfig(**LARGE),
 }
 PRESETS = ("trainer-bf16", "fp16", "fp16-lean")
 SEQ_LEN = 1024
@@ -58,6 +51,7 @@ def main(
     layers: Annotated[int | None, typer.Option(help="Of each model, for a quick look; nothing is stored.")] = None,
     only: Annotated[str, typer.Option(help="Beginning of the name of a model; nothing is stored. Default: all.")] = "",
 ) -> None:
+    """Plan each model in each preset on each number of ranks; print and store."""
     logging.set_verbosity_error()
     results: dict[str, Any] = {}
     rows: list[tuple[str, ...]] = []

@@ -26,7 +26,7 @@ NOT_SOURCES = shutil.ignore_patterns(".*", "build", "dist", "site", "*.egg-info"
 PACKAGED = (".py", ".typed", ".css", ".j2")
 # What the archive of the sources holds besides the package.
 BESIDES = {"CHANGELOG.md", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}
-# Every command, as a stranger calls it first; none needs the network.
+# Every command, as a new user calls it first; none needs the network.
 COMMANDS = (
     ("hf-mp", "--version"),
     ("hf-mp", "--help"),

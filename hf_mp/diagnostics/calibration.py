@@ -1,4 +1,4 @@
-"""``calibrate``: finds out what of a model FP16 does not hold, and the rules that keep it in range."""
+"""``calibrate``: finds where a model leaves FP16's range, and the rules that keep it in range."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.diagnostics.given_batches import call, checked
 from hf_mp.diagnostics.kept_state import eagerly, gradients_set_aside, untouched, weights_kept
+from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.diagnostics.range_report import CLOSE_DOUBLINGS, RangeReport
 from hf_mp.diagnostics.ranges import STAND_IN, OpRange, RangeRecorder
 from hf_mp.diagnostics.remedies import CannotHealError, Planned, next_remedies
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.rules import FP16_MAX
-from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
 
 SAFE = FP16_MAX / 2**CLOSE_DOUBLINGS
@@ -36,17 +36,17 @@ def calibrate(
     rules: Rules | None = None,
     tables: TableName = "compact",
 ) -> RangeReport:
-    """Find what of ``model`` FP16 does not hold, and the rules that keep it in range.
+    """Find where ``model`` leaves FP16's range, and the rules that keep it in range.
 
     Each batch runs through a forward and, where it gives a loss, a backward, with BF16 in FP16's place, which has
     FP32's range. Then forwards alone, with the rules so far, until nothing comes within 2 doublings of 65504. Weights,
-    gradients, buffers and random generators are afterwards as they were.
+    gradients, buffers and random generators are restored afterwards.
 
     Args:
-        model: not attached; in training or evaluation mode, as it is to run.
+        model: not attached; in the mode, training or evaluation, that the rules are for.
         batches: what to call it with: mappings of arguments, tuples of them, or one tensor each.
         precision: a policy that computes in FP16; default ``"fp16"``.
-        rules, tables: of autocast, as they are to be used; default none and ``"compact"``.
+        rules, tables: of the autocast that will be used; default none and ``"compact"``.
 
     Returns:
         A :class:`RangeReport`; its ``rules`` come on top of those that were given.
@@ -54,7 +54,7 @@ def calibrate(
     Raises:
         TypeError: for anything but a module.
         ValueError: without a batch, for a batch with inf or NaN, a precision without FP16, or an attached model.
-        CannotHealError: where no rules help.
+        CannotHealError: if no rules help.
     """
     policy, given = _check(model, batches, precision)
     stand_in = replace(policy, compute=STAND_IN, params=STAND_IN if policy.is_lean else policy.params, loss_scale=None)
@@ -91,7 +91,9 @@ def find_rules(
             runtime.add_rules(remedy.rules)
         placed += planned
         ops = look()
-    raise CannotHealError(f"after {MOST_LOOKS} forwards with ever more rules, values still leave FP16's range")
+    raise CannotHealError(
+        f"after {MOST_LOOKS} forwards with ever more rules, values still leave FP16's range: use precision='bf16'"
+    )
 
 
 def fp32_share(ops: Iterable[OpRange]) -> float:
@@ -107,7 +109,7 @@ def _check(model: Any, batches: Iterable[Any], precision: Any) -> tuple[Precisio
     policy = PrecisionPolicy.parse(precision)
     if policy.compute is not torch.float16:
         raise ValueError(f"precision={str(policy)!r} has FP32's range, which nothing leaves: calibrate is for FP16")
-    if any(isinstance(module.__dict__.get("forward"), AttachedForward) for module in model.modules()):
+    if attached_runtime(model) is not None:
         raise ValueError("mixed precision is attached to this model: detach() it, or calibrate it before")
     return policy, checked(batches)
 

@@ -49,7 +49,7 @@ def compare_precisions(
 
     Each batch runs forward in FP32, without autocast and TF32, and in each precision, without dropout. In a second
     forward every layer is given the inputs that it has in FP32: the error of its output is what arises in it. Layers
-    are numbered blocks, and the modules outside of them that have no modules inside.
+    are numbered blocks, and the modules outside them that have no children.
 
     Every precision is measured without rules, with its last linear layer in FP32 (the head, as in MiniMax-M1, arXiv
     2506.13585), and with each of the rules given with it alone, and with all of these.
@@ -60,8 +60,8 @@ def compare_precisions(
     and logits that are masked do not count. A model without ``logits`` is compared by its first floating output.
 
     Args:
-        model: any module; it is not changed. Of an attached one, a copy of its FP32 masters is compared, without the
-            rules that it has: give them. Weights in 16 bits are cast to FP32 while this runs.
+        model: any module; it is not changed. An attached one is compared by a copy of its FP32 masters, without its
+            rules: pass them in ``precisions``. Weights in 16 bits are cast to FP32 while this runs.
         batches: what to call it with: mappings of arguments, tuples of them, or one tensor each.
         precisions: presets, policies or dtypes, or pairs of one and its rules (as ``rules`` of autocast); default
             ``"bf16"`` and ``"fp16"``.
@@ -71,7 +71,7 @@ def compare_precisions(
         A :class:`PrecisionComparison`; ``print`` shows tables, ``to_dict()`` the data, ``save_plot(path)`` draws it.
 
     Raises:
-        TypeError: for anything but a module, and for one precision in the place of several.
+        TypeError: for anything but a module, and for a single precision instead of a sequence.
         ValueError: without a batch or a precision, for a batch with inf or NaN, a precision or rule that is not known,
             and a model that is inf or NaN in FP32, or returns no floating tensor.
         RuntimeError: inside an autocast.
@@ -218,7 +218,7 @@ def _as(new: Tensor, old: Tensor) -> Tensor | None:
 
 @dataclass
 class _Ratio:
-    """The norm of differences over the norm of what is expected."""
+    """The norm of the differences over the norm of the expected values."""
 
     squares: float = 0.0
     expected: float = 0.0
@@ -239,7 +239,7 @@ class _Ratio:
 
 @dataclass
 class _Differences:
-    """What one precision differs from FP32 by, over the batches."""
+    """The differences of one precision to FP32, over all batches."""
 
     positions: int = 0
     chosen: int = 0

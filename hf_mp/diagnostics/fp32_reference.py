@@ -1,4 +1,4 @@
-"""What a batch gives in FP32, and each of the model's layers is given and gives: what precisions are compared with."""
+"""The FP32 reference that precisions are compared with: the logits of a batch, and each layer's inputs and output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LOWERED = (
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Numbered blocks, and the modules outside of them that have none inside, each once."""
+    """Numbered blocks, and the modules outside them that have no children, each once, by name."""
     found: dict[nn.Module, str] = {}
 
     def walk(module: nn.Module, prefix: str) -> None:
@@ -52,7 +52,7 @@ class LayerCall:
 
 @dataclass
 class Reference:
-    """What a batch gives in FP32."""
+    """The FP32 results of a batch."""
 
     output: str  # name of the model's output that is compared
     logits: Tensor  # (positions, classes)
@@ -106,6 +106,11 @@ def _without_tf32() -> Iterator[None]:
 
 
 def run_in_fp32(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any, number: int) -> Reference:
+    """One forward of ``batch``, the ``number``-th, in FP32 without TF32.
+
+    Raises:
+        ValueError: for a model that is inf or NaN in FP32, or returns no floating tensor.
+    """
     calls: dict[str, list[LayerCall]] = {}
     linear: list[tuple[str, tuple[int, ...]]] = []  # by name, with the width of its output, in the order of the calls
 
@@ -141,7 +146,7 @@ def run_in_fp32(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any, n
 
 
 def _output_embeddings(model: nn.Module) -> str | None:
-    """The name of the head that a model of Transformers names: an adapter may lie around its linear layer."""
+    """The name of Transformers' output embedding, around whose linear layer an adapter may lie; else None."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return next((name for name, module in model.named_modules() if name and module is head), None)
 
@@ -161,7 +166,7 @@ def in_rows(logits: Tensor) -> Tensor:
 def _what_counts(
     model: nn.Module, logits: Tensor, outputs: Any, arguments: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor, bool]:
-    """Which positions count, the token that is chosen at each, below 0 where none is, and whether that is guessed."""
+    """Which positions count, the token chosen at each (below 0 for none), and whether a shift of labels is guessed."""
     shape = logits.shape[:-1] if logits.dim() > 1 else logits.shape
     prefix = "decoder_" if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else ""
 
@@ -184,10 +189,10 @@ def _what_counts(
 
 
 def _as_the_loss_does(logits: Tensor, labels: Tensor, outputs: Any, shifts: bool | None) -> tuple[Tensor, bool]:
-    """The labels, shifted by one where that gives the model's loss, and whether that is guessed.
+    """The labels, shifted by one if that reproduces the model's loss, and whether this is guessed.
 
-    Where neither gives it (it adds one of its routers, or divides by something else): as such models do (``shifts``),
-    or, for one that generates nothing, what comes closer.
+    If neither reproduces it (the loss has a router's term, or another divisor): as ``shifts`` says, or, where that is
+    None, whichever comes closer.
     """
     loss = next((t.item() for t in tensors_in(outputs) if t.is_floating_point() and not t.dim()), None)
     if loss is None or labels.dim() < 2:

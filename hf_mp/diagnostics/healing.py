@@ -1,4 +1,4 @@
-"""``heal_overflows``: keeps in range what left FP16's range in a forward, and runs the step again."""
+"""``heal_overflows``: keeps in range the values that left FP16's range in a forward, and runs the step again."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def _call_again(call: KeptCall) -> Any:
 
 
 def _has_known_gradients(backward: KeptBackward) -> bool:
-    """Whether what came into the model is the same for another forward: finite, and of losses alone."""
+    """Whether another forward would get the same incoming gradients: finite ones, of losses alone."""
     return all(
         incoming.output in incoming.call.losses
         and isinstance(incoming.gradient, Tensor)
@@ -249,7 +249,7 @@ def _has_bf16(call: KeptCall) -> bool:
 def check_healing(
     on_overflow: str, policy: PrecisionPolicy, max_fp32_share: float = MAX_FP32_SHARE, *, in_backward: bool = False
 ) -> None:
-    """Raise a ValueError for what ``on_overflow`` cannot be, or cannot be together with."""
+    """Raise a ValueError for an unknown ``on_overflow``, and for settings that ``"heal"`` cannot work with."""
     check_on_overflow(on_overflow)
     if on_overflow == "heal" and policy.compute is not torch.float16:
         raise ValueError(
@@ -282,17 +282,18 @@ def heal_overflows(
 
     Args:
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.
-        max_fp32_share: of the forward's floating point operations, the share that may be out of 16 bits; default
-            None: what was given before, at first 0.25.
-        clip: what a plain loop does to the gradients between backward and step, to be done to those of a step that runs
-            again: called with each optimizer. Default None: nothing, or what was given before. A Trainer gives its own.
+        max_fp32_share: the share of the forward's floating point operations that may be out of 16 bits; default None:
+            what was given before, at first 0.25.
+        clip: what a plain loop does to the gradients between backward and step; called with each optimizer when a step
+            runs again. Default None: nothing, or what was given before. A Trainer gives its own.
 
     Returns:
         The healer, with what it has ``healed``; always the same one for the same model.
 
     Raises:
-        TypeError, ValueError: for what is no attached model, a precision that does not compute in FP16, optimizers
-            inside backward, a share that is none, and a ``clip`` that is no function.
+        TypeError: for anything but a model or its MixedPrecision, and a ``clip`` that is not callable.
+        ValueError: for a model that is not attached, a precision that does not compute in FP16,
+            ``free_gradients="backward"``, and a ``max_fp32_share`` outside 0 to 1.
     """
     runtime = runtime_of(model, "heal_overflows")
     if clip is not None and not callable(clip):

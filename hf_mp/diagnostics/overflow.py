@@ -24,7 +24,7 @@ from hf_mp.scaling.rules import ScalerState, StepReport
 from hf_mp.scaling.scalers import LossScaleError, LossScaler
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.distributed import is_running
+from hf_mp.weights.distributed import get_rank, is_running
 
 logger = logging.get_logger(__name__)
 
@@ -133,7 +133,7 @@ class OverflowExplainer(StepObserver):
             step=self._runtime.stats.steps + 1,
             micro_batch=backwards.index(backward) + 1,
             micro_batches=len(backwards),
-            rank=torch.distributed.get_rank() if is_running() else 0,
+            rank=get_rank(),
             phase="not found",
             loss_scale=scaler.get_scale(),
             skips_until_stop=skips_until_error(scaler),

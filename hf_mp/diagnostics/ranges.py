@@ -1,4 +1,4 @@
-"""How large the numbers of a forward and backward are, op by op, with respect to what FP16 holds.
+"""How large the values of a forward and backward are, op by op, compared with FP16's range.
 
 The forward runs in BF16, which has FP32's exponents: every op gets the dtypes that it would get in FP16, with BF16 for
 FP16, but nothing overflows. So what FP16 would make inf of is seen with its true magnitude, to BF16's 8 bits.
@@ -72,7 +72,7 @@ class RangeRecorder:
     """Takes down the magnitudes of all calls that an autocast in BF16 sees.
 
     Args:
-        limit: what FP16 is to hold at most; default its largest number.
+        limit: the largest magnitude that counts as in range; default FP16's largest number.
         backward: also record gradients: each op's output is given a hook.
     """
 

@@ -1,4 +1,4 @@
-"""What keeps a value in range that FP16 does not hold: a registry of remedies, the smallest first. Pure functions."""
+"""Remedies for values beyond FP16's range: a registry, the smallest remedy first. Pure functions."""
 
 from __future__ import annotations
 
@@ -111,7 +111,10 @@ def next_remedies(
         if found.is_origin and math.isfinite(found.largest):
             remedy = next_remedy(Situation(found, rules, modules, has_bf16))
             if remedy is None:
-                raise CannotHealError(f"{found.op!r} in {found.module!r} stays out of FP16's range with every remedy")
+                raise CannotHealError(
+                    f"{found.op!r} in {found.module!r} stays out of FP16's range with every remedy: use "
+                    "precision='bf16'"
+                )
             planned.append(remedy)
     return planned
 

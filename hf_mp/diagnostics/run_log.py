@@ -232,7 +232,7 @@ def _take(run: RunRecords, record: Mapping[str, Any]) -> None:
 
 
 def _take_step(run: RunRecords, record: Mapping[str, Any]) -> None:
-    scale = float(record["loss_scale"])  # a Trainer of somebody else's may have logged none
+    scale = float(record["loss_scale"])  # another Trainer may have logged none
     step = StepRecord(*({**record, "loss_scale": scale}[name] for name in StepRecord._fields))
     if run.steps and next(reversed(run.steps)) >= step.step:
         _take_back(run, step.step)

@@ -85,7 +85,7 @@ class MixedPrecisionArguments(TrainingArguments):
         choices=SAVE_FAILURES,
     )
     handle_preemption: bool = _option(True, "Have SIGTERM and SIGUSR1 end the run in a checkpoint, with exit code 75.")
-    # On: good steps pay nothing for it, and who needs the answer did not know so beforehand.
+    # On by default: good steps pay nothing for it, and the need for it shows only after the overflow.
     explain_overflows: bool = _option(
         True, "Replay the micro-batch of a skipped step and log which module made the first inf or NaN."
     )

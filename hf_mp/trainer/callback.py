@@ -114,7 +114,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
             session.begin(model)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Have a training that follows wrap the model anew; after predict() too."""
+        """Have a later training wrap the model again; after predict() too."""
         forget_prepared(calling_trainer(self))
 
     on_predict: Any = on_evaluate
@@ -122,7 +122,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        """Guard the optimizer, attach a model that ``model_init`` made, and take over the state of a checkpoint."""
+        """Guard the optimizer, attach a model that ``model_init`` made, and load the state of a checkpoint."""
         trainer, session = calling_trainer(self), self._session_for(args)
         self._come_first(trainer)
         # The Trainer expects an entry here for each callback, also in the state of a checkpoint that has none.
@@ -147,12 +147,12 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
             session.resume(saved, checkpoint_of(args, state), state.global_step)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Show how the loss scale is."""
+        """Report the loss scale of the step that has just ended."""
         if self.session is not None:
             self.session.after_step(self._callbacks, state.global_step + 1)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Add to a training log, in the history and for the callbacks that come after this one."""
+        """Add the loss scale and its statistics to a training log, also in the history and for later callbacks."""
         if self.session is None or logs is None:
             return
         logs.update(entries := self.session.log_entries(logs))
@@ -172,7 +172,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
             finish(checkpoint, step=state.global_step, world_size=args.world_size, precision=precision)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the run's report, if asked; leave an ordinary FP32 model, unless it is to stay attached."""
+        """Write the run's report, if asked; leave an ordinary FP32 model, unless ``keep_attached``."""
         if self.session is not None:
             self.session.end(keep_attached=self.keep_attached)
         self._saves.leave(args, self._callbacks)

@@ -15,7 +15,7 @@ from transformers.utils import CONFIG_NAME
 from hf_mp.diagnostics.overflow import attached_runtime, runtime_of
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.checkpoints.atomic import discard, make_staging_folder, publish, sync_tree
-from hf_mp.weights.distributed import is_dtensor, is_sharded
+from hf_mp.weights.distributed import get_rank, is_dtensor, is_sharded
 from hf_mp.weights.split_parameter import SplitParameter, open_master
 
 _OF_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of activation checkpointing and torch.compile
@@ -86,7 +86,7 @@ def save_working_copies(model: nn.Module | MixedPrecision, directory: str | os.P
         )
     target = Path(directory).absolute()
     _check_target(target)
-    is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    is_first = get_rank() == 0
     state = _state(runtime, attached, keep=is_first)
     if is_first:
         _write(attached, state, runtime.policy.compute, target)

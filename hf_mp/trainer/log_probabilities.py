@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_mp.diagnostics.fp32_reference import IGNORED
 from hf_mp.diagnostics.kept_state import RandomStates
 from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.trainer.hand_over import check_handed_over
 
 CLIP_RANGE = 0.2  # of the ratio in PPO and in TRL's GRPO
-IGNORED = -100  # the label of a token that does not count, as in Transformers
 _SEEN = ("input_ids", "attention_mask", "labels")  # by generation
 
 
 @dataclass(frozen=True)
 class LogProbabilityGap:
-    """The differences log r of tokens' log-probabilities, training's less generation's.
+    """The differences log r of tokens' log-probabilities: training's minus generation's.
 
     Attributes:
         tokens: how many were compared.
@@ -32,9 +32,9 @@ class LogProbabilityGap:
         maximum: the largest magnitude.
         alpha, beta: log r = alpha + beta * log-probability in generation, by least squares; NaN where all of these are
             equal.
-        clipped_share: tokens whose ratio r leaves 1 - clip .. 1 + clip by this alone; NaN where a difference is.
-        dtype: that generation multiplied in, as torch prints it, without "torch.": of an attached model's working
-            copies, else of the weights; of the log-probabilities, if they were given.
+        clipped_share: of tokens whose ratio r leaves 1 - clip .. 1 + clip by this alone; NaN if a difference is NaN.
+        dtype: of the products of generation, without "torch.": that of an attached model's working copies, else of the
+            weights; if log-probabilities were given, theirs.
     """
 
     tokens: int
@@ -81,10 +81,10 @@ def log_probability_gap(
         A :class:`LogProbabilityGap`.
 
     Raises:
-        ValueError: for arguments of drawing where nothing is drawn; for log-probabilities of another shape, positive or
-            infinite ones, and where no token counts; for a ``batch`` with labels of another shape, or with tensors that
-            generation does not see (``position_ids`` of packed sequences, images); for another model whose weights are
-            stale, or of another dtype than its config says: the message names the first.
+        ValueError: for arguments of generation where nothing is generated; for log-probabilities of another shape,
+            positive or infinite ones, and where no token counts; for a ``batch`` with labels of another shape, or with
+            tensors that generation does not see (``position_ids`` of packed sequences, images); for another model whose
+            weights are stale, or of another dtype than its config says (the message names the first).
     """
     drawing = generation if new_tokens is None else {"new_tokens": new_tokens, **generation}
     if drawing and ("labels" in batch or isinstance(generated, Tensor)):

@@ -15,11 +15,11 @@ logger = logging.get_logger(__name__)
 
 
 class LoggedGap(StepObserver):
-    """Measures the gap on the last micro-batch of some steps, after their update, where tokens count in it.
+    """Measures the gap on the last micro-batch of every n-th step, after its update, if tokens count in it.
 
     Args:
         runtime: of the attached model.
-        every: how many steps.
+        every: n.
         temperature: that TRL samples with.
     """
 
@@ -33,8 +33,8 @@ class LoggedGap(StepObserver):
         """Keep the batch.
 
         Raises:
-            ValueError: at the first, so on every process: for a model that is sharded or does not generate, and a batch
-                that cannot be measured.
+            ValueError: at the first batch, so on every process: for a model that is sharded or does not generate, and
+                a batch that cannot be measured.
         """
         batch = {} if args else kwargs
         if not self._is_checked:
@@ -46,7 +46,7 @@ class LoggedGap(StepObserver):
         self._batch = {}
 
     def after_step(self, step: int) -> None:
-        """Measure, if it is the turn of ``step`` and tokens count in its last micro-batch."""
+        """Measure, if ``step`` is an n-th one and tokens count in its last micro-batch."""
         if step % self._every:
             return
         try:
@@ -62,10 +62,11 @@ class LoggedGap(StepObserver):
         model: Any = self._runtime.model
         is_whole = getattr(model, "can_generate", lambda: False)() and not is_sharded(model)
         if not is_whole or not {"input_ids", "labels"} <= batch.keys():
+            given = f"was given {', '.join(batch) or 'arguments by position'}"
             raise ValueError(
                 f"log_probability_gap_steps={self._every} is for a causal language model that is whole on each "
                 f"process and trained on input_ids and labels, and this {type(model).__name__} "
-                f"{_why(batch) if is_whole else 'is none'}: leave it at 0"
+                f"{given if is_whole else 'is none'}: leave it at 0"
             )
         try:
             check_labels(batch)
@@ -76,7 +77,3 @@ class LoggedGap(StepObserver):
         """What was found since the last log."""
         entries, self._entries = self._entries, {}
         return entries
-
-
-def _why(batch: dict[str, Any]) -> str:
-    return f"was given {', '.join(batch) or 'arguments by position'}"

@@ -68,13 +68,13 @@ class TrainerReporting:
 
     def _show_in_progress_bar(self, callback: ProgressCallback, stats: PrecisionStats) -> None:
         bar: Any = callback.training_bar
-        if bar is None or (bar.postfix and bar.postfix != self._line):  # somebody shows a line of their own
+        if bar is None or (bar.postfix and bar.postfix != self._line):  # another callback shows its own line
             return
         self._line = live_line(stats)
         bar.set_postfix_str(self._line, refresh=False)  # drawn along with the next step
 
     def log_entries(self) -> dict[str, float]:
-        """What a training log is to carry besides the stats."""
+        """Entries for a training log, in addition to the stats."""
         latest = None if self.recorder is None else self.recorder.latest
         return {} if latest is None else latest.shares().log_entries()
 

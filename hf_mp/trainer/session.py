@@ -162,7 +162,7 @@ class TrainerSession:
         return self.runtime is not None and self.runtime.in_backward is not None
 
     def clip_grad_norm(self, model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor | None:
-        """Clip the gradients to this 2-norm, ``inf`` only measures it; None where torch's own function is to do that.
+        """Clip the gradients to this 2-norm, ``inf`` only measures it; None if torch's own function must do that.
 
         Returns:
             The norm before, FP32 of shape (): measured when the backward ended, or by the layout that keeps them.
@@ -193,7 +193,7 @@ class TrainerSession:
                 gap.after_step(step)
 
     def log_entries(self, logs: Mapping[str, Any]) -> dict[str, float]:
-        """What ``logs`` are to carry besides: the stats, where they tell of training."""
+        """Entries to add to ``logs``: the stats, if these are training logs."""
         if self.runtime is None or "loss" not in logs:
             return {}
         entries = {**self.runtime.stats.log_entries(), **self.reporting.log_entries()}

@@ -27,7 +27,7 @@ NO_BORDER = (
 
 
 def check_attachable(model: nn.Module) -> None:
-    """Raise a ValueError where mixed precision cannot be attached to ``model``, in no layout."""
+    """Raise a ValueError if mixed precision cannot be attached to ``model`` in any layout."""
     if isinstance(model, nn.DataParallel):
         raise ValueError("DataParallel replicates a model behind our back: use DistributedDataParallel (torchrun)")
     if not any(parameter.is_floating_point() for parameter in model.parameters()):
@@ -40,7 +40,7 @@ def check_attachable(model: nn.Module) -> None:
 
 
 def check_layout(model: nn.Module, policy: PrecisionPolicy, *, is_scaled: bool) -> None:
-    """Raise a ValueError where a policy is not for ``model``."""
+    """Raise a ValueError if mixed precision cannot be attached to ``model`` with this policy."""
     if policy.is_lean and isinstance(model, DistributedDataParallel):
         raise ValueError(
             f"precision={str(policy)!r} stores weights in 16 bits, and this DistributedDataParallel has laid out its "
@@ -66,9 +66,9 @@ def check_layout(model: nn.Module, policy: PrecisionPolicy, *, is_scaled: bool) 
 
 
 def _inexact(model: nn.Module) -> Iterator[str]:
-    """What ``model`` has that depends on how many tokens are computed at once, and is not rounded to 16 bits from FP64.
+    """Why results of ``model`` depend on how many tokens are computed at once, even with sums in FP64.
 
-    Of dense models only products and attention do.
+    In dense models only products and attention depend on it.
     """
     for name, part in model.named_modules():
         if getattr(part, "_is_stateful", False):

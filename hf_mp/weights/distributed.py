@@ -172,6 +172,16 @@ def is_running() -> bool:
     return _has_processes() and torch.distributed.get_world_size() > 1
 
 
+def get_world_size() -> int:
+    """The number of processes; 1 without a process group."""
+    return torch.distributed.get_world_size() if _has_processes() else 1
+
+
+def get_rank() -> int:
+    """The rank of this process; 0 without a process group."""
+    return torch.distributed.get_rank() if _has_processes() else 0
+
+
 def _has_processes() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 

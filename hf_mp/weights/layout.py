@@ -74,7 +74,7 @@ class WeightLayout:
         return TensorParallelLayout(self.policy) if is_parallel else TransientLayout(self.policy)
 
     def join_ranks(self, model: nn.Module, runtime: Runtime, in_fp32: Sequence[nn.Module]) -> None:
-        """Take over what other processes are sent of ``model``, whose modules ``in_fp32`` are not rounded."""
+        """Take over the communication of ``model``; weights of the modules ``in_fp32`` are not rounded."""
         if self.policy.wire is not torch.float32 and is_running() and (ddp := ddp_of(model)) is not None:
             self._join_ddp(ddp, runtime)
 
@@ -97,11 +97,11 @@ class WeightLayout:
         return False
 
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
-        """The gradients that there are, as backward left them, each with the FP32 factor that makes it true."""
+        """The existing gradients, as backward left them, each with the FP32 factor that unscales it (None for 1)."""
         return [(parameter.grad, None) for parameter in parameters if parameter.grad is not None]
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor | None:
-        """Clip gradients that only this layout can read; gives their 2-norm before, FP32 of shape (), else None."""
+        """Clip gradients that only this layout can read; returns their 2-norm before, FP32 of shape (), else None."""
         return None
 
     def wrap(self, optimizer: Optimizer) -> Optimizer:
@@ -109,19 +109,19 @@ class WeightLayout:
         return optimizer
 
     def step(self, optimizer: Optimizer, own_step: Callable[..., Any] | None, found_inf: Tensor | None) -> bool:
-        """Take the step of ``optimizer`` and refresh the working copies in one kernel; False where there is none.
+        """Take the step of ``optimizer`` and refresh the working copies in one kernel; False if there is none.
 
         The kernel leaves all as it is where ``found_inf``, FP32 of shape (), is not 0.
         """
         return step_whole(optimizer, own_step, self.copies, found_inf)
 
     def updated(self, optimizer: Optimizer) -> None:
-        """Take in that ``optimizer`` has written its parameters."""
+        """Called after ``optimizer`` has written its parameters."""
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         self.copies.refresh_all([parameter for parameter in parameters if parameter.grad is not None])
 
     def scale_changes(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
-        """Have gradients that are still scaled remember by how much: the loss scale is about to change."""
+        """Called before the loss scale changes: gradients that are still scaled keep the scale that they have."""
 
     def restore(self, model: nn.Module | None) -> None:
         """Leave ordinary FP32 parameters, and no copy."""
@@ -129,7 +129,7 @@ class WeightLayout:
 
 
 class TransientLayout(WeightLayout):
-    """FP32 masters whose memory something else manages (FSDP2): rounded anew at each use."""
+    """FP32 masters whose memory something else manages (FSDP2): rounded at each use."""
 
     keeps_copies = False
 
@@ -173,7 +173,7 @@ class TransientLayout(WeightLayout):
 
 
 class TensorParallelLayout(TransientLayout):
-    """FP32 masters that are DTensors, with whose shards products compute: rounded anew at each use.
+    """FP32 masters that are DTensors, whose shards the products compute with: rounded at each use.
 
     No copy is kept between forwards: a DTensor's version counter knows nothing of writes into its shard.
     """
@@ -198,7 +198,7 @@ class SplitLayout(WeightLayout):
 
     def __init__(self, policy: PrecisionPolicy) -> None:
         super().__init__(policy)
-        self._unsharded: dict[tuple[nn.Module, str], SplitParameter] = {}  # till FSDP has made shards of them
+        self._unsharded: dict[tuple[nn.Module, str], SplitParameter] = {}  # until FSDP has sharded them
 
     def prepare(self, model: nn.Module) -> None:
         if split_trainable_parameters(model, self.policy.params):
@@ -225,8 +225,8 @@ class SplitLayout(WeightLayout):
     def join_ranks(self, model: nn.Module, runtime: Runtime, in_fp32: Sequence[nn.Module]) -> None:
         if is_running() and is_sharded(model):
             raise ValueError(
-                f"precision={str(self.policy)!r} came to know that FSDP shards this {type(model).__name__} when it ran "
-                "already: call attach_optimizer before the first forward"
+                f"precision={str(self.policy)!r} learned that FSDP shards this {type(model).__name__} when a forward "
+                "ran already: call attach_optimizer before the first forward"
             )
         if not is_running() or (ddp := ddp_of(model)) is None:
             return
@@ -281,7 +281,7 @@ class ShardedSplitLayout(SplitLayout, TransientLayout):
         self._arrivals: Arrivals | None = None
 
     def prepare(self, model: nn.Module) -> None:
-        pass  # what is whole now is FSDP's, till it is used
+        pass  # what is whole now is FSDP's, until it is used
 
     def for_parameters(self, parameters: Iterable[Tensor], model: nn.Module | None) -> WeightLayout:
         return self

@@ -1,8 +1,8 @@
 """What travels between processes: weights rounded to 16 bits, gradients in FP32, or scaled in 16 bits.
 
-FSDP2 lets an all-gather and a reduce-scatter of one's own take the places of its own
-(``FSDPModule.set_custom_all_gather``, ``set_custom_reduce_scatter``). Ours change what is sent and nothing that FSDP
-sees: shards, gathered parameters and ``.grad`` stay FP32.
+FSDP2 accepts a custom all-gather and reduce-scatter (``FSDPModule.set_custom_all_gather``,
+``set_custom_reduce_scatter``). Ours change what is sent and nothing that FSDP sees: shards, gathered parameters and
+``.grad`` stay FP32.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Runtime(Protocol):
 
 
 class Arrivals:
-    """What the ranks' sums of a backward are to be multiplied with, while it runs."""
+    """The factor that unscales the reduced gradients of a backward, while it runs."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._task = runtime, -1
         self.inverse: Tensor | None = None  # FP32 of shape (1,), or None for 1
 
     def begin(self, device: torch.device) -> None:
-        """Take in that a sum of this backward, on ``device``, is about to arrive."""
+        """Called before a reduced gradient of this backward arrives on ``device``."""
         if self._task != (task := torch._C._current_graph_task_id()):
             self._task = task
             factor = self._runtime.scale(device)
@@ -51,7 +51,7 @@ class Arrivals:
 
 
 class RoundedGather:
-    """An all-gather of FP32 shards that sends them rounded to ``dtype``, and widens what has arrived.
+    """An all-gather of FP32 shards that sends them rounded to ``dtype``, and casts what it receives to FP32.
 
     The forward rounds weights of products to ``dtype`` anyway. Parameters with less than two dimensions (norms, biases)
     and those in ``kept`` travel in FP32: ops in FP32 read them.
@@ -131,7 +131,7 @@ class ScaledReduceScatter:
     @torch.no_grad()
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
-    ) -> Any:
+    ) -> None:
         """Reduce ``input_tensor``, one dimension, into this rank's part of it, ``output_tensor``."""
         averages, wire = op == torch.distributed.ReduceOp.AVG, self._policy.wire
         factor = self._runtime.scale(input_tensor.device)
@@ -140,16 +140,15 @@ class ScaledReduceScatter:
         sums = averages or op == torch.distributed.ReduceOp.SUM
         if wire is torch.float32 or input_tensor.dtype is not torch.float32 or not sums:
             self.before(output_tensor, input_tensor, group, op, False)
-            factor = None if factor is None else factor.reciprocal()
-            is_ready = self._arrivals is None
-        else:
-            sent = (input_tensor if factor is None else input_tensor * factor).to(wire)
-            reduce_scatter(output_tensor, sent, group, self._policy.reduce_sum)
-            output_tensor.div_(group.size()) if averages else None
-            is_ready = self._arrivals is not None
-        if factor is not None and not is_ready:
+            if factor is not None and self._arrivals is not None:
+                output_tensor.div_(factor.reciprocal())
+            return
+        sent = (input_tensor if factor is None else input_tensor * factor).to(wire)
+        reduce_scatter(output_tensor, sent, group, self._policy.reduce_sum)
+        if averages:
+            output_tensor.div_(group.size())
+        if factor is not None and self._arrivals is None:
             output_tensor.div_(factor)
-        return None
 
 
 def reduce_scatter(output: Tensor, sent: Tensor, group: ProcessGroup, sum_dtype: torch.dtype) -> None:
@@ -172,7 +171,7 @@ def reduce_scatter(output: Tensor, sent: Tensor, group: ProcessGroup, sum_dtype:
 
 
 def before_sum(values: Tensor, ranks: int) -> int:
-    """What to divide ``values`` by before they are summed over ``ranks`` in their own dtype."""
+    """The divisor of ``values`` before they are summed over ``ranks`` in their own dtype."""
     return 1 if values.dtype is torch.bfloat16 else 1 << (max(ranks - 1, 0).bit_length() + 1) // 2
 
 
@@ -212,8 +211,8 @@ def send_in_16_bits(
 ) -> None:
     """Have FSDP2 gather weights of ``model`` in 16 bits, and reduce gradients as ``policy`` says.
 
-    ``kept`` are modules whose own and inner parameters travel in FP32. A communication that somebody has set
-    (``set_custom_all_gather``, ``set_symm_mem_for_comm``) is left as it is. ``arrivals``: as for the reduce-scatter.
+    ``kept`` are modules whose parameters, those of their children included, travel in FP32. A communication that was
+    set before (``set_custom_all_gather``, ``set_symm_mem_for_comm``) stays. ``arrivals``: as for the reduce-scatter.
 
     Raises:
         ValueError: for what keeps gradients from staying scaled until they reach shards of 16 bits.
@@ -229,13 +228,13 @@ def send_in_16_bits(
             module.set_custom_reduce_scatter(ScaledReduceScatter(group, policy, runtime, arrivals))
         elif arrivals is not None and not isinstance(group._reduce_scatter_comm, ScaledReduceScatter):
             raise ValueError(
-                f"precision={str(policy)!r} keeps gradients scaled, and a reduce-scatter of another's "
+                f"precision={str(policy)!r} keeps gradients scaled, and another reduce-scatter "
                 f"({type(group._reduce_scatter_comm).__name__}) was set: leave it out, or use a default layout"
             )
 
 
 def send_as_before(model: nn.Module) -> None:
-    """Give FSDP2 the communication back that it had."""
+    """Give FSDP2 back the communication that it had."""
     for module, group in fsdp_groups(model):
         for hooks, key in _hooks_of(module):
             hooks[key] = getattr(hooks[key], "hook", hooks[key])

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from op_log import OpLog
 from planted_faults import Mlp, gpt2, tokens, vectors
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_mp
 from hf_mp import MixedPrecision, StaticLossScaler, record_precision
@@ -93,16 +93,6 @@ def test_training_is_bit_for_bit_the_same(precision: str, checkpointing: bool | 
     (with_it, *states), (without, *others) = ends
     assert all(torch.equal(with_it[name], without[name]) for name in without)
     assert torch.equal(states[0], others[0]) and states[1:] == others[1:]
-
-
-class OpLog(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("steps", [0, 100], ids=["off", "between"])

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from autograd_functions import Identity, LargeFactor
+from op_log import OpLog
 from planted_faults import Mlp, gpt2, put, tokens, vectors
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainingArguments
 
 import hf_mp
@@ -66,16 +66,6 @@ class Loop:
 
 def bad(seed: int = 0) -> dict[str, Tensor]:
     return {"x": vectors(seed)["x"] * NAN}
-
-
-class OpLog(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 # What good steps pay

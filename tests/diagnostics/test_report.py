@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html.parser
 import math
 import re
 import shutil
@@ -10,11 +9,11 @@ import subprocess
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from html_outline import Outline
 from planted_faults import Mlp, vectors
 from range_models import Gated, batches
 from torch import nn
@@ -57,31 +56,6 @@ def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def page(run_directory: Path) -> str:
     return (run_directory / PAGE_NAME).read_text(encoding="utf-8")
-
-
-class Outline(html.parser.HTMLParser):
-    """Tags with their attributes, and the text; complains about what is not closed."""
-
-    VOID = frozenset({"meta", "link", "br", "img", "line", "path", "rect"})
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in self.VOID:
-            assert self.open.pop() == tag, tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 def test_every_tag_is_closed(page: str) -> None:

@@ -10,14 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from loop_worker import batches, my_rows, shard, tiny_gpt2, weights
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_mp
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from loop_worker import batches, my_rows, tiny_gpt2
 
 
 def trained(wrap: Any) -> tuple[nn.Module, nn.Module]:
@@ -32,25 +29,15 @@ def trained(wrap: Any) -> tuple[nn.Module, nn.Module]:
     return model, wrapped
 
 
-def sharded(model: nn.Module) -> nn.Module:
-    for block in model.transformer.h:  # type: ignore[union-attr]
-        fully_shard(block)
-    return fully_shard(model)
-
-
 def main(folder: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     found = {}
-    for name, wrap in {"fsdp": sharded, "ddp": DistributedDataParallel}.items():
+    for name, wrap in {"fsdp": shard, "ddp": DistributedDataParallel}.items():
         model, wrapped = trained(wrap)
         copies = {key: copy.clone() for key, copy in hf_mp.working_copies(model)}
         hf_mp.save_working_copies(wrapped, Path(folder, name))
         is_there = Path(folder, name, "config.json").exists()
-        masters = {}
-        for key, one in model.named_parameters():
-            value: Any = one.detach()
-            masters[key] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
-        found[name] = {"copies": copies, "masters": masters, "is_there": is_there}
+        found[name] = {"copies": copies, "masters": weights(model), "is_there": is_there}
         dist.barrier()
     torch.save(found, Path(folder, f"rank{os.environ['RANK']}.pt"))
     dist.destroy_process_group()

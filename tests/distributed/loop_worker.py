@@ -128,6 +128,27 @@ def prepared(
     return wrapped, optimizer
 
 
+def said_of(*cases: Callable[[], None]) -> dict[str, str]:
+    """The error that each case raises on this rank, "nothing" where it raises none, by the name of the case."""
+    said = {}
+    for case in cases:
+        try:
+            case()
+            said[case.__name__] = "nothing"
+        except (ValueError, RuntimeError, TypeError) as error:
+            said[case.__name__] = f"{type(error).__name__}: {error}"
+        dist.barrier()
+    return said
+
+
+@contextlib.contextmanager
+def no_sync(model: Any) -> Iterator[None]:
+    """FSDP2's counterpart of DDP's ``no_sync()``."""
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
+
+
 def overflow_at(step: int, rank: int) -> Callable[[int, Tensor], Tensor]:
     """The loss of one process at one step multiplied by inf."""
     return lambda now, loss: loss * math.inf if now == step and dist.get_rank() == rank else loss
@@ -305,14 +326,7 @@ def fsdp_loss_overflow() -> dict[str, Any]:
 
 def fsdp_accumulation() -> dict[str, Any]:
     model, optimizer = prepared(shard)
-
-    @contextlib.contextmanager
-    def not_synced() -> Iterator[None]:
-        model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)
-
-    return train(model, optimizer, batches(8), accumulate=2, not_synced=not_synced)
+    return train(model, optimizer, batches(8), accumulate=2, not_synced=lambda: no_sync(model))
 
 
 def fsdp_of_fp16_model() -> dict[str, Any]:
@@ -524,16 +538,7 @@ def refusals() -> dict[str, str]:
     def ddp_in_fp16() -> None:
         hf_mp.MixedPrecision("fp16").attach(DistributedDataParallel(tiny_gpt2().half()))
 
-    said = {}
-    for case in (
-        sharded_in_fp16, policy_of_fsdp, policy_of_fsdp_later, fsdp1, fsdp1_later, ddp_in_fp16,
-    ):  # fmt: skip
-        try:
-            case()
-            said[case.__name__] = "nothing"
-        except (ValueError, RuntimeError, TypeError) as error:
-            said[case.__name__] = f"{type(error).__name__}: {error}"
-    return said
+    return said_of(sharded_in_fp16, policy_of_fsdp, policy_of_fsdp_later, fsdp1, fsdp1_later, ddp_in_fp16)
 
 
 ONE_PROCESS = [one, one_unclipped, one_bf16, by_hand_in_fp32, fsdp_of_frozen_fp16]

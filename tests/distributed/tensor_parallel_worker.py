@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from loop_worker import batches, whole
+from loop_worker import batches, said_of, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -158,15 +158,7 @@ def refusals(folder: str) -> dict[str, str]:
     def layouts_differ() -> None:
         hf_mp.MixedPrecision(("fp16", "bf16")[dist.get_rank()]).attach(loaded(folder))
 
-    said = {}
-    for case in (lean, with_fsdp, two_dimensions, two_meshes, layouts_differ):
-        try:
-            case()
-            said[case.__name__] = "nothing"
-        except (ValueError, RuntimeError, TypeError) as error:
-            said[case.__name__] = f"{type(error).__name__}: {error}"
-        dist.barrier()
-    return said
+    return said_of(lean, with_fsdp, two_dimensions, two_meshes, layouts_differ)
 
 
 ONE_PROCESS = [losses, gradients]

@@ -26,11 +26,6 @@ def two(launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def four(launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch("checkpoint_worker.py", tmp_path_factory.mktemp("four"), *FOUR, processes=1, LAYOUTS="fp16-lean")[0]
-
-
-@pytest.fixture(scope="module")
 def layouts(launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Results:
     runs = (
         "2-save-ddp-ddp", "2-load-fsdp-ddp", "2-save-fsdp-fsdp", "2-load-fsdp-fsdp", "2-load-ddp-fsdp",
@@ -102,12 +97,6 @@ def test_what_cannot_be_saved_or_loaded_is_refused_by_all(two: Results, case: st
     for rank in two["2-refused-fsdp-refused"]:
         assert re.match(said, rank[case], flags=re.DOTALL), rank[case]
         assert rank["files"] == "checkpoint-1"
-
-
-@pytest.mark.exhaustive
-def test_four_resume_what_two_have_saved_and_two_what_four_have(four: Results) -> None:
-    assert_resumed(four, "2-save-fsdp-two", "4-load-fsdp-two", "fp16-lean")
-    assert_resumed(four, "4-save-fsdp-four", "2-load-fsdp-four", "fp16-lean")
 
 
 @pytest.mark.exhaustive

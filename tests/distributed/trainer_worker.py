@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, ParallelismConfig
+from loop_worker import tiny_gpt2
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer
@@ -27,13 +28,6 @@ from hf_mp.trainer.session import STATE_NAME
 logging.set_verbosity_error()
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 GLOBAL_BATCH = 4
-
-
-def tiny_gpt2() -> GPT2LMHeadModel:
-    torch.manual_seed(3)
-    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 101, "n_positions": 24}
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0, use_cache=False))
 
 
 def rows(count: int = 256, uneven: bool = False) -> list[dict[str, Tensor]]:

@@ -10,22 +10,24 @@ import copy
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from loop_worker import Wrap, batches, my_rows, overflow_at, shard, tiny_gpt2, train, whole
+from loop_worker import Wrap, batches, my_rows, no_sync, overflow_at, said_of, shard, tiny_gpt2, train, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_mp
 from hf_mp.weights.split_parameter import raw_gradient
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+from bench_communication import ReceivedBytes
 
 PRECISIONS = ("fp16", "bf16", "fp16-lean", "bf16-lean")
 WRAPS: dict[str, Wrap] = {"ddp": DistributedDataParallel, "fsdp": shard}
@@ -95,13 +97,6 @@ def losses_of_16_bit_reductions() -> dict[str, Any]:
 
 def gradients() -> dict[str, Any]:
     """Of micro-batches with and without synchronization: ``.grad`` is true, FP32, and as that of one process."""
-
-    @contextlib.contextmanager
-    def no_sync(model: Any) -> Iterator[None]:
-        model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)
-
     found = {}
     for name, wrap in WRAPS.items():
         for precision in PRECISIONS:
@@ -186,38 +181,14 @@ def overflows() -> dict[str, Any]:
     return found
 
 
-class Bytes(TorchDispatchMode):
-    """Counts the bytes that this rank receives, by collective, from what torch.distributed dispatches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.received: dict[str, float] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            name, others = func.overloadpacket.__name__, (dist.get_world_size() - 1) / dist.get_world_size()
-            largest = max(tensor.nbytes for tensor in _tensors(args))
-            factor = {"allreduce_": 2 * others, "barrier": 0.0}.get(name, others)
-            self.received[name] = self.received.get(name, 0.0) + factor * largest
-        return func(*args, **(kwargs or {}))
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _tensors(value)
-
-
 def received() -> dict[str, Any]:
     """Bytes that a rank receives in a step, by what they are of."""
 
-    def count(model: nn.Module, step: Callable[[], Any]) -> dict[str, float]:
+    def count(step: Callable[[], Any]) -> dict[str, float]:
         step()
-        with Bytes() as counted:
+        with ReceivedBytes(dist.get_world_size()) as counted:
             step()
-        return counted.received
+        return counted.bytes
 
     def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
         part = my_rows(batches(1, rows=4)[0])
@@ -232,11 +203,11 @@ def received() -> dict[str, Any]:
     found = {"parameters": float(sum(p.numel() for p in wide().parameters()))}
     for name, policy in (("torch bf16", {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}), ("torch", {})):
         model = shard(wide(), mp_policy=MixedPrecisionPolicy(**policy))
-        found[name] = count(model, stepped(model, torch.optim.AdamW(model.parameters())))
+        found[name] = count(stepped(model, torch.optim.AdamW(model.parameters())))
     for precision in (*PRECISIONS, "params=fp32,compute=fp16,reduce=fp16"):
         for name, wrap in WRAPS.items():
             model, optimizer, _ = made(precision, wrap, model=wide())
-            found[f"{name} {precision}"] = count(model, stepped(model, optimizer))
+            found[f"{name} {precision}"] = count(stepped(model, optimizer))
     return found
 
 
@@ -342,19 +313,11 @@ def refusals() -> dict[str, str]:
         runtime = hf_mp.MixedPrecision("fp16")
         runtime.attach_optimizer(AdamW8bit(shard(runtime.attach(tiny_gpt2())).parameters()))
 
-    said = {}
-    for case in (
+    return said_of(
         settings_differ, layouts_differ, lean_after_ddp, lean_with_a_hook, lean_of_a_hooked_weight,
         lean_of_16_bit_shards, lean_after_a_forward, lean_without_optimizer, lean_in_backward, lean_with_batch_norm,
         lean_offloaded, eight_bits_of_dtensors,
-    ):  # fmt: skip
-        try:
-            case()
-            said[case.__name__] = "nothing"
-        except (ValueError, RuntimeError, TypeError) as error:
-            said[case.__name__] = f"{type(error).__name__}: {error}"
-        dist.barrier()
-    return said
+    )  # fmt: skip
 
 
 ONE_PROCESS = [one, one_gradients, persistent_bytes]

@@ -1,4 +1,3 @@
-import html.parser
 import json
 import re
 import shutil
@@ -6,6 +5,7 @@ import subprocess
 from dataclasses import replace
 
 import pytest
+from html_outline import Outline
 
 from hf_mp.memory.ledger import Category
 from hf_mp.memory.page import HEIGHT, WIDTH, render_page, timeline
@@ -31,30 +31,9 @@ def page(report):
     return render_page(report)
 
 
-class Outline(html.parser.HTMLParser):
-    """Tags with their attributes; complains about what is not closed."""
-
-    VOID = frozenset({"meta", "link", "br", "img", "line"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open, self.tags = [], []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        if tag not in self.VOID:
-            assert self.open.pop() == tag, tag
-
-
 @pytest.fixture(scope="module")
 def outline(page):
-    parser = Outline()
-    parser.feed(page)
-    return parser
+    return Outline(page)
 
 
 def test_every_tag_is_closed(outline):

@@ -25,7 +25,6 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 pytestmark = pytest.mark.filterwarnings("ignore")  # many of these ops are deprecated
 # what aot_eager compiles, Dynamo has traced as for eager
 BACKENDS = pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.outside), "aot_eager"])
-DISPATCHED = (OpOverload, OpOverloadPacket)
 FUNCTIONAL = {function for name, function in vars(F).items() if callable(function) and not name.startswith("_")}
 
 _SAVED = "aot_eager runs the forward that autograd needs, whose sums are in another order, without autocast as well"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from trainer_runs import quick_arguments, token_rows
+from trainer_runs import quick_arguments, same, token_rows
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -46,10 +46,6 @@ def model_of(config: GPT2Config) -> GPT2LMHeadModel:
 
 def weights(model: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def losses(trainer: Trainer) -> list[float]:

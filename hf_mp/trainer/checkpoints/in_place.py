@@ -186,6 +186,16 @@ def _clear_up(directory: Path) -> None:
     logger.warning(_newest_whole(directory))
 
 
+def _missing_random_numbers(checkpoint: Path) -> list[str]:
+    """Each process writes its own, the last of them perhaps after the state of the Trainer."""
+    try:
+        expected = int(json.loads((checkpoint / UNFINISHED_NAME).read_text())["world_size"])
+    except (OSError, ValueError, TypeError, KeyError):
+        expected = 1
+    found = len(list(checkpoint.glob("rng_state*.pth")))
+    return [f"it has {found} of {expected} rng_state files"] if 0 < found < expected else []
+
+
 def _newest_whole(directory: Path) -> str:
     newest, _ = inspection.find_newest_whole(directory)
     if newest is None:
@@ -224,13 +234,3 @@ def refuse_damaged(args: TrainingArguments, state: TrainerState) -> None:
         )
     if args.should_save:
         inspection.warn_of_missing_state(checkpoint, args.world_size)
-
-
-def _missing_random_numbers(checkpoint: Path) -> list[str]:
-    """Each process writes its own, the last of them perhaps after the state of the Trainer."""
-    try:
-        expected = int(json.loads((checkpoint / UNFINISHED_NAME).read_text())["world_size"])
-    except (OSError, ValueError, TypeError, KeyError):
-        expected = 1
-    found = len(list(checkpoint.glob("rng_state*.pth")))
-    return [f"it has {found} of {expected} rng_state files"] if 0 < found < expected else []

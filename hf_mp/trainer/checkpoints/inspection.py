@@ -64,7 +64,7 @@ def find_problems(checkpoint: Path, *, marked: bool = False) -> list[str]:
 
 
 def warn_of_missing_state(checkpoint: Path, world_size: int) -> None:
-    """Tell what a run that is resumed begins anew, for want of its file.
+    """Warn of state that a resumed run starts from scratch, because its file is missing.
 
     The stock Trainer takes the state of optimizer and scheduler only together, and says nothing where it takes neither.
     """
@@ -105,9 +105,8 @@ def is_finished(checkpoint: Path) -> bool:
 def rotate(run_directory: Path, limit: int | None, *, written: Path, keep: Collection[Path] = ()) -> None:
     """Remove checkpoints until ``limit`` are left, and never ``written``, which is known to be whole, or ``keep``.
 
-    Those whose files are not the size they were go first, then the oldest by the time they were written.
-
-    A limit of None or 0 removes none.
+    Those whose files are not the size they were go first, then the oldest by the time they were written. A limit of
+    None or 0 removes none.
     """
     if not limit or limit < 0:
         return

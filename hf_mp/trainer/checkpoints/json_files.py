@@ -1,4 +1,4 @@
-"""JSON from a stranger: how much of it is read, and what is refused before anything uses it."""
+"""JSON of untrusted checkpoints: how much of it is read, and what is refused before anything uses it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class JSONProblem(ValueError):
 
 
 def read_json(path: Path) -> Any:
-    """What a file of bounded size says.
+    """The content of a JSON file of bounded size.
 
-    JSONProblem: it is too large, no JSON, nested too deeply, or says two things under one key.
+    Raises:
+        JSONProblem: for a file that is too large, no JSON, nested too deeply, or has a key twice.
     """
     if (size_bytes := path.stat().st_size) > MAX_JSON_BYTES:
         raise JSONProblem(f"has {size_bytes} bytes, more than any Trainer writes")

@@ -1,6 +1,6 @@
-"""Whether what was loaded fits the run: the model's tensors, finite weights and moments, counters that count.
+"""Whether a loaded state fits the run: the model's tensors, finite weights and moments, plausible counters.
 
-Everything here raises CheckpointError, naming what does not.
+Everything here raises a CheckpointError that names what does not fit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer",
 
 @contextmanager
 def naming(checkpoint: str | Path, what: str) -> Iterator[None]:
-    """Have what a library says of a state that it cannot take name the checkpoint."""
+    """Turn the error of a library that cannot load a state into a CheckpointError that names the checkpoint."""
     try:
         yield
     except CheckpointError:
@@ -43,7 +43,7 @@ def naming(checkpoint: str | Path, what: str) -> Iterator[None]:
 
 
 def check_weights_file(path: Path, model: nn.Module) -> None:
-    """Raise where ``model.safetensors`` is another model's: no name in common, or whole numbers for floating ones."""
+    """Raise if ``model.safetensors`` is another model's: no name in common, or integers for floating tensors."""
     expected = model.state_dict()
     with safe_open(path, "pt") as file:
         names = set(file.keys())
@@ -51,12 +51,14 @@ def check_weights_file(path: Path, model: nn.Module) -> None:
         if names and expected and not common:
             raise CheckpointError(
                 f"{path} has no tensor of this {type(model).__name__}: it has {str(sorted(names)[:3])[1:-1]:.300}, "
-                f"sought are {str(sorted(expected)[:3])[1:-1]}"
+                f"sought are {str(sorted(expected)[:3])[1:-1]}: load it into the model that was saved"
             )
         for name in sorted(common):
             dtype = file.get_slice(name).get_dtype()
             if expected[name].is_floating_point() != dtype.startswith(_FLOATING):
-                raise CheckpointError(f"{path}: {name} is {dtype}, and {expected[name].dtype} here")
+                raise CheckpointError(
+                    f"{path}: {name} is {dtype}, and {expected[name].dtype} here: load it into the model that was saved"
+                )
 
 
 def check_parameters(checkpoint: str | Path, model: nn.Module) -> None:
@@ -70,7 +72,9 @@ def check_optimizer(checkpoint: str | Path, optimizer: Optimizer) -> None:
     """Raise where an optimizer's state that was loaded cannot be one: inf, NaN, negative steps, other shapes."""
     for number, group in enumerate(optimizer.param_groups):
         if wrong := _wrong_number({key: value for key, value in group.items() if key != "params"}):
-            raise CheckpointError(f"{checkpoint}: the optimizer's group {number} says {wrong}")
+            raise CheckpointError(
+                f"{checkpoint}: the optimizer's group {number} says {wrong}: take an earlier checkpoint"
+            )
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, Tensor) or not isinstance(state, Mapping):
             continue
@@ -98,9 +102,12 @@ def check_scheduler(checkpoint: str | Path, scheduler: Any, known: Iterable[str]
     """Raise where an LR scheduler took over what no scheduler of its kind saves."""
     state = scheduler.state_dict()
     if unknown := sorted(set(state) - set(known)):
-        raise CheckpointError(f"{checkpoint}: scheduler.pt has {unknown[0][:100]!r}, which this scheduler has not")
+        raise CheckpointError(
+            f"{checkpoint}: scheduler.pt has {unknown[0][:100]!r}, which this scheduler has not: resume with the "
+            "lr_scheduler_type that was saved"
+        )
     if wrong := _wrong_number(state):
-        raise CheckpointError(f"{checkpoint}: scheduler.pt says {wrong}")
+        raise CheckpointError(f"{checkpoint}: scheduler.pt says {wrong}: take an earlier checkpoint")
 
 
 def _wrong_number(values: Mapping[str, Any]) -> str | None:

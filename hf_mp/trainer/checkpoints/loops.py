@@ -1,4 +1,4 @@
-"""Checkpoints of loops of one's own: written by all ranks together, and resumed on any number of them."""
+"""Checkpoints of plain training loops: written by all ranks together, resumed on any number of ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hf_mp.diagnostics.overflow import runtime_of
-from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.trainer.checkpoints import inspection, loaded_state
 from hf_mp.trainer.checkpoints.atomic import make_staging_folder, publish, recover, staging_folder, write_synced
 from hf_mp.trainer.checkpoints.json_files import read_json
@@ -42,7 +41,7 @@ from hf_mp.trainer.checkpoints.shards import (
     write_shards,
 )
 from hf_mp.trainer.checkpoints.untrusted import find_out_of_place
-from hf_mp.weights.distributed import is_running
+from hf_mp.weights.distributed import get_rank, get_world_size
 
 SHARDS_FOLDER = "shards"
 STATE_FILE = "training_state.json"
@@ -60,7 +59,7 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     asynchronous: bool = False,
 ) -> Future[None]:
-    """Save model, optimizer and loss scale of a loop of your own, to be resumed on any number of processes.
+    """Save model, optimizer and loss scale of a training loop; any number of processes can resume from it.
 
     All processes call it, each writes its own shards (safetensors), the first one the rest (JSON) and the manifest with
     the size and checksum of every file. The directory is there whole or not at all; an older one is replaced in one
@@ -69,24 +68,24 @@ def save_checkpoint(
 
     Args:
         directory: of this checkpoint, as in ``f"run/checkpoint-{step}"``, on a file system that all processes share.
-        model: attached; the DDP around it, or what ``fully_shard`` gave, is right too.
+        model: attached; wrapped in DDP or by ``fully_shard``, or not.
         optimizer: as ``hf_mp.prepare`` or ``attach_optimizer`` returned it.
-        step: of the optimizer, after which this is.
+        step: number of optimizer steps so far.
         extra: what else to keep, values for JSON (of the first process), such as ``scheduler.state_dict()``. Random
             numbers are not saved.
         asynchronous: return when the tensors are copied to the CPU (12 bytes a parameter over all processes for AdamW),
-            and write in a thread. Another save or load waits for it; wait for its result before the processes part.
+            and write in a thread. Another save or load waits for it; call ``result()`` before a process exits.
 
     Returns:
-        A future: done at once, or when the checkpoint is in its place. Its ``result()`` raises what went wrong.
+        A future, done when the checkpoint is in its place. Its ``result()`` raises the error of a failed save.
 
     Raises:
         CheckpointError: on all processes, naming the rank and the reason; the earlier directory is still there. Also
-            for ``extra`` that JSON does not know, and for an optimizer's state that cannot be cut for other ranks.
+            for ``extra`` that JSON cannot hold, and for an optimizer's state that cannot be split over other ranks.
     """
     _wait_for_last()
     target = Path(directory).absolute()
-    runtime = _runtime(model)
+    runtime = attached_runtime(model)
     staged = staging_folder(target.parent) / target.name
     with refused_together():
         see_shards(runtime)
@@ -97,7 +96,7 @@ def save_checkpoint(
             {"step": step, "extra": _with_str_keys(extra or {}), "optimizer": plain, "mixed_precision": scale}
         )
     with refused_together():
-        if _rank() == 0:  # the others wait for it at the end of this block
+        if get_rank() == 0:  # the others wait for it at the end of this block
             _make_room_for(staged, target)
 
     def complete(files: Mapping[str, FileEntry]) -> None:
@@ -105,7 +104,7 @@ def save_checkpoint(
         finish(
             staged,
             step=step,
-            world_size=torch.distributed.get_world_size() if is_running() else 1,
+            world_size=get_world_size(),
             precision="fp32" if runtime is None else str(runtime.policy),
             known={f"{SHARDS_FOLDER}/{name}": entry for name, entry in files.items()},
         )
@@ -120,27 +119,27 @@ def save_checkpoint(
 def load_checkpoint(
     directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer
 ) -> tuple[int, dict[str, Any]]:
-    """Take over what :func:`save_checkpoint` saved, bit for bit, on this number of processes and in this layout.
+    """Load what :func:`save_checkpoint` saved, bit for bit, on this number of processes and in this layout.
 
     All processes call it, after ``hf_mp.prepare`` (or ``attach`` and ``attach_optimizer``) and after wrapping. Before
-    anything is loaded, they check each file against the manifest, each its part of them.
+    anything is loaded, every file is checked against the manifest; the processes share this work.
 
     Args:
-        directory: of a checkpoint; or of a run, of whose ``checkpoint-STEP`` the newest whole one is taken, with a
-            warning that names those passed over.
+        directory: of a checkpoint; or of a run, whose newest whole ``checkpoint-STEP`` is loaded, with a warning that
+            names the newer ones that were passed over.
         model, optimizer: as for :func:`save_checkpoint`, of the same parameters in the same groups.
 
     Returns:
         The step and ``extra`` that were saved.
 
     Raises:
-        NoCheckpointError: where there is none yet.
-        CheckpointError: on all processes, naming missing, torn and foreign files, weights of another model, and values
-            that are not finite.
+        NoCheckpointError: if there is none yet.
+        CheckpointError: on all processes, naming missing, truncated and unexpected files, weights of another model, and
+            values that are not finite.
     """
     _wait_for_last()
     checkpoint = _find(Path(directory).absolute())
-    runtime, shards = _runtime(model), checkpoint / SHARDS_FOLDER
+    runtime, shards = attached_runtime(model), checkpoint / SHARDS_FOLDER
     with refused_together(), loaded_state.naming(checkpoint, "the state"):
         see_shards(runtime)
         tensors, first = model_tensors(model)  # FSDP2 shards what a forward left whole, before it is asked for names
@@ -179,7 +178,7 @@ def _as_json(values: Mapping[str, Any]) -> str:
 
 
 def _with_str_keys(value: Any) -> Any:
-    """``value`` with pairs in the place of mappings whose keys JSON would make strings (milestones of a scheduler)."""
+    """``value`` with pairs instead of mappings whose keys JSON would turn into strings (milestones of a scheduler)."""
     if isinstance(value, Mapping):
         pairs = [(key, _with_str_keys(one)) for key, one in value.items()]
         is_known = all(isinstance(key, (str, int, float, NoneType)) for key in value)
@@ -204,13 +203,6 @@ def _wait_for_last() -> None:
     _last.clear()
 
 
-def _runtime(model: nn.Module) -> MixedPrecision | None:
-    try:
-        return runtime_of(model, "save_checkpoint")
-    except ValueError:  # precision="fp32" attaches nothing
-        return None
-
-
 # Which checkpoint
 
 
@@ -218,7 +210,7 @@ def _find(directory: Path) -> Path:
     """``directory``, or the newest whole checkpoint in it; a collective call."""
     names: list[str] = []
     with refused_together():
-        names = _candidates(directory) if _rank() == 0 else []
+        names = _candidates(directory) if get_rank() == 0 else []
     found = [directory / name for name in together(names)]
     if not found:
         raise NoCheckpointError(f"there is no checkpoint in {directory} yet: train from the start")
@@ -247,7 +239,7 @@ def _candidates(directory: Path) -> list[str]:
 
 
 def _problems(checkpoint: Path) -> list[str]:
-    """Why not to load a checkpoint, as far as this rank's part of its files tells."""
+    """Why not to load a checkpoint, judged by this rank's share of its files."""
     try:
         manifest = read_manifest(checkpoint)
         if manifest is None:
@@ -260,16 +252,11 @@ def _problems(checkpoint: Path) -> list[str]:
 
 
 def _strangers(checkpoint: Path, manifest: Manifest) -> list[str]:
-    """Shards are found by listing their folder: there must be none besides those of the manifest."""
+    """Shards that the manifest does not list; the reader would find them, because it lists their folder."""
     listed = [f"{SHARDS_FOLDER}/{path.name}" for path in (checkpoint / SHARDS_FOLDER).glob(f"*{SUFFIX}")]
     return [f"{name} is not in the manifest: remove it" for name in sorted(set(listed) - set(manifest.files))]
 
 
 def _damage(checkpoint: Path, manifest: Manifest) -> list[str]:
-    ranks = torch.distributed.get_world_size() if is_running() else 1
-    mine = dict(sorted(manifest.files.items())[_rank() :: ranks])
+    mine = dict(sorted(manifest.files.items())[get_rank() :: get_world_size()])
     return find_damage(checkpoint, replace(manifest, files=mine))
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if is_running() else 0

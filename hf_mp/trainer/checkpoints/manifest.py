@@ -26,17 +26,18 @@ MAX_MANIFEST_BYTES = 16 * 2**20  # a file takes about 150 bytes of it
 class CheckpointError(ValueError):
     """A checkpoint cannot be saved, or must not be loaded; the message names the file, the reason and the way out.
 
-    Raised by ``train()`` of :class:`hf_mp.MixedPrecisionTrainer`.
+    Raised by ``train()`` of :class:`hf_mp.MixedPrecisionTrainer`, and by :func:`hf_mp.save_checkpoint` and
+    :func:`hf_mp.load_checkpoint`.
     """
 
 
 class NoCheckpointError(CheckpointError):
-    """A directory to resume from has no checkpoint at all, as before the first save: train anew."""
+    """A directory to resume from has no checkpoint at all, as before the first save: train from the start."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file was when it was written."""
+    """Size and checksum of a file when it was written."""
 
     size_bytes: int
     sha256: str

@@ -15,12 +15,12 @@ _PREFIX = "model/"
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of ``model``, by their names without those of wrappers; tied ones once."""
+    """The parameters of ``model`` by name, without the prefixes of wrappers; tied ones once."""
     return {plain_name(name): parameter for name, parameter in _unwrapped(model).named_parameters()}
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """A model's tensors by ``model/NAME``, tied ones once; and for each key of its state dict that name.
+    """A model's tensors by ``model/NAME``, tied ones once; and the ``model/NAME`` of each key of its state dict.
 
     Raises:
         CheckpointError: for a state dict with anything but tensors.
@@ -41,23 +41,26 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def compare(tensors: Mapping[str, Tensor], layout: Mapping[str, Any]) -> None:
-    """Raise a CheckpointError where the weights that were saved are not those of this model."""
+    """Raise a CheckpointError if the saved weights are not those of this model."""
     saved = {name for name in layout if name.startswith(_PREFIX)}
     if saved != tensors.keys():
         missing, unknown = sorted(tensors.keys() - saved)[:3], sorted(saved - tensors.keys())[:3]
-        raise CheckpointError(f"weights of another model: it lacks {missing} and has {unknown} besides")
+        raise CheckpointError(
+            f"weights of another model: it lacks {missing} and has {unknown} besides; load it into the model that was "
+            "saved"
+        )
     for name, tensor in tensors.items():
         stored = layout[name]
         if stored.size != tensor.shape or stored.properties.dtype.is_floating_point != tensor.is_floating_point():
             raise CheckpointError(
                 f"{name} was saved as {stored.properties.dtype} of shape {tuple(stored.size)}, and is {tensor.dtype} "
-                f"of shape {tuple(tensor.shape)} here"
+                f"of shape {tuple(tensor.shape)} here: load it into a model of the config that was saved"
             )
 
 
 @torch.no_grad()
 def put_tensors(model: nn.Module, tensors: Mapping[str, Tensor], first: Mapping[str, str]) -> None:
-    """Have ``model`` take over what was loaded into what :func:`model_tensors` gave."""
+    """Load into ``model`` the results of :func:`model_tensors`, which a checkpoint has filled."""
     _unwrapped(model).load_state_dict({key: tensors[name] for key, name in first.items()})
 
 

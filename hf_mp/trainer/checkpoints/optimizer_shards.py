@@ -1,7 +1,7 @@
 """The state of an optimizer by the names of its parameters: tensors for shards, plain values for JSON.
 
-What is saved does not tell on how many ranks, in which memory layout or with which wrapper the optimizer ran: moments
-are whole FP32 tensors cut by the mesh that loads them, as the weights are.
+What is saved does not depend on the number of ranks, the memory layout or the wrapper that the optimizer ran with:
+moments are saved as whole FP32 tensors, as the weights are, and sharded by the mesh that loads them.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ class _Owned(NamedTuple):
 
 
 def see_shards(runtime: MixedPrecision | None) -> None:
-    """Have a layout make of shards now what it makes of them when the first forward begins."""
+    """Have a layout convert FSDP2's shards now, as it does when the first forward begins."""
     if runtime is not None:
         with torch.no_grad():
             runtime.begin_forward()
 
 
 def take_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of an optimizer's state, by ``optimizer/PARAMETER/KEY``, and all else, for JSON.
+    """The tensors of an optimizer's state by ``optimizer/PARAMETER/KEY``, and all other values, for JSON.
 
     Args:
-        optimizer: over parameters of one model, or over what mixed precision put in their places.
+        optimizer: of one model's parameters, or of those that a lean layout has replaced them with.
         names: the model's parameters.
 
     Raises:
-        CheckpointError: for state that cannot be cut for other ranks, FP32 masters that a bare
+        CheckpointError: for state that cannot be split over other ranks, FP32 masters that a bare
             :class:`hf_mp.MasterWeightOptimizer` holds, and parameters of another model.
     """
     groups = _by_group(optimizer, names)
@@ -76,10 +76,10 @@ def make_room(
     layout: Mapping[str, TensorStorageMetadata],
     plain: Mapping[str, Any],
 ) -> dict[str, Tensor]:
-    """Tensors to load a state of :func:`take_state` into, on the meshes of this run, by the same names.
+    """Empty tensors for a state of :func:`take_state`, on the meshes of this run, by the same names.
 
     Raises:
-        CheckpointError: where the state is of other parameters, or of other groups of them.
+        CheckpointError: if the state is of other parameters, or the parameters were in other groups.
     """
     groups = _by_group(optimizer, names)
     here, saved = [[one.name for one in owned] for owned in groups], [group["params"] for group in plain["groups"]]
@@ -95,7 +95,10 @@ def make_room(
             continue
         parameter, _, key = name.removeprefix(PREFIX).rpartition("/")
         if parameter not in owned_by_name:
-            raise CheckpointError(f"the checkpoint has {key} of {parameter}, which the optimizer does not have")
+            raise CheckpointError(
+                f"the checkpoint has {key} of {parameter}, which the optimizer does not have: resume with the "
+                "optimizer that was saved"
+            )
         found[name] = _empty(owned_by_name[parameter], stored)
     return found
 
@@ -103,7 +106,7 @@ def make_room(
 def put_state(
     optimizer: Any, names: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor], plain: Mapping[str, Any]
 ) -> None:
-    """Have an optimizer take over a state whose ``tensors`` were loaded into what :func:`make_room` gave."""
+    """Load into ``optimizer`` the results of :func:`make_room`, which a checkpoint has filled, and ``plain``."""
     groups = _by_group(optimizer, names)
     index = {one.name: number for number, one in enumerate(one for owned in groups for one in owned)}
     owned_by_name = {one.name: one for owned in groups for one in owned}
@@ -139,13 +142,13 @@ def _inside_of(parameter: Any) -> Any:
 
 
 def _whole(one: _Owned, key: str, value: Any) -> Tensor:
-    """``value`` as what is saved of it: on a mesh, if the parameter is."""
+    """``value`` as it is saved: on a mesh, if the parameter is."""
     if not value.dim():
         return value.full_tensor() if is_dtensor(value) else value
     if not is_dtensor(one.whole):
         return value
     if is_dtensor(value):
-        # One that is the sum of its parts, or spread otherwise (factored moments), would be cut wrong.
+        # A partial sum, or one that is sharded otherwise (factored moments), would be split wrongly.
         if value.shape == one.whole.shape and value.placements == one.whole.placements:
             return value
     elif value.shape == local_part(one.whole).shape:
@@ -181,7 +184,7 @@ def _plain(value: Any) -> Any:
 
 
 def _like(current: Any, value: Any) -> Any:
-    """``value`` out of JSON, of the kind that an optimizer has there."""
+    """``value`` from JSON, as the type that ``current`` has."""
     if isinstance(current, Tensor):
         return torch.full_like(current, value)
     return tuple(value) if isinstance(current, tuple) else value

@@ -22,7 +22,7 @@ from hf_mp.trainer.checkpoints.optimizer_shards import make_room, put_state, tak
 from hf_mp.trainer.checkpoints.shards import read_layout, read_shards, refused_together, write_shards
 from hf_mp.weights.optimizer import MasterWeightOptimizer
 
-SHARDS_FOLDER, _SETTINGS = "optimizer_and_model_shards", "optimizer.json"
+_FOLDER, _SETTINGS = "optimizer_and_model_shards", "optimizer.json"
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 
@@ -31,11 +31,10 @@ class LeanShards(_Base):
     """Saves the model and the optimizer of a lean layout under FSDP2 in safetensors; any layout there resumes it."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        inner = getattr(self.optimizer, "optimizer", self.optimizer)  # in accelerate's wrapper
-        if not (self.is_fsdp_enabled and isinstance(inner, MasterWeightOptimizer)):
+        if not self._has_lean_shards():
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        model, folder = cast(nn.Module, self.model), Path(output_dir, SHARDS_FOLDER)
+        model, folder = cast(nn.Module, self.model), Path(output_dir, _FOLDER)
         with refused_together():
             weights, _ = model_tensors(model)
             state, plain = take_state(self.optimizer, named_parameters(model))
@@ -45,19 +44,19 @@ class LeanShards(_Base):
             torch.save(self.lr_scheduler.state_dict(), folder.parent / SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        folder = Path(resume_from_checkpoint, SHARDS_FOLDER)
-        if folder.is_dir() and not self.is_fsdp_enabled:
+        folder = Path(resume_from_checkpoint, _FOLDER)
+        if not folder.is_dir():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        if not self.is_fsdp_enabled:
             raise CheckpointError(
                 f"{resume_from_checkpoint} has the shards of a lean layout under FSDP2: resume with FSDP2, on any "
                 "number of processes"
             )
-        if not folder.is_dir():
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
         self._load_shards(folder, cast(nn.Module, self.model) if model is None else model)
 
     def _load_best_model(self) -> None:
-        folder = Path(str(self.state.best_model_checkpoint), SHARDS_FOLDER)
+        folder = Path(str(self.state.best_model_checkpoint), _FOLDER)
         if not folder.is_dir():
             super()._load_best_model()
             return
@@ -72,7 +71,7 @@ class LeanShards(_Base):
             put_tensors(model, tensors, first)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        folder = None if checkpoint is None else Path(checkpoint, SHARDS_FOLDER)
+        folder = None if checkpoint is None else Path(checkpoint, _FOLDER)
         if folder is None or not folder.is_dir():
             self._refuse_other_state(checkpoint)
             super()._load_optimizer_and_scheduler(checkpoint)
@@ -87,10 +86,12 @@ class LeanShards(_Base):
             scheduler = torch.load(folder.parent / SCHEDULER_NAME, weights_only=True)
             self.lr_scheduler.load_state_dict(scheduler)
 
+    def _has_lean_shards(self) -> bool:
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)  # in accelerate's wrapper
+        return self.is_fsdp_enabled and isinstance(inner, MasterWeightOptimizer)
+
     def _refuse_other_state(self, checkpoint: str | None) -> None:
-        inner = getattr(self.optimizer, "optimizer", self.optimizer)
-        is_lean = self.is_fsdp_enabled and isinstance(inner, MasterWeightOptimizer)
-        if is_lean and checkpoint is not None and any(Path(checkpoint).glob("optimizer*")):
+        if self._has_lean_shards() and checkpoint is not None and any(Path(checkpoint).glob("optimizer*")):
             raise CheckpointError(
                 f"{checkpoint} has model and optimizer of another layout, as accelerate saves them: resume with the "
                 "precision that it was saved with"

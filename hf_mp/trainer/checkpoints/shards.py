@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_mp.trainer.checkpoints.manifest import CheckpointError, FileEntry, sha256
-from hf_mp.weights.distributed import is_running, local_part
+from hf_mp.weights.distributed import get_world_size, is_running, local_part
 from hf_mp.weights.missing_ranks import naming_missing_ranks
 
 if TYPE_CHECKING:
@@ -38,17 +39,17 @@ def write_shards(
     finish: Finish = lambda files: None,
     asynchronous: bool = False,
 ) -> Future[None]:
-    """Write ``tensors``, whole ones that all ranks have alike and DTensors, each element once: a collective call.
+    """Write each element of ``tensors`` once: a collective call.
 
     Args:
         folder: a new one, on a file system that all ranks share.
-        tensors: by name, contiguous; what begins in the same place as another is copied, which safetensors refuses.
-        finish: called on the first rank when all is written, with the files of all ranks by name, as their writers know
-            them.
+        tensors: by name, contiguous; DTensors, or tensors that are the same on all ranks. Tensors that share memory are
+            copied, because safetensors refuses them.
+        finish: called on the first rank when all is written, with the size and checksum of every rank's files, by name.
         asynchronous: return once the tensors are copied to the CPU, and write in a thread.
 
     Returns:
-        Done when ``finish`` has returned; a :class:`CheckpointError` on all ranks where one of them failed.
+        A future, done when ``finish`` has returned; it raises a :class:`CheckpointError` on all ranks if one failed.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -70,12 +71,14 @@ def write_shards(
             done.set_exception(error)
 
     with _as_checkpoint_error(folder), _quiet():
-        upload: Any = dcp.async_save(tensors, storage_writer=writer, process_group=_group_of_its_own())
+        world = torch.distributed.group.WORLD if torch.distributed.is_available() else None
+        upload: Any = dcp.async_save(tensors, storage_writer=writer, process_group=_group_for_thread(world))
     upload.add_done_callback(take_over)
     return done
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``tensors``, those that share memory with an earlier one copied."""
     taken: set[int] = set()
     found = {}
     for name, tensor in tensors.items():
@@ -86,10 +89,10 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_layout(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """What is in ``folder``, by name: size, dtype and place of each chunk. Reads the heads of its files.
+    """The tensors in ``folder``, by name: size, dtype and offset of each chunk. Reads only the headers of its files.
 
     Raises:
-        CheckpointError: for a tensor of which elements are missing.
+        CheckpointError: for a tensor with missing elements.
     """
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
@@ -99,16 +102,16 @@ def read_layout(folder: Path) -> dict[str, TensorStorageMetadata]:
         if held != one.size.numel():
             raise CheckpointError(
                 f"{folder} holds {held} of the {one.size.numel()} elements of {name}: files are missing, or of another "
-                "checkpoint"
+                "checkpoint; take an earlier one"
             )
     return found
 
 
 def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill ``tensors``, whole ones or DTensors of any mesh, in place from what was written: a collective call.
+    """Fill ``tensors``, plain or DTensors on any mesh, in place from the files in ``folder``: a collective call.
 
     Raises:
-        CheckpointError: on all ranks, for what cannot be read and for sizes that differ.
+        CheckpointError: on all ranks, for files that cannot be read and sizes that differ.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -117,10 +120,10 @@ def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def together(problems: Iterable[str]) -> list[str]:
-    """What all ranks have found, each line once: a collective call."""
-    found: list[list[str]] = [list(problems)]
+    """The problems that all ranks found, each once: a collective call."""
+    mine = list(problems)
+    found = [mine] * get_world_size()
     if is_running():
-        mine, found = found[0], [[]] * torch.distributed.get_world_size()
         with naming_missing_ranks():
             torch.distributed.all_gather_object(found, mine)
     return sorted({line for lines in found for line in lines})
@@ -128,7 +131,7 @@ def together(problems: Iterable[str]) -> list[str]:
 
 @contextmanager
 def refused_together() -> Iterator[None]:
-    """Have what one rank raises end all, the others with a CheckpointError: a collective call, when the block ends."""
+    """Raise on all ranks if one raises, on the others a CheckpointError; the end of the block is a collective call."""
     error: Exception | None = None
     try:
         yield
@@ -157,30 +160,24 @@ def _as_checkpoint_error(folder: Path, *, saving: bool = True) -> Iterator[None]
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's warning that a single process is single."""
+    """Ignore torch's warning that there is only one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
 
 
-_own_group: list[Any] = [None, None]  # a default group, and ours next to it
-
-
-def _group_of_its_own() -> ProcessGroup | None:
-    """A group for a thread: collectives of two threads on one group would meet those of each other."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-    if _own_group[0] is not torch.distributed.group.WORLD:
-        _own_group[:] = [torch.distributed.group.WORLD, torch.distributed.new_group(backend="gloo")]
-    return _own_group[1]
+@lru_cache(maxsize=1)
+def _group_for_thread(world: ProcessGroup | None) -> ProcessGroup | None:
+    """A second group of the ranks of ``world``: collectives of two threads on one group would mix."""
+    return None if world is None else torch.distributed.new_group(backend="gloo")
 
 
 def _writer_class() -> Any:
-    """A class of torch's, which not every build of it has."""
+    """The writer; made here because not every build of torch has its base class."""
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
     class Writer(HuggingFaceStorageWriter):
-        """Tells which files it wrote, with their checksums, which each rank computes of its own."""
+        """Passes the files that were written to ``finish``, with the checksums that each rank computes of its own."""
 
         def __init__(self, folder: Path, finish: Finish) -> None:
             super().__init__(str(folder), save_distributed=True)

@@ -1,4 +1,4 @@
-"""What a checkpoint from a stranger must not do: run code, read outside its directory, blow up in memory.
+"""What an untrusted checkpoint must not do: run code, read outside its directory, fill the memory.
 
 torch's restricted unpickler (``weights_only=True``), with which Transformers loads, stops the first at most places.
 :func:`find_hazards` looks at the files before anything is loaded, and closes what is left.
