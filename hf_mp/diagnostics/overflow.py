@@ -239,7 +239,9 @@ def runtime_of(model: Any, caller: str) -> MixedPrecision:
 
 
 def attached_runtime(model: nn.Module) -> MixedPrecision | None:
-    """The runtime attached to ``model`` or to a model inside; None without."""
+    """The runtime attached to ``model`` or to a model inside; None without, a TypeError for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is of type {type(model).__name__}: pass the nn.Module that is trained")
     forwards = [module.__dict__.get("forward") for module in model.modules()]
     return next((forward.runtime for forward in forwards if isinstance(forward, AttachedForward)), None)
 

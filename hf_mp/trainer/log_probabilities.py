@@ -143,16 +143,18 @@ def _drawn(
     prompt, mask = batch["input_ids"], _mask(batch)
     settings = {"do_sample": True, "top_k": 0, "use_cache": True, **settings}
     random_states = RandomStates.now(torch_only=True)
-    drawn = generator.generate(
-        prompt,
-        attention_mask=mask,
-        min_new_tokens=new_tokens,
-        max_new_tokens=new_tokens,
-        output_logits=True,
-        return_dict_in_generate=True,
-        **settings,
-    )
-    random_states.restore()
+    try:
+        drawn = generator.generate(
+            prompt,
+            attention_mask=mask,
+            min_new_tokens=new_tokens,
+            max_new_tokens=new_tokens,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **settings,
+        )
+    finally:
+        random_states.restore()
     logits, ids = torch.stack(drawn.logits, 1), drawn.sequences
     mask = torch.cat([mask, mask.new_ones(len(mask), new_tokens)], 1)
     found = _of_chosen(logits, ids[:, -new_tokens:])

@@ -47,6 +47,15 @@ def test_to_draw_leaves_the_random_state() -> None:
     before = torch.get_rng_state()
     hf_mp.log_probability_gap(model, {"input_ids": prompts()}, new_tokens=2)
     assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(RuntimeError, match="out of it"):
+        model.lm_head.register_forward_hook(_fail)
+        hf_mp.log_probability_gap(model, {"input_ids": prompts()}, new_tokens=2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def _fail(*_: object) -> None:
+    torch.rand(1)
+    raise RuntimeError("out of it")
 
 
 def test_the_gap_to_an_engine_in_16_bits_is_seen() -> None:

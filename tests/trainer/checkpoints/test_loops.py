@@ -147,6 +147,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
     hf_mp.save_checkpoint(tmp_path / "run/checkpoint-1", model, optimizer, 1)
     with pytest.raises(hf_mp.NoCheckpointError, match=r"no checkpoint in .*nowhere yet: train from the start"):
         hf_mp.load_checkpoint(tmp_path / "nowhere", model, optimizer)
+    with pytest.raises(TypeError, match=r"the model is of type OrderedDict: pass the nn\.Module that is trained"):
+        hf_mp.save_checkpoint(tmp_path / "c", model.state_dict(), optimizer, 1)  # type: ignore[arg-type]
     with pytest.raises(hf_mp.CheckpointError, match="extra, or a setting of the optimizer, is no value for JSON"):
         hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 1, extra={"loss": torch.ones(1)})
     with pytest.raises(hf_mp.CheckpointError, match=r"group 0 of the optimizer has a parameter of shape .* not have"):
