@@ -32,6 +32,7 @@ from _results import RESULTS, median_and_spread, save_result
 from hf_mp.policy import mixed_presets
 
 BARE = "fp32, bare function mode"
+FLOOR = "torch.autocast bf16, GradScaler, bare function mode"
 UNSCALED = "torch.autocast bf16"
 PEER = "torch.autocast bf16, GradScaler"
 # Scaled in BF16 as well: products of FP16 cost some CPUs more than the host does.
@@ -39,12 +40,12 @@ OURS = {
     **{f"hf_mp {preset}": preset for preset in mixed_presets()},
     "hf_mp bf16, loss scaled": "params=fp32,compute=bf16,loss_scale=headroom",
 }
-CONTENDERS = ("fp32", BARE, UNSCALED, PEER, *OURS)
+CONTENDERS = ("fp32", BARE, UNSCALED, PEER, FLOOR, *OURS)
 PARTS = ("forward", "backward", "clipping", "update", "step")
 
 
 class BareMode(TorchFunctionMode):
-    """Sees every torch call and does nothing: the floor of an autocast written in Python."""
+    """Sees every torch call and does nothing: with torch's own casts, the floor of an autocast written in Python."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -61,15 +62,16 @@ def make_step(contender: str, layers: int, width: int, tokens: int) -> Step:
     model = GPT2LMHeadModel(config).train()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     ids = torch.randint(0, 512, (1, tokens))
-    scaler = torch.amp.GradScaler("cpu", enabled=contender == PEER)
+    scaler = torch.amp.GradScaler("cpu", enabled=contender in (PEER, FLOOR))
     if contender in OURS:
         model, optimizer = hf_mp.prepare(model, optimizer, OURS[contender])
-    context: Any = torch.autocast("cpu", torch.bfloat16) if contender in (UNSCALED, PEER) else contextlib.nullcontext()
-    context = BareMode() if contender == BARE else context
+    is_cast, is_bare = contender in (UNSCALED, PEER, FLOOR), contender in (BARE, FLOOR)
+    casts: Any = torch.autocast("cpu", torch.bfloat16) if is_cast else contextlib.nullcontext()
+    mode: Any = BareMode() if is_bare else contextlib.nullcontext()
 
     def step() -> tuple[float, ...]:
         begin = time.perf_counter()
-        with context:
+        with casts, mode:
             loss = model(input_ids=ids, labels=ids).loss
         forward = time.perf_counter()
         scaler.scale(loss).backward()
