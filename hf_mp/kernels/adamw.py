@@ -22,7 +22,7 @@ from hf_mp.kernels.split import merge, split_into
 _BLOCK_ELEMENTS_PER_THREAD = 2**17
 _SMALL_ELEMENTS = 2**14  # parameters up to this size are joined: each call costs more than its work
 _MINUS_UNIT = -(2.0**-25)  # a remainder counts units of 2**-25 of its working copy's binade, and is negated here
-_FP16_EXPONENT, _FP16_SMALLEST_BINADE, _FP16_LARGEST_BINADE = 0x7C00, 0x0400, 0x7800
+_FP32_EXPONENT, _FP16_SMALLEST_BINADE, _FP16_LARGEST_BINADE = 0x7F800000, 2.0**-14, 2.0**15
 
 
 @dataclass(frozen=True)
@@ -254,23 +254,24 @@ def _blocks_of_one(tensors: AdamWTensors, factor: Tensor | None) -> Iterator[tup
 
 def _update_split_fp16(batch: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None) -> None:
     device = batch[0].gradient.device
-    mask = torch.tensor(_FP16_EXPONENT, dtype=torch.int16, device=device)
+    exponent = torch.tensor(_FP32_EXPONENT, dtype=torch.int32, device=device)
     zero = torch.zeros((), dtype=torch.float32, device=device)
     for parts, working, remainder, gradient, master, floats, units, shorts in _blocks(batch, factor):
-        bits, binade = working.view(torch.int16), shorts.view(torch.float16)
-        torch.bitwise_and(bits, mask, out=shorts).clamp_(_FP16_SMALLEST_BINADE, _FP16_LARGEST_BINADE)
-        units.copy_(binade)
+        binades = units.view(torch.int32)
+        master.copy_(working)
+        torch.bitwise_and(master.view(torch.int32), exponent, out=binades)
+        units.clamp_(_FP16_SMALLEST_BINADE, _FP16_LARGEST_BINADE)
         # Negated twice, -0.0 stays what it is: -0.0 + -0.0 * unit.
         floats.copy_(torch.neg(remainder, out=shorts))
-        master.copy_(working).addcmul_(floats, units, value=_MINUS_UNIT)
+        master.addcmul_(floats, units, value=_MINUS_UNIT)
         _fused(parts, master, gradient, settings)
         working.copy_(master)
-        torch.bitwise_and(bits, mask, out=shorts)
-        if not is_fake(working) and shorts.max().item() == _FP16_EXPONENT:  # inf or NaN
+        floats.copy_(working)
+        if not is_fake(working) and not math.isfinite(floats.sum().item()):
             split_into(master, working, remainder)
             continue
-        units.copy_(shorts.clamp_(min=_FP16_SMALLEST_BINADE).view(torch.float16))
-        floats.copy_(working)
+        torch.bitwise_and(floats.view(torch.int32), exponent, out=binades)
+        units.clamp_(min=_FP16_SMALLEST_BINADE)
         remainder.copy_(torch.addcdiv(zero, master.sub_(floats), units, value=2.0**25, out=master))
 
 
@@ -281,7 +282,7 @@ def _update_split_bf16(batch: Sequence[AdamWTensors], settings: AdamWSettings, f
         master.copy_(working)
         bits.add_(lower.copy_(remainder))
         _fused(parts, master, gradient, settings)
-        if not is_fake(working) and not master.sum().isfinite():  # it may be NaN, which rounds otherwise
+        if not is_fake(working) and not math.isfinite(master.sum().item()):  # NaN rounds otherwise
             split_into(master, working, remainder)
             continue
         remainder.copy_(bits)  # the lower half: integer casts wrap around
