@@ -74,6 +74,12 @@ def test_uneven_tokens_in_accumulated_batches_count_once(one: dict[str, Any], tw
     assert log["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-3)
 
 
+def test_the_recipe_evaluates_each_block_once_on_any_number_of_processes(one: dict[str, Any], two: Results) -> None:
+    for when in ("before", "after"):
+        alone = one["recipe"][f"eval_loss_{when}"]
+        assert two[0]["recipe"][f"eval_loss_{when}"] == pytest.approx(alone, abs=1e-4), when
+
+
 RESUMED = ["resume", "fsdp_resume_full", "fsdp_resume_sharded", "fsdp_lean_resume", "fsdp_lean_resume_full"]
 
 

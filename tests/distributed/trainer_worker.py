@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -166,6 +167,23 @@ def resume_from_two(folder: Path) -> dict[str, Any]:
     return run(folder, str(made), optim_args="momentum=0.5", lr_scheduler_type="linear")
 
 
+def recipe(folder: Path) -> dict[str, Any]:
+    """The recipe's own run with one global batch; 16 blocks a process do not divide what it evaluates on."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+    import finetune_gpt2
+
+    folder.mkdir(exist_ok=True)
+    text = folder / f"{os.environ.get('RANK', '0')}.txt"
+    text.write_text("\n\n".join(topics[name] for name in ("assert", "for", "if", "while", "with", "pass", "return")))
+    settings = {
+        "train_file": text, "vocab_size": 300, "context": 32, "width": 32, "layers": 1, "heads": 2, "max_steps": 6,
+        "warmup_steps": 1, "learning_rate": 5e-3, "per_device_train_batch_size": GLOBAL_BATCH // PROCESSES,
+        "logging_steps": 1, "use_cpu": True, "disable_tqdm": True, "output_dir": folder / "run",
+    }  # fmt: skip
+    finetune_gpt2.main([f"--{name}={value}" for name, value in settings.items()])
+    return json.loads((folder / "run" / "summary.json").read_text()) if text.stem == "0" else {}
+
+
 # Cases: FSDP2
 
 
@@ -307,12 +325,12 @@ def fsdp_saved_model(folder: Path) -> dict[str, Any]:
     }
 
 
-ONE_PROCESS = [twenty_steps, accumulation, resume_from_two]
+ONE_PROCESS = [twenty_steps, accumulation, resume_from_two, recipe]
 TWO_PROCESSES = [
     twenty_steps, overflow, accumulation, resume, lean, evaluated_before, callback_evaluated_before,
     fsdp_twenty_steps, fsdp_overflow, fsdp_accumulation,
     fsdp_resume_full, fsdp_resume_sharded, fsdp_checkpointing, fsdp_saved_model, fsdp_lean, fsdp_lean_resume,
-    fsdp_lean_resume_full, fsdp_lean_from_fp16, refused,
+    fsdp_lean_resume_full, fsdp_lean_from_fp16, refused, recipe,
 ]  # fmt: skip
 
 
