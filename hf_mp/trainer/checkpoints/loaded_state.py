@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from hf_mp.kernels.gradient_scan import all_finite
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
-from hf_mp.weights.distributed import local_part
 
 _MOST_CHARACTERS = 2000  # of a library's message, which may quote the state
 _FLOATING = ("F", "BF")  # how safetensors' names of floating dtypes begin
@@ -62,7 +61,7 @@ def check_weights_file(path: Path, model: nn.Module) -> None:
 def check_parameters(checkpoint: str | Path, model: nn.Module) -> None:
     """Raise where a floating parameter that was loaded is inf or NaN."""
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not all_finite([local_part(parameter)]):
+        if not _is_finite(parameter):
             raise CheckpointError(f"{checkpoint}: the weight {name} holds inf or NaN: take an earlier checkpoint")
 
 
@@ -89,9 +88,22 @@ def _wrong_entry(name: str, value: Any, parameter: Tensor) -> str | None:
         return f"has shape {tuple(value.shape)}"
     if name in _LIKE_PARAMETER and parameter.is_floating_point() and value.dtype.is_complex:
         return f"is {value.dtype}"
-    if value.is_floating_point() and not all_finite([local_part(value)]):
+    if not _is_finite(value):
         return "holds inf or NaN"
     return f"is {value.item()}" if name == "step" and value.numel() == 1 and value.item() < 0 else None
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return all_finite(part for part in _plain_parts(tensor) if part.is_floating_point())
+
+
+def _plain_parts(tensor: Any) -> Iterator[Tensor]:
+    """What a DTensor, or a tensor that is stored in fewer bits (torchao's states), consists of."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain_parts(getattr(tensor, name))
 
 
 def check_scheduler(checkpoint: str | Path, scheduler: Any, known: Iterable[str]) -> None:
