@@ -105,7 +105,7 @@ def test_states_in_eight_bits_are_looked_at_by_their_parts(optimizer: torch.opti
     state["exp_avg"] = EightBits(1.0)
     check_optimizer("checkpoint-4", optimizer)
     state["exp_avg"] = EightBits(float("nan"))
-    with pytest.raises(CheckpointError, match="the optimizer's exp_avg of a parameter of shape .* holds inf or NaN"):
+    with pytest.raises(CheckpointError, match=r"the optimizer's exp_avg of a parameter of shape .* holds inf or NaN"):
         check_optimizer("checkpoint-4", optimizer)
 
 
