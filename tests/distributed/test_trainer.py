@@ -170,9 +170,22 @@ def test_processes_train_together_after_an_evaluation_with_the_callback(two: Res
         assert "each would train alone. If evaluation_loop() ran before train()" in rank["refused"]
 
 
-def test_a_lean_layout_resumes_under_ddp(two: Results) -> None:
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+def test_eight_bit_states_train_as_on_one_process(one: dict[str, Any], two: Results, precision: str) -> None:
+    alone, log = one["eight_bits"][precision], assert_ranks_agree(two, "eight_bits", precision)
+    assert log["wrapper"] == "DistributedDataParallel"
+    assert log["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+    assert alone["eight_bit_states"] == log["eight_bit_states"] > 0
+    if precision == "fp16-lean":
+        assert assert_ranks_agree(two, "fsdp_eight_bits")["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("path", [["lean"], ["eight_bits", "resumed"]], ids=["momentum", "8-bit"])
+def test_a_lean_layout_resumes_under_ddp(two: Results, path: list[str]) -> None:
     for rank in two:
-        at_once, after = rank["lean"]["at_once"], rank["lean"]["after"]
+        for key in path:
+            rank = rank[key]
+        at_once, after = rank["at_once"], rank["after"]
         assert at_once["skipped"] == [False, False, True] + [False] * 5
         assert after["loss"] == at_once["loss"][4:] and after["scale"] == at_once["scale"][4:]
         assert same_weights(after["weights"], at_once["weights"])

@@ -122,6 +122,11 @@ def run(folder: Path, resume: str | None = None, **settings: Any) -> dict[str, A
         "momentum": [whole(s["momentum_buffer"]) for s in made.optimizer.state_dict()["state"].values() if s]
         if settings.get("optim_args")
         else [],
+        "eight_bit_states": sum(
+            isinstance(value, Tensor) and value.dtype is torch.uint8
+            for state in made.optimizer.state.values()
+            for value in state.values()
+        ),
         "wrapper": type(made.model_wrapped).__name__,
         "evaluation": made.evaluate()["eval_loss"],
     }
@@ -282,6 +287,17 @@ def lean(folder: Path) -> dict[str, Any]:
     return resumed(folder, precision="fp16-lean")
 
 
+def eight_bits(folder: Path) -> dict[str, Any]:
+    """bitsandbytes' 8-bit AdamW: in each layout, and a lean one that goes on from a checkpoint."""
+    settings = {"optim": "adamw_8bit", "optim_args": None, "learning_rate": 1e-3}
+    found = {precision: run(folder, precision=precision, **settings) for precision in ("fp16", "fp16-lean")}
+    return {**found, "resumed": resumed(folder / "resumed", precision="fp16-lean", **settings)}
+
+
+def fsdp_eight_bits(folder: Path) -> dict[str, Any]:
+    return run(folder, precision="fp16-lean", optim="adamw_8bit", learning_rate=1e-3, **_fsdp())
+
+
 def fsdp_lean(folder: Path) -> dict[str, Any]:
     """Twenty steps; the model that is saved in between, in FP32."""
     made, log = trainer(folder, precision="fp16-lean", max_steps=20, save_steps=20, save_strategy="steps",
@@ -325,12 +341,12 @@ def fsdp_saved_model(folder: Path) -> dict[str, Any]:
     }
 
 
-ONE_PROCESS = [twenty_steps, accumulation, resume_from_two, recipe]
+ONE_PROCESS = [twenty_steps, accumulation, resume_from_two, recipe, eight_bits]
 TWO_PROCESSES = [
-    twenty_steps, overflow, accumulation, resume, lean, evaluated_before, callback_evaluated_before,
+    twenty_steps, overflow, accumulation, resume, lean, evaluated_before, callback_evaluated_before, recipe, eight_bits,
     fsdp_twenty_steps, fsdp_overflow, fsdp_accumulation,
     fsdp_resume_full, fsdp_resume_sharded, fsdp_checkpointing, fsdp_saved_model, fsdp_lean, fsdp_lean_resume,
-    fsdp_lean_resume_full, fsdp_lean_from_fp16, refused, recipe,
+    fsdp_lean_resume_full, fsdp_lean_from_fp16, fsdp_eight_bits, refused,
 ]  # fmt: skip
 
 
