@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from hf_mp.kernels.gradient_scan import all_finite
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
+from hf_mp.weights.distributed import local_part
 
 _MOST_CHARACTERS = 2000  # of a library's message, which may quote the state
 _FLOATING = ("F", "BF")  # how safetensors' names of floating dtypes begin
@@ -94,11 +95,11 @@ def _wrong_entry(name: str, value: Any, parameter: Tensor) -> str | None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return all_finite(part for part in _plain_parts(tensor) if part.is_floating_point())
+    return all_finite(part for part in _plain_parts(local_part(tensor)) if part.is_floating_point())
 
 
 def _plain_parts(tensor: Any) -> Iterator[Tensor]:
-    """What a DTensor, or a tensor that is stored in fewer bits (torchao's states), consists of."""
+    """What a tensor that is stored in fewer bits (torchao's states) consists of."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return

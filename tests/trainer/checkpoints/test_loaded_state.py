@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from eight_bits import EightBits
 from safetensors.torch import save_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
@@ -78,26 +79,6 @@ def test_a_state_of_the_optimizer_that_cannot_be(
     next(iter(optimizer.state.values()))[name] = value
     with pytest.raises(CheckpointError, match=rf"checkpoint-4: the optimizer's {name} .* {message}"):
         check_optimizer("checkpoint-4", optimizer)
-
-
-class EightBits(torch.Tensor):
-    """As torchao's states: of the shape and dtype of its parameter, without ops, and in truth codes and a scale."""
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, scale: float) -> EightBits:
-        made: EightBits = torch.Tensor._make_wrapper_subclass(cls, (2, 3), dtype=torch.float32)  # type: ignore[attr-defined]
-        made.codes, made.scale = torch.zeros(2, 3, dtype=torch.uint8), torch.tensor([scale])
-        return made
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["codes", "scale"], None
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(function)
 
 
 def test_states_in_eight_bits_are_looked_at_by_their_parts(optimizer: torch.optim.Optimizer) -> None:
