@@ -155,6 +155,18 @@ def test_hybrid_shards_of_accelerates_parallelism_config(
     )
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_accelerate_compiles_the_blocks_that_fsdp_shards(launch: Callable[..., Results], tmp_path: Path) -> None:
+    found = launch("trainer_worker.py", tmp_path, "fsdp_overflow", "fsdp_compiled")
+    plain = found[0]["fsdp_overflow"]
+    for precision in ("fp16", "fp16-lean"):
+        log = assert_ranks_agree(found, "fsdp_compiled", precision)
+        assert log["compiled_frames"] > 0
+        assert log["skipped"] == [False, False, True, False]
+        assert log["loss"][:2] == pytest.approx(plain["loss"][:2], rel=1e-4)
+
+
 def test_processes_train_together_after_an_evaluation(two: Results) -> None:
     for rank in two:
         found, expected = rank["evaluated_before"], rank["twenty_steps"]

@@ -19,6 +19,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, ParallelismConfig
 from safetensors.torch import load_file
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
@@ -298,6 +299,29 @@ def fsdp_eight_bits(folder: Path) -> dict[str, Any]:
     return run(folder, precision="fp16-lean", optim="adamw_8bit", learning_rate=1e-3, **_fsdp())
 
 
+def fsdp_compiled(folder: Path) -> dict[str, Any]:
+    """``torch_compile=True`` in the form that FSDP2 takes: accelerate compiles each block."""
+    settings = {
+        "torch_compile": True,
+        "torch_compile_backend": "aot_eager",
+        "max_steps": 4,
+        "overflow_at": 2,
+        **_fsdp(),
+    }
+    os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
+    found = {}
+    try:
+        for precision in ("fp16", "fp16-lean"):
+            torch._dynamo.reset()
+            counters.clear()
+            found[precision] = run(folder, precision=precision, **settings, **_fsdp())
+            found[precision]["compiled_frames"] = counters["frames"]["ok"]
+    finally:
+        for name in [name for name in os.environ if name.startswith("ACCELERATE_DYNAMO_")]:
+            del os.environ[name]
+    return found
+
+
 def fsdp_lean(folder: Path) -> dict[str, Any]:
     """Twenty steps; the model that is saved in between, in FP32."""
     made, log = trainer(folder, precision="fp16-lean", max_steps=20, save_steps=20, save_strategy="steps",
@@ -349,6 +373,8 @@ TWO_PROCESSES = [
     fsdp_lean_resume_full, fsdp_lean_from_fp16, fsdp_eight_bits, refused,
 ]  # fmt: skip
 
+WHERE_NAMED = [fsdp_compiled]
+
 
 def allow_fsdp_on_cpu() -> None:
     """accelerate uses FSDP on accelerators only, and DDP on CPUs without a word; let it use its FSDP2 here too."""
@@ -367,8 +393,8 @@ def allow_fsdp_on_cpu() -> None:
 def main(folder: str, *names: str) -> None:
     allow_fsdp_on_cpu()
     results, rank = {}, int(os.environ.get("RANK", "0"))
-    for case in TWO_PROCESSES if PROCESSES > 1 else ONE_PROCESS:
-        if not names or case.__name__ in names:
+    for case in [*(TWO_PROCESSES if PROCESSES > 1 else ONE_PROCESS), *WHERE_NAMED]:
+        if case.__name__ in names or not (names or case in WHERE_NAMED):
             results[case.__name__] = case(Path(folder, case.__name__))
     torch.save(results, Path(folder) / f"rank{rank}.pt")
     if dist.is_initialized():
