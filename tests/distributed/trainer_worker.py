@@ -285,7 +285,7 @@ def refused(folder: Path) -> dict[str, str]:
 
 
 def lean(folder: Path) -> dict[str, Any]:
-    return resumed(folder, precision="fp16-lean")
+    return resumed(folder, precision="fp16-lean", save_in_background=True)
 
 
 def eight_bits(folder: Path) -> dict[str, Any]:
@@ -334,7 +334,7 @@ def fsdp_lean(folder: Path) -> dict[str, Any]:
 
 def fsdp_lean_resume(folder: Path) -> dict[str, Any]:
     sharded = _fsdp(state_dict_type="SHARDED_STATE_DICT")
-    found = resumed(folder, precision="fp16-lean", **sharded)
+    found = resumed(folder, precision="fp16-lean", save_in_background=True, **sharded)
     lean = folder / "checkpoint-4"
     plain = run(folder / "plain", str(lean), optim_args="momentum=0.5", lr_scheduler_type="linear", **sharded)
     return {**found, "in_fp16": plain["loss"]}
