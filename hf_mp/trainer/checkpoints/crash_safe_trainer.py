@@ -95,6 +95,7 @@ class CrashSafe(_Base):
             if self.handle_preemption:
                 watch.start()
             output = super().train(checkpoint, *args, **kwargs)
+            self._settle()
             if not self._preemption.requested and self._largest(int(watch.received is not None)):
                 # After the last step, as during its save; the best weights may be in the place of the last.
                 self._preemption.requested = bool(self._last_checkpoint(save=not self.args.load_best_model_at_end))
@@ -369,6 +370,7 @@ class CrashSafe(_Base):
             super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
+        self._settle()
         best = Path(str(self.state.best_model_checkpoint))
         self._for_all(lambda: _refuse_problems(best))
         super()._load_best_model()
