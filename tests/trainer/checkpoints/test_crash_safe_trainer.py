@@ -213,7 +213,8 @@ def test_a_run_stops_after_a_save_that_failed_where_it_is_to(tmp_path: Path, mon
 def test_training_goes_on_while_a_save_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: list[str], trained: Trained
 ) -> None:
-    finish, may_finish, seen = crash_safe_trainer.finish, threading.Event(), []
+    straight, seen = trained()[0], []  # trained before `finish` is replaced
+    finish, may_finish = crash_safe_trainer.finish, threading.Event()
 
     def slow(staged: Path, *, step: int, **about: Any) -> None:
         assert threading.current_thread() is not threading.main_thread()
@@ -236,7 +237,7 @@ def test_training_goes_on_while_a_save_is_finished(
     assert not any(find_problems(path) for path in list_checkpoints(tmp_path))
     (message,) = told
     assert re.search("checkpoint-4 could not be saved: .*No space left.* is .*checkpoint-2. Training goes on", message)
-    assert same(trained()[0], weights(trainer.model))
+    assert same(straight, weights(trainer.model))
 
 
 def test_an_error_that_ends_training_waits_for_the_save(tmp_path: Path) -> None:
