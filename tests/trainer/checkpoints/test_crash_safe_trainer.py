@@ -275,7 +275,7 @@ tests.make(Path({folder!r}), save_in_background=True, callbacks=[Kill()]).train(
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_kill_while_a_save_is_finished_costs_that_save_only(tmp_path: Path) -> None:
     here = Path(__file__).parent
     code = KILLED.format(shared=str(here.parents[1] / "shared"), here=str(here), folder=str(tmp_path))
