@@ -22,15 +22,20 @@ from pathlib import Path
 from typing import Any, cast
 
 import datasets
+import numpy as np
+import torch
 import transformers
 import yaml
 from datasets import Dataset, DatasetDict
 from huggingface_hub import HfApi
 from rich.console import Console
 from rich.text import Text
+from torch import Tensor
+from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    EvalPrediction,
     GPT2Config,
     HfArgumentParser,
     PreTrainedModel,
@@ -419,6 +424,22 @@ class TokenCount(TrainerCallback):
         self.tokens = int(state.num_input_tokens_seen - self._before)
 
 
+def block_losses(logits: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
+    """The loss of each block of an evaluation; one by one, as all logits in FP32 may not fit into memory."""
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    rows = zip(logits, labels, strict=True)
+    return torch.stack([functional.cross_entropy(row[:-1].float(), label[1:]) for row, label in rows])
+
+
+def mean_block_loss(evaluated: EvalPrediction) -> dict[str, float]:
+    """The loss in the place of the Trainer's own, a mean over batches.
+
+    Several processes fill their last batches up with blocks from the beginning, which are in the means of those batches
+    and are taken out of the losses of blocks.
+    """
+    return {"loss": float(np.mean(evaluated.predictions))}
+
+
 def make_trainer(
     model: PreTrainedModel, args: MixedPrecisionArguments, tokenizer: PreTrainedTokenizerBase, blocks: Blocks
 ) -> MixedPrecisionTrainer:
@@ -431,6 +452,8 @@ def make_trainer(
         eval_dataset=blocks.validation,
         data_collator=default_data_collator,
         processing_class=tokenizer,
+        preprocess_logits_for_metrics=block_losses,
+        compute_metrics=None if args.batch_eval_metrics else mean_block_loss,
     )
     if not args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)

@@ -84,6 +84,11 @@ class MixedPrecisionArguments(TrainingArguments):
         "save tries again) or stop.",
         choices=SAVE_FAILURES,
     )
+    save_in_background: bool = _option(
+        False,
+        "Once the files of a checkpoint are written, sync them, take their checksums and put it in its place in a "
+        "thread, while training goes on; the next save and the end of training wait for it.",
+    )
     handle_preemption: bool = _option(True, "Have SIGTERM and SIGUSR1 end the run in a checkpoint, with exit code 75.")
     # On by default: good steps pay nothing for it, and the need for it shows only after the overflow.
     explain_overflows: bool = _option(

@@ -51,14 +51,7 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
             "and FSDP gathers parameters inside: compile its blocks (ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true, "
             "or block.compile()), or use DDP"
         )
-    if (optim := str(getattr(args.optim, "value", args.optim))).endswith("layerwise") or "lomo" in optim:
-        raise ValueError(f"optim={optim!r} updates inside backward, where an overflow cannot be skipped: use another")
-    is_kept = policy.is_lean and fsdp_version == 2 and args.save_strategy != "no" and not args.save_only_model
-    if is_kept and any(part in optim for part in ("4bit", "8bit", "adafactor", "galore", "apollo")):
-        raise ValueError(
-            f"optim={optim!r} has state of other shapes than its parameters, which precision={str(policy)!r} cannot "
-            "save under FSDP2: use save_strategy='no', save_only_model=True, or optim='adamw_torch'"
-        )
+    _refuse_optimizer(str(getattr(args.optim, "value", args.optim)), args, policy, is_sharded=fsdp_version == 2)
     if args.deepspeed is not None or _is_set("ACCELERATE_USE_DEEPSPEED"):
         raise ValueError(
             "DeepSpeed brings its own FP16 optimizer: use the stock Trainer with DeepSpeed, or drop it here"
@@ -67,6 +60,24 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
         raise ValueError(
             f"{args.n_gpu} GPUs in one process make the Trainer use DataParallel, which replicates the model behind "
             "our back: start with `torchrun --nproc_per_node N`, or show one GPU with CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _refuse_optimizer(optim: str, args: TrainingArguments, policy: PrecisionPolicy, *, is_sharded: bool) -> None:
+    if optim.endswith("layerwise") or "lomo" in optim:
+        raise ValueError(f"optim={optim!r} updates inside backward, where an overflow cannot be skipped: use another")
+    is_kept = is_sharded and policy.is_lean and args.save_strategy != "no" and not args.save_only_model
+    if is_kept and any(part in optim for part in ("4bit", "8bit", "adafactor", "galore", "apollo")):
+        raise ValueError(
+            f"optim={optim!r} has state of other shapes than its parameters, which precision={str(policy)!r} cannot "
+            "save under FSDP2: use save_strategy='no', save_only_model=True, or optim='adamw_torch'"
+        )
+    is_plain = optim == "adamw_8bit" or any(part in optim for part in ("bnb", "paged", "lion_", "ademamix"))
+    if is_plain and is_sharded and not policy.is_lean:
+        raise ValueError(
+            f"optim={optim!r} of bitsandbytes updates plain tensors, and under FSDP2 those of precision="
+            f"{str(policy)!r} are DTensors: use a lean layout, whose shards are plain (precision='fp16-lean'), or "
+            "optim='adamw_torch'"
         )
 
 

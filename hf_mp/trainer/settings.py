@@ -42,6 +42,7 @@ class SessionSettings:
     precision_report: bool = False
     log_probability_gap_steps: int = 0
     save_failure: str = "continue"
+    save_in_background: bool = False
     handle_preemption: bool = True
 
     @classmethod

@@ -91,7 +91,8 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
             logger.warning("tables and rules have no effect with precision='fp32': there is no autocast")
         for given in (*positional, *named.values()):
             _refuse_callbacks(given if isinstance(given, (list, tuple)) else ())
-        self.save_failure, self.handle_preemption = settings.save_failure, settings.handle_preemption
+        self.save_failure, self.save_in_background = settings.save_failure, settings.save_in_background
+        self.handle_preemption = settings.handle_preemption
         self.session = TrainerSession(settings, args)
         if model is not None:
             self.session.check(model)

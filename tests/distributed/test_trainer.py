@@ -74,6 +74,12 @@ def test_uneven_tokens_in_accumulated_batches_count_once(one: dict[str, Any], tw
     assert log["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-3)
 
 
+def test_the_recipe_evaluates_each_block_once_on_any_number_of_processes(one: dict[str, Any], two: Results) -> None:
+    for when in ("before", "after"):
+        alone = one["recipe"][f"eval_loss_{when}"]
+        assert two[0]["recipe"][f"eval_loss_{when}"] == pytest.approx(alone, abs=1e-4), when
+
+
 RESUMED = ["resume", "fsdp_resume_full", "fsdp_resume_sharded", "fsdp_lean_resume", "fsdp_lean_resume_full"]
 
 
@@ -149,6 +155,18 @@ def test_hybrid_shards_of_accelerates_parallelism_config(
     )
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_accelerate_compiles_the_blocks_that_fsdp_shards(launch: Callable[..., Results], tmp_path: Path) -> None:
+    found = launch("trainer_worker.py", tmp_path, "fsdp_overflow", "fsdp_compiled")
+    plain = found[0]["fsdp_overflow"]
+    for precision in ("fp16", "fp16-lean"):
+        log = assert_ranks_agree(found, "fsdp_compiled", precision)
+        assert log["compiled_frames"] > 0
+        assert log["skipped"] == [False, False, True, False]
+        assert log["loss"][:2] == pytest.approx(plain["loss"][:2], rel=1e-4)
+
+
 def test_processes_train_together_after_an_evaluation(two: Results) -> None:
     for rank in two:
         found, expected = rank["evaluated_before"], rank["twenty_steps"]
@@ -164,9 +182,22 @@ def test_processes_train_together_after_an_evaluation_with_the_callback(two: Res
         assert "each would train alone. If evaluation_loop() ran before train()" in rank["refused"]
 
 
-def test_a_lean_layout_resumes_under_ddp(two: Results) -> None:
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+def test_eight_bit_states_train_as_on_one_process(one: dict[str, Any], two: Results, precision: str) -> None:
+    alone, log = one["eight_bits"][precision], assert_ranks_agree(two, "eight_bits", precision)
+    assert log["wrapper"] == "DistributedDataParallel"
+    assert log["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+    assert alone["eight_bit_states"] == log["eight_bit_states"] > 0
+    if precision == "fp16-lean":
+        assert assert_ranks_agree(two, "fsdp_eight_bits")["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("path", [["lean"], ["eight_bits", "resumed"]], ids=["momentum", "8-bit"])
+def test_a_lean_layout_resumes_under_ddp(two: Results, path: list[str]) -> None:
     for rank in two:
-        at_once, after = rank["lean"]["at_once"], rank["lean"]["after"]
+        for key in path:
+            rank = rank[key]
+        at_once, after = rank["at_once"], rank["after"]
         assert at_once["skipped"] == [False, False, True] + [False] * 5
         assert after["loss"] == at_once["loss"][4:] and after["scale"] == at_once["scale"][4:]
         assert same_weights(after["weights"], at_once["weights"])

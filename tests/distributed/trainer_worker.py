@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from accelerate.utils import DistributedType, ParallelismConfig
 from loop_worker import tiny_gpt2
 from safetensors.torch import load_file
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
@@ -115,6 +117,11 @@ def run(folder: Path, resume: str | None = None, **settings: Any) -> dict[str, A
         "momentum": [whole(s["momentum_buffer"]) for s in made.optimizer.state_dict()["state"].values() if s]
         if settings.get("optim_args")
         else [],
+        "eight_bit_states": sum(
+            isinstance(value, Tensor) and value.dtype is torch.uint8
+            for state in made.optimizer.state.values()
+            for value in state.values()
+        ),
         "wrapper": type(made.model_wrapped).__name__,
         "evaluation": made.evaluate()["eval_loss"],
     }
@@ -158,6 +165,23 @@ def resume_from_two(folder: Path) -> dict[str, Any]:
     """On one process, from the checkpoint that two processes wrote."""
     made = Path(os.environ["CHECKPOINT"])
     return run(folder, str(made), optim_args="momentum=0.5", lr_scheduler_type="linear")
+
+
+def recipe(folder: Path) -> dict[str, Any]:
+    """The recipe's own run with one global batch; 16 blocks a process do not divide what it evaluates on."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+    import finetune_gpt2
+
+    folder.mkdir(exist_ok=True)
+    text = folder / f"{os.environ.get('RANK', '0')}.txt"
+    text.write_text("\n\n".join(topics[name] for name in ("assert", "for", "if", "while", "with", "pass", "return")))
+    settings = {
+        "train_file": text, "vocab_size": 300, "context": 32, "width": 32, "layers": 1, "heads": 2, "max_steps": 6,
+        "warmup_steps": 1, "learning_rate": 5e-3, "per_device_train_batch_size": GLOBAL_BATCH // PROCESSES,
+        "logging_steps": 1, "use_cpu": True, "disable_tqdm": True, "output_dir": folder / "run",
+    }  # fmt: skip
+    finetune_gpt2.main([f"--{name}={value}" for name, value in settings.items()])
+    return json.loads((folder / "run" / "summary.json").read_text()) if text.stem == "0" else {}
 
 
 # Cases: FSDP2
@@ -255,7 +279,41 @@ def refused(folder: Path) -> dict[str, str]:
 
 
 def lean(folder: Path) -> dict[str, Any]:
-    return resumed(folder, precision="fp16-lean")
+    return resumed(folder, precision="fp16-lean", save_in_background=True)
+
+
+def eight_bits(folder: Path) -> dict[str, Any]:
+    """bitsandbytes' 8-bit AdamW: in each layout, and a lean one that goes on from a checkpoint."""
+    settings = {"optim": "adamw_8bit", "optim_args": None, "learning_rate": 1e-3}
+    found = {precision: run(folder, precision=precision, **settings) for precision in ("fp16", "fp16-lean")}
+    return {**found, "resumed": resumed(folder / "resumed", precision="fp16-lean", **settings)}
+
+
+def fsdp_eight_bits(folder: Path) -> dict[str, Any]:
+    return run(folder, precision="fp16-lean", optim="adamw_8bit", learning_rate=1e-3, **_fsdp())
+
+
+def fsdp_compiled(folder: Path) -> dict[str, Any]:
+    """``torch_compile=True`` in the form that FSDP2 takes: accelerate compiles each block."""
+    settings = {
+        "torch_compile": True,
+        "torch_compile_backend": "aot_eager",
+        "max_steps": 4,
+        "overflow_at": 2,
+        **_fsdp(),
+    }
+    os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
+    found = {}
+    try:
+        for precision in ("fp16", "fp16-lean"):
+            torch._dynamo.reset()
+            counters.clear()
+            found[precision] = run(folder, precision=precision, **settings, **_fsdp())
+            found[precision]["compiled_frames"] = counters["frames"]["ok"]
+    finally:
+        for name in [name for name in os.environ if name.startswith("ACCELERATE_DYNAMO_")]:
+            del os.environ[name]
+    return found
 
 
 def fsdp_lean(folder: Path) -> dict[str, Any]:
@@ -270,7 +328,7 @@ def fsdp_lean(folder: Path) -> dict[str, Any]:
 
 def fsdp_lean_resume(folder: Path) -> dict[str, Any]:
     sharded = _fsdp(state_dict_type="SHARDED_STATE_DICT")
-    found = resumed(folder, precision="fp16-lean", **sharded)
+    found = resumed(folder, precision="fp16-lean", save_in_background=True, **sharded)
     lean = folder / "checkpoint-4"
     plain = run(folder / "plain", str(lean), optim_args="momentum=0.5", lr_scheduler_type="linear", **sharded)
     return {**found, "in_fp16": plain["loss"]}
@@ -301,13 +359,15 @@ def fsdp_saved_model(folder: Path) -> dict[str, Any]:
     }
 
 
-ONE_PROCESS = [twenty_steps, accumulation, resume_from_two]
+ONE_PROCESS = [twenty_steps, accumulation, resume_from_two, recipe, eight_bits]
 TWO_PROCESSES = [
-    twenty_steps, overflow, accumulation, resume, lean, evaluated_before, callback_evaluated_before,
+    twenty_steps, overflow, accumulation, resume, lean, evaluated_before, callback_evaluated_before, recipe, eight_bits,
     fsdp_twenty_steps, fsdp_overflow, fsdp_accumulation,
     fsdp_resume_full, fsdp_resume_sharded, fsdp_checkpointing, fsdp_saved_model, fsdp_lean, fsdp_lean_resume,
-    fsdp_lean_resume_full, fsdp_lean_from_fp16, refused,
+    fsdp_lean_resume_full, fsdp_lean_from_fp16, fsdp_eight_bits, refused,
 ]  # fmt: skip
+
+WHERE_NAMED = [fsdp_compiled]
 
 
 def allow_fsdp_on_cpu() -> None:
@@ -327,8 +387,8 @@ def allow_fsdp_on_cpu() -> None:
 def main(folder: str, *names: str) -> None:
     allow_fsdp_on_cpu()
     results, rank = {}, int(os.environ.get("RANK", "0"))
-    for case in TWO_PROCESSES if PROCESSES > 1 else ONE_PROCESS:
-        if not names or case.__name__ in names:
+    for case in [*(TWO_PROCESSES if PROCESSES > 1 else ONE_PROCESS), *WHERE_NAMED]:
+        if case.__name__ in names or not (names or case in WHERE_NAMED):
             results[case.__name__] = case(Path(folder, case.__name__))
     torch.save(results, Path(folder) / f"rank{rank}.pt")
     if dist.is_initialized():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_optimizer import _BITSANDBYTES_OPTIMIZERS
+from transformers.training_args import OptimizerNames
 
 import hf_mp.trainer.session
 from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer, PrecisionPolicy
@@ -398,7 +401,18 @@ def test_state_of_other_shapes_is_refused_where_fsdp_saves_a_lean_layout(tmp_pat
         arguments(tmp_path, precision="fp16-lean", save_strategy="steps", **settings)
     arguments(tmp_path, precision="fp16-lean", save_strategy="no", **settings)
     arguments(tmp_path, precision="fp16-lean", save_strategy="steps", save_only_model=True, **settings)
-    arguments(tmp_path, precision="fp16", save_strategy="steps", **settings)
+    arguments(tmp_path, precision="fp16", save_strategy="steps", **{**settings, "optim": "adafactor"})
+
+
+def test_bitsandbytes_is_refused_where_fsdp_shards_a_default_layout(tmp_path: Path) -> None:
+    refused = set()
+    for optim in OptimizerNames:
+        try:
+            arguments(tmp_path, precision="bf16", optim=optim, fsdp=True, fsdp_config={"version": 2})
+        except ValueError as error:
+            if re.match(r"optim='.*' of bitsandbytes .*='bf16' are DTensors: use a lean layout.*torch'$", str(error)):
+                refused.add(optim)
+    assert refused == set(_BITSANDBYTES_OPTIMIZERS)
 
 
 def test_compiling_a_sharded_model_whole_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

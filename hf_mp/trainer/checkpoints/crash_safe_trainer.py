@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -42,6 +43,8 @@ class _Saving(NamedTuple):
     staged: Path
     target: Path
     errors: list[BaseException]
+    best_before: str | None
+    is_stuck: bool
 
 
 # A sibling of a Trainer, not its subclass: `class Ours(CrashSafe, SomeTrainer)`.
@@ -52,7 +55,7 @@ class CrashSafe(_Base):
     """Keeps the checkpoints of the Trainer that follows it among the bases, as ``docs/faults.md`` promises.
 
     Attributes:
-        save_failure, handle_preemption: as in :class:`hf_mp.MixedPrecisionArguments`.
+        save_failure, handle_preemption, save_in_background: as in :class:`hf_mp.MixedPrecisionArguments`.
         precision_policy: for the manifest.
 
     Raises:
@@ -63,12 +66,14 @@ class CrashSafe(_Base):
 
     save_failure = "continue"
     handle_preemption = True
+    save_in_background = False
     precision_policy: Any = "fp32"
 
     # What ends a training that cannot go on and leaves weights and optimizer as after the last good step.
     stuck_errors: ClassVar[tuple[type[Exception], ...]] = ()
 
     _saving: _Saving | None = None
+    _written: tuple[_Saving, Future[None] | None] | None = None  # of which a thread may not have finished the last part
     _before_trouble: Path | None = None  # the last checkpoint that was saved while steps were not being skipped
     _last_save_failed = False
     _resumed_from: Path | None = None
@@ -90,6 +95,7 @@ class CrashSafe(_Base):
             if self.handle_preemption:
                 watch.start()
             output = super().train(checkpoint, *args, **kwargs)
+            self._settle()
             if not self._preemption.requested and self._largest(int(watch.received is not None)):
                 # After the last step, as during its save; the best weights may be in the place of the last.
                 self._preemption.requested = bool(self._last_checkpoint(save=not self.args.load_best_model_at_end))
@@ -98,6 +104,7 @@ class CrashSafe(_Base):
             raise
         finally:
             watch.stop()
+            self._leave_thread()
             lock.__exit__()
         if self._preemption.requested:
             self._end_preempted()
@@ -135,11 +142,13 @@ class CrashSafe(_Base):
 
     def _last_checkpoint(self, *, save: bool) -> Path | None:
         """That of the last step; where it is not there, it is saved or None."""
+        self._settle()
         step = Path(str(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         is_missing = bool(self._largest(int(not step.is_dir())))
         if is_missing and save:
             assert self.model is not None
             self._save_checkpoint(self.model, None)
+            self._settle()
         return None if is_missing and not save else step
 
     @property
@@ -177,6 +186,8 @@ class CrashSafe(_Base):
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)
+        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
+            self._settle()
 
     # Several processes
 
@@ -230,32 +241,60 @@ class CrashSafe(_Base):
             self._saving.errors.append(error)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self._settle()
         run_directory = Path(self._get_output_dir(trial))
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         staged, target = staging_folder(run_directory) / name, run_directory / name
         best_before, save = self.state.best_model_checkpoint, super()._save_checkpoint
-        self._saving = saving = _Saving(staged, target, [])
+        self._saving = saving = _Saving(staged, target, [], best_before, self.is_stuck)
         try:
-            is_saved = (
+            is_written = (
                 self._went_well(self._clear_staging, self.args.should_save)
                 and self._went_well(lambda saving: save(model, trial))
-                and self._went_well(self._finish, self.args.should_save)
+                and self._went_well(self._name_best, self.args.should_save)
             )
+            put_in_place = self._finisher(saving)
+            if is_written and not self.save_in_background:
+                self._went_well(lambda saving: put_in_place(), self.args.should_save)
         finally:
             self._saving = None
-        self._last_save_failed = not is_saved
-        if not is_saved:
-            self.state.best_model_checkpoint = best_before
+        thread = None
+        if is_written and self.save_in_background and self.args.should_save:
+            pool = ThreadPoolExecutor(1, thread_name_prefix="hf_mp checkpoint")
+            thread = pool.submit(put_in_place)
+            pool.shutdown(wait=False)
+        self._written = saving, thread
+        if not (is_written and self.save_in_background):
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wait for the thread of the last save, and take in how that went: a collective call."""
+        if self._written is None:
+            return
+        (saving, thread), self._written = self._written, None
+        error = None if thread is None else thread.exception()
+        if error is not None and not _is_write_failure(error):
+            raise error
+        saving.errors.extend([] if error is None else [error])
+        self._last_save_failed = bool(self._largest(int(bool(saving.errors))))
+        if self._last_save_failed:
+            self.state.best_model_checkpoint = saving.best_before
             self._report_failure(saving)
             return
-        if self.state.best_model_checkpoint == str(staged):
-            self.state.best_model_checkpoint = str(target)
+        if self.state.best_model_checkpoint == str(saving.staged):
+            self.state.best_model_checkpoint = str(saving.target)
         if self.args.push_to_hub:
-            self._push_from_checkpoint(str(target))
-        if not self.is_stuck:
-            self._before_trouble = target
+            self._push_from_checkpoint(str(saving.target))
+        if not saving.is_stuck:
+            self._before_trouble = saving.target
         if self.args.should_save:
-            self._rotate(target)
+            self._rotate(saving.target)
+
+    def _leave_thread(self) -> None:
+        """Wait for a save's thread when an error ends training, and the other processes are not there to agree."""
+        written, self._written = self._written, None
+        if written is not None and written[1] is not None and (error := written[1].exception()) is not None:
+            logger.error(f"{written[0].target} could not be saved: {error}")
 
     def _went_well(self, part: Callable[[_Saving], None], is_mine: bool = True) -> bool:
         """Do a part of a save, if it is this process's; whether all parts so far went well in every process."""
@@ -269,13 +308,21 @@ class CrashSafe(_Base):
         clear(saving.target.parent)
         (make_staging_folder(saving.target.parent) / saving.staged.name).mkdir(exist_ok=True)
 
-    def _finish(self, saving: _Saving) -> None:
+    def _name_best(self, saving: _Saving) -> None:
         if self.state.best_model_checkpoint == str(saving.staged):  # where it lies while it is being saved
             self.state.best_model_checkpoint = str(saving.target)
             self.state.save_to_json(str(saving.staged / TRAINER_STATE_NAME))
-        step, world_size = self.state.global_step, self.args.world_size
-        finish(saving.staged, step=step, world_size=world_size, precision=str(self.precision_policy))
-        publish(saving.staged, saving.target)
+
+    def _finisher(self, saving: _Saving) -> Callable[[], None]:
+        """The last part of a save, which reads nothing that training changes."""
+        about = {"step": self.state.global_step, "world_size": self.args.world_size}
+        precision = str(self.precision_policy)
+
+        def put_in_place() -> None:
+            finish(saving.staged, precision=precision, **about)
+            publish(saving.staged, saving.target)
+
+        return put_in_place
 
     def _report_failure(self, saving: _Saving) -> None:
         first = next(iter(saving.errors), None)
@@ -323,6 +370,7 @@ class CrashSafe(_Base):
             super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
+        self._settle()
         best = Path(str(self.state.best_model_checkpoint))
         self._for_all(lambda: _refuse_problems(best))
         super()._load_best_model()

@@ -64,7 +64,7 @@ def check_weights_file(path: Path, model: nn.Module) -> None:
 def check_parameters(checkpoint: str | Path, model: nn.Module) -> None:
     """Raise where a floating parameter that was loaded is inf or NaN."""
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not all_finite([local_part(parameter)]):
+        if not _is_finite(parameter):
             raise CheckpointError(f"{checkpoint}: the weight {name} holds inf or NaN: take an earlier checkpoint")
 
 
@@ -93,9 +93,22 @@ def _wrong_entry(name: str, value: Any, parameter: Tensor) -> str | None:
         return f"has shape {tuple(value.shape)}"
     if name in _LIKE_PARAMETER and parameter.is_floating_point() and value.dtype.is_complex:
         return f"is {value.dtype}"
-    if value.is_floating_point() and not all_finite([local_part(value)]):
+    if not _is_finite(value):
         return "holds inf or NaN"
     return f"is {value.item()}" if name == "step" and value.numel() == 1 and value.item() < 0 else None
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return all_finite(part for part in _plain_parts(local_part(tensor)) if part.is_floating_point())
+
+
+def _plain_parts(tensor: Any) -> Iterator[Tensor]:
+    """What a tensor that is stored in fewer bits (torchao's states) consists of."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain_parts(getattr(tensor, name))
 
 
 def check_scheduler(checkpoint: str | Path, scheduler: Any, known: Iterable[str]) -> None:

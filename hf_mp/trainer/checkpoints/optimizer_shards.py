@@ -143,6 +143,11 @@ def _inside_of(parameter: Any) -> Any:
 
 def _whole(one: _Owned, key: str, value: Any) -> Tensor:
     """``value`` as it is saved: on a mesh, if the parameter is."""
+    if hasattr(part := local_part(value), "__tensor_flatten__"):
+        raise CheckpointError(
+            f"{key} of {one.name} is a {type(part).__name__}, which safetensors does not know: use bitsandbytes' 8-bit "
+            "optimizers, or save optimizer.state_dict() with torch.save"
+        )
     if not value.dim():
         return value.full_tensor() if is_dtensor(value) else value
     if not is_dtensor(one.whole):

@@ -6,8 +6,12 @@ import errno
 import functools
 import json
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from traceback import StackSummary
@@ -203,6 +207,87 @@ def test_a_run_stops_after_a_save_that_failed_where_it_is_to(tmp_path: Path, mon
     assert not (tmp_path / ".saving").exists()
 
 
+# Saves that a thread finishes
+
+
+def test_training_goes_on_while_a_save_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: list[str], trained: Trained
+) -> None:
+    straight, seen = trained()[0], []  # trained before `finish` is replaced
+    finish, may_finish = crash_safe_trainer.finish, threading.Event()
+
+    def slow(staged: Path, *, step: int, **about: Any) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        if step == 2:
+            assert may_finish.wait(60)
+        if step == 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finish(staged, step=step, **about)
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                seen.append(names(tmp_path))
+                may_finish.set()
+
+    monkeypatch.setattr(crash_safe_trainer, "finish", slow)
+    trainer = make(tmp_path, save_in_background=True, callbacks=[Look()])
+    trainer.train()
+    assert seen == [[]] and names(tmp_path) == ["checkpoint-2", "checkpoint-6"]
+    assert not any(find_problems(path) for path in list_checkpoints(tmp_path))
+    (message,) = told
+    assert re.search("checkpoint-4 could not be saved: .*No space left.* is .*checkpoint-2. Training goes on", message)
+    assert same(straight, weights(trainer.model))
+
+
+def test_an_error_that_ends_training_waits_for_the_save(tmp_path: Path) -> None:
+    def fail(args: Any, state: Any, *rest: Any, **named: Any) -> None:
+        if state.global_step == 3:
+            raise KeyError("ours")
+
+    callback = TrainerCallback()
+    callback.on_step_end = fail  # type: ignore[method-assign]
+    with pytest.raises(KeyError, match="ours"):
+        make(tmp_path, save_in_background=True, callbacks=[callback]).train()
+    assert names(tmp_path) == ["checkpoint-2"] and not find_problems(tmp_path / "checkpoint-2")
+
+
+KILLED = """
+import os, signal, sys, threading
+from pathlib import Path
+sys.path[:0] = [{shared!r}, {here!r}]
+import test_crash_safe_trainer as tests
+from transformers import TrainerCallback
+
+write = tests.crash_safe_trainer.finish
+def killed(staged, *, step, **about):
+    if step == 4:
+        threading.Event().wait()
+    write(staged, step=step, **about)
+
+class Kill(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+tests.crash_safe_trainer.finish = killed
+tests.make(Path({folder!r}), save_in_background=True, callbacks=[Kill()]).train()
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_kill_while_a_save_is_finished_costs_that_save_only(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    code = KILLED.format(shared=str(here.parents[1] / "shared"), here=str(here), folder=str(tmp_path))
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == -signal.SIGKILL
+    assert (tmp_path / ".saving" / "checkpoint-4" / "model.safetensors").is_file()
+    assert names(tmp_path) == ["checkpoint-2"]
+    resumed = make(tmp_path, save_in_background=True)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed._resumed_from == tmp_path / "checkpoint-2"
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"] and not (tmp_path / ".saving").exists()
+
+
 def test_an_error_of_the_program_is_no_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make(tmp_path)
     monkeypatch.setattr(trainer.model, "save_pretrained", lambda *args, **kwargs: {}["x"])
@@ -267,7 +352,7 @@ class Signal(TrainerCallback):
 
 @pytest.mark.parametrize(
     ("settings", "number"),
-    covering([{}, {"save_strategy": "no"}, {"precision": "fp32"}], SIGNALS, together=1),
+    covering([{}, {"save_strategy": "no"}, {"precision": "fp32"}, {"save_in_background": True}], SIGNALS, together=1),
     ids=str,
 )
 def test_a_signal_ends_the_run_in_a_checkpoint(

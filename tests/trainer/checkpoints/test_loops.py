@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from eight_bits import EightBits
 from torch import Tensor, nn
 
 import hf_mp
@@ -153,6 +154,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 1, extra={"loss": torch.ones(1)})
     with pytest.raises(hf_mp.CheckpointError, match=r"group 0 of the optimizer has a parameter of shape .* not have"):
         hf_mp.save_checkpoint(tmp_path / "c", model, torch.optim.SGD([torch.zeros(3, requires_grad=True)]), 1)
+    optimizer.state[next(model.parameters())]["exp_avg"] = EightBits(1.0)
+    with pytest.raises(hf_mp.CheckpointError, match=r"exp_avg of .* is a EightBits.*use bitsandbytes' .*torch.save"):
+        hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 1)
     half = nn.Linear(2, 2).half()
     bare = hf_mp.MasterWeightOptimizer(torch.optim.SGD(half.parameters(), momentum=0.9))
     half.weight.grad = torch.ones_like(half.weight)
