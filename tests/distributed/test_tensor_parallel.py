@@ -85,7 +85,12 @@ def test_a_mesh_of_one_process() -> None:
         first = layers(torch.ones(2, 8)).detach()
         for parameter in layers.parameters():
             parameter.data.mul_(2)
-        torch.testing.assert_close(layers(torch.ones(2, 8)).detach(), 2 * first, atol=1e-2, rtol=1e-2)
+        written = layers(inputs := torch.ones(2, 8, requires_grad=True))
+        torch.testing.assert_close(written.detach(), 2 * first, atol=1e-2, rtol=1e-2)
+        written.sum().backward()  # also where FP16 products are computed in FP32, and save their inputs in FP16
+        gradient = layers[0].weight.grad
+        assert gradient is not None and torch.equal(gradient.full_tensor(), torch.full((8, 8), 2.0))
+        torch.testing.assert_close(inputs.grad, layers[0].weight.full_tensor().sum(0).expand(2, 8), atol=1e-2, rtol=0.0)
     finally:
         dist.destroy_process_group()
 
