@@ -25,6 +25,7 @@ from hf_mp.memory.folding import kept_sentences
 from hf_mp.memory.footprint import memory_footprint
 from hf_mp.memory.precisions import bitsandbytes_config, parse_precision
 from hf_mp.policy import spell
+from hf_mp.weights.distributed import is_dtensor, local_part
 
 ModelLike = str | Path | PreTrainedConfig | PreTrainedModel
 
@@ -264,7 +265,17 @@ def replace_tensors(model: nn.Module, device: torch.device) -> nn.Module:
 
     def renew(tensor: Tensor) -> Tensor:
         if id(tensor) not in memo:
-            new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            local = local_part(tensor.detach())
+            new = torch.empty_strided(local.shape, local.stride(), dtype=tensor.dtype, device=device)
+            if is_dtensor(tensor):
+                new = type(tensor.detach()).from_local(
+                    new,
+                    tensor.device_mesh,
+                    tensor.placements,
+                    run_check=False,
+                    shape=tensor.shape,
+                    stride=tensor.stride(),
+                )
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
                 storage = tensor.untyped_storage()._cdata
