@@ -188,9 +188,9 @@ def one_rank_of(spread: Spread, device: torch.device, model: nn.Module) -> Itera
         yield Rank(spread, None)
         return
     import torch.distributed as distributed
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # which registers the process group
+    import torch.testing._internal.distributed.fake_pg  # which registers the process group
 
-    class Agreeing(FakeStore):
+    class Agreeing(distributed.Store):
         """All ranks have said what this one says."""
 
         def set(self, key: str, value: Any) -> None:
@@ -244,6 +244,8 @@ def _accepted_by_torch(device: torch.device) -> Iterator[None]:
         if device.type == "meta":  # it stands for a GPU: streams and events are the CPU's, which do nothing
             replace(torch, "meta", torch.cpu, create=True)
             replace(torch.cpu.Stream, "record_event", lambda stream, event=None: torch.cpu.Event())
+            for name in ("stream_id", "device_index", "device_type"):  # which FSDP2 reads from torch 2.15 on
+                replace(torch.cpu.Stream, name, 0, create=True)
             replace(FSDPParamGroup, "_validate_no_meta_params", lambda group: None)
         yield
 
