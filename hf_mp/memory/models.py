@@ -263,19 +263,14 @@ def replace_tensors(model: nn.Module, device: torch.device) -> nn.Module:
     """Give a model new tensors of the same shapes on ``device``, with the same ties; fake in a FakeTensorMode."""
     memo: dict[int, Tensor] = {}
 
-    def renew(tensor: Tensor) -> Tensor:
+    def renew(tensor: Any) -> Tensor:
         if id(tensor) not in memo:
-            local = local_part(tensor.detach())
+            whole = tensor.detach()
+            local = local_part(whole)
             new = torch.empty_strided(local.shape, local.stride(), dtype=tensor.dtype, device=device)
-            if is_dtensor(tensor):
-                new = type(tensor.detach()).from_local(
-                    new,
-                    tensor.device_mesh,
-                    tensor.placements,
-                    run_check=False,
-                    shape=tensor.shape,
-                    stride=tensor.stride(),
-                )
+            if is_dtensor(whole):
+                layout = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+                new = type(whole).from_local(new, whole.device_mesh, whole.placements, **layout)
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
                 storage = tensor.untyped_storage()._cdata

@@ -188,7 +188,6 @@ def one_rank_of(spread: Spread, device: torch.device, model: nn.Module) -> Itera
         yield Rank(spread, None)
         return
     import torch.distributed as distributed
-    import torch.testing._internal.distributed.fake_pg  # which registers the process group
 
     class Agreeing(distributed.Store):
         """All ranks have said what this one says."""

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import tensor_parallel_doors
 import torch
 import torch.distributed as dist
 from loop_worker import batches, whole
@@ -169,8 +170,16 @@ def refusals(folder: str) -> dict[str, str]:
     return said
 
 
-ONE_PROCESS = [losses, gradients]
-CASES = [losses, gradients, overflow, follows_writes, refusals]
+def front_doors(folder: str) -> dict[str, Any]:
+    return tensor_parallel_doors.run(folder, loaded)
+
+
+def refused_doors(folder: str) -> dict[str, str]:
+    return tensor_parallel_doors.refused(folder, loaded)
+
+
+ONE_PROCESS = [losses, gradients, front_doors]
+CASES = [losses, gradients, overflow, follows_writes, refusals, front_doors, refused_doors]
 
 
 def main(folder: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -93,6 +94,40 @@ def test_a_mesh_of_one_process() -> None:
         torch.testing.assert_close(inputs.grad, layers[0].weight.full_tensor().sum(0).expand(2, 8), atol=1e-2, rtol=0.0)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("door", ["trainer", "callback", "accelerate"])
+def test_front_doors_train_as_one_process(one: dict[str, Any], two: Results, door: str) -> None:
+    expected = one["front_doors"][door]
+    assert len(expected["loss"]) == 10 and expected["loss"][-1] < 0.97 * expected["loss"][0]
+    for rank in two:
+        found = rank["front_doors"][door]
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+        assert found["norm"] == pytest.approx(expected["norm"], rel=5e-3)
+
+
+def test_the_trainer_saves_a_whole_model(folder: Path, two: Results) -> None:
+    saved = load_file(folder / "doors" / "checkpoint-10" / "model.safetensors")
+    for rank in two:
+        trained = rank["front_doors"]["trainer"]["trained"]
+        assert trained.keys() == saved.keys()
+        assert all(torch.equal(saved[name], weight) for name, weight in trained.items())
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("on_cpus", "ValueError: ParallelismConfig is only compatible"),  # accelerate's own, as is whole_model
+        ("lean", "ValueError: precision='fp16-lean' keeps .*this model is tensor parallel: use 'fp16'"),
+        ("lean_callback", r"ValueError: precision='fp16-lean' keeps .*Use MixedPrecisionCallback\('fp16'\)"),
+        ("to_resume", "ValueError: Resuming is not supported .*`save_only_model=True`"),  # Transformers' own
+        ("fused", "ValueError: AdamW updates .*DTensors and plain tensors .* optim='adamw_torch'"),
+        ("whole_model", r"NotImplementedError: Model should undergo tensor parallel .*from_pretrained\("),
+    ],
+)
+def test_what_cannot_pass_a_front_door_is_refused_by_all(two: Results, case: str, said: str) -> None:
+    for rank in two:
+        assert re.match(said, rank["refused_doors"][case], flags=re.DOTALL), rank["refused_doors"][case]
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ class _SavedPart(NamedTuple):
     spread: Callable[[Tensor], Tensor]  # of the part, what was saved
 
 
-def _part(tensor: Tensor) -> Tensor:
+def _part(tensor: Any) -> Tensor:
     """What this process holds of a DTensor; of any other tensor all."""
     return tensor.detach().to_local() if hasattr(tensor, "device_mesh") else tensor
 
@@ -143,7 +143,7 @@ class _SavedInputs:
             upcast = source.new_empty_strided(source.shape, saved.source_stride, dtype=self._wide).copy_(source)
         return upcast.as_strided(saved.size, saved.stride, saved.offset)
 
-    def pack(self, tensor: Tensor) -> Any:
+    def pack(self, tensor: Any) -> Any:
         if tensor.dtype is not self._wide or tensor.numel() == 0 or tensor.layout is not torch.strided:
             return self._keep(tensor)
         if (mesh := getattr(tensor, "device_mesh", None)) is not None:
