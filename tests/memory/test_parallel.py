@@ -80,9 +80,9 @@ def llama() -> LlamaConfig:
 
 
 def test_tensor_parallel_ranks_share_weights_and_send_activations() -> None:
-    two, four = (estimate_training_memory(llama(), "fp16", ranks=ranks, parallel="tp") for ranks in (2, 4))
-    masters = [found.bytes_by_category[Category.MASTER_WEIGHTS] for found in (two, four)]
-    assert masters[0] < 0.55 * 4 * two.parameters and masters[1] < 0.55 * masters[0]  # norms are not shared
+    two = estimate_training_memory(llama(), "fp16", ranks=2, parallel="tp")
+    masters = two.bytes_by_category[Category.MASTER_WEIGHTS]
+    assert 2 * two.parameters < masters < 1.05 * 2 * two.parameters  # norms are not shared
     assert two.settings.optimizer == "adamw_torch"
     sent = {(one.name, one.dtype): one.sent_bytes for one in two.communication}
     # Two row-wise products in each layer, of 32 tokens, in FP16; the logits' parts are gathered.
