@@ -47,6 +47,23 @@ def test_two_processes_train_as_one(one: dict[str, Any], two: Results) -> None:
         assert found["norm"] == pytest.approx(expected["norm"], rel=5e-3)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_how_far_fifty_steps_of_two_processes_are_from_those_of_one(
+    launch: Callable[..., Results], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BF16 alone costs more than 1e-4 here: in torch's autocast, without hf_mp, too."""
+    monkeypatch.undo()  # products as in the worker
+    one = tensor_parallel_worker.fifty_steps(str(tmp_path))
+    farthest = {}
+    for rank in launch("tensor_parallel_worker.py", tmp_path, "fifty_steps"):
+        for precision, losses in rank["fifty_steps"].items():
+            farthest[precision] = max(abs(loss / alone - 1) for loss, alone in zip(losses, one[precision], strict=True))
+    print(farthest)  # docs/several_processes.md
+    assert farthest["FP32"] < 1e-6 and farthest["fp16"] < 1e-4
+    assert farthest["bf16"] < 5e-4 and farthest["torch.autocast"] < 5e-4
+
+
 @pytest.mark.parametrize(
     ("name", "most"), [("llama", 0.005), ("llama bf16", 0.03), ("qwen3", 0.005), ("loaded in bf16", 0.005),
                        ("recomputed", 0.005)],
