@@ -123,6 +123,14 @@ def test_front_doors_train_as_one_process(one: dict[str, Any], two: Results, doo
         assert found["norm"] == pytest.approx(expected["norm"], rel=5e-3)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_accelerate_launch(launch: Callable[..., Results], one: dict[str, Any], folder: Path) -> None:
+    found = launch("tensor_parallel_worker.py", folder, "front_doors", launcher="accelerate")
+    for door, expected in one["front_doors"].items():
+        assert [rank["front_doors"][door]["loss"] for rank in found] == [pytest.approx(expected["loss"], rel=1e-4)] * 2
+
+
 def test_the_trainer_saves_a_whole_model(folder: Path, two: Results) -> None:
     saved = load_file(folder / "doors" / "checkpoint-10" / "model.safetensors")
     for rank in two:
