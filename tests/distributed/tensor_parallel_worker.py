@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import hf_mp
 
@@ -198,8 +205,10 @@ def refused_doors(folder: str) -> dict[str, str]:
     return tensor_parallel_doors.refused(folder, loaded)
 
 
-ONE_PROCESS = [losses, gradients, front_doors]
-CASES = [losses, gradients, overflow, follows_writes, refusals, front_doors, refused_doors]
+# The Trainer of Transformers 5.17 fails on CPUs with such a model.
+HAS_DOORS = hasattr(PreTrainedModel, "is_distributed_loading_by_transformers")
+ONE_PROCESS = [losses, gradients, *([front_doors] if HAS_DOORS else [])]
+CASES = [losses, gradients, overflow, follows_writes, refusals, *([front_doors, refused_doors] if HAS_DOORS else [])]
 
 
 def main(folder: str, *names: str) -> None:

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tensor_parallel_worker
 
 Results = list[dict[str, Any]]
+has_doors = pytest.mark.skipif(not tensor_parallel_worker.HAS_DOORS, reason="Transformers is too old")
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +114,7 @@ def test_a_mesh_of_one_process() -> None:
         dist.destroy_process_group()
 
 
+@has_doors
 @pytest.mark.parametrize("door", ["trainer", "callback", "accelerate"])
 def test_front_doors_train_as_one_process(one: dict[str, Any], two: Results, door: str) -> None:
     expected = one["front_doors"][door]
@@ -123,6 +125,7 @@ def test_front_doors_train_as_one_process(one: dict[str, Any], two: Results, doo
         assert found["norm"] == pytest.approx(expected["norm"], rel=5e-3)
 
 
+@has_doors
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_accelerate_launch(launch: Callable[..., Results], one: dict[str, Any], folder: Path) -> None:
@@ -131,6 +134,7 @@ def test_accelerate_launch(launch: Callable[..., Results], one: dict[str, Any], 
         assert [rank["front_doors"][door]["loss"] for rank in found] == [pytest.approx(expected["loss"], rel=1e-4)] * 2
 
 
+@has_doors
 def test_the_trainer_saves_a_whole_model(folder: Path, two: Results) -> None:
     saved = load_file(folder / "doors" / "checkpoint-10" / "model.safetensors")
     for rank in two:
@@ -139,6 +143,7 @@ def test_the_trainer_saves_a_whole_model(folder: Path, two: Results) -> None:
         assert all(torch.equal(saved[name], weight) for name, weight in trained.items())
 
 
+@has_doors
 @pytest.mark.parametrize(
     ("case", "said"),
     [
