@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_mp.casting.nested import tensors_in
 from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.weights.distributed import has_dtensors
 from hf_mp.weights.split_parameter import SPLIT_CLASSES, SplitParameter
 
 STAND_IN = torch.device("meta")
@@ -96,6 +97,8 @@ class AnswerAsIfAllWentWell(TorchDispatchMode):
         self._exact_in_16_bits: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_dtensors(types):
+            return NotImplemented
         if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return _scalar(args[0])
         if func is _aten.equal.default and isinstance(args[0], FakeTensor):

@@ -25,6 +25,7 @@ from hf_mp.memory.folding import kept_sentences
 from hf_mp.memory.footprint import memory_footprint
 from hf_mp.memory.precisions import bitsandbytes_config, parse_precision
 from hf_mp.policy import spell
+from hf_mp.weights.distributed import is_dtensor, local_part
 
 ModelLike = str | Path | PreTrainedConfig | PreTrainedModel
 
@@ -262,9 +263,14 @@ def replace_tensors(model: nn.Module, device: torch.device) -> nn.Module:
     """Give a model new tensors of the same shapes on ``device``, with the same ties; fake in a FakeTensorMode."""
     memo: dict[int, Tensor] = {}
 
-    def renew(tensor: Tensor) -> Tensor:
+    def renew(tensor: Any) -> Tensor:
         if id(tensor) not in memo:
-            new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            whole = tensor.detach()
+            local = local_part(whole)
+            new = torch.empty_strided(local.shape, local.stride(), dtype=tensor.dtype, device=device)
+            if is_dtensor(whole):
+                layout = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+                new = type(whole).from_local(new, whole.device_mesh, whole.placements, **layout)
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
                 storage = tensor.untyped_storage()._cdata

@@ -9,18 +9,22 @@ import contextlib
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from hf_mp.weights.distributed import has_dtensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Parallel = Literal["ddp", "fsdp2", "hsdp"]
+Parallel = Literal["ddp", "fsdp2", "hsdp", "tp"]
 MOST_RANKS = 4096
 
 
@@ -35,11 +39,6 @@ class Spread:
     def __post_init__(self) -> None:
         if isinstance(self.ranks, bool) or not isinstance(self.ranks, int) or not 1 <= self.ranks <= MOST_RANKS:
             raise ValueError(f"ranks={self.ranks!r} is not possible: use a whole number from 1 to {MOST_RANKS}")
-        if self.parallel == "tp":
-            raise ValueError(
-                "parallel='tp' cannot be planned: Transformers makes a model tensor parallel while it loads weights, "
-                "which a plan does not have; use 'ddp', 'fsdp2' or 'hsdp'"
-            )
         if self.parallel not in get_args(Parallel):
             raise ValueError(f"parallel={self.parallel!r} is not known: use one of {', '.join(get_args(Parallel))}")
         if self.node_size < 1 or (self.parallel == "hsdp" and self.ranks % self.node_size):
@@ -72,6 +71,8 @@ class CommunicationRecorder(TorchDispatchMode):
         self._found: dict[tuple[str, int, str], tuple[int, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_dtensors(types):
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         if func in self._collectives:
             ranks = self._ops.get_process_group(func, args).size()
@@ -125,7 +126,7 @@ class Rank:
         self.communication = CommunicationRecorder() if spread.ranks > 1 else None
 
     def shard(self, model: nn.Module) -> nn.Module:
-        """``model`` under FSDP2, block by block, as accelerate's plugin wraps it; under DDP as it is."""
+        """``model`` under FSDP2, block by block, as accelerate's plugin wraps it; under others as it is."""
         if self._mesh is None:
             return model
         from torch.distributed.fsdp import fully_shard
@@ -136,13 +137,35 @@ class Rank:
         return model
 
     def reduce_gradients(self, forward: Any, *, has_hook: bool) -> Any:
-        """The forward of a model under DDP, with ``has_hook`` of its layout's own reduction; under FSDP2 as it is."""
-        if self._spread.ranks == 1 or self._mesh is not None:
+        """The forward of a model under DDP, with ``has_hook`` of its layout's own reduction; under others as it is."""
+        if self._spread.ranks == 1 or self._spread.parallel != "ddp":
             return forward
         ddp = DistributedDataParallel(forward, init_sync=False)
         if not has_hook:
             ddp.register_comm_hook(None, lambda state, bucket: _all_reduce(bucket.buffer()))
         return ddp
+
+
+def _make_tensor_parallel(model: PreTrainedModel, ranks: int) -> None:
+    """Spread ``model``, on the meta device, as ``from_pretrained(..., tp_plan="auto")`` does before it loads weights.
+
+    Raises:
+        ValueError: for a model without a plan, or with heads that so many ranks cannot share.
+    """
+    name = type(model).__name__
+    if not model.tp_plan:
+        raise ValueError(
+            f"parallel='tp' needs a model with a tp_plan in Transformers, and {name} has none: use 'fsdp2' or 'ddp'"
+        )
+    heads = getattr(model.config.get_text_config(), "num_key_value_heads", None) or 0
+    if heads % ranks:
+        raise ValueError(
+            f"ranks={ranks} cannot share the {heads} key and value heads of {name} evenly: use a number of ranks that "
+            f"divides {heads}"
+        )
+    config, _, mesh = model.prepare_distribute_model(DistributedConfig(tp_size=ranks))
+    model.maybe_distribute_model(model, config, mesh)
+    model.tie_weights()  # each of two tied weights was split by itself
 
 
 def _all_reduce(gradients: Tensor) -> torch.futures.Future[Tensor]:
@@ -154,19 +177,19 @@ def _all_reduce(gradients: Tensor) -> torch.futures.Future[Tensor]:
 
 
 @contextlib.contextmanager
-def one_rank_of(spread: Spread, device: torch.device) -> Iterator[Rank]:
-    """Be rank 0 of ``spread.ranks``, of which no other exists, on ``device``.
+def one_rank_of(spread: Spread, device: torch.device, model: nn.Module) -> Iterator[Rank]:
+    """Be rank 0 of ``spread.ranks``, of which no other exists, on ``device``; ``model``, on meta, is spread for "tp".
 
     Raises:
+        ValueError: for a model that cannot be tensor parallel on so many ranks.
         RuntimeError: where this process is one of several that do exist.
     """
     if spread.ranks == 1:
         yield Rank(spread, None)
         return
     import torch.distributed as distributed
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # which registers the process group
 
-    class Agreeing(FakeStore):
+    class Agreeing(distributed.Store):
         """All ranks have said what this one says."""
 
         def set(self, key: str, value: Any) -> None:
@@ -184,6 +207,8 @@ def one_rank_of(spread: Spread, device: torch.device) -> Iterator[Rank]:
         store = Agreeing()  # by name: torch keeps what is C++ of it alone
         distributed.init_process_group("fake", rank=0, world_size=spread.ranks, store=store)
         try:
+            if spread.parallel == "tp":
+                _make_tensor_parallel(cast(PreTrainedModel, model), spread.ranks)
             with _accepted_by_torch(device):
                 yield Rank(spread, make_mesh(spread))
         finally:
@@ -191,10 +216,10 @@ def one_rank_of(spread: Spread, device: torch.device) -> Iterator[Rank]:
 
 
 def make_mesh(spread: Spread) -> DeviceMesh | None:
-    """The mesh that FSDP2 shards over, None for DDP; a ``FakeTensorMode`` cannot make one."""
+    """The mesh that FSDP2 shards over, None without it; a ``FakeTensorMode`` cannot make one."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    if spread.parallel == "ddp":
+    if spread.parallel in ("ddp", "tp"):
         return None
     if spread.parallel == "fsdp2":
         return init_device_mesh("cpu", (spread.ranks,))
@@ -205,7 +230,7 @@ def make_mesh(spread: Spread) -> DeviceMesh | None:
 @contextlib.contextmanager
 def _accepted_by_torch(device: torch.device) -> Iterator[None]:
     """Have FSDP2 and DDP run on fake tensors: with ``device`` for that of the mesh, without a look at any value."""
-    from torch.distributed import Reducer
+    from torch.distributed import Reducer, _functional_collectives
     from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -213,10 +238,13 @@ def _accepted_by_torch(device: torch.device) -> Iterator[None]:
         replace = lambda *args, **kwargs: stack.enter_context(mock.patch.object(*args, **kwargs))  # noqa: E731
         replace(_fully_shard, "_get_device_from_mesh", lambda mesh: device)
         replace(_fsdp_param, "_chunk_with_empty", _chunk_of_first_rank)
+        replace(_functional_collectives, "wait_tensor", lambda tensor: tensor)  # on fake tensors it makes another
         replace(Reducer, "_rebuild_buckets", lambda reducer: False)
         if device.type == "meta":  # it stands for a GPU: streams and events are the CPU's, which do nothing
             replace(torch, "meta", torch.cpu, create=True)
             replace(torch.cpu.Stream, "record_event", lambda stream, event=None: torch.cpu.Event())
+            for name in ("stream_id", "device_index", "device_type"):  # which FSDP2 reads from torch 2.15 on
+                replace(torch.cpu.Stream, name, 0, create=True)
             replace(FSDPParamGroup, "_validate_no_meta_params", lambda group: None)
         yield
 

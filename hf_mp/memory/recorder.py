@@ -149,5 +149,6 @@ class MemoryRecorder(TorchDispatchMode):
 
 @torch.no_grad()
 def _here(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The parts of ``tensors`` that this process holds."""
-    return local_parts(tensors)
+    """The parts of ``tensors`` that this process holds; of a collective under way, what it writes into."""
+    parts: list[Any] = local_parts(tensors)
+    return [part.elem if type(part).__name__ == "AsyncCollectiveTensor" else part for part in parts]

@@ -11,6 +11,7 @@ from typing import Any, cast
 from unittest import mock
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
@@ -31,6 +32,7 @@ from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.sizes import largest_first, readable
 from hf_mp.policy import PrecisionPolicy, spell
 from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.weights.distributed import is_dtensor
 from hf_mp.weights.optimizer import MasterWeightOptimizer
 from hf_mp.weights.optimizer_in_backward import FreeGradients, check_free_gradients
 
@@ -50,7 +52,7 @@ class TrainingSettings:
     gradient_checkpointing: bool = False  # whether blocks are recomputed in backward
     optimizer: str = DEFAULT_OPTIMIZER  # as in TrainingArguments(optim=...)
     free_gradients: FreeGradients = "step"  # as for MixedPrecision
-    ranks: int = 1  # processes that train together, each with `batch_size` sequences
+    ranks: int = 1  # processes that train together, each with `batch_size` sequences (tp: the same ones)
     parallel: Parallel = "fsdp2"  # how, where there are several
     node_size: int = 8  # of which so many are on one machine
 
@@ -142,8 +144,9 @@ def estimate_training_memory(
         device: ``"cuda"`` (default; needs no GPU) or ``"cpu"``.
         ranks: processes that train together, at most 4,096, each with ``batch_size`` sequences; default 1. The code of
             one of them runs, on torch's fake process group.
-        parallel: how they do: ``"fsdp2"`` (default), ``"ddp"``, or ``"hsdp"``: FSDP2 within a machine, replicated over
-            machines.
+        parallel: how they do: ``"fsdp2"`` (default), ``"ddp"``, ``"hsdp"`` (FSDP2 within a machine, replicated over
+            machines), or ``"tp"``: tensor parallel by the plan of Transformers, all ranks with the same sequences, and
+            ``"adamw_torch"`` by default, because a fused update takes no mixture of DTensors and plain tensors.
         node_size: ranks on one machine; default 8.
 
     Returns:
@@ -152,7 +155,7 @@ def estimate_training_memory(
 
     Raises:
         ValueError: for an unknown model, precision, optimizer or device, an impossible batch, sequence or number of
-            micro-batches, or a precision that cannot be trained on several ranks.
+            micro-batches, or a precision or model that cannot be trained on these ranks.
         RuntimeError: for several ranks in a process that is one of several itself.
     """
     config = find_config(model)
@@ -179,7 +182,7 @@ def estimate_training_memory(
     planned = skeleton(config, preset.loaded)
     kind, parameters = type(planned), planned.num_parameters()
     prepared = prepare_model(planned, settings)
-    with one_rank_of(spread, target) as rank, _fake_tensors(target):
+    with one_rank_of(spread, target, prepared) as rank, _fake_tensors(target):
         trainee = make_trainee(rank.shard(replace_tensors(prepared, target)), kind, settings, target)
         has_hook = trainee.runtime is not None and trainee.runtime.policy.wire is not torch.float32
         trainee.forward = rank.reduce_gradients(trainee.forward, has_hook=has_hook)
@@ -231,8 +234,10 @@ def make_settings(
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if seq_len is None:
         seq_len = min(positions or 1024, 1024)
+    # A fused update takes no mixture of DTensors and plain tensors.
+    default = "adamw_torch" if settings.get("parallel") == "tp" else DEFAULT_OPTIMIZER
     asked = TrainingSettings(
-        spell(precision), batch_size, seq_len, optimizer=optimizer or preset.optimizer or DEFAULT_OPTIMIZER, **settings
+        spell(precision), batch_size, seq_len, optimizer=optimizer or preset.optimizer or default, **settings
     )
     for name, least in {"batch_size": 1, "accumulation_steps": 1, "seq_len": 2}.items():
         value = getattr(asked, name)
@@ -339,7 +344,8 @@ def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimiz
         raise ValueError(f"optimizer={name!r} cannot be made: {error}") from error
     settings = {**settings, "lr": 0.0}  # leaves a given model's weights unchanged
     if kind.__module__.startswith("torch.optim.") and not settings.get("fused"):
-        settings.setdefault("foreach", device.type != "cpu")  # torch's default, but not for fake tensors
+        has_dtensors = any(map(is_dtensor, model.parameters()))
+        settings.setdefault("foreach", device.type != "cpu" and not has_dtensors)  # torch's, but not for fake tensors
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in trained if parameter.dim() >= 2], "weight_decay": 0.01},
@@ -394,6 +400,7 @@ def train_one_step(trainee: Trainee, start_phase: Callable[[Phase], None] = lamb
     if isinstance(trainee.optimizer, MasterWeightOptimizer):
         trainee.optimizer.clip_grad_norm_(_MAX_GRAD_NORM)
     else:
-        torch.nn.utils.clip_grad_norm_([p for p in trainee.model.parameters() if p.requires_grad], _MAX_GRAD_NORM)
+        clip: Any = Accelerator._clip_grad_norm_dtensor_aware  # Accelerator.clip_grad_norm_, which reads no other state
+        clip(None, [p for p in trainee.model.parameters() if p.requires_grad], _MAX_GRAD_NORM)
     trainee.optimizer.step()
     return trainee.runtime is None or not trainee.runtime.step_was_skipped

@@ -205,6 +205,12 @@ def is_dtensor(tensor: Tensor) -> bool:
     return dtensors is not None and isinstance(tensor, dtensors.DTensor)
 
 
+def has_dtensors(types: Iterable[type]) -> bool:
+    """Whether an op takes DTensors: a dispatch mode that leaves it to them sees the ops on shards, and collectives."""
+    dtensors = sys.modules.get("torch.distributed.tensor")
+    return dtensors is not None and any(issubclass(one, dtensors.DTensor) for one in types)
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """The shard of ``tensor`` that this process holds; any other tensor as it is."""
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]

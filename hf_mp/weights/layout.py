@@ -184,6 +184,16 @@ class TensorParallelLayout(TransientLayout):
     def join_ranks(self, model: nn.Module, runtime: Runtime, in_fp32: Sequence[nn.Module]) -> None:
         pass  # activations travel, as they are computed
 
+    def wrap(self, optimizer: Optimizer) -> Optimizer:
+        for group in optimizer.param_groups:
+            if (group.get("fused") or group.get("foreach")) and len(set(map(is_dtensor, group["params"]))) > 1:
+                raise ValueError(
+                    f"{type(optimizer).__name__} updates a group of DTensors and plain tensors at once, which torch "
+                    "cannot: leave fused=True and foreach=True out (in the Trainer: optim='adamw_torch'), or give each "
+                    "kind a group of its own"
+                )
+        return super().wrap(optimizer)
+
     def saving(self) -> AbstractContextManager[None]:
         return nullcontext()
 

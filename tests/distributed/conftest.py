@@ -32,6 +32,8 @@ def _command(launcher: str, processes: int) -> list[str]:
         return [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", *network]
     network = ["--main_process_ip=127.0.0.1", f"--main_process_port={_free_port()}"]
     config = [f"--config_file={HERE.parents[1] / 'recipes' / launcher}", f"--num_processes={processes}"]
+    if launcher == "accelerate":
+        config[0] = "--multi_gpu"  # on CPUs all the same, as ACCELERATE_USE_CPU says
     shards = ["--parallelism_config_dp_shard_size=2"] if launcher == "hsdp.yaml" else []
     # Given --cpu it would start one process, or ask for MPI.
     return [sys.executable, "-m", "accelerate.commands.launch", *config, *network, *shards]
@@ -48,7 +50,7 @@ def start(
 ) -> Results:
     """Run a worker script of this folder on several processes, and read what each of them saved in ``folder``.
 
-    ``launcher`` is ``"torchrun"``, or a file of recipes/ for ``accelerate launch --config_file``.
+    ``launcher`` is ``"torchrun"``, ``"accelerate"``, or a file of recipes/ for ``accelerate launch --config_file``.
     """
     # The installed gloo looks the host's own name up otherwise, which a container may not know.
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}

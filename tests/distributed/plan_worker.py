@@ -1,6 +1,7 @@
 """Counts what real ranks send and hold in a training step, for comparison with the plan of one rank.
 
-Usage: torchrun ... plan_worker.py FOLDER PARALLEL...; writes FOLDER/rankN.pt, by parallelism and preset.
+Usage: torchrun ... plan_worker.py FOLDER PARALLEL...; writes FOLDER/rankN.pt, by parallelism and preset. PARALLEL may
+name the model after a colon, as in tp:llama.
 """
 
 from __future__ import annotations
@@ -9,29 +10,36 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import tensor_parallel_worker
 import torch
 import torch.distributed as distributed
 from torch.nn.parallel import DistributedDataParallel
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedConfig
 
+from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
 from hf_mp.memory.parallel import Rank, Spread, make_mesh
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.training import make_settings, make_trainee, prepare_model, record_steps
 
-PRESETS = ("fp32", "fp16")
+PRESETS = {**dict.fromkeys(("fsdp2", "hsdp", "ddp"), ("fp32", "fp16")), "tp": ("fp32", "fp16", "bf16")}
 NODE_SIZE = 2
 
 
-def config() -> GPT2Config:
+def config(kind: str) -> PreTrainedConfig:
+    if kind:
+        return tensor_parallel_worker.MODELS[kind][1]
     return GPT2Config(n_layer=3, n_embd=64, n_head=4, vocab_size=512, n_positions=32, bos_token_id=0, eos_token_id=0)
 
 
-def count(parallel: Any, preset: str) -> dict[str, Any]:
+def count(folder: str, parallel: Any, kind: str, preset: str) -> dict[str, Any]:
     spread = Spread(distributed.get_world_size(), parallel, NODE_SIZE)
-    settings = make_settings(config(), preset, ranks=spread.ranks, parallel=parallel, node_size=NODE_SIZE)
+    settings = make_settings(config(kind), preset, ranks=spread.ranks, parallel=parallel, node_size=NODE_SIZE)
     rank = Rank(spread, make_mesh(spread))
-    model = rank.shard(prepare_model(GPT2LMHeadModel(config()), settings))
-    trainee = make_trainee(model, GPT2LMHeadModel, settings, torch.device("cpu"))
+    loaded: Any = tensor_parallel_worker.loaded(folder, kind) if kind else GPT2LMHeadModel(config(kind))
+    if kind:  # on a CPU, Transformers loads the rows of a rank as a view of the whole weight
+        loaded.load_state_dict({name: p.detach().clone() for name, p in loaded.named_parameters()}, assign=True)
+    model = rank.shard(prepare_model(loaded, settings))
+    trainee = make_trainee(model, type(loaded), settings, torch.device("cpu"))
     trainee.communication = rank.communication
     if parallel == "ddp":
         trainee.forward = DistributedDataParallel(model)
@@ -41,9 +49,14 @@ def count(parallel: Any, preset: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    CPU_PRODUCTS[torch.float16] = False  # as where it is planned: tests/conftest.py
     distributed.init_process_group("gloo")
-    folder, *parallels = sys.argv[1:]
-    found = {(parallel, preset): count(parallel, preset) for parallel in parallels for preset in PRESETS}
+    folder, *asked = sys.argv[1:]
+    found = {}
+    for name in asked:
+        parallel, _, kind = name.partition(":")
+        for preset in PRESETS[parallel]:
+            found[name, preset] = count(folder, parallel, kind, preset)
     torch.save(found, Path(folder, f"rank{distributed.get_rank()}.pt"))
     distributed.destroy_process_group()
 

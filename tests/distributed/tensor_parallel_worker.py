@@ -1,7 +1,7 @@
 """Runs on each of several processes: models that Transformers makes tensor parallel (``tp_plan="auto"``).
 
-Usage: torchrun ... tensor_parallel_worker.py FOLDER; writes FOLDER/rankN.pt, a dict of what each case returned. The
-test itself runs ``ONE_PROCESS``: the same models whole.
+Usage: torchrun ... tensor_parallel_worker.py FOLDER [CASE]; writes FOLDER/rankN.pt, a dict of what each case returned:
+``CASES``, or the one that is named. The test itself runs ``ONE_PROCESS``: the same models whole.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import tensor_parallel_doors
 import torch
 import torch.distributed as dist
 from loop_worker import batches, said_of, whole
@@ -20,7 +21,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import hf_mp
 
@@ -133,6 +141,26 @@ def follows_writes(folder: str) -> dict[str, Any]:
         return {"first": first, "written": written, "read": read, "detached": model(input_ids=ids).logits}
 
 
+def fifty_steps(folder: str) -> dict[str, list[float]]:
+    """Losses by precision: without any, in torch's autocast alone, and in ours."""
+    found: dict[str, list[float]] = {}
+    for precision in ("FP32", "torch.autocast", "bf16", "fp16"):
+        model: Any = loaded(folder)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if precision in ("bf16", "fp16"):
+            model, optimizer = hf_mp.prepare(model, optimizer, precision)
+        found[precision] = []
+        for ids in batches(50):
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "torch.autocast"):
+                loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            clip(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            found[precision].append(loss.item())
+    return found
+
+
 def refusals(folder: str) -> dict[str, str]:
     def lean() -> None:
         hf_mp.MixedPrecision("bf16-lean").attach(loaded(folder))
@@ -161,16 +189,26 @@ def refusals(folder: str) -> dict[str, str]:
     return said_of(lean, with_fsdp, two_dimensions, two_meshes, layouts_differ)
 
 
-ONE_PROCESS = [losses, gradients]
-CASES = [losses, gradients, overflow, follows_writes, refusals]
+def front_doors(folder: str) -> dict[str, Any]:
+    return tensor_parallel_doors.run(folder, loaded)
 
 
-def main(folder: str) -> None:
+def refused_doors(folder: str) -> dict[str, str]:
+    return tensor_parallel_doors.refused(folder, loaded)
+
+
+# The Trainer of Transformers 5.17 fails on CPUs with such a model.
+HAS_DOORS = hasattr(PreTrainedModel, "is_distributed_loading_by_transformers")
+ONE_PROCESS = [losses, gradients, *([front_doors] if HAS_DOORS else [])]
+CASES = [losses, gradients, overflow, follows_writes, refusals, *([front_doors, refused_doors] if HAS_DOORS else [])]
+
+
+def main(folder: str, *names: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    results = {case.__name__: case(folder) for case in CASES}
+    results = {case.__name__: case(folder) for case in ([globals()[name] for name in names] or CASES)}
     torch.save(results, Path(folder) / f"rank{dist.get_rank()}.pt")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

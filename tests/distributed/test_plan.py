@@ -21,26 +21,36 @@ def sent_bytes(collectives: Iterable[Collective]) -> dict[tuple[str, int, str], 
     return {(one.name, one.ranks, one.dtype): one.sent_bytes for one in collectives if one.sent_bytes > 1024}
 
 
-def compare(counted: dict[Any, Any], parallel: Any, ranks: int) -> None:
-    for preset in PRESETS:
+def compare(counted: list[dict[Any, Any]], name: str, *, peak: float = 0.05) -> None:
+    parallel: Any
+    parallel, _, kind = name.partition(":")
+    for preset in PRESETS[parallel]:
         planned = estimate_training_memory(
-            config(), preset, device="cpu", ranks=ranks, parallel=parallel, node_size=NODE_SIZE
+            config(kind), preset, device="cpu", ranks=len(counted), parallel=parallel, node_size=NODE_SIZE
         )
-        found = counted[parallel, preset]
-        assert sent_bytes(planned.communication) == sent_bytes(found["collectives"])
-        assert planned.peak_bytes == pytest.approx(found["peak_bytes"], rel=0.05)
+        for rank in counted:
+            found = rank[name, preset]
+            assert sent_bytes(planned.communication) == sent_bytes(found["collectives"])
+            assert planned.peak_bytes == pytest.approx(found["peak_bytes"], rel=peak)
 
 
 @pytest.mark.slow
 def test_two_ranks(launch: Callable[..., Any], tmp_path: Path) -> None:
-    for counted in launch("plan_worker.py", tmp_path, "fsdp2", "ddp"):
-        compare(counted, "fsdp2", 2)
-        compare(counted, "ddp", 2)
+    counted = launch("plan_worker.py", tmp_path, "fsdp2", "ddp", "tp:llama")
+    compare(counted, "fsdp2")
+    compare(counted, "ddp")
+    compare(counted, "tp:llama", peak=0.01)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_two_tensor_parallel_ranks(launch: Callable[..., Any], tmp_path: Path) -> None:
+    compare(launch("plan_worker.py", tmp_path, "tp:qwen3"), "tp:qwen3", peak=0.01)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_four_ranks(launch: Callable[..., Any], tmp_path: Path) -> None:
-    for counted in launch("plan_worker.py", tmp_path, "fsdp2", "hsdp", "ddp", processes=4):
-        for parallel in ("fsdp2", "hsdp", "ddp"):
-            compare(counted, parallel, 4)
+    counted = launch("plan_worker.py", tmp_path, "fsdp2", "hsdp", "ddp", processes=4)
+    for parallel in ("fsdp2", "hsdp", "ddp"):
+        compare(counted, parallel)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch.distributed as distributed
 from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
-from transformers import GPT2Config
+from transformers import GPT2Config, LlamaConfig
 from typer.testing import CliRunner
 
 from hf_mp import estimate_training_memory
@@ -72,13 +72,46 @@ def test_nothing_is_left_behind() -> None:
     assert not distributed.is_initialized()
 
 
+def llama() -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=WIDTH, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=4, vocab_size=512, max_position_embeddings=32, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+
+
+def test_tensor_parallel_ranks_share_weights_and_send_activations() -> None:
+    two = estimate_training_memory(llama(), "fp16", ranks=2, parallel="tp")
+    masters = two.bytes_by_category[Category.MASTER_WEIGHTS]
+    assert 2 * two.parameters < masters < 1.05 * 2 * two.parameters  # norms are not shared
+    assert two.settings.optimizer == "adamw_torch"
+    sent = {(one.name, one.dtype): one.sent_bytes for one in two.communication}
+    # Two row-wise products in each layer, of 32 tokens, in FP16; the logits' parts are gathered.
+    assert sent["all-reduce", "float16"] == LAYERS * 2 * 32 * WIDTH * 2
+    assert sent["all-gather", "float16"] == 32 * 512 * 2 // 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": config()}, r"needs a model with a tp_plan in .*, and GPT2LMHeadModel has none: use 'fsdp2'"),
+        ({"precision": "bf16-lean"}, r"precision='bf16-lean' keeps .* this model is tensor parallel: use 'bf16'"),
+        ({"ranks": 8}, r"ranks=8 cannot share the 4 key and value heads of LlamaForCausalLM .* that divides 4"),
+        ({"precision": "int8-lora"}, r"parallel='tp' cannot shard the INT8 weights of precision='int8-lora'"),
+    ],
+)
+def test_impossible_tensor_parallel_plans(settings: dict[str, object], message: str) -> None:
+    arguments = {"model": llama(), "precision": "fp32", "ranks": 2, "parallel": "tp", **settings}
+    with pytest.raises(ValueError, match=message):
+        estimate_training_memory(**arguments)  # type: ignore[arg-type]
+    assert not distributed.is_initialized()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"ranks": 0}, r"ranks=0 is not possible: use a whole number from 1 to 4096"),
         ({"ranks": 5000}, r"ranks=5000 is not possible"),
-        ({"ranks": 8, "parallel": "tp"}, r"parallel='tp' cannot be planned: .* use 'ddp', 'fsdp2' or 'hsdp'"),
-        ({"ranks": 8, "parallel": "zero"}, r"parallel='zero' is not known: use one of ddp, fsdp2, hsdp"),
+        ({"ranks": 8, "parallel": "zero"}, r"parallel='zero' is not known: use one of ddp, fsdp2, hsdp, tp"),
         ({"ranks": 12, "parallel": "hsdp"}, r"ranks=12 is not a multiple of node_size=8"),
         ({"ranks": 2, "precision": "int8-lora"}, r"cannot shard the INT8 weights of precision='int8-lora': use 'ddp'"),
     ],
