@@ -77,8 +77,8 @@ class SeenGradients:
         if not (found := self.layout.gradients(parameters)):
             return None
         largest, norm = measure(found, with_norm=self.measures_norm)
-        is_final = self.measures_norm and self._ranks.gradients_are_final(parameters)
-        self._see([gradient for gradient, _ in found] if is_final else (), norm)  # hold() is asked where a norm is
+        is_final = self._ranks.gradients_are_final(parameters)
+        self._see([gradient for gradient, _ in found] if is_final else (), norm)
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
         return largest
 
