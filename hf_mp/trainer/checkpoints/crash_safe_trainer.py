@@ -264,7 +264,8 @@ class CrashSafe(_Base):
             thread = pool.submit(put_in_place)
             pool.shutdown(wait=False)
         self._written = saving, thread
-        if not (is_written and self.save_in_background):
+        # A preempted run forgets its best checkpoint when the epoch ends: rotated after that, it would be removed.
+        if not (is_written and self.save_in_background) or self._preemption.requested:
             self._settle()
 
     def _settle(self) -> None:

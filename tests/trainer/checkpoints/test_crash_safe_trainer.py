@@ -368,10 +368,12 @@ def test_a_signal_ends_the_run_in_a_checkpoint(
     assert same(trained(**settings)[0], weights(resumed.model))
 
 
-def test_a_preempted_run_keeps_its_checkpoint_beside_the_best(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_preempted_run_keeps_its_checkpoint_beside_the_best(tmp_path: Path, in_background: bool) -> None:
     best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
+    settings = {**best, "save_in_background": in_background, "eval_dataset": token_rows(4)}
     with pytest.raises(Preempted):
-        make(tmp_path, **best, callbacks=[Signal(2, signal.SIGTERM)], eval_dataset=token_rows(4)).train()
+        make(tmp_path, **settings, callbacks=[Signal(2, signal.SIGTERM)]).train()
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
 
 
