@@ -160,6 +160,8 @@ class CrashSafe(_Base):
         """Save what the last good step left, next to the previous checkpoint; ``error`` tells where both are."""
         before, step = self._before_trouble, None
         try:
+            self._settle()
+            before = self._before_trouble
             step = self._last_checkpoint(save=True) if self.state.global_step else None
         except CheckpointError as failure:
             error.add_note(str(failure))

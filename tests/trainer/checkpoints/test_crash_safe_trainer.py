@@ -515,6 +515,14 @@ def test_training_that_cannot_go_on_keeps_what_the_last_good_step_left(tmp_path:
         assert any("checkpoint-4" in note for note in caught.value.__notes__)
 
 
+def test_a_save_in_a_thread_counts_as_the_last_from_before_steps_were_skipped(tmp_path: Path) -> None:
+    settings = {"loss_scaler_settings": {"max_consecutive_skips": 2}, "save_steps": 3, "save_total_limit": 1}
+    with pytest.raises(LossScaleError) as caught:
+        stuck_from(3, tmp_path, save_in_background=True, **settings).train()
+    *_, last, before = caught.value.__notes__
+    assert "checkpoint-4" in last and "checkpoint-3 is the last checkpoint from before" in before
+
+
 def test_a_run_that_could_not_go_on_does_when_the_cause_is_gone(tmp_path: Path) -> None:
     with pytest.raises(LossScaleError):
         stuck_from(3, tmp_path).train()
