@@ -99,7 +99,8 @@ def _wrong_entry(name: str, value: Any, parameter: Tensor) -> str | None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return all_finite(part for part in _plain_parts(local_part(tensor)) if part.is_floating_point())
+    parts = [part for part in _plain_parts(local_part(tensor)) if part.is_floating_point()]
+    return all_finite([part.float() if part.itemsize == 1 else part for part in parts])  # FP8 has no minimum in torch
 
 
 def _plain_parts(tensor: Any) -> Iterator[Tensor]:

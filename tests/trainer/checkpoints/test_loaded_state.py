@@ -121,3 +121,13 @@ def test_what_a_library_says_names_the_checkpoint() -> None:
         raise CheckpointError("ours")
     with pytest.raises(OSError, match="disk"), naming("checkpoint-4", "the model"):
         raise OSError("disk")
+
+
+def test_states_in_fp8_are_checked_too() -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.state[parameter] = {"exp_avg": torch.ones(4).to(torch.float8_e4m3fn)}
+    check_optimizer("run", optimizer)
+    optimizer.state[parameter] = {"exp_avg": torch.full((4,), float("nan")).to(torch.float8_e4m3fn)}
+    with pytest.raises(CheckpointError, match="inf or NaN"):
+        check_optimizer("run", optimizer)
