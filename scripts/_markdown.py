@@ -54,8 +54,10 @@ def hardware(stored: Stored) -> str:
 
 def otherwise(stored: Stored, usual: Stored) -> str:
     """How the conditions of a result differ from the usual ones; empty where they do not."""
-    threads, versions = stored.root["device"]["CPU threads"].text, stored.root["versions"]
-    different = [f"{threads} threads"] if threads != usual.root["device"]["CPU threads"].text else []
+    device, of_usual, versions = stored.root["device"], usual.root["device"], stored.root["versions"]
+    different = [device["CPU"].text] if device["CPU"].text != of_usual["CPU"].text else []
+    if (threads := device["CPU threads"].text) != of_usual["CPU threads"].text:
+        different.append(f"{threads} threads")
     for package in ("torch", "transformers"):
         if versions[package].text != usual.root["versions"][package].text:
             different.append(f"{package} {versions[package].text}")

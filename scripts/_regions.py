@@ -11,7 +11,7 @@ from _hops_region import hops, host
 from _markdown import GIB, MIB, hardware, otherwise, paragraph, ratio, script, table, timing, torch_version, workload
 from _rl_regions import grpo, small_updates
 from _scaling_regions import communication, scaling, sharded_host
-from _speed_regions import architectures, host_parts
+from _speed_regions import architectures, compiled_models, generation, host_parts
 from _stored import Stored, StoredResults
 from hf_mp.policy import mixed_presets
 
@@ -145,8 +145,9 @@ def loss(results: StoredResults) -> str:
         [
             paragraph(
                 f"The loss of {stored['rows'].number:.0f} rows of a vocabulary of {stored['vocab'].number:.0f}, "
-                f"forward and backward from 16-bit logits ({script('bench_loss')}); its floor reads the logits twice "
-                f"and writes their gradient, {stored['floor_seconds'].number:.3f} s:"
+                f"forward and backward from 16-bit logits ({script('bench_loss')}"
+                f"{otherwise(stored, results('bench_step'))}); its floor reads the logits twice and writes their "
+                f"gradient, {stored['floor_seconds'].number:.3f} s:"
             ),
             table(("", "seconds", "times torch", "times the floor", "peak, MiB", "times torch"), rows),
         ]
@@ -219,7 +220,8 @@ def callback(results: StoredResults) -> str:
     rounds = stored["callback_over_subclass_per_round"]
     return paragraph(
         f"The callback's step takes {found:.2f} times the subclass's; round by round "
-        f"{rounds['median'].number:.2f} ± {rounds['spread'].number:.2f} ({script('bench_callback')})."
+        f"{rounds['median'].number:.2f} ± {rounds['spread'].number:.2f} ({script('bench_callback')}"
+        f"{otherwise(stored, results('bench_step'))})."
     )
 
 
@@ -243,8 +245,9 @@ def precisions(results: StoredResults) -> str:
     return "\n\n".join(
         [
             paragraph(
-                f"Evaluation loss of the recipe ({script('compare_precisions')}) with one seed and one order of the "
-                "data, and how far it is off FP32's; torch.autocast is the stock Trainer's `bf16=True`:"
+                f"Evaluation loss of the recipe ({script('compare_precisions')}"
+                f"{otherwise(results('compare_precisions'), results('bench_step'))}) with one seed and one order of "
+                "the data, and how far it is off FP32's; torch.autocast is the stock Trainer's `bf16=True`:"
             ),
             table(header, rows),
             "![training losses of the runs](../scripts/results/compare_precisions.png)",
@@ -330,7 +333,8 @@ def overview(results: StoredResults) -> str:
             paragraph(
                 f"A training step of {workload(steps)}; the peak memory of all tensors for {workload(memory)}; and "
                 f"the evaluation loss after {trained['fp32']['steps'].value[-1]:.0f} steps of fine-tuning "
-                f"({hardware(steps)}, {torch_version(steps)}, {steps.root['date'].text[:10]}):"
+                f"({hardware(steps)}, {torch_version(steps)}, {steps.root['date'].text[:10]}; losses "
+                f"{trained.root['date'].text[:10]}{otherwise(trained, steps)}):"
             ),
             table(("", "seconds", "times FP32", "peak, GiB", "evaluation loss against FP32's"), rows),
         ]
@@ -408,6 +412,8 @@ REGIONS: dict[str, Region] = {
     "machine": machine,
     "step": step,
     "compiled": compiled,
+    "compiled models": compiled_models,
+    "generation": generation,
     "step memory": step_memory,
     "update": update,
     "loss": loss,

@@ -1,6 +1,7 @@
 """What the benchmark scripts share: timing contenders side by side, and storing what came out."""
 
 import json
+import os
 import re
 import shlex
 import statistics
@@ -76,7 +77,7 @@ def save_result(name: str, payload: Mapping[str, Any], *, directory: Path = RESU
         raise ValueError(f"result name {name!r}: use lower-case letters, digits, '_' and '-', as in 'step_time'")
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command_line(sys.argv),
+        "command": " ".join([*_threads_of(os.environ), command_line(sys.argv)]),
         "device": describe_hardware(),
         "versions": package_versions(),
         "result": payload,
@@ -86,6 +87,11 @@ def save_result(name: str, payload: Mapping[str, Any], *, directory: Path = RESU
     path = directory / f"{name}.json"
     path.write_text(text + "\n", encoding="utf-8")
     return path
+
+
+def _threads_of(environment: Mapping[str, str]) -> list[str]:
+    """What the environment says of OpenMP's threads, on which times depend: how many, and how long they spin."""
+    return [f"{name}={environment[name]}" for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT") if name in environment]
 
 
 def command_line(argv: Sequence[str], root: Path = ROOT) -> str:

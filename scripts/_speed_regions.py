@@ -6,6 +6,7 @@ from _markdown import hardware, paragraph, script, table, torch_version
 from _stored import Stored, StoredResults
 
 _PEER = "torch.autocast bf16, GradScaler"
+_FLOOR = f"{_PEER}, bare function mode"
 _PARTS = ("forward", "backward", "clipping", "update", "step")
 _COUNTS = {"python_calls": "Python calls", "python_nodes": "nodes in Python", "kernels": "kernels"}
 
@@ -29,7 +30,9 @@ def host_parts(results: StoredResults) -> str:
         f"GPT-2 of {workload['layers'].number:.0f} layers of width {workload['width'].number:.0f}, "
         f"{workload['tokens'].number:.0f} tokens, one thread: kernels take next to no time, and what is left is the "
         f"host's ({script('bench_host')}; {_where(stored)}). Times are multiples of `{_PEER}`; microseconds are those "
-        "above FP32, of a torch call in the forward and of a parameter in the rest of the step:"
+        "above FP32, of a torch call in the forward and of a parameter in the rest of the step. The floor of an "
+        "autocast that is written in Python is torch's own with a function mode that does nothing, "
+        f"{stored['contenders'][_FLOOR]['step']['ratio_to_torch_autocast'].number:.2f}:"
     )
     header = ("", *_PARTS, "µs a call", "µs a parameter", *_COUNTS.values())
     return f"{text}\n\n{table(header, rows)}"
@@ -48,3 +51,44 @@ def architectures(results: StoredResults) -> str:
         f"{products['fp16'].number / products['fp32'].number:.2f} of FP32's time here:"
     )
     return f"{text}\n\n{table(('', '`bf16` / `torch.autocast`', 'floor', '`fp16` / FP32'), [*rows, medians])}"
+
+
+def compiled_models(results: StoredResults) -> str:
+    """Compiled steps of several models over compiled peers, the floors of both, and what was compiled."""
+    stored = results("bench_compiled")
+    ratios = ("bf16_to_torch_autocast", "bf16_floor_to_torch_autocast", "fp16_to_fp32", "fp16_floor_to_fp32")
+    counts = ("graphs", "recompilations")
+    rows = [
+        [name, *(f"{row[r].number:.2f}" for r in ratios), *(f"{row['counts'][c].number:.0f}" for c in counts)]
+        for name, row in stored["models"].parts()
+    ]
+    products, steps = stored["product_seconds"], stored["counted_steps"].number
+    text = paragraph(
+        f"A training step, both sides compiled ({script('bench_compiled')}; {_where(stored)}). The floor is a model "
+        "that is BF16 (FP16) throughout. An FP16 product alone takes "
+        f"{products['fp16'].number / products['fp32'].number:.2f} of FP32's time here. Recompilations are those of "
+        f"{steps:.0f} steps in FP16 while the loss scale changes:"
+    )
+    header = ("", "`bf16` / `torch.autocast`", "floor", "`fp16` / FP32", "floor", *counts)
+    return f"{text}\n\n{table(header, rows)}"
+
+
+def generation(results: StoredResults) -> str:
+    """A token of generate(), over torch.autocast's time and over that of a model in BF16 throughout."""
+    stored = results("bench_generate")
+    ours = ("hf_mp bf16", "hf_mp fp16")
+    rows = []
+    for name, row in stored["cases"].parts():
+        peer, floor = "ratio_to_torch_autocast", "ratio_to_floor"
+        found = [f"{row[one][ratio].number:.2f}" if one in row.value and ratio in row[one].value else ""
+                 for one, ratio in ((ours[0], peer), (ours[0], floor), (ours[1], peer), (ours[1], floor))]  # fmt: skip
+        rows.append([name, *found, f"{row[ours[0]]['python_calls'].number:,.0f}"])
+    text = paragraph(
+        f"`generate()` of {stored['tokens'].number:.0f} tokens one after the other, {stored['layers'].number:.0f} "
+        f"layers of width {stored['width'].number:.0f} ({script('bench_generate')}; {_where(stored)}): the time of a "
+        "token over that of `torch.autocast` in BF16 entered once around it, and over the floor, a model that is BF16 "
+        "throughout. Calls are those that Python makes for a token under `bf16`. Under `torch.autocast`, Llama fails "
+        "with a static cache:"
+    )
+    columns = ("`bf16` / `torch.autocast`", "/ floor", "`fp16` / `torch.autocast`", "/ floor", "calls")
+    return f"{text}\n\n{table(('', *columns), rows)}"
