@@ -31,7 +31,7 @@ def techniques(results: StoredResults) -> str:
                 f"{options['steps']} steps of {options['batch']} x {options['context']} tokens with AdamW at "
                 f"{stored['options']['learning_rate'].number:g}, under {options['seeds']} orders of the data "
                 f"([`recipes/ablate_precision.py`](../recipes/ablate_precision.py), {script('store_ablation')} "
-                f"`--scale {stored['options']['scale'].text}`{otherwise(stored, results('bench_step'))}, "
+                f"`--scale {stored['options']['scale'].text}`{otherwise(stored, results)}, "
                 "on a loaded machine). FP32's steps lower the held-out "
                 f"loss by {gained:.4f}; its losses under the {options['seeds']} orders lie "
                 f"{stored['seed_spread'].number:.4f} apart:"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from _stored import Stored
+from _stored import Stored, StoredResults
 
 WIDTH = 120
 MIB = 2**20
@@ -52,8 +52,11 @@ def hardware(stored: Stored) -> str:
     )
 
 
-def otherwise(stored: Stored, usual: Stored) -> str:
-    """How the conditions of a result differ from the usual ones; empty where they do not."""
+def otherwise(stored: Stored, results: StoredResults) -> str:
+    """How the conditions of a result differ from those of ``bench_step``; empty where they do not."""
+    if "bench_step" not in results:
+        return ""
+    usual = results("bench_step")
     device, of_usual, versions = stored.root["device"], usual.root["device"], stored.root["versions"]
     different = [device["CPU"].text] if device["CPU"].text != of_usual["CPU"].text else []
     if (threads := device["CPU threads"].text) != of_usual["CPU threads"].text:

@@ -79,7 +79,7 @@ def compiled(results: StoredResults) -> str:
     stored = results("bench_step_compiled")
     return "\n\n".join(
         [
-            paragraph(f"The same with `torch.compile`, {workload(stored)}{otherwise(stored, results('bench_step'))}:"),
+            paragraph(f"The same with `torch.compile`, {workload(stored)}{otherwise(stored, results)}:"),
             table(STEP_HEADER[:-1], [row[:-1] for row in step_rows(stored)]),
         ]
     )
@@ -146,7 +146,7 @@ def loss(results: StoredResults) -> str:
             paragraph(
                 f"The loss of {stored['rows'].number:.0f} rows of a vocabulary of {stored['vocab'].number:.0f}, "
                 f"forward and backward from 16-bit logits ({script('bench_loss')}"
-                f"{otherwise(stored, results('bench_step'))}); its floor reads the logits twice and writes their "
+                f"{otherwise(stored, results)}); its floor reads the logits twice and writes their "
                 f"gradient, {stored['floor_seconds'].number:.3f} s:"
             ),
             table(("", "seconds", "times torch", "times the floor", "peak, MiB", "times torch"), rows),
@@ -221,7 +221,7 @@ def callback(results: StoredResults) -> str:
     return paragraph(
         f"The callback's step takes {found:.2f} times the subclass's; round by round "
         f"{rounds['median'].number:.2f} ± {rounds['spread'].number:.2f} ({script('bench_callback')}"
-        f"{otherwise(stored, results('bench_step'))})."
+        f"{otherwise(stored, results)})."
     )
 
 
@@ -246,7 +246,7 @@ def precisions(results: StoredResults) -> str:
         [
             paragraph(
                 f"Evaluation loss of the recipe ({script('compare_precisions')}"
-                f"{otherwise(results('compare_precisions'), results('bench_step'))}) with one seed and one order of "
+                f"{otherwise(results('compare_precisions'), results)}) with one seed and one order of "
                 "the data, and how far it is off FP32's; torch.autocast is the stock Trainer's `bf16=True`:"
             ),
             table(header, rows),
@@ -276,7 +276,7 @@ def scalers(results: StoredResults) -> str:
         [
             paragraph(
                 f"{stored['headroom']['steps'].number:,.0f} steps of the recipe under each loss scaler "
-                f"(`{stored.root['command'].text}`{otherwise(stored, results('bench_step'))}). torch's defaults try a "
+                f"(`{stored.root['command'].text}`{otherwise(stored, results)}). torch's defaults try a "
                 "larger scale every 2000 steps, so that fewer do not show it; the last row tries every 100:"
             ),
             table(("", "steps skipped", "loss scale, first to last (smallest to largest)", "evaluation loss"), rows),
@@ -293,7 +293,7 @@ def loops(results: StoredResults) -> str:
     largest = max(abs(mixed / full - 1) for full, mixed in losses)
     return paragraph(
         "A network of 784-8192-10 on 8192 handwritten digits, SGD, constant loss scale 128 "
-        f"({script('compare_loops')}{otherwise(stored, results('bench_step'))}): the losses of its {len(losses)} steps "
+        f"({script('compare_loops')}{otherwise(stored, results)}): the losses of its {len(losses)} steps "
         f"in FP16 are within {100 * largest:.4f}% of FP32's, its tensors peak at "
         f"{fp32['peak_bytes'].number / MIB:.1f} MiB in FP32 and {fp16['peak_bytes'].number / MIB:.1f} in FP16 "
         f"({ratio(fp16, fp32, 'peak_bytes')}), a step takes {ratio(fp16, fp32, 'step_seconds')} times as long."
@@ -334,7 +334,7 @@ def overview(results: StoredResults) -> str:
                 f"A training step of {workload(steps)}; the peak memory of all tensors for {workload(memory)}; and "
                 f"the evaluation loss after {trained['fp32']['steps'].value[-1]:.0f} steps of fine-tuning "
                 f"({hardware(steps)}, {torch_version(steps)}, {steps.root['date'].text[:10]}; losses "
-                f"{trained.root['date'].text[:10]}{otherwise(trained, steps)}):"
+                f"{trained.root['date'].text[:10]}{otherwise(trained, results)}):"
             ),
             table(("", "seconds", "times FP32", "peak, GiB", "evaluation loss against FP32's"), rows),
         ]

@@ -206,12 +206,14 @@ def test_small_ratios_are_fractions():
 
 
 def test_conditions_that_differ_are_said(tmp_path):
-    write(tmp_path, "usual", {"a": 1})
-    device = {**record({})["device"], "CPU threads": "1 of 2"}
+    write(tmp_path, "bench_step", {"a": 1})
+    device = {**record({})["device"], "CPU": "another", "CPU threads": "1 of 2"}
     write(tmp_path, "other", {"a": 1}, device=device, versions={"torch": "2.11.0", "transformers": "5.23.0"})
     results = StoredResults(tmp_path)
-    assert otherwise(results("usual"), results("usual")) == ""
-    assert otherwise(results("other"), results("usual")) == ", 1 of 2 threads, torch 2.11.0"
+    assert otherwise(results("bench_step"), results) == ""
+    assert otherwise(results("other"), results) == ", another, 1 of 2 threads, torch 2.11.0"
+    (tmp_path / "bench_step.json").unlink()
+    assert otherwise(results("other"), StoredResults(tmp_path)) == ""
 
 
 def test_runs_of_one_model_alone_leave_the_others_cells_empty(tmp_path):
