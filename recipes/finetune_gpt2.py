@@ -437,7 +437,7 @@ def mean_block_loss(evaluated: EvalPrediction) -> dict[str, float]:
     Several processes fill their last batches up with blocks from the beginning, which are in the means of those batches
     and are taken out of the losses of blocks.
     """
-    return {"loss": float(np.mean(np.hstack(evaluated.predictions)))}
+    return {"loss": float(np.mean(np.hstack(list(evaluated.predictions))))}
 
 
 def make_trainer(
