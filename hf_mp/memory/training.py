@@ -290,14 +290,15 @@ def make_trainee(
     return Trainee(model, _forward(model, preset, device), optimizer, batch, settings.accumulation_steps, runtime)
 
 
-def _forward(model: nn.Module, preset: TrainingPreset, device: torch.device) -> Callable[..., Any]:
+def _forward(model: nn.Module, preset: TrainingPreset, device: torch.device) -> nn.Module:
     if preset.autocast is None:
         return model
     # As accelerate's prepare_model does for fp16=True and bf16=True.
     from accelerate.utils import convert_outputs_to_fp32
 
     inside = autocast(preset.autocast) if device == STAND_IN else torch.autocast(device.type, preset.autocast)
-    return cast(Callable[..., Any], convert_outputs_to_fp32(inside(model.__call__)))
+    model.forward = convert_outputs_to_fp32(inside(model.forward))
+    return model
 
 
 def _with_adapters(model: PreTrainedModel, gradient_checkpointing: bool) -> nn.Module:

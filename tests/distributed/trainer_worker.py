@@ -300,7 +300,6 @@ def fsdp_compiled(folder: Path) -> dict[str, Any]:
         "torch_compile_backend": "aot_eager",
         "max_steps": 4,
         "overflow_at": 2,
-        **_fsdp(),
     }
     os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
     found = {}

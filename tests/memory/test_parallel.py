@@ -36,9 +36,10 @@ def test_what_shrinks_with_the_ranks_and_what_stays() -> None:
     assert "one of 8 ranks with fsdp2" in repr(eight)
 
 
-def test_ddp_holds_all_and_sends_each_gradient_twice() -> None:
-    ddp = estimate_training_memory(config(), "fp32", ranks=4, parallel="ddp")
-    alone = estimate_training_memory(config(), "fp32")
+@pytest.mark.parametrize("preset", ["fp32", "trainer-bf16"])
+def test_ddp_holds_all_and_sends_each_gradient_twice(preset: str) -> None:
+    ddp = estimate_training_memory(config(), preset, ranks=4, parallel="ddp")
+    alone = estimate_training_memory(config(), preset)
     assert ddp.bytes_by_category[Category.MASTER_WEIGHTS] == alone.bytes_by_category[Category.MASTER_WEIGHTS]
     reduced = next(one for one in ddp.communication if one.name == "all-reduce" and one.dtype == "float32")
     assert reduced.sent_bytes == 2 * 4 * ddp.parameters * 3 // 4
