@@ -203,6 +203,7 @@ def lost(folder: Path, how: str) -> dict[str, Any]:
     ids, parts = batches(1)[0], made("fp16", "ddp")
     if how == "absent" and dist.get_rank() == 1:
         time.sleep(60)
+    start = time.monotonic()
     try:
         steps(*parts, 0, 2)
         hf_mp.save_checkpoint(folder / "checkpoint-2", parts[0], parts[1], 2)
