@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from hf_mp.kernels.gradient_scan import real_values, total_norm
 from hf_mp.kernels.split import split
 from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.weights.blockwise_adam import step_blockwise
 from hf_mp.weights.distributed import is_dtensor, mesh_of
 from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.fused_adamw import step_split
@@ -191,7 +192,7 @@ class MasterWeightOptimizer(Optimizer):
         parameters = self._parameters()
         for parameter in parameters if self._loaded else ():
             self._take_over_loaded(parameter)
-        stepped = step_split(self.optimizer, parameters)
+        stepped = self._step_in_place(parameters)
         if not stepped or any(raw_gradient(parameter) is not None for parameter in parameters):
             for bucket in self._buckets():
                 result = self._step_on(bucket)
@@ -202,8 +203,12 @@ class MasterWeightOptimizer(Optimizer):
         """Update these parameters alone; hooks of the step are not called, :meth:`step` does that."""
         for parameter in parameters:
             self._take_over_loaded(parameter)
-        if not step_split(self.optimizer, parameters):
+        if not self._step_in_place(parameters):
             self._step_on(parameters)
+
+    def _step_in_place(self, parameters: list[nn.Parameter]) -> bool:
+        """Update what needs no whole master for it, and free its gradients; tells whether anything was."""
+        return step_split(self.optimizer, parameters) or step_blockwise(self.optimizer, parameters)
 
     def _step_on(self, parameters: list[nn.Parameter], closure: Callable[[], Any] | None = None) -> Any:
         masters = {parameter: self._open(parameter) for parameter in parameters}

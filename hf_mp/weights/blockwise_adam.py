@@ -1,0 +1,98 @@
+"""bitsandbytes' 8-bit Adam over split parameters, slice by slice: no whole FP32 master, gradient or moment exists."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_mp.kernels.split import Split, merge, split_into
+from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, halves_of, note_written_halves
+
+_BLOCK = 256  # elements that share a scale (Dettmers et al. 2021, section 2.1)
+_ELEMENTS = {"cpu": 2**19, "cuda": 2**22}  # of a slice: what stays in a CPU's caches; few launches on a GPU
+
+
+def step_blockwise(optimizer: Any, parameters: list[nn.Parameter]) -> bool:
+    """Update those split ``parameters`` that 8-bit ``Adam`` or ``AdamW`` of bitsandbytes treats block by block.
+
+    The bits are those of its own step, and each gradient is freed at once. Tells whether any was updated; what was not
+    (small ones, with FP32 moments) keeps its gradient.
+    """
+    if not _is_blockwise_adam(optimizer):
+        return False
+    if not optimizer.initialized:  # what its own first step does
+        optimizer.check_overrides()
+        optimizer.to_gpu()
+        optimizer.initialized = True
+    wanted, stepped = set(map(id, parameters)), False
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if id(parameter) in wanted and isinstance(parameter, SplitParameter):
+                stepped = _step(optimizer, parameter, (group_index, index)) or stepped
+    if stepped:
+        optimizer._opt_called = True  # for LR schedulers made before
+    return stepped
+
+
+def _is_blockwise_adam(optimizer: Any) -> bool:
+    library = sys.modules.get("bitsandbytes.optim.optimizer")
+    kind: Any = getattr(library, "Optimizer2State", None)
+    if kind is None or not isinstance(optimizer, kind) or optimizer.optimizer_name != "adam" or optimizer.is_paged:
+        return False
+    own = "step" in vars(optimizer) and not hasattr(vars(optimizer)["step"], "_wrapped_by_lr_sched")
+    return not own and type(optimizer).update_step is kind.update_step
+
+
+def _step(optimizer: Any, parameter: SplitParameter, place: tuple[int, int]) -> bool:
+    gradient, factor = gradient_and_factor(parameter)
+    halves, group = halves_of(parameter), optimizer.param_groups[place[0]]
+    config = optimizer.get_config(*place, group)
+    if gradient is None or gradient.is_sparse or halves is None or config["max_unorm"] > 0.0:
+        return False
+    if not (gradient.is_contiguous() and parameter.is_contiguous()):
+        return False
+    if not optimizer.state[parameter]:
+        optimizer.init_state(group, parameter, *place)
+    state = optimizer.state[parameter]
+    if "absmax1" not in state:
+        return False
+    state["step"] += 1
+    update = sys.modules["bitsandbytes"].functional.optimizer_update_8bit_blockwise
+    for one in _slices(parameter.numel(), parameter.device):
+        elements = slice(one.start * _BLOCK, one.stop * _BLOCK)
+        part = Split(*(half.view(-1)[elements] for half in halves))
+        true = gradient.view(-1)[elements].to(torch.float32, copy=True)
+        update(
+            optimizer.optimizer_name,
+            true if factor is None else true.mul_(factor.squeeze()),
+            master := merge(*part),
+            state["state1"].view(-1)[elements],
+            state["state2"].view(-1)[elements],
+            *config["betas"][:2],
+            beta3=0.0,
+            alpha=0.0,
+            eps=config["eps"],
+            step=state["step"],
+            lr=config["lr"],
+            qmap1=state["qmap1"],
+            qmap2=state["qmap2"],
+            absmax1=state["absmax1"][one],
+            absmax2=state["absmax2"][one],
+            weight_decay=config["weight_decay"],
+            skip_zeros=config["skip_zeros"],
+        )
+        split_into(master, *part)
+    note_written_halves(parameter)
+    parameter.grad = None
+    return True
+
+
+def _slices(elements: int, device: torch.device) -> Iterator[slice]:
+    """Slices of a parameter, counted in blocks."""
+    blocks, step = -(-elements // _BLOCK), _ELEMENTS.get(device.type, _ELEMENTS["cuda"]) // _BLOCK
+    for start in range(0, blocks, step):
+        yield slice(start, min(start + step, blocks))
