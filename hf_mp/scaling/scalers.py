@@ -498,6 +498,15 @@ def state_of(policy: PrecisionPolicy, scaler: LossScaler[Any]) -> dict[str, Any]
     return {"version": STATE_VERSION, "precision": str(policy), "loss_scaler": scaler.state_dict()}
 
 
+def settings_of(runtime: Any) -> dict[str, Any]:
+    """What all ranks that train one model must have alike, the most telling first: policy, loss scaling, rules."""
+    scaler: LossScaler[Any] = runtime.scaler
+    state = scaler.state_dict()
+    of_scaler = {"loss_scaler": state.pop("kind"), **state, **asdict(scaler.settings)} if state else {}
+    rules = {str(getattr(ruled, "__name__", ruled)): rule for ruled, rule in runtime.rules.items()}
+    return {"precision": str(runtime.policy), **of_scaler, "rules": rules}
+
+
 def load_state(state: Mapping[str, Any], policy: PrecisionPolicy, scaler: LossScaler[Any]) -> None:
     """Have ``scaler`` take over what :func:`state_of` gave; one of another loss scaling is left, with a warning."""
     if not isinstance(state, Mapping):

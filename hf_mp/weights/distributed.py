@@ -88,8 +88,7 @@ class Ranks:
     def _compare(self, group: ProcessGroup) -> None:
         if group not in self._compared and torch.distributed.get_world_size(group) > 1:
             self._compared.append(group)
-            settings = self._settings()
-            compare_settings(group, {"precision": settings["precision"], **settings["loss_scaler"]})
+            compare_settings(group, self._settings())
 
     def gradients_are_final(self, parameters: Iterable[Tensor]) -> bool:
         """Whether nobody reduces gradients after a backward: a loop's own ``all_reduce`` raises no version counter."""
@@ -132,13 +131,14 @@ class Ranks:
 def compare_settings(group: ProcessGroup, settings: Mapping[str, Any]) -> None:
     """Raise a ValueError, on all ranks of ``group``, if not all of them call this with the same ``settings``.
 
-    A rank that does not come ends the others' wait after the timeout of ``init_process_group``: a RuntimeError.
+    It names the first that differs, from which others may follow. A rank that does not come ends the others' wait
+    after the timeout of ``init_process_group``: a RuntimeError.
     """
     store, number = torch.distributed.distributed_c10d._get_default_store(), _COMPARISONS[group.group_name]
     _COMPARISONS[group.group_name] += 1
     ranks = torch.distributed.get_process_group_ranks(group)
     keys = {rank: f"hf_mp/{group.group_name}/{number}/{rank}" for rank in ranks}
-    store.set(keys[torch.distributed.get_rank()], json.dumps(settings))
+    store.set(keys[torch.distributed.get_rank()], json.dumps(settings, default=repr))
     found: dict[int, dict[str, Any]] = {}
     for rank, key in keys.items():
         try:
@@ -149,13 +149,10 @@ def compare_settings(group: ProcessGroup, settings: Mapping[str, Any]) -> None:
                 f"come so far: all of ranks {ranks} train one model, so all must attach it alike"
             ) from error
         found[rank] = json.loads(store.get(key))
-    names = sorted({name for one in found.values() for name in one})
-    if differ := [name for name in names if len({repr(one.get(name)) for one in found.values()}) > 1]:
-        said = "; ".join(
-            f"rank {rank} has " + ", ".join(f"{name}={one[name]}" for name in differ if name in one)
-            for rank, one in found.items()
-        )
-        raise ValueError(f"ranks that train one model have different settings: {said}. Give all of them the same")
+    for name in dict.fromkeys(name for one in found.values() for name in one):
+        if len({repr(one.get(name)) for one in found.values()}) > 1:
+            said = "; ".join(f"rank {rank} has {name}={one.get(name)}" for rank, one in found.items())
+            raise ValueError(f"ranks that train one model have different settings: {said}. Give all of them the same")
 
 
 _COMPARISONS: Counter[str] = Counter()  # on each group, counted alike on its ranks

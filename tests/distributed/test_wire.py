@@ -150,8 +150,10 @@ def test_bytes_of_a_lean_parameter_over_all_ranks(one: dict[str, Any], two: Resu
         ("settings_differ", "ValueError: ranks .* different settings: rank 0 has scale=256.0; rank 1 has scale=512.0"),
         (
             "layouts_differ",
-            "ValueError: ranks .* rank 0 has .*precision=fp16.*; rank 1 .*precision=bf16.* the same",
+            "ValueError: ranks .*: rank 0 has precision=fp16; rank 1 has precision=bf16. Give all of them the same",
         ),
+        ("patience_differs", "ValueError: ranks .*: rank 0 has patience=100; rank 1 has patience=101. Give all"),
+        ("rules_differ", "ValueError: ranks .*: rank 0 has rules={}; rank 1 has rules={'lm_head': 'fp32'}. Give all"),
         ("lean_after_ddp", "ValueError: precision='fp16-lean' stores weights in 16 bits.*attach to the model first"),
         ("lean_with_a_hook", "ValueError: .*communication hook of another's: leave register_comm_hook out, or use a"),
         ("lean_of_a_hooked_weight", "ValueError: .*shape .32,. has a hook.*use 'fp16', or remove the hook"),
