@@ -61,6 +61,9 @@ def gather_report(
 
     A precision whose package is missing (bitsandbytes, peft), or that several ranks cannot train, is left out, with the
     reason in ``unavailable``.
+
+    Raises:
+        ValueError: where several ranks cannot train in any of ``presets``, and as :func:`estimate_training_memory`.
     """
     config = find_config(model)
     spread = Spread(**{name: settings[name] for name in ("ranks", "parallel", "node_size") if name in settings})
@@ -69,6 +72,7 @@ def gather_report(
     unavailable: dict[str, str] = {}
     training: dict[str, TrainingRow] = {}
     footprints: dict[str, MemoryFootprint] = {}
+    refused: Exception | None = None
     for precision in precisions:
         progress(f"counting the bytes of {PRECISIONS[precision].label}")
         try:
@@ -86,6 +90,9 @@ def gather_report(
             if spread.ranks == 1:
                 raise
             unavailable[preset] = f"not on several ranks: {error}"
+            refused = refused or error
+    if refused is not None and not training:
+        raise ValueError(str(refused)) from refused
     planned = skeleton(config, "fp32")
     return MemoryReport(
         model=model if isinstance(model, str) else model.name if isinstance(model, Path) else type(planned).__name__,

@@ -165,5 +165,10 @@ class TestCommand:
         shown = self.run(tmp_path, "--precision", "int8-lora")
         assert "int8-lora is missing: not on several ranks: parallel='fsdp2' cannot shard" in shown
 
+    def test_where_ranks_can_train_nothing_is_an_error(self, tmp_path: object) -> None:
+        shown = self.run(tmp_path, "--parallel", "tp")
+        assert "hf-mp memory: error: parallel='tp' needs a model with a tp_plan in Transformers, and GPT2" in shown
+        assert shown.endswith("has none: use 'fsdp2' or 'ddp'")
+
     def test_measuring_is_refused(self, tmp_path: object) -> None:
         assert "measure=True takes a step in this process alone" in self.run(tmp_path, "--measure")
