@@ -10,7 +10,7 @@ from _docs_regions import STRUCK_SAVES, checkpoint_cost, faults, footprints, lla
 from _hops_region import hops, host
 from _markdown import GIB, MIB, hardware, otherwise, paragraph, ratio, script, table, timing, torch_version, workload
 from _rl_regions import grpo, small_updates
-from _scaling_regions import communication, scaling, sharded_host
+from _scaling_regions import communication, scaling, sharded_host, ways_to_spread
 from _speed_regions import architectures, compiled_models, generation, host_parts
 from _stored import Stored, StoredResults
 from hf_mp.policy import mixed_presets
@@ -435,6 +435,7 @@ REGIONS: dict[str, Region] = {
     "host parts": host_parts,
     "architectures": architectures,
     "scaling": scaling,
+    "ways to spread": ways_to_spread,
     "communication": communication,
     "sharded host": sharded_host,
     "small updates": small_updates,

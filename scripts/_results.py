@@ -77,7 +77,7 @@ def save_result(name: str, payload: Mapping[str, Any], *, directory: Path = RESU
         raise ValueError(f"result name {name!r}: use lower-case letters, digits, '_' and '-', as in 'step_time'")
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join([*_threads_of(os.environ), command_line(sys.argv)]),
+        "command": " ".join([*_times_depend_on(os.environ), command_line(sys.argv)]),
         "device": describe_hardware(),
         "versions": package_versions(),
         "result": payload,
@@ -89,9 +89,10 @@ def save_result(name: str, payload: Mapping[str, Any], *, directory: Path = RESU
     return path
 
 
-def _threads_of(environment: Mapping[str, str]) -> list[str]:
-    """What the environment says of OpenMP's threads, on which times depend: how many, and how long they spin."""
-    return [f"{name}={environment[name]}" for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT") if name in environment]
+def _times_depend_on(environment: Mapping[str, str]) -> list[str]:
+    """What the environment says of OpenMP's threads, how many and how long they spin, and of glibc's memory."""
+    threads = [name for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT") if name in environment]
+    return [f"{name}={environment[name]}" for name in (*threads, *sorted(n for n in environment if n[:7] == "MALLOC_"))]
 
 
 def command_line(argv: Sequence[str], root: Path = ROOT) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from _markdown import GIB, hardware, paragraph, script, table, torch_version
 from _stored import Stored, StoredResults
 
@@ -10,13 +13,13 @@ def scaling(results: StoredResults) -> str:
     """Memory and bytes sent of one rank by model, preset and number of ranks, and what the memory is at the peak."""
     stored = results("plan_scaling")
     models = stored["models"].parts()
-    ranks = [count for count, _ in models[0][1].parts()[0][1].parts()]
+    ranks = [count for count, _ in models[0][1]["fsdp2"]["fp16"].parts()]
     rows, parts = [], []
-    for model, presets in models:
-        for preset, plans in presets.parts():
+    for model, ways in models:
+        for preset, plans in ways["fsdp2"].parts():
             cells = [f"{plans[n]['peak_bytes'].number / GIB:,.2f}, {_sent(plans[n]) / GIB:,.2f}" for n in ranks]
             rows.append([model, f"`{preset}`", *cells])
-        plans = presets["fp16"]
+        plans = ways["fsdp2"]["fp16"]
         names = [name for name, _ in plans[ranks[0]]["bytes_by_category"].parts()]
         for name in names:
             found = [plans[n]["bytes_by_category"][name].number / GIB for n in ranks]
@@ -37,6 +40,59 @@ def scaling(results: StoredResults) -> str:
     )
 
 
+def ways_to_spread(results: StoredResults) -> str:
+    """What ``fp16`` holds and sends under FSDP2, HSDP, DDP and tensor parallelism, by collective, with the time."""
+    stored = results("plan_scaling")
+    models = stored["models"].parts()
+    ranks = [count for count, _ in models[0][1]["fsdp2"]["fp16"].parts()]
+    rows = []
+    for model, ways in models:
+        for way, presets in ways.parts():
+            plans = [presets["fp16"][count] for count in ranks]
+            if all("refused" in plan for plan in plans):
+                continue
+            rows.append([model, f"`{way}`", "peak", *(_unless_refused(plan, _peak) for plan in plans)])
+            for name in dict.fromkeys(_name(one) for plan in plans if "peak_bytes" in plan for one in _sizable(plan)):
+                rows.append(["", "", name, *(_unless_refused(plan, _sent_by, name) for plan in plans)])
+            rows.append(["", "", "time to send", *(_unless_refused(plan, _seconds) for plan in plans)])
+    within, _, between = stored["bandwidth"].text.partition(",")
+    text = paragraph(
+        f"`fp16` in every way to spread it: the peak, and what a rank sends in a step by collective, in GiB; the time "
+        f"to send is for {within} GB/s within a machine of 8 and {between} between machines. Where it is empty, the 8 "
+        "key and value heads of Llama cannot be shared by so many ranks; GPT-2 has no `tp_plan`:"
+    )
+    return f"{text}\n\n{table(('', '', '', *(f'{int(n):,} ranks' for n in ranks)), rows)}"
+
+
+def _unless_refused(plan: Stored, show: Callable[..., str], *values: str) -> str:
+    return "" if "refused" in plan else show(plan, *values)
+
+
+def _peak(plan: Stored) -> str:
+    return f"{plan['peak_bytes'].number / GIB:,.2f}"
+
+
+def _seconds(plan: Stored) -> str:
+    return f"{plan['seconds_to_send'].number:.2f} s"
+
+
+def _sizable(plan: Stored) -> list[dict[str, Any]]:
+    """All collectives but the agreement on one number and the like."""
+    return [one for one in plan["communication"].value if one["sent_bytes"] >= 2**20]
+
+
+def _name(collective: dict[str, Any]) -> str:
+    return f"{collective['name']}, {_DTYPES[collective['dtype']]}"
+
+
+# FSDP2's gathers are buffers of bytes, in which weights lie in FP16 and those of norms in FP32.
+_DTYPES = {"float32": "FP32", "float16": "FP16", "uint8": "FP16"}
+
+
+def _sent_by(plan: Stored, name: str) -> str:
+    return f"{sum(one['sent_bytes'] for one in _sizable(plan) if _name(one) == name) / GIB:,.2f}"
+
+
 def _sent(plan: Stored) -> float:
     return float(sum(one["sent_bytes"] for one in plan["communication"].value))
 
@@ -46,19 +102,24 @@ def communication(results: StoredResults) -> str:
     stored = results("bench_communication")
     by_ranks = stored["bytes"].parts()
     rows = []
+    of_torch = by_ranks[0][1]["torch FSDP2 param_dtype=bf16"]["weights"].number
     for name, found in by_ranks[0][1].parts():
+        ratio = f"{found['weights'].number / of_torch:.3f}" if "FSDP2" in name else ""
         plans = [
             f"{counted[name]['planned_to_counted'].number:.4f}" if "planned_to_counted" in counted[name] else ""
             for _, counted in by_ranks
         ]
-        rows.append([name, f"{found['weights'].number:.3f}", f"{found['gradients'].number:.3f}", *plans])
+        rows.append([name, f"{found['weights'].number:.3f}", ratio, f"{found['gradients'].number:.3f}", *plans])
     text = paragraph(
         "Received by a rank in a step, in FP32 bytes of the parameters, rings' (n - 1) / n left out; an all-reduce "
         f"counts twice, as a reduce-scatter and an all-gather. GPT-2 of {stored['layers'].number:.0f} layers of width "
         f"{stored['width'].number:.0f} on gloo ranks ({script('bench_communication')}; {torch_version(stored)}). The "
-        "last columns are what `hf-mp memory --train --ranks` plans over what was counted:"
+        "third column is the one before over that of FSDP2's own `param_dtype=bf16`; the last ones are what `hf-mp "
+        "memory --train --ranks` plans over what was counted:"
     )
-    return f"{text}\n\n{table(('', 'weights', 'gradients', *(f'{n} ranks' for n, _ in by_ranks)), rows)}"
+    return (
+        f"{text}\n\n{table(('', 'weights', '/ FSDP2 bf16', 'gradients', *(f'{n} ranks' for n, _ in by_ranks)), rows)}"
+    )
 
 
 def sharded_host(results: StoredResults) -> str:
@@ -70,6 +131,7 @@ def sharded_host(results: StoredResults) -> str:
     ]
     text = paragraph(
         "The host's part of a step of GPT-2 of 12 layers of width 32, 16 tokens, over FSDP2 with its own policy, which "
-        f"has no autocast ({script('bench_communication')}; {hardware(stored)}, {torch_version(stored)}):"
+        "has no autocast. The floor of an autocast in Python is that with a function mode that does nothing "
+        f"({script('bench_communication')}; {hardware(stored)}, {torch_version(stored)}):"
     )
     return f"{text}\n\n{table(('', 'CPU time', 'calls in Python', 'calls'), rows)}"

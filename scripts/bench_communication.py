@@ -7,11 +7,14 @@ Bytes are those that a rank receives from the others in a step after the first, 
 dispatches, with rings; units are the FP32 bytes of the parameters. The plan is that of
 ``hf_mp.estimate_training_memory(ranks=...)`` of the same step. The host's cost is that of a whole step of layers so
 narrow that kernels take next to no time: CPU seconds of a process and Python's calls, over FSDP2's with its own policy
-(param_dtype=bfloat16, reduce_dtype=float32), in turns. Stores ``scripts/results/bench_communication.json``.
+(param_dtype=bfloat16, reduce_dtype=float32), in turns. FSDP2 in FP32 under torch.autocast is another peer; the floor
+of an autocast that is written in Python is a function mode that does nothing around FSDP2 with its own policy. Stores
+``scripts/results/bench_communication.json``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import statistics
@@ -35,6 +38,7 @@ from transformers.utils import logging
 import hf_mp
 from _benchmarks import number, show_table
 from _results import RESULTS, save_result
+from bench_host import BareMode
 from hf_mp.memory.parallel import blocks_of
 from hf_mp.policy import PRESETS, mixed_presets
 
@@ -49,6 +53,10 @@ OURS = {
     **{name: name for name in mixed_presets()},
     "fp16, reduce=fp16": "params=fp32,compute=fp16,loss_scale=headroom,reduce=fp16",
 }
+AUTOCAST = "torch FSDP2 fp32, torch.autocast bf16"
+FLOOR = f"{PEER}, bare function mode"
+CONTEXTS: dict[str, Callable[[], Any]] = {AUTOCAST: lambda: torch.autocast("cpu", torch.bfloat16), FLOOR: BareMode}
+POLICIES = {**OF_TORCH, FLOOR: OF_TORCH[PEER]}
 TOKENS = 8
 Step = Callable[[], None]
 
@@ -96,14 +104,17 @@ def make_step(name: str, config: GPT2Config, tokens: int) -> Step:
     runtime = hf_mp.MixedPrecision(OURS[precision]) if whose == "hf_mp" else None
     if runtime is not None:
         runtime.attach(model)
-    wrapped = DistributedDataParallel(model) if kind == "DDP" else sharded(model, OF_TORCH.get(name))
+    wrapped = DistributedDataParallel(model) if kind == "DDP" else sharded(model, POLICIES.get(name))
     optimizer: Any = torch.optim.AdamW(wrapped.parameters(), lr=1e-4, fused=True)
     if runtime is not None:
         optimizer = runtime.attach_optimizer(optimizer)
     ids = torch.randint(0, 500, (1, tokens))
+    context = CONTEXTS.get(name, contextlib.nullcontext)
 
     def step() -> None:
-        wrapped(input_ids=ids, labels=ids).loss.backward()
+        with context():
+            loss = wrapped(input_ids=ids, labels=ids).loss
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -131,7 +142,7 @@ def count(name: str, config: GPT2Config, ranks: int) -> dict[str, float]:
 
 def host_costs(rounds: int) -> dict[str, dict[str, float]]:
     """CPU seconds of a step in this process, contenders in turns, and Python's calls in one."""
-    names = [PEER, *(f"hf_mp FSDP2 {precision}" for precision in OURS)]
+    names = [PEER, *CONTEXTS, *(f"hf_mp FSDP2 {precision}" for precision in OURS)]
     steps = {name: make_step(name, config(12, 32, 512), 16) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for index in range(rounds + 3):

@@ -20,21 +20,25 @@ from transformers.utils import logging
 import hf_mp
 from _benchmarks import show_table
 from _results import save_result
+from hf_mp.memory.parallel import Bandwidth, Parallel
 from memory_training import LARGE
 
 MODELS: dict[str, PreTrainedConfig] = {
     "GPT-2 774M": GPT2Config(n_layer=36, n_embd=1280, n_head=20),
     "Llama 70B": LlamaConfig(**LARGE),
 }
-PRESETS = ("trainer-bf16", "fp16", "fp16-lean")
+PRESETS: dict[Parallel, tuple[str, ...]] = {
+    "fsdp2": ("trainer-bf16", "fp16", "fp16-lean"), "hsdp": ("fp16",), "ddp": ("fp16",), "tp": ("fp16",)
+}  # fmt: skip
 SEQ_LEN = 1024
+BANDWIDTH = "450,50"  # GB/s of an H100 in one direction: NVLink 4, and InfiniBand of 400 Gb/s
 
 
-def plan(config: PreTrainedConfig, preset: str, ranks: int) -> dict[str, Any]:
+def plan(config: PreTrainedConfig, preset: str, ranks: int, parallel: Parallel) -> dict[str, Any]:
     """The plan of one rank, or the reason why there is none."""
     try:
         found = hf_mp.estimate_training_memory(
-            config, preset, ranks=ranks, seq_len=SEQ_LEN, gradient_checkpointing=True
+            config, preset, ranks=ranks, parallel=parallel, seq_len=SEQ_LEN, gradient_checkpointing=True
         )
     except ValueError as error:
         return {"refused": str(error)}
@@ -43,6 +47,7 @@ def plan(config: PreTrainedConfig, preset: str, ranks: int) -> dict[str, Any]:
         "bytes_by_category": found.bytes_by_category,
         "parameters": found.parameters,
         "communication": [asdict(one) for one in found.communication],
+        "seconds_to_send": Bandwidth.parse(BANDWIDTH).seconds(found.communication, found.settings.node_size),
     }
 
 
@@ -60,16 +65,16 @@ def main(
             continue
         if layers is not None:
             config.num_hidden_layers = layers
-        for preset in PRESETS:
+        for parallel, preset in [(parallel, preset) for parallel, presets in PRESETS.items() for preset in presets]:
+            plans = results.setdefault(name, {}).setdefault(parallel, {}).setdefault(preset, {})
             for count in ranks:
-                found = results.setdefault(name, {}).setdefault(preset, {})[str(count)] = plan(config, preset, count)
+                found = plans[str(count)] = plan(config, preset, count, parallel)
                 sent = sum(one["sent_bytes"] for one in found.get("communication", ()))
-                rows.append(
-                    (name, preset, str(count), f"{found.get('peak_bytes', 0) / 2**30:.2f}", f"{sent / 2**30:.2f}")
-                )
-    show_table("One rank", ("", "preset", "ranks", "peak, GiB", "sent a step, GiB"), rows)
+                sizes = (f"{found['peak_bytes'] / 2**30:.2f}", f"{sent / 2**30:.2f}") if "peak_bytes" in found else ()
+                rows.append((name, parallel, preset, str(count), *(sizes or ("refused", ""))))
+    show_table("One rank", ("", "parallel", "preset", "ranks", "peak, GiB", "sent a step, GiB"), rows)
     if layers is None and not only:
-        save_result("plan_scaling", {"seq_len": SEQ_LEN, "parallel": "fsdp2", "models": results})
+        save_result("plan_scaling", {"seq_len": SEQ_LEN, "bandwidth": BANDWIDTH, "models": results})
 
 
 if __name__ == "__main__":

@@ -67,12 +67,13 @@ def _refuse_optimizer(optim: str, args: TrainingArguments, policy: PrecisionPoli
     if optim.endswith("layerwise") or "lomo" in optim:
         raise ValueError(f"optim={optim!r} updates inside backward, where an overflow cannot be skipped: use another")
     is_kept = is_sharded and policy.is_lean and args.save_strategy != "no" and not args.save_only_model
-    if is_kept and any(part in optim for part in ("4bit", "8bit", "adafactor", "galore", "apollo")):
+    if is_kept and any(part in optim for part in ("4bit", "8bit", "adafactor", "ademamix", "galore", "apollo")):
         raise ValueError(
             f"optim={optim!r} has state of other shapes than its parameters, which precision={str(policy)!r} cannot "
             "save under FSDP2: use save_strategy='no', save_only_model=True, or optim='adamw_torch'"
         )
-    is_plain = optim == "adamw_8bit" or any(part in optim for part in ("bnb", "paged", "lion_", "ademamix"))
+    is_8bit = "8bit" in optim and "torch" not in optim  # torchao's are adamw_torch_8bit
+    is_plain = is_8bit or any(part in optim for part in ("bnb", "paged", "lion_", "ademamix"))
     if is_plain and is_sharded and not policy.is_lean:
         raise ValueError(
             f"optim={optim!r} of bitsandbytes updates plain tensors, and under FSDP2 those of precision="

@@ -63,6 +63,7 @@ def test_a_result_says_when_how_and_on_what_it_was_measured(tmp_path, monkeypatc
     monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts" / "step_time.py"), "--rounds", "5"])
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("GOMP_SPINCOUNT", "3000")
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
     payload = {"fp16": {"median_seconds": 0.5, "spread_seconds": 0.01}}
 
     path = save_result("step_time", payload, directory=tmp_path / "results")
@@ -70,7 +71,7 @@ def test_a_result_says_when_how_and_on_what_it_was_measured(tmp_path, monkeypatc
     record = json.loads(path.read_text())
     assert path == tmp_path / "results" / "step_time.json"
     assert record["result"] == payload
-    assert record["command"] == "GOMP_SPINCOUNT=3000 python scripts/step_time.py --rounds 5"
+    assert record["command"] == "GOMP_SPINCOUNT=3000 MALLOC_MMAP_MAX_=0 python scripts/step_time.py --rounds 5"
     assert {"torch", "transformers", "hf_mp"} <= record["versions"].keys()
     assert {"CPU", "CPU threads"} <= record["device"].keys()
     date = datetime.fromisoformat(record["date"])
