@@ -1,13 +1,15 @@
-"""bitsandbytes' 8-bit Adam over split parameters, slice by slice: no whole FP32 master, gradient or moment exists."""
+"""bitsandbytes' 8-bit Adam over split parameters, slice by slice: large ones need no whole FP32 copy."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from hf_mp.kernels.split import Split, merge, split_into
 from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, halves_of, note_written_halves
@@ -19,8 +21,11 @@ _ELEMENTS = {"cpu": 2**19, "cuda": 2**22}  # of a slice: what stays in a CPU's c
 def step_blockwise(optimizer: Any, parameters: list[nn.Parameter]) -> bool:
     """Update those split ``parameters`` that 8-bit ``Adam`` or ``AdamW`` of bitsandbytes treats block by block.
 
-    The bits are those of its own step, and each gradient is freed at once. Tells whether any was updated; what was not
-    (small ones, with FP32 moments) keeps its gradient.
+    The bits are those of its own step, and each gradient is freed at once. Returns whether any parameter was updated;
+    the others (small ones, with FP32 moments) keep their gradients.
+
+    Raises:
+        ValueError: for moments of another shape than their parameter's.
     """
     if not _is_blockwise_adam(optimizer):
         return False
@@ -44,25 +49,35 @@ def _is_blockwise_adam(optimizer: Any) -> bool:
     if kind is None or not isinstance(optimizer, kind) or optimizer.optimizer_name != "adam" or optimizer.is_paged:
         return False
     own = "step" in vars(optimizer) and not hasattr(vars(optimizer)["step"], "_wrapped_by_lr_sched")
-    return not own and type(optimizer).update_step is kind.update_step
+    # A subclass with a step of its own may look at whole parameters.
+    is_plain = inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
+    return not own and is_plain and type(optimizer).update_step is kind.update_step
 
 
 def _step(optimizer: Any, parameter: SplitParameter, place: tuple[int, int]) -> bool:
     gradient, factor = gradient_and_factor(parameter)
     halves, group = halves_of(parameter), optimizer.param_groups[place[0]]
     config = optimizer.get_config(*place, group)
-    if gradient is None or gradient.is_sparse or halves is None or config["max_unorm"] > 0.0:
+    if gradient is None or gradient.is_sparse or halves is None:
         return False
-    if not (gradient.is_contiguous() and parameter.is_contiguous()):
+    if config["max_unorm"] > 0.0 or config.get("percentile_clipping", 100) < 100:  # by the norm of a whole gradient
         return False
     if not optimizer.state[parameter]:
         optimizer.init_state(group, parameter, *place)
     state = optimizer.state[parameter]
     if "absmax1" not in state:
         return False
+    for name in ("state1", "state2"):
+        if state[name].shape != parameter.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(state[name].shape)}, but its parameter {tuple(parameter.shape)}: the state "
+                "of this optimizer is that of another model"
+            )
+    if not all(one.is_contiguous() for one in (gradient, parameter, state["state1"], state["state2"])):
+        return False
     state["step"] += 1
     update = sys.modules["bitsandbytes"].functional.optimizer_update_8bit_blockwise
-    for one in _slices(parameter.numel(), parameter.device):
+    for one in _slices(gradient):
         elements = slice(one.start * _BLOCK, one.stop * _BLOCK)
         part = Split(*(half.view(-1)[elements] for half in halves))
         true = gradient.view(-1)[elements].to(torch.float32, copy=True)
@@ -91,8 +106,9 @@ def _step(optimizer: Any, parameter: SplitParameter, place: tuple[int, int]) -> 
     return True
 
 
-def _slices(elements: int, device: torch.device) -> Iterator[slice]:
-    """Slices of a parameter, counted in blocks."""
-    blocks, step = -(-elements // _BLOCK), _ELEMENTS.get(device.type, _ELEMENTS["cuda"]) // _BLOCK
-    for start in range(0, blocks, step):
+def _slices(gradient: Tensor) -> Iterator[slice]:
+    """Slices of a parameter, counted in blocks; of a fake one the first, which stands for the memory of all."""
+    step = _ELEMENTS.get(gradient.device.type, _ELEMENTS["cuda"]) // _BLOCK
+    blocks = -(-gradient.numel() // _BLOCK)
+    for start in range(0, min(blocks, step) if is_fake(gradient) else blocks, step):
         yield slice(start, min(start + step, blocks))

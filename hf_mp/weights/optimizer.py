@@ -203,8 +203,9 @@ class MasterWeightOptimizer(Optimizer):
         """Update these parameters alone; hooks of the step are not called, :meth:`step` does that."""
         for parameter in parameters:
             self._take_over_loaded(parameter)
-        if not self._step_in_place(parameters):
-            self._step_on(parameters)
+        self._step_in_place(parameters)
+        if left := [parameter for parameter in parameters if raw_gradient(parameter) is not None]:
+            self._step_on(left)
 
     def _step_in_place(self, parameters: list[nn.Parameter]) -> bool:
         """Update what needs no whole master for it, and free its gradients; tells whether anything was."""

@@ -76,13 +76,39 @@ def test_large_ones_are_taken_slice_by_slice(monkeypatch: pytest.MonkeyPatch) ->
     assert sizes == [512, 512, 37 * 41 - 1024, 512, 512, 256]
 
 
-def test_what_has_been_transposed_is_left_to_its_own_step() -> None:
-    parameter = nn.Parameter(torch.randn(8, 64).bfloat16().t())
-    reference = nn.Parameter(parameter.detach().float().contiguous())
-    ours = MasterWeightOptimizer(OPTIMIZERS["AdamW8bit"]([parameter]), layout="split")
-    peer = OPTIMIZERS["AdamW8bit"]([reference])
-    for weight in (parameter, reference):
-        weight.grad = torch.linspace(-1, 1, 512).view(64, 8)
+class Stepping(bnb.optim.AdamW8bit):  # type: ignore[misc]
+    """One that looks at whole gradients before it steps."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.clamp_(-0.5, 0.5)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("case", ["lamb", "own step", "channels last"])
+def test_what_is_left_to_the_optimizers_own_step(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blockwise_adam, "merge", lambda *halves: pytest.fail("taken slice by slice"))
+    kinds: dict[str, Any] = {"lamb": bnb.optim.LAMB8bit, "own step": Stepping, "channels last": bnb.optim.AdamW8bit}
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(8, 4, 4, 4).bfloat16())
+    ours = MasterWeightOptimizer(kinds[case]([parameter], lr=1e-2, min_8bit_size=64), layout="split")
+    if case == "channels last":
+        parameter.data = parameter.data.to(memory_format=torch.channels_last)
+    before = ours.master(parameter).clone()
+    parameter.grad = torch.linspace(-1, 1, 512).view(8, 4, 4, 4)
     ours.step()
-    peer.step()
-    torch.testing.assert_close(ours.master(parameter), reference.detach(), rtol=0, atol=0)
+    assert not torch.equal(ours.master(parameter), before)
+    assert raw_gradient(parameter) is None
+
+
+def test_moments_of_another_model_are_refused() -> None:
+    parameter = nn.Parameter(torch.randn(8, 64).bfloat16())
+    ours = MasterWeightOptimizer(OPTIMIZERS["AdamW8bit"]([parameter]), layout="split")
+    parameter.grad = torch.ones(8, 64)
+    ours.step()
+    ours.state[parameter]["state1"] = ours.state[parameter]["state1"].view(64, 8)
+    parameter.grad = torch.ones(8, 64)
+    with pytest.raises(ValueError, match=r"state1 has shape \(64, 8\), but its parameter \(8, 64\): the state of"):
+        ours.step()
