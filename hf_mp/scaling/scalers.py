@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from hf_mp.policy import PrecisionPolicy, parse_loss_scale
+from hf_mp.policy import PrecisionPolicy, parse_loss_scale, spell
 from hf_mp.scaling.explicit import ExplicitScaling
 from hf_mp.scaling.rules import (
     DYNAMIC,
@@ -499,12 +499,21 @@ def state_of(policy: PrecisionPolicy, scaler: LossScaler[Any]) -> dict[str, Any]
 
 
 def settings_of(runtime: Any) -> dict[str, Any]:
-    """What all ranks that train one model must have alike, the most telling first: policy, loss scaling, rules."""
+    """The settings that must match on all ranks that train one model, the most important first."""
     scaler: LossScaler[Any] = runtime.scaler
-    state = scaler.state_dict()
-    of_scaler = {"loss_scaler": state.pop("kind"), **state, **asdict(scaler.settings)} if state else {}
-    rules = {str(getattr(ruled, "__name__", ruled)): rule for ruled, rule in runtime.rules.items()}
-    return {"precision": str(runtime.policy), **of_scaler, "rules": rules}
+    found: dict[str, Any] = {"precision": str(runtime.policy), "is_scaled": scaler.is_enabled()}
+    if scaler.is_enabled():
+        state = {"loss_scaler": scaler.kind, **scaler.state_dict()}
+        state.pop("kind", None)
+        # What is in force wins over what a scaler began with.
+        found |= state | vars(scaler.settings) | state
+        found["max_consecutive_skips"] = scaler._max_consecutive_skips
+    rules = {_name_of(key): spell(rule) for key, rule in runtime.rules.items()}
+    return {**found, "rules": dict(sorted(rules.items()))}
+
+
+def _name_of(ruled: Any) -> str:
+    return ruled if isinstance(ruled, str) else f"{getattr(ruled, '__module__', '')}.{ruled.__name__}"
 
 
 def load_state(state: Mapping[str, Any], policy: PrecisionPolicy, scaler: LossScaler[Any]) -> None:

@@ -153,6 +153,10 @@ def test_bytes_of_a_lean_parameter_over_all_ranks(one: dict[str, Any], two: Resu
             "ValueError: ranks .*: rank 0 has precision=fp16; rank 1 has precision=bf16. Give all of them the same",
         ),
         ("patience_differs", "ValueError: ranks .*: rank 0 has patience=100; rank 1 has patience=101. Give all"),
+        (
+            "most_skips_differ",
+            "ValueError: ranks .* has max_consecutive_skips=50; rank 1 has max_con.*51. Give",
+        ),
         ("rules_differ", "ValueError: ranks .*: rank 0 has rules={}; rank 1 has rules={'lm_head': 'fp32'}. Give all"),
         ("lean_after_ddp", "ValueError: precision='fp16-lean' stores weights in 16 bits.*attach to the model first"),
         ("lean_with_a_hook", "ValueError: .*communication hook of another's: leave register_comm_hook out, or use a"),

@@ -273,6 +273,11 @@ def refusals() -> dict[str, str]:
         model = DistributedDataParallel(hf_mp.MixedPrecision("fp16", loss_scaler=scaler).attach(tiny_gpt2()))
         model(input_ids=ids, labels=ids)
 
+    def most_skips_differ() -> None:
+        scaler = hf_mp.HeadroomLossScaler(max_consecutive_skips=50 + dist.get_rank())
+        model = DistributedDataParallel(hf_mp.MixedPrecision("fp16", loss_scaler=scaler).attach(tiny_gpt2()))
+        model(input_ids=ids, labels=ids)
+
     def rules_differ() -> None:
         rules = [{}, {"lm_head": "fp32"}][dist.get_rank()]
         model = DistributedDataParallel(hf_mp.MixedPrecision("fp16", rules=rules).attach(tiny_gpt2()))
@@ -324,8 +329,8 @@ def refusals() -> dict[str, str]:
         runtime.attach_optimizer(AdamW8bit(shard(runtime.attach(tiny_gpt2())).parameters()))
 
     return said_of(
-        settings_differ, layouts_differ, patience_differs, rules_differ, lean_after_ddp, lean_with_a_hook,
-        lean_of_a_hooked_weight, lean_of_16_bit_shards, lean_after_a_forward, lean_without_optimizer,
+        settings_differ, layouts_differ, patience_differs, most_skips_differ, rules_differ, lean_after_ddp,
+        lean_with_a_hook, lean_of_a_hooked_weight, lean_of_16_bit_shards, lean_after_a_forward, lean_without_optimizer,
         lean_in_backward, lean_with_batch_norm, lean_offloaded, eight_bits_of_dtensors,
     )  # fmt: skip
 
