@@ -57,9 +57,10 @@ def ways_to_spread(results: StoredResults) -> str:
             rows.append(["", "", "time to send", *(_unless_refused(plan, _seconds) for plan in plans)])
     within, _, between = stored["bandwidth"].text.partition(",")
     text = paragraph(
-        f"`fp16` in every way to spread it: the peak, and what a rank sends in a step by collective, in GiB; the time "
-        f"to send is for {within} GB/s within a machine of 8 and {between} between machines. Where it is empty, the 8 "
-        "key and value heads of Llama cannot be shared by so many ranks; GPT-2 has no `tp_plan`:"
+        "`fp16` under each kind of parallelism: the peak, and what a rank sends in a step by collective, in GiB. "
+        "FSDP2's gathers hold a few FP32 weights, those of norms. The time to send assumes "
+        f"{within} GB/s within a machine of 8 and {between} between machines. Blank cells: Llama's 8 key and value "
+        "heads cannot be split over that many ranks; GPT-2 has no `tp_plan`:"
     )
     return f"{text}\n\n{table(('', '', '', *(f'{int(n):,} ranks' for n in ranks)), rows)}"
 
@@ -114,7 +115,7 @@ def communication(results: StoredResults) -> str:
         "Received by a rank in a step, in FP32 bytes of the parameters, rings' (n - 1) / n left out; an all-reduce "
         f"counts twice, as a reduce-scatter and an all-gather. GPT-2 of {stored['layers'].number:.0f} layers of width "
         f"{stored['width'].number:.0f} on gloo ranks ({script('bench_communication')}; {torch_version(stored)}). The "
-        "third column is the one before over that of FSDP2's own `param_dtype=bf16`; the last ones are what `hf-mp "
+        "third column is weights relative to FSDP2 with `param_dtype=bf16`; the last ones are what `hf-mp "
         "memory --train --ranks` plans over what was counted:"
     )
     return (
@@ -131,7 +132,7 @@ def sharded_host(results: StoredResults) -> str:
     ]
     text = paragraph(
         "The host's part of a step of GPT-2 of 12 layers of width 32, 16 tokens, over FSDP2 with its own policy, which "
-        "has no autocast. The floor of an autocast in Python is that with a function mode that does nothing "
+        "has no autocast. The floor of an autocast in Python is the same step under a function mode that does nothing "
         f"({script('bench_communication')}; {hardware(stored)}, {torch_version(stored)}):"
     )
     return f"{text}\n\n{table(('', 'CPU time', 'calls in Python', 'calls'), rows)}"

@@ -15,6 +15,13 @@ def _where(stored: Stored) -> str:
     return f"{hardware(stored)}, {torch_version(stored)}"
 
 
+def _fp16_product(stored: Stored) -> str:
+    products = stored["product_seconds"]
+    if "fp16" not in products:
+        return "This CPU has no FP16 products: ours are FP32's, of what was rounded to FP16"
+    return f"An FP16 product alone takes {products['fp16'].number / products['fp32'].number:.2f} of FP32's time here"
+
+
 def host_parts(results: StoredResults) -> str:
     """The host's time of a step by part, over torch.autocast's with GradScaler, and what a step counts."""
     stored = results("bench_host")
@@ -44,11 +51,9 @@ def architectures(results: StoredResults) -> str:
     ratios = ("bf16_to_torch_autocast", "bf16_floor_to_torch_autocast", "fp16_to_fp32")
     rows = [[name, *(f"{row[ratio].number:.2f}" for ratio in ratios)] for name, row in stored["architectures"].parts()]
     medians = ["median", *(f"{stored['medians'][ratio].number:.2f}" for ratio in ratios)]
-    products = stored["product_seconds"]
     text = paragraph(
         f"A training step of small models of many kinds ({script('bench_architectures')}; {_where(stored)}). The floor "
-        "is a model that is BF16 throughout, its optimizer's state too. An FP16 product alone takes "
-        f"{products['fp16'].number / products['fp32'].number:.2f} of FP32's time here:"
+        f"is a model that is BF16 throughout, its optimizer's state too. {_fp16_product(stored)}:"
     )
     return f"{text}\n\n{table(('', '`bf16` / `torch.autocast`', 'floor', '`fp16` / FP32'), [*rows, medians])}"
 
@@ -59,14 +64,17 @@ def compiled_models(results: StoredResults) -> str:
     ratios = ("bf16_to_torch_autocast", "bf16_floor_to_torch_autocast", "fp16_to_fp32", "fp16_floor_to_fp32")
     counts = ("graphs", "recompilations")
     rows = [
-        [name, *(f"{row[r].number:.2f}" for r in ratios), *(f"{row['counts'][c].number:.0f}" for c in counts)]
+        [
+            name,
+            *(f"{row[r].number:.2f}" if r in row else "" for r in ratios),
+            *(f"{row['counts'][c].number:.0f}" for c in counts),
+        ]
         for name, row in stored["models"].parts()
     ]
-    products, steps = stored["product_seconds"], stored["counted_steps"].number
+    steps = stored["counted_steps"].number
     text = paragraph(
         f"A training step, both sides compiled ({script('bench_compiled')}; {_where(stored)}). The floor is a model "
-        "that is BF16 (FP16) throughout. An FP16 product alone takes "
-        f"{products['fp16'].number / products['fp32'].number:.2f} of FP32's time here. Recompilations are those of "
+        f"that is BF16 (FP16) throughout. {_fp16_product(stored)}. Recompilations are those of "
         f"{steps:.0f} steps in FP16 while the loss scale changes:"
     )
     header = ("", "`bf16` / `torch.autocast`", "floor", "`fp16` / FP32", "floor", *counts)

@@ -28,6 +28,7 @@ import hf_mp
 from _benchmarks import DEFAULT_DEVICE, DTYPES, number, show_table
 from _contenders import COMPILED
 from _results import RESULTS, alternate, median_and_spread, save_result
+from hf_mp.casting.cpu.upcast import runs_natively
 
 Inputs = dict[str, Tensor]
 PEER = "torch.autocast bf16"
@@ -193,8 +194,13 @@ def measure(name: str, rounds: int, device: str) -> dict[str, Any]:
     }
 
 
+def native_dtypes(device: str) -> list[str]:
+    """Dtypes with fast matrix products on ``device``; torch's others may take a hundred times as long."""
+    return [name for name, dtype in DTYPES.items() if runs_natively(dtype, device)]
+
+
 def time_products(rounds: int, device: str) -> dict[str, float]:
-    """Seconds of one matrix product of each dtype, which compiled code calls as torch does."""
+    """Seconds of one matrix product of each dtype that ``device`` has, which compiled code calls as torch does."""
     left, right = torch.randn(_ROWS, _INNER, device=device), torch.randn(_INNER, _COLUMNS, device=device)
 
     def products(dtype: torch.dtype) -> Callable[[], None]:
@@ -206,7 +212,7 @@ def time_products(rounds: int, device: str) -> dict[str, float]:
 
         return multiply
 
-    calls = {name: products(dtype) for name, dtype in DTYPES.items()}
+    calls = {name: products(DTYPES[name]) for name in native_dtypes(device)}
     found = alternate(calls, rounds=rounds, warmup=2)
     return {name: statistics.median(seconds) / _PRODUCTS for name, seconds in found.items()}
 

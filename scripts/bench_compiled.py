@@ -34,6 +34,7 @@ from bench_architectures import (
     layers,
     made,
     make_step,
+    native_dtypes,
     padded,
     time_products,
 )
@@ -62,13 +63,18 @@ RATIOS = {
 def measure(architecture: Architecture, rounds: int, device: str) -> dict[str, Any]:
     """Medians, spreads and the ratios of compiled steps, and what was compiled."""
     torch._dynamo.reset()
-    names = [*CONTENDERS, *(c + COMPILED for c in (*CONTENDERS, f"{WHOLE}bf16", f"{WHOLE}fp16"))]
+    floors = [f"{WHOLE}{dtype}" for dtype in native_dtypes(device) if dtype != "fp32"]
+    names = [*CONTENDERS, *(contender + COMPILED for contender in (*CONTENDERS, *floors))]
     steps = {name: make_step(architecture, name, device) for name in names}
     timings = {name: median_and_spread(s) for name, s in alternate(steps, rounds=rounds, warmup=3).items()}
     median = {name: timing.median_seconds for name, timing in timings.items()}
     return {
         "contenders": {name: timing._asdict() for name, timing in timings.items()},
-        **{ratio: median[mine + COMPILED] / median[theirs + COMPILED] for ratio, (mine, theirs) in RATIOS.items()},
+        **{
+            ratio: median[mine + COMPILED] / median[theirs + COMPILED]
+            for ratio, (mine, theirs) in RATIOS.items()
+            if mine + COMPILED in median
+        },
         "counts": count_graphs(architecture, device),
     }
 
@@ -102,7 +108,7 @@ def main(
     found = {model: measure(MODELS[model], rounds, device) for model in choose(only, MODELS)}
     payload = {"models": found, "counted_steps": COUNTED_STEPS, "product_seconds": time_products(rounds, device)}
     path = save_result(name, payload, directory=output_dir)
-    rows = [(model, *(number(row[ratio], 2) for ratio in RATIOS), *map(str, row["counts"].values()))
+    rows = [(model, *(number(row.get(ratio), 2) for ratio in RATIOS), *map(str, row["counts"].values()))
             for model, row in found.items()]  # fmt: skip
     show_table("A compiled step", ("model", *RATIOS, "graphs", "recompilations", "scales"), rows)
     print(f"stored in {path.name}")
