@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 
 import bench_architectures
+from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
 
 
 def test_ratios_and_the_floor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -25,9 +27,15 @@ def test_ratios_and_the_floor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         "bf16_floor_to_torch_autocast": seconds["whole bf16"] / peer,
         "fp16_to_fp32": seconds["hf_mp fp16"] / seconds["fp32"],
     }
-    assert set(result["product_seconds"]) == {"fp32", "fp16", "bf16"}
+    assert set(result["product_seconds"]) == set(bench_architectures.native_dtypes("cpu"))
 
 
 def test_a_name_that_is_not_known(tmp_path: Path) -> None:
     with pytest.raises(typer.BadParameter, match="'Nothing' is the beginning of none of Llama"):
         bench_architectures.main(only="Nothing", device="cpu", output_dir=tmp_path)
+
+
+@pytest.mark.parametrize("has_fp16", [False, True])
+def test_products_that_a_cpu_lacks_are_not_timed(monkeypatch: pytest.MonkeyPatch, has_fp16: bool) -> None:
+    monkeypatch.setitem(CPU_PRODUCTS, torch.float16, has_fp16)
+    assert ("fp16" in bench_architectures.native_dtypes("cpu")) is has_fp16
