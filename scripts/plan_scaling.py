@@ -47,7 +47,7 @@ def plan(config: PreTrainedConfig, preset: str, ranks: int, parallel: Parallel) 
         "bytes_by_category": found.bytes_by_category,
         "parameters": found.parameters,
         "communication": [asdict(one) for one in found.communication],
-        "seconds_to_send": Bandwidth.parse(BANDWIDTH).seconds(found.communication, found.settings.node_size),
+        "seconds_to_send": Bandwidth.parse(BANDWIDTH).seconds(found.communication),
     }
 
 

@@ -57,28 +57,32 @@ class Collective:
     dtype: str  # of what travels
     calls: int
     sent_bytes: int  # by a ring, which receives as much as it sends
+    within_node: bool  # whether all of these ranks are on one machine
 
 
 class CommunicationRecorder(TorchDispatchMode):
     """Counts what the collectives of this rank move while it is active, on a real process group or a fake one."""
 
-    def __init__(self) -> None:
+    def __init__(self, node_size: int) -> None:
         super().__init__()
+        self._node_size = node_size
         # Imported here: not in every build of torch.
         from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
 
         self._ops, self._collectives = CollectiveOp, collective_ops - sync_ops
-        self._found: dict[tuple[str, int, str], tuple[int, int]] = {}
+        self._found: dict[tuple[str, int, str, bool], tuple[int, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_dtensors(types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if func in self._collectives:
-            ranks = self._ops.get_process_group(func, args).size()
+            group = self._ops.get_process_group(func, args)
+            ranks = group.size()
+            nodes = {rank // self._node_size for rank in torch.distributed.get_process_group_ranks(group)}
             name, passes = _kind(func)
             tensor_bytes = self._ops.get_comm_tensor_size(func, result, args, kwargs or {})
-            key = name, ranks, str(_first_dtype(args)).removeprefix("torch.")
+            key = name, ranks, str(_first_dtype(args)).removeprefix("torch."), len(nodes) == 1
             calls, sent = self._found.get(key, (0, 0))
             self._found[key] = calls + 1, sent + passes * tensor_bytes * (ranks - 1) // ranks
         return result
@@ -89,7 +93,7 @@ class CommunicationRecorder(TorchDispatchMode):
 
     def collectives(self) -> tuple[Collective, ...]:
         """What was counted since :meth:`start`, most bytes first."""
-        found = [Collective(*key, *counted) for key, counted in self._found.items() if key[1] > 1]
+        found = [Collective(*key[:3], *counted, key[3]) for key, counted in self._found.items() if key[1] > 1]
         return tuple(sorted(found, key=lambda one: -one.sent_bytes))
 
 
@@ -123,7 +127,7 @@ class Rank:
 
     def __init__(self, spread: Spread, mesh: DeviceMesh | None) -> None:
         self._spread, self._mesh = spread, mesh
-        self.communication = CommunicationRecorder() if spread.ranks > 1 else None
+        self.communication = CommunicationRecorder(spread.node_size) if spread.ranks > 1 else None
 
     def shard(self, model: nn.Module) -> nn.Module:
         """``model`` under FSDP2, block by block, as accelerate's plugin wraps it; under others as it is."""
@@ -277,8 +281,8 @@ class Bandwidth(NamedTuple):
             raise ValueError(f"bandwidth {text!r} is not known: give GB/s within a machine and between, as 450,50")
         return cls(within, between)
 
-    def seconds(self, collectives: Iterable[Collective], node_size: int) -> float:
+    def seconds(self, collectives: Iterable[Collective]) -> float:
         """The time of all collectives, one after the other and with no latency; a ring runs at its slowest link."""
         return sum(
-            one.sent_bytes / (self.within_node if one.ranks <= node_size else self.between_nodes) for one in collectives
+            one.sent_bytes / (self.within_node if one.within_node else self.between_nodes) for one in collectives
         )

@@ -25,7 +25,8 @@ MEASURED_HEADER = ("trained in", "predicted", "measured", "difference", "allocat
 FIT_HEADER = ("trained in", "this batch", "largest batch", "its peak")
 
 GAP = 2  # between columns
-_SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+# FSDP2's gathers of 16-bit weights, and of a few FP32 ones, travel as bytes.
+_SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint8": "weights as bytes"}
 
 
 def loaded_rows(footprints: Mapping[str, MemoryFootprint]) -> list[tuple[str, ...]]:
@@ -108,12 +109,13 @@ def communication_rows(report: MemoryReport) -> list[tuple[str, ...]]:
     for preset, row in report.training.items():
         for one in row.estimate.communication:
             if one.sent_bytes >= 1024:
-                name = f"{one.name} of {one.ranks} ranks, {_SHORT.get(one.dtype, one.dtype)}"
+                where = "" if one.within_node else " of several machines"
+                name = f"{one.name} of {one.ranks} ranks{where}, {_SHORT.get(one.dtype, one.dtype)}"
                 sent.setdefault(name, {})[preset] = readable(one.sent_bytes)
     rows = [(name, *(found.get(preset, "") for preset in report.training)) for name, found in sent.items()]
     if report.bandwidth is not None and rows:
         estimates = [row.estimate for row in report.training.values()]
-        times = [report.bandwidth.seconds(one.communication, one.settings.node_size) for one in estimates]
+        times = [report.bandwidth.seconds(one.communication) for one in estimates]
         rows.append(("time to send", *(f"{seconds:.3g} s" for seconds in times)))
     return rows
 

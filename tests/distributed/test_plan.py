@@ -16,9 +16,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from plan_worker import NODE_SIZE, PRESETS, config
 
 
-def sent_bytes(collectives: Iterable[Collective]) -> dict[tuple[str, int, str], int]:
+def sent_bytes(collectives: Iterable[Collective]) -> dict[tuple[str, int, str, bool], int]:
     """What each kind of collective sends, but for the agreement on one number, and what DDP tells of its buckets."""
-    return {(one.name, one.ranks, one.dtype): one.sent_bytes for one in collectives if one.sent_bytes > 1024}
+    return {
+        (one.name, one.ranks, one.dtype, one.within_node): one.sent_bytes
+        for one in collectives
+        if one.sent_bytes > 1024
+    }
 
 
 def compare(counted: list[dict[Any, Any]], name: str, *, peak: float = 0.05) -> None:

@@ -62,8 +62,11 @@ def test_the_first_chunk_says_what_all_chunks_do(monkeypatch: pytest.MonkeyPatch
 
 def test_hsdp_shards_within_a_machine() -> None:
     found = estimate_training_memory(config(), "fp32", ranks=16, parallel="hsdp", node_size=8).communication
-    ranks = {one.name: one.ranks for one in found if one.sent_bytes > 1024}
-    assert ranks == {"all-gather": 8, "reduce-scatter": 8, "all-reduce": 2}
+    ranks = {one.name: (one.ranks, one.within_node) for one in found if one.sent_bytes > 1024}
+    assert ranks == {"all-gather": (8, True), "reduce-scatter": (8, True), "all-reduce": (2, False)}
+    # As many replicas as a machine has ranks: they are on several machines all the same.
+    found = estimate_training_memory(config(), "fp32", ranks=64, parallel="hsdp", node_size=8).communication
+    assert [one.within_node for one in found if one.name == "all-reduce" and one.sent_bytes > 1024] == [False]
 
 
 def test_nothing_is_left_behind() -> None:
@@ -132,10 +135,10 @@ def test_not_where_ranks_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bandwidth() -> None:
     rates = Bandwidth.parse("400,50")
     collectives = [
-        Collective("all-gather", 8, "float16", 3, 800_000_000_000),
-        Collective("all-reduce", 16, "", 1, 10**11),
+        Collective("all-gather", 8, "float16", 3, 800_000_000_000, True),
+        Collective("all-reduce", 2, "", 1, 10**11, False),
     ]
-    assert rates.seconds(collectives, node_size=8) == pytest.approx(2.0 + 2.0)
+    assert rates.seconds(collectives) == pytest.approx(2.0 + 2.0)
     for wrong in ("400", "fast,slow", "400,0", "-1,1"):
         with pytest.raises(ValueError, match=f"bandwidth '{wrong}' is not known: give GB/s"):
             Bandwidth.parse(wrong)
