@@ -12,8 +12,7 @@ from _stored import Stored, StoredResults
 def scaling(results: StoredResults) -> str:
     """Memory and bytes sent of one rank by model, preset and number of ranks, and what the memory is at the peak."""
     stored = results("plan_scaling")
-    models = stored["models"].parts()
-    ranks = [count for count, _ in models[0][1]["fsdp2"]["fp16"].parts()]
+    models, ranks = stored["models"].parts(), _ranks(stored)
     rows, parts = [], []
     for model, ways in models:
         for preset, plans in ways["fsdp2"].parts():
@@ -25,7 +24,7 @@ def scaling(results: StoredResults) -> str:
             found = [plans[n]["bytes_by_category"][name].number / GIB for n in ranks]
             if max(found) >= 0.005:
                 parts.append([model, name, *(f"{value:,.2f}" for value in found)])
-    header = ("", "", *(f"{int(n):,} ranks" for n in ranks))
+    header = ("", "", *_columns(ranks))
     return "\n\n".join(
         [
             paragraph(
@@ -43,10 +42,8 @@ def scaling(results: StoredResults) -> str:
 def ways_to_spread(results: StoredResults) -> str:
     """What ``fp16`` holds and sends under FSDP2, HSDP, DDP and tensor parallelism, by collective, with the time."""
     stored = results("plan_scaling")
-    models = stored["models"].parts()
-    ranks = [count for count, _ in models[0][1]["fsdp2"]["fp16"].parts()]
-    rows = []
-    for model, ways in models:
+    ranks, rows = _ranks(stored), []
+    for model, ways in stored["models"].parts():
         for way, presets in ways.parts():
             plans = [presets["fp16"][count] for count in ranks]
             if all("refused" in plan for plan in plans):
@@ -62,7 +59,16 @@ def ways_to_spread(results: StoredResults) -> str:
         f"{within} GB/s within a machine of 8 and {between} between machines. Blank cells: Llama's 8 key and value "
         "heads cannot be split over that many ranks; GPT-2 has no `tp_plan`:"
     )
-    return f"{text}\n\n{table(('', '', '', *(f'{int(n):,} ranks' for n in ranks)), rows)}"
+    return f"{text}\n\n{table(('', '', '', *_columns(ranks)), rows)}"
+
+
+def _ranks(stored: Stored) -> list[str]:
+    """The numbers of ranks that were planned, the same for all."""
+    return [count for count, _ in stored["models"].parts()[0][1]["fsdp2"]["fp16"].parts()]
+
+
+def _columns(ranks: list[str]) -> list[str]:
+    return [f"{int(count):,} ranks" for count in ranks]
 
 
 def _unless_refused(plan: Stored, show: Callable[..., str], *values: str) -> str:

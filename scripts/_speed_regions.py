@@ -15,6 +15,11 @@ def _where(stored: Stored) -> str:
     return f"{hardware(stored)}, {torch_version(stored)}"
 
 
+def _ratio(stored: Stored, name: str) -> str:
+    """One of the ratios, or nothing where it was not measured."""
+    return f"{stored[name].number:.2f}" if name in stored else ""
+
+
 def _fp16_product(stored: Stored) -> str:
     products = stored["product_seconds"]
     if "fp16" not in products:
@@ -66,7 +71,7 @@ def compiled_models(results: StoredResults) -> str:
     rows = [
         [
             name,
-            *(f"{row[r].number:.2f}" if r in row else "" for r in ratios),
+            *(_ratio(row, r) for r in ratios),
             *(f"{row['counts'][c].number:.0f}" for c in counts),
         ]
         for name, row in stored["models"].parts()
@@ -88,8 +93,7 @@ def generation(results: StoredResults) -> str:
     rows = []
     for name, row in stored["cases"].parts():
         peer, floor = "ratio_to_torch_autocast", "ratio_to_floor"
-        found = [f"{row[one][ratio].number:.2f}" if one in row.value and ratio in row[one].value else ""
-                 for one, ratio in ((ours[0], peer), (ours[0], floor), (ours[1], peer), (ours[1], floor))]  # fmt: skip
+        found = [_ratio(row[one], ratio) if one in row else "" for one in ours for ratio in (peer, floor)]
         rows.append([name, *found, f"{row[ours[0]]['python_calls'].number:,.0f}"])
     text = paragraph(
         f"`generate()` of {stored['tokens'].number:.0f} tokens one after the other, {stored['layers'].number:.0f} "

@@ -55,9 +55,9 @@ class Collective:
     name: str  # all-gather, reduce-scatter, all-reduce, ...
     ranks: int  # that take part
     dtype: str  # of what travels
+    within_node: bool  # whether all of these ranks are on one machine
     calls: int
     sent_bytes: int  # by a ring, which receives as much as it sends
-    within_node: bool  # whether all of these ranks are on one machine
 
 
 class CommunicationRecorder(TorchDispatchMode):
@@ -93,7 +93,7 @@ class CommunicationRecorder(TorchDispatchMode):
 
     def collectives(self) -> tuple[Collective, ...]:
         """What was counted since :meth:`start`, most bytes first."""
-        found = [Collective(*key[:3], *counted, key[3]) for key, counted in self._found.items() if key[1] > 1]
+        found = [Collective(*key, *counted) for key, counted in self._found.items() if key[1] > 1]
         return tuple(sorted(found, key=lambda one: -one.sent_bytes))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from hf_mp.kernels.split import Split, merge, split_into
+from hf_mp.weights.fused_adamw import check_moment, replaces_step
 from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, halves_of, note_written_halves
 
 _BLOCK = 256  # elements that share a scale (Dettmers et al. 2021, section 2.1)
@@ -48,10 +48,7 @@ def _is_blockwise_adam(optimizer: Any) -> bool:
     kind: Any = getattr(library, "Optimizer2State", None)
     if kind is None or not isinstance(optimizer, kind) or optimizer.optimizer_name != "adam" or optimizer.is_paged:
         return False
-    own = "step" in vars(optimizer) and not hasattr(vars(optimizer)["step"], "_wrapped_by_lr_sched")
-    # A subclass with a step of its own may look at whole parameters.
-    is_plain = inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
-    return not own and is_plain and type(optimizer).update_step is kind.update_step
+    return type(optimizer).update_step is kind.update_step and not replaces_step(vars(optimizer).get("step"))
 
 
 def _step(optimizer: Any, parameter: SplitParameter, place: tuple[int, int]) -> bool:
@@ -68,11 +65,7 @@ def _step(optimizer: Any, parameter: SplitParameter, place: tuple[int, int]) -> 
     if "absmax1" not in state:
         return False
     for name in ("state1", "state2"):
-        if state[name].shape != parameter.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(state[name].shape)}, but its parameter {tuple(parameter.shape)}: the state "
-                "of this optimizer is that of another model"
-            )
+        check_moment(name, state[name], parameter)
     if not all(one.is_contiguous() for one in (gradient, parameter, state["state1"], state["state2"])):
         return False
     state["step"] += 1

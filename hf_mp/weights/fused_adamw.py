@@ -106,11 +106,25 @@ def step_whole(
 
 
 def _is_fused_adam(optimizer: Any, own_step: Callable[..., Any] | None) -> bool:
-    if type(optimizer) not in (Adam, AdamW) or (own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched")):
+    if type(optimizer) not in (Adam, AdamW) or replaces_step(own_step):
         return False
     replaced = inspect.unwrap(type(optimizer).step).__module__ != Adam.__module__
     scales = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
     return not replaced and not scales
+
+
+def replaces_step(own_step: Callable[..., Any] | None) -> bool:
+    """Whether ``own_step``, an optimizer's attribute, is a step of its own: that of LR schedulers wraps its class's."""
+    return own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched")
+
+
+def check_moment(name: str, moment: Tensor, parameter: Tensor) -> None:
+    """Raise ``ValueError`` for a moment of another shape than its parameter's: a kernel would write beyond its end."""
+    if moment.shape != parameter.shape:
+        raise ValueError(
+            f"{name} has shape {tuple(moment.shape)}, but its parameter {tuple(parameter.shape)}: the state of this "
+            "optimizer is that of another model"
+        )
 
 
 def _has_hooks(optimizer: Any) -> bool:
@@ -174,11 +188,7 @@ def _moments(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[Tensor, Ten
         # Those of a channels-last parameter, loaded: torch's fused step reads by position, and masters are contiguous.
         if not state[name].is_contiguous():
             state[name] = state[name].contiguous()
-        if state[name].shape != parameter.shape:  # torch's kernel would write beyond its end
-            raise ValueError(
-                f"{name} has shape {tuple(state[name].shape)}, but its parameter {tuple(parameter.shape)}: the state "
-                "of this optimizer is that of another model"
-            )
+        check_moment(name, state[name], parameter)
     moments = state["exp_avg"], state["exp_avg_sq"], state["step"]
     device = parameter.device
     fit = all([m.dtype is torch.float32 and m.device == device for m in moments])

@@ -19,7 +19,7 @@ from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.blockwise_adam import step_blockwise
 from hf_mp.weights.distributed import is_dtensor, mesh_of
 from hf_mp.weights.early_state import state_to_fp32
-from hf_mp.weights.fused_adamw import step_split
+from hf_mp.weights.fused_adamw import replaces_step, step_split
 from hf_mp.weights.split_parameter import (
     SplitParameter,
     gradient_and_factor,
@@ -209,7 +209,9 @@ class MasterWeightOptimizer(Optimizer):
 
     def _step_in_place(self, parameters: list[nn.Parameter]) -> bool:
         """Update what needs no whole master for it, and free its gradients; tells whether anything was."""
-        return step_split(self.optimizer, parameters) or step_blockwise(self.optimizer, parameters)
+        if step_split(self.optimizer, parameters):
+            return True
+        return steps_by_parameter(self.optimizer) and step_blockwise(self.optimizer, parameters)
 
     def _step_on(self, parameters: list[nn.Parameter], closure: Callable[[], Any] | None = None) -> Any:
         masters = {parameter: self._open(parameter) for parameter in parameters}
@@ -225,7 +227,7 @@ class MasterWeightOptimizer(Optimizer):
     def _step_wrapped(self, *closure: Callable[[], Any]) -> Any:
         optimizer: Any = self.optimizer
         own_step = vars(optimizer).get("step")
-        if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
+        if replaces_step(own_step):
             return optimizer.step(*closure)
         # Around the function that fires hooks: this object's own step does, once however many parts there are.
         optimizer._opt_called = True  # for LR schedulers made before

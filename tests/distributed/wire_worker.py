@@ -256,12 +256,12 @@ def hybrid() -> dict[str, Any]:
 def refusals() -> dict[str, str]:
     ids = my_rows(batches(1)[0])
 
-    def settings_differ() -> None:
-        runtime = hf_mp.MixedPrecision(
-            "fp16", loss_scaler=hf_mp.DynamicLossScaler(init_scale=2.0 ** (8 + dist.get_rank()))
-        )
-        model = DistributedDataParallel(runtime.attach(tiny_gpt2()))
+    def forward(**settings: Any) -> None:
+        model = DistributedDataParallel(hf_mp.MixedPrecision("fp16", **settings).attach(tiny_gpt2()))
         model(input_ids=ids, labels=ids)
+
+    def settings_differ() -> None:
+        forward(loss_scaler=hf_mp.DynamicLossScaler(init_scale=2.0 ** (8 + dist.get_rank())))
 
     def layouts_differ() -> None:
         runtime = hf_mp.MixedPrecision(("fp16", "bf16")[dist.get_rank()])
@@ -269,19 +269,13 @@ def refusals() -> dict[str, str]:
         runtime.attach_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
     def patience_differs() -> None:
-        scaler = hf_mp.HeadroomLossScaler(patience=100 + dist.get_rank())
-        model = DistributedDataParallel(hf_mp.MixedPrecision("fp16", loss_scaler=scaler).attach(tiny_gpt2()))
-        model(input_ids=ids, labels=ids)
+        forward(loss_scaler=hf_mp.HeadroomLossScaler(patience=100 + dist.get_rank()))
 
     def most_skips_differ() -> None:
-        scaler = hf_mp.HeadroomLossScaler(max_consecutive_skips=50 + dist.get_rank())
-        model = DistributedDataParallel(hf_mp.MixedPrecision("fp16", loss_scaler=scaler).attach(tiny_gpt2()))
-        model(input_ids=ids, labels=ids)
+        forward(loss_scaler=hf_mp.HeadroomLossScaler(max_consecutive_skips=50 + dist.get_rank()))
 
     def rules_differ() -> None:
-        rules = [{}, {"lm_head": "fp32"}][dist.get_rank()]
-        model = DistributedDataParallel(hf_mp.MixedPrecision("fp16", rules=rules).attach(tiny_gpt2()))
-        model(input_ids=ids, labels=ids)
+        forward(rules=[{}, {"lm_head": "fp32"}][dist.get_rank()])
 
     def lean_after_ddp() -> None:
         hf_mp.MixedPrecision("fp16-lean").attach(DistributedDataParallel(tiny_gpt2()))

@@ -135,8 +135,8 @@ def test_not_where_ranks_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bandwidth() -> None:
     rates = Bandwidth.parse("400,50")
     collectives = [
-        Collective("all-gather", 8, "float16", 3, 800_000_000_000, True),
-        Collective("all-reduce", 2, "", 1, 10**11, False),
+        Collective("all-gather", 8, "float16", True, 3, 800_000_000_000),
+        Collective("all-reduce", 2, "", False, 1, 10**11),
     ]
     assert rates.seconds(collectives) == pytest.approx(2.0 + 2.0)
     for wrong in ("400", "fast,slow", "400,0", "-1,1"):
