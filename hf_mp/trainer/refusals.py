@@ -67,7 +67,7 @@ def _refuse_optimizer(optim: str, args: TrainingArguments, policy: PrecisionPoli
     if optim.endswith("layerwise") or "lomo" in optim:
         raise ValueError(f"optim={optim!r} updates inside backward, where an overflow cannot be skipped: use another")
     is_kept = is_sharded and policy.is_lean and args.save_strategy != "no" and not args.save_only_model
-    if is_kept and any(part in optim for part in ("4bit", "8bit", "adafactor", "ademamix", "galore", "apollo")):
+    if is_kept and any(part in optim for part in ("4bit", "torch_8bit", "adafactor", "ademamix", "galore", "apollo")):
         raise ValueError(
             f"optim={optim!r} has state of other shapes than its parameters, which precision={str(policy)!r} cannot "
             "save under FSDP2: use save_strategy='no', save_only_model=True, or optim='adamw_torch'"

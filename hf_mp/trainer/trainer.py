@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.training_args import ParallelMode
 from transformers.utils import logging
 
 from hf_mp.casting.rules import Rules
@@ -28,6 +29,7 @@ from hf_mp.trainer.refusals import refuse_other_precision
 from hf_mp.trainer.relative_step import read_learning_rate_from_state
 from hf_mp.trainer.session import OfSession, TrainerSession
 from hf_mp.trainer.settings import SessionSettings
+from hf_mp.weights.distributed import compare_settings
 from hf_mp.weights.missing_ranks import naming_missing_ranks
 from hf_mp.weights.optimizer_in_backward import check_free_gradients
 
@@ -115,6 +117,10 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
         forget_prepared(self)
         try:
             with naming_missing_ranks():
+                world = torch.distributed.group.WORLD if torch.distributed.is_available() else None
+                if world is not None and self.args.parallel_mode is ParallelMode.DISTRIBUTED:
+                    # Now: where dtypes differ, DDP fails in torch when it is made.
+                    compare_settings(world, {"precision": str(self.precision_policy)})
                 return super().train(*args, **kwargs)
         finally:
             self.session.end()

@@ -14,7 +14,7 @@ from hf_mp.kernels.split import Split, merge, split_into
 from hf_mp.weights.fused_adamw import check_moment, replaces_step
 from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, halves_of, note_written_halves
 
-_BLOCK = 256  # elements that share a scale (Dettmers et al. 2021, section 2.1)
+BLOCK = 256  # elements that share a scale (Dettmers et al. 2021, section 2.1)
 _ELEMENTS = {"cpu": 2**19, "cuda": 2**22}  # of a slice: what stays in a CPU's caches; few launches on a GPU
 
 
@@ -71,7 +71,7 @@ def _step(optimizer: Any, parameter: SplitParameter, place: tuple[int, int]) -> 
     state["step"] += 1
     update = sys.modules["bitsandbytes"].functional.optimizer_update_8bit_blockwise
     for one in _slices(gradient):
-        elements = slice(one.start * _BLOCK, one.stop * _BLOCK)
+        elements = slice(one.start * BLOCK, one.stop * BLOCK)
         part = Split(*(half.view(-1)[elements] for half in halves))
         true = gradient.view(-1)[elements].to(torch.float32, copy=True)
         update(
@@ -101,7 +101,7 @@ def _step(optimizer: Any, parameter: SplitParameter, place: tuple[int, int]) -> 
 
 def _slices(gradient: Tensor) -> Iterator[slice]:
     """Slices of a parameter, counted in blocks; of a fake one the first, which stands for the memory of all."""
-    step = _ELEMENTS.get(gradient.device.type, _ELEMENTS["cuda"]) // _BLOCK
-    blocks = -(-gradient.numel() // _BLOCK)
+    step = _ELEMENTS.get(gradient.device.type, _ELEMENTS["cuda"]) // BLOCK
+    blocks = -(-gradient.numel() // BLOCK)
     for start in range(0, min(blocks, step) if is_fake(gradient) else blocks, step):
         yield slice(start, min(start + step, blocks))

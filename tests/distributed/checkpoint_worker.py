@@ -18,17 +18,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from loop_worker import Wrap, batches, said_of, shard, tiny_gpt2, train, whole
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.multiprocessing import get_context, start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_mp
+from hf_mp.trainer.checkpoints.blockwise_state import in_fp32
 
 LIMIT_SECONDS = 5
 PORT = int(os.environ.get("PORT", "0"))
-LAYOUTS = ("fp16", "bf16", "fp16-lean")
+EIGHT_BITS = "fp16-lean with 8-bit states"
+LAYOUTS = ("fp16", "bf16", "fp16-lean", EIGHT_BITS)
 
 
 def hybrid(model: nn.Module) -> nn.Module:
@@ -41,9 +43,14 @@ WRAPS: dict[str, Wrap] = {"ddp": DistributedDataParallel, "fsdp": shard, "hsdp":
 
 
 def made(precision: str, wrap: str, seed: int = 3) -> tuple[nn.Module, Any, hf_mp.MixedPrecision]:
-    model, runtime = tiny_gpt2(seed, layers=1), hf_mp.MixedPrecision(precision)
+    model, runtime = tiny_gpt2(seed, layers=1), hf_mp.MixedPrecision(precision.split()[0])
     wrapped = WRAPS[wrap](runtime.attach(model))
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+    optimizer: Any = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+    if precision == EIGHT_BITS:
+        from bitsandbytes.optim import AdamW8bit
+
+        # Most weights have 8-bit states on four ranks too; attn.c_proj and wpe on one alone.
+        optimizer = AdamW8bit(wrapped.parameters(), lr=1e-3, min_8bit_size=768)
     return wrapped, runtime.attach_optimizer(optimizer), runtime
 
 
@@ -52,7 +59,9 @@ def state(model: nn.Module, optimizer: Any, runtime: hf_mp.MixedPrecision) -> di
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     found = {name: whole(value.detach()).clone() for name, value in inner.state_dict().items()}
     for name, parameter in inner.named_parameters():
-        for key, value in optimizer.state.get(getattr(parameter, "local", parameter), {}).items():
+        for key, value in in_fp32(optimizer.state.get(getattr(parameter, "local", parameter), {})).items():
+            if not isinstance(value, Tensor):
+                value = torch.tensor(value)
             if value.dim() and hasattr(parameter, "local"):
                 mesh, placements = parameter.device_mesh, parameter.placements
                 sizes = {"shape": parameter.shape, "stride": parameter.stride()}

@@ -34,9 +34,9 @@ LEARNING_RATE = 0.1
 Wrap = Callable[[nn.Module], nn.Module]
 
 
-def tiny_gpt2(seed: int = 3, layers: int = 2) -> GPT2LMHeadModel:
+def tiny_gpt2(seed: int = 3, layers: int = 2, width: int = 32) -> GPT2LMHeadModel:
     torch.manual_seed(seed)
-    sizes = {"n_layer": layers, "n_embd": 32, "n_head": 2, "vocab_size": 101, "n_positions": 24}
+    sizes = {"n_layer": layers, "n_embd": width, "n_head": 2, "vocab_size": 101, "n_positions": 24}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0, use_cache=False)
     return GPT2LMHeadModel(config).train()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-LAYOUTS = ("fp16", "bf16", "fp16-lean")
+LAYOUTS = ("fp16", "bf16", "fp16-lean", "fp16-lean with 8-bit states")
 Results = dict[str, list[dict[str, Any]]]
 
 FOUR = ("2-save-fsdp-two", "4-load-fsdp-two", "4-save-fsdp-four", "2-load-fsdp-four")
@@ -38,10 +38,12 @@ def layouts(launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 
 def assert_same_state(loaded: dict[str, Any], saved: dict[str, Any]) -> None:
     left, right = loaded["tensors"], saved["tensors"]
-    assert left.keys() == right.keys() and any(name.endswith("exp_avg_sq") for name in left)
-    assert [
-        name for name in left if left[name].dtype != right[name].dtype or not torch.equal(left[name], right[name])
-    ] == []
+    assert left.keys() == right.keys() and any(name.endswith(("exp_avg_sq", "state2")) for name in left)
+    assert [name for name in left if left[name].dtype != right[name].dtype] == []
+    # 8-bit moments whose blocks of 256 begin elsewhere on other ranks, or that are FP32 there: half of a code's step.
+    cut_anew = [name for name in left if re.search(r"(wte|wpe|attn\.c_proj)\.weight state\d", name)]
+    assert all((left[name] - right[name]).abs().max() <= 0.0071 * right[name].abs().max() for name in cut_anew)
+    assert [name for name in left.keys() - cut_anew if not torch.equal(left[name], right[name])] == []
     assert loaded["lr"] == saved["lr"] == [5e-4]
 
 

@@ -189,11 +189,17 @@ def test_eight_bit_states_train_as_on_one_process(one: dict[str, Any], two: Resu
     assert log["loss"] == pytest.approx(alone["loss"], rel=1e-4)
     assert alone["eight_bit_states"] == log["eight_bit_states"] > 0
     if precision == "fp16-lean":
-        assert assert_ranks_agree(two, "fsdp_eight_bits")["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+        sharded = assert_ranks_agree(two, "fsdp_eight_bits", "log")
+        assert sharded["eight_bit_states"] > 0
+        assert sharded["loss"] == pytest.approx(alone["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("path", [["lean"], ["eight_bits", "resumed"]], ids=["momentum", "8-bit"])
-def test_a_lean_layout_resumes_under_ddp(two: Results, path: list[str]) -> None:
+@pytest.mark.parametrize(
+    "path",
+    [["lean"], ["eight_bits", "resumed"], ["fsdp_eight_bits", "resumed"]],
+    ids=["momentum", "8-bit", "8-bit with FSDP2"],
+)
+def test_a_lean_layout_resumes(two: Results, path: list[str]) -> None:
     for rank in two:
         for key in path:
             rank = rank[key]
@@ -236,3 +242,9 @@ def test_optimizers_of_lean_and_default_layouts_under_fsdp(two: Results) -> None
 def test_what_cannot_train_is_refused_by_each(two: Results, case: str, said: str) -> None:
     for rank in two:
         assert re.match(said, rank["refused"][case]), rank["refused"][case]
+
+
+def test_layouts_that_differ_are_refused_before_ddp_is_made(two: Results) -> None:
+    for rank in two:
+        said = "ranks that train one model .*: rank 0 has precision=fp16; rank 1 has precision=fp16-lean. Give all"
+        assert re.match(said, rank["mixed_layouts"]), rank["mixed_layouts"]

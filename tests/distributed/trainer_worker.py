@@ -78,7 +78,9 @@ class Planting(MixedPrecisionTrainer):
         return loss * math.inf if hit else loss
 
 
-def trainer(folder: Path, *, overflow_at: int | None = None, uneven: bool = False, **settings: Any) -> Any:
+def trainer(
+    folder: Path, *, overflow_at: int | None = None, uneven: bool = False, width: int = 32, **settings: Any
+) -> Any:
     defaults: dict[str, Any] = {
         "output_dir": str(folder),
         "precision": "fp16",
@@ -95,7 +97,8 @@ def trainer(folder: Path, *, overflow_at: int | None = None, uneven: bool = Fals
     }
     args = MixedPrecisionArguments(**{**defaults, **settings})
     log = Log()
-    made = Planting(tiny_gpt2(), args, train_dataset=rows(uneven=uneven), eval_dataset=rows(8), callbacks=[log])
+    data = {"train_dataset": rows(uneven=uneven), "eval_dataset": rows(8)}
+    made = Planting(tiny_gpt2(width=width), args, callbacks=[log], **data)
     made.overflow_at, log.trainer = overflow_at, made
     return made, log
 
@@ -278,19 +281,28 @@ def refused(folder: Path) -> dict[str, str]:
     return said
 
 
+def mixed_layouts(folder: Path) -> str:
+    try:
+        trainer(folder, precision=("fp16", "fp16-lean")[dist.get_rank()])[0].train()
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
 def lean(folder: Path) -> dict[str, Any]:
     return resumed(folder, precision="fp16-lean", save_in_background=True)
 
 
 def eight_bits(folder: Path) -> dict[str, Any]:
     """bitsandbytes' 8-bit AdamW: in each layout, and a lean one that goes on from a checkpoint."""
-    settings = {"optim": "adamw_8bit", "optim_args": None, "learning_rate": 1e-3}
+    settings = {"optim": "adamw_8bit", "optim_args": None, "learning_rate": 1e-3, "width": 64}
     found = {precision: run(folder, precision=precision, **settings) for precision in ("fp16", "fp16-lean")}
     return {**found, "resumed": resumed(folder / "resumed", precision="fp16-lean", **settings)}
 
 
 def fsdp_eight_bits(folder: Path) -> dict[str, Any]:
-    return run(folder, precision="fp16-lean", optim="adamw_8bit", learning_rate=1e-3, **_fsdp())
+    settings = {"precision": "fp16-lean", "optim": "adamw_8bit", "learning_rate": 1e-3, "width": 64, **_fsdp()}
+    return {"log": run(folder, **settings), "resumed": resumed(folder / "resumed", **{**settings, "optim_args": None})}
 
 
 def fsdp_compiled(folder: Path) -> dict[str, Any]:
@@ -360,7 +372,8 @@ def fsdp_saved_model(folder: Path) -> dict[str, Any]:
 
 ONE_PROCESS = [twenty_steps, accumulation, resume_from_two, recipe, eight_bits]
 TWO_PROCESSES = [
-    twenty_steps, overflow, accumulation, resume, lean, evaluated_before, callback_evaluated_before, recipe, eight_bits,
+    twenty_steps, overflow, accumulation, resume, lean, mixed_layouts, evaluated_before, callback_evaluated_before,
+    recipe, eight_bits,
     fsdp_twenty_steps, fsdp_overflow, fsdp_accumulation,
     fsdp_resume_full, fsdp_resume_sharded, fsdp_checkpointing, fsdp_saved_model, fsdp_lean, fsdp_lean_resume,
     fsdp_lean_resume_full, fsdp_lean_from_fp16, fsdp_eight_bits, refused,

@@ -392,7 +392,7 @@ def test_fsdp2_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     "optim",
-    ["adamw_bnb_8bit", "paged_lion_8bit", "adamw_torch_4bit", "adafactor", "ademamix", "galore_adamw", "apollo_adamw"],
+    ["adamw_torch_8bit", "adamw_torch_4bit", "adafactor", "ademamix_8bit", "galore_adamw_8bit", "apollo_adamw"],
 )
 def test_state_of_other_shapes_is_refused_where_fsdp_saves_a_lean_layout(tmp_path: Path, optim: str) -> None:
     settings: dict[str, Any] = {"optim": optim, "fsdp": True, "fsdp_config": {"version": 2}}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_mp.trainer.checkpoints.blockwise_state import as_optimizer_keeps, in_fp32
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
 from hf_mp.weights.distributed import is_dtensor, local_part
 
@@ -58,7 +59,7 @@ def take_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[dict[
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
     for one in (one for owned in groups for one in owned):
-        for key, value in optimizer.state.get(one.inside, {}).items():
+        for key, value in in_fp32(optimizer.state.get(one.inside, {})).items():
             if isinstance(value, Tensor):
                 tensors[f"{PREFIX}{one.name}/{key}"] = _whole(one, key, value).contiguous()
             else:
@@ -119,6 +120,10 @@ def put_state(
     for group, saved, owned in zip(optimizer.param_groups, plain["groups"], groups, strict=True):
         kept = {key: _like(group.get(key), value) for key, value in saved.items() if key != "params"}
         settings.append({**kept, "params": [index[one.name] for one in owned]})
+    for group_index, owned in enumerate(groups):
+        for position, one in enumerate(owned):
+            if (entry := state.get(index[one.name])) is not None:
+                state[index[one.name]] = as_optimizer_keeps(optimizer, one.inside, (group_index, position), entry)
     optimizer.load_state_dict({"state": state, "param_groups": settings})
 
 
