@@ -15,7 +15,7 @@ from transformers.utils import logging
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.trainer.calling_trainer import calling_trainer, come_first, forget_prepared
+from hf_mp.trainer.calling_trainer import calling_trainer, come_first, compile_by_blocks, forget_prepared
 from hf_mp.trainer.checkpoints.in_place import InPlaceSaves, checkpoint_of, clear_up, refuse_damaged
 from hf_mp.trainer.checkpoints.manifest import finish
 from hf_mp.trainer.model_card import extend_card
@@ -108,6 +108,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
         session = self._session_for(args)
         refuse_other_precision(args, session.settings.policy)
         if session.runtime is not None:
+            compile_by_blocks(calling_trainer(self))
             clear_up(args)
         if session.runtime is not None and model is not None:
             refuse_model(model)

@@ -1,10 +1,14 @@
-"""The Trainer that calls a callback, which it hands neither itself nor the list of its callbacks; what it forgets."""
+"""The Trainer that calls a callback, to which it gives neither itself nor its list of callbacks; what it gets wrong."""
 
 from __future__ import annotations
 
 import inspect
 
+from accelerate.utils import DynamoBackend
 from transformers import Trainer, TrainerCallback
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 
 def calling_trainer(callback: TrainerCallback) -> Trainer | None:
@@ -46,3 +50,19 @@ def forget_prepared(trainer: Trainer | None) -> None:
         return
     if trainer.model_wrapped is trainer.model:
         vars(trainer.model).pop("_is_accelerate_prepared", None)
+
+
+def compile_by_blocks(trainer: Trainer | None) -> None:
+    """Have accelerate compile the repeated blocks of a model that FSDP2 shards, where it would compile all of it.
+
+    Dynamo cannot trace FSDP's gathering of parameters while an autocast in Python is active.
+    """
+    if trainer is None or not trainer.is_fsdp_enabled:
+        return
+    plugin = trainer.accelerator.state.dynamo_plugin
+    if plugin.backend is not DynamoBackend.NO and not plugin.use_regional_compilation:
+        plugin.use_regional_compilation = True
+        logger.warning(
+            "torch_compile=True compiles the repeated blocks of the model, one by one: torch.compile cannot trace a "
+            "whole attached model under FSDP2. ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true says the same"
+        )

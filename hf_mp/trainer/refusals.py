@@ -45,12 +45,6 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
             f"FSDP version {fsdp_version} flattens parameters, and there is nothing left to give a working copy: use "
             "FSDP2 (fsdp_config={'version': 2}, or `accelerate launch --fsdp_version 2`)"
         )
-    if fsdp_version == 2 and args.torch_compile and not _is_set("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"):
-        raise ValueError(
-            "torch_compile=True compiles the whole model at once, which torch.compile cannot while autocast is active "
-            "and FSDP gathers parameters inside: compile its blocks (ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true, "
-            "or block.compile()), or use DDP"
-        )
     _refuse_optimizer(str(getattr(args.optim, "value", args.optim)), args, policy, is_sharded=fsdp_version == 2)
     if args.deepspeed is not None or _is_set("ACCELERATE_USE_DEEPSPEED"):
         raise ValueError(

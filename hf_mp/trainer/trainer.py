@@ -20,7 +20,7 @@ from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.scalers import LossScaleError
 from hf_mp.trainer.arguments import MixedPrecisionArguments
 from hf_mp.trainer.callback import MixedPrecisionCallback
-from hf_mp.trainer.calling_trainer import forget_prepared
+from hf_mp.trainer.calling_trainer import compile_by_blocks, forget_prepared
 from hf_mp.trainer.checkpoints.crash_safe_trainer import CrashSafe
 from hf_mp.trainer.checkpoints.optimizer_shards import see_shards
 from hf_mp.trainer.checkpoints.sharded_trainer import LeanShards
@@ -102,6 +102,8 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
             super().__init__(model, args, *positional, **named)
         else:  # by name: in DPOTrainer, the arguments are not the second parameter
             super().__init__(model=model, args=args, **named)
+        if policy.is_mixed:
+            compile_by_blocks(self)
         super().add_callback(_AfterSteps(self))
 
     @property

@@ -306,14 +306,13 @@ def fsdp_eight_bits(folder: Path) -> dict[str, Any]:
 
 
 def fsdp_compiled(folder: Path) -> dict[str, Any]:
-    """``torch_compile=True`` in the form that FSDP2 takes: accelerate compiles each block."""
+    """``torch_compile=True``, with which accelerate compiles each block."""
     settings = {
         "torch_compile": True,
         "torch_compile_backend": "aot_eager",
         "max_steps": 4,
         "overflow_at": 2,
     }
-    os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
     found = {}
     try:
         for precision in ("fp16", "fp16-lean"):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import TorchDynamoPlugin
 from torch import Tensor, nn
 from trainer_runs import quick_arguments, same, token_rows
 from transformers import (
@@ -26,8 +29,8 @@ from transformers.training_args import OptimizerNames
 
 import hf_mp.trainer.session
 from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer, PrecisionPolicy
+from hf_mp.trainer.calling_trainer import compile_by_blocks
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME
-from hf_mp.trainer.refusals import refuse_other_precision
 from hf_mp.trainer.session import STATE_NAME
 
 Rows = list[dict[str, Tensor]]
@@ -416,13 +419,28 @@ def test_bitsandbytes_is_refused_where_fsdp_shards_a_default_layout(tmp_path: Pa
     assert refused == {*_BITSANDBYTES_OPTIMIZERS, "galore_adamw_8bit"}
 
 
-def test_compiling_a_sharded_model_whole_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = arguments(tmp_path, fsdp=True, fsdp_config={"version": 2})
-    args.torch_compile = True
-    with pytest.raises(ValueError, match=r"torch_compile=True compiles the whole model.*compile its blocks"):
-        refuse_other_precision(args, args.precision_policy)
-    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")
-    refuse_other_precision(args, args.precision_policy)
+@pytest.mark.parametrize(
+    ("fsdp", "backend", "regional", "changed"),
+    [(True, "inductor", False, True), (True, "inductor", True, False), (True, "no", False, False),
+     (False, "inductor", False, False)],
+)  # fmt: skip
+def test_a_sharded_model_is_compiled_by_blocks(
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    fsdp: bool,
+    backend: str,
+    regional: bool,
+    changed: bool,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("hf_mp"), "propagate", True)
+    plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=regional)
+    trainer: Any = SimpleNamespace(
+        is_fsdp_enabled=fsdp, accelerator=SimpleNamespace(state=SimpleNamespace(dynamo_plugin=plugin))
+    )
+    compile_by_blocks(trainer)
+    compile_by_blocks(trainer)
+    said = [line for line in caplog.messages if "compiles the repeated blocks of the model, one by one" in line]
+    assert (plugin.use_regional_compilation, len(said)) == (regional or changed, int(changed))
 
 
 @pytest.mark.parametrize("route", ["arguments", "subclass", "callback", "callback fp32"])
