@@ -80,7 +80,7 @@ def _peak(plan: Stored) -> str:
 
 
 def _seconds(plan: Stored) -> str:
-    return f"{plan['seconds_to_send'].number:.2f} s"
+    return f"{1e3 * plan['seconds_to_send'].number:,.0f} ms"
 
 
 def _sizable(plan: Stored) -> list[dict[str, Any]]:

@@ -45,6 +45,8 @@ def run(
         check_writable(html)
     gpu_bytes = None if gpu is None else parse_size(gpu)
     rates = None if bandwidth is None else Bandwidth.parse(bandwidth)
+    if settings["ranks"] == 1 and (rates is not None or settings["parallel"] != "fsdp2"):
+        raise ValueError("--bandwidth and --parallel are for several ranks: say how many, as --ranks 64")
     for preset in precision or ():
         parse_preset(preset)
     quiet_libraries()

@@ -116,7 +116,7 @@ def communication_rows(report: MemoryReport) -> list[tuple[str, ...]]:
     if report.bandwidth is not None and rows:
         estimates = [row.estimate for row in report.training.values()]
         times = [report.bandwidth.seconds(one.communication) for one in estimates]
-        rows.append(("time to send", *(f"{seconds:.3g} s" for seconds in times)))
+        rows.append(("time to send", *(f"{1e3 * seconds:,.1f} ms" for seconds in times)))
     return rows
 
 

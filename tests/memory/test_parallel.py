@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -162,7 +163,12 @@ class TestCommand:
         shown = self.run(tmp_path, "--bandwidth", "450,50")
         assert "one of 4 ranks, fsdp2" in shown
         assert "all-gather of 4 ranks, fp32" in shown
-        assert "time to send" in shown
+        assert re.search(r"time to send [\d.]+ ms", shown)
+
+    @pytest.mark.parametrize("setting", [("--bandwidth", "450,50"), ("--parallel", "ddp")], ids=str)
+    def test_settings_of_several_ranks_need_their_number(self, tmp_path: object, setting: tuple[str, str]) -> None:
+        shown = self.run(tmp_path, "--ranks", "1", *setting)
+        assert "error: --bandwidth and --parallel are for several ranks: say how many, as --ranks 64" in shown
 
     def test_what_ranks_cannot_train_is_left_out_with_the_reason(self, tmp_path: object) -> None:
         shown = self.run(tmp_path, "--precision", "int8-lora")
