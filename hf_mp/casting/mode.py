@@ -77,6 +77,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     """
 
     module: nn.Module | None = None  # of an island
+    has_op_rules = False
     sums_in_fp64 = False  # products and attention, so that their bits do not depend on how many rows there are
 
     def __init__(
@@ -114,7 +115,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     def _take_rules(self, ops: OpRules, in_modules: tuple[ModuleRule, ...], model: nn.Module | None) -> None:
         unlisted = {function for function, entry in ops.items() if entry is None}
         listed = {function: entry for function, entry in self._plan.items() if function not in unlisted}
-        self._plan = {**_COMPOSITE_PLAN, **listed, **_plan(ops)}
+        self._plan, self.has_op_rules = {**_COMPOSITE_PLAN, **listed, **_plan(ops)}, bool(ops)
         self._take_module_rules(in_modules, model)
 
     def _take_module_rules(self, rules: tuple[ModuleRule, ...], model: nn.Module | None) -> None:
@@ -171,6 +172,15 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     def shortcut(self, func: Callable[..., Any], tensors: Iterable[Any]) -> Callable[..., Any] | None:
         """What to call at once in the place of a function that asks about ``tensors``; None to be asked."""
         return None
+
+    def may_bypass(self, tensor: Any) -> bool:
+        """Whether calls on ``tensor`` that no table would change may be made without asking this autocast."""
+        return False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other torch function mode sees the calls that come here."""
+        return torch._C._len_torch_function_stack() == 1 and torch._C._get_function_stack_at(0) is self
 
     def copy_of(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """What a compiled graph takes in the place of a cast of ``tensor``."""

@@ -54,8 +54,7 @@ class ReadingRegion(Region):
     def shortcut(self, func: Callable[..., Any], tensors: Iterable[Any]) -> Callable[..., Any] | None:
         if (found := self._shortcuts.get(func)) is None or any([type(t) not in _PLAIN for t in tensors]):
             return None
-        is_asked_alone = torch._C._len_torch_function_stack() == 1 and torch._C._get_function_stack_at(0) is self
-        return found if is_asked_alone else None
+        return found if self.is_alone else None
 
     def convert(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         is_activation = type(tensor) is Tensor and not is_dynamo_compiling()

@@ -134,13 +134,22 @@ class Region(autocast):
         if torch.compiler.is_dynamo_compiling():
             return super().call_unlisted(func, args, kwargs)
         weights = self._thread.weights
-        if weights is not None and weights.has_borders and (kwargs or weights.has_outside(args)):
+        if weights is None or not weights.has_borders or func in _OF_THE_TENSOR_ITSELF:
+            return func(*args, **kwargs)
+        if kwargs or weights.has_outside(args):
             args, kwargs = _brought_in(weights, func, args, kwargs)
         return func(*args, **kwargs)
 
     def bring_in(self, tensor: Tensor) -> Tensor:
         weights = self._thread.weights
         return tensor if weights is None or not torch.is_grad_enabled() else weights.bring_in(tensor)
+
+    def may_bypass(self, tensor: Any) -> bool:
+        if type(tensor) is not Tensor or self.observer is not None or self.has_op_rules or self.sums_in_fp64:
+            return False
+        weights = self._thread.weights
+        comes_in = weights is not None and weights.has_borders and weights.has_outside([tensor])
+        return self.is_alone and not comes_in
 
     def lift_casts(self, graph: Any, inputs: list[Any]) -> tuple[Any, list[int]]:
         weights = self._thread.weights
