@@ -16,6 +16,7 @@ from transformers import CompileConfig, DynamicCache, GPT2Config, GPT2LMHeadMode
 
 import hf_mp
 from hf_mp import MixedPrecision
+from hf_mp.casting.cpu import packed as packed_weights
 from hf_mp.casting.cpu.packed import PackedWeights
 from hf_mp.casting.cpu.upcast import CPU_PRODUCTS, runs_natively
 from hf_mp.weights.reading_region import ReadingRegion
@@ -109,6 +110,26 @@ def test_a_weight_that_was_written_is_packed_anew(write: str) -> None:
     with torch.no_grad():
         expected = other(x)
         assert all(torch.equal(model(x), expected) for _ in range(4))
+
+
+@native
+def test_prompts_between_answers_do_not_pack_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    original = packed_weights._pack
+
+    def pack(entry: Any, x: Tensor, *others: Any) -> None:
+        rows.append(len(x))
+        original(entry, x, *others)
+
+    monkeypatch.setattr(packed_weights, "_pack", pack)
+    model = Block()
+    attached(model)
+    with torch.no_grad():
+        for _ in range(5):
+            model(torch.randn(8, 256))
+            for _ in range(4):
+                model(torch.randn(1, 256))
+    assert rows == [1, 1]
 
 
 @native

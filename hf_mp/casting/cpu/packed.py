@@ -24,7 +24,7 @@ LEAST_ELEMENTS = 2**16  # of a weight: products with smaller ones are torch's ow
 class _Entry:
     weight: weakref.ref[Tensor]
     version: int
-    rows: int  # of the last product without a packed weight
+    rows: int  # of the last product
     packed: Tensor | None = None
     packed_for: tuple[int, int] | None = None  # the rows and columns with which it was tried
 
@@ -57,6 +57,7 @@ class PackedWeights:
             if _is_for_onednn(x, weight, bias):
                 self._entries[id(weight)] = self._make(weight, rows)
         elif entry.packed_for == (rows, columns):
+            entry.rows = rows  # one prompt before each answer is no reason to pack anew
             return None if entry.packed is None else _product(x, entry.packed, bias)
         elif entry.rows == rows:
             _pack(entry, x, weight.t() if transposed else weight, bias)
