@@ -198,10 +198,10 @@ def _call_user_compiler(original: Any, self: Any, /, graph: Any, inputs: list[An
 
     def run(*inputs: Any) -> Any:
         mode = active_autocast()
-        if mode is not None:
-            inputs = tuple([mode.bring_in(i) if isinstance(i, torch.Tensor) else i for i in inputs])
-            inputs += tuple([mode.copy_of(inputs[place], dtype) for place in lifted])
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction():  # now: each look at a weight would ask the mode
+            if mode is not None:
+                inputs = tuple([mode.bring_in(i) if isinstance(i, torch.Tensor) else i for i in inputs])
+                inputs += tuple([mode.copy_of(inputs[place], dtype) for place in lifted])
             return compiled(*inputs)
 
     return run
