@@ -80,7 +80,6 @@ DEFAULTS: dict[str, Any] = {
     "logging_steps": 10,
     "disable_tqdm": False,
     "include_num_input_tokens_seen": True,
-    "ddp_find_unused_parameters": False,  # there are none: DDP need not look for them in each step
 }
 # Further ones for the small model, which trains when there is no --model_name_or_path.
 SMALL_MODEL_DEFAULTS: dict[str, Any] = {
@@ -93,6 +92,7 @@ SMALL_MODEL_DEFAULTS: dict[str, Any] = {
     "weight_decay": 0.1,
     "adam_beta2": 0.95,
     "save_strategy": "no",
+    "ddp_find_unused_parameters": False,  # there are none: DDP need not look for them in each step
 }
 
 

@@ -173,8 +173,8 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         """What to call at once in the place of a function that asks about ``tensors``; None to be asked."""
         return None
 
-    def may_bypass(self, tensor: Any) -> bool:
-        """Whether calls on ``tensor`` that no table would change may be made without asking this autocast."""
+    def may_bypass(self, activation: Any, weights: list[Any]) -> bool:
+        """Whether calls on these tensors that no table would change may be made without asking this autocast."""
         return False
 
     @property

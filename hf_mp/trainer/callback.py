@@ -15,7 +15,13 @@ from transformers.utils import logging
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.trainer.calling_trainer import calling_trainer, come_first, compile_by_blocks, forget_prepared
+from hf_mp.trainer.calling_trainer import (
+    calling_trainer,
+    come_first,
+    compile_by_blocks,
+    forget_prepared,
+    refuse_compiled_whole,
+)
 from hf_mp.trainer.checkpoints.in_place import InPlaceSaves, checkpoint_of, clear_up, refuse_damaged
 from hf_mp.trainer.checkpoints.manifest import finish
 from hf_mp.trainer.model_card import extend_card
@@ -133,6 +139,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
         refuse_missing(model, optimizer, trainer)
         if state.global_step > 0:
             refuse_damaged(args, state)
+        refuse_compiled_whole(trainer)
         if session.runtime.model is not model:
             refuse_other_precision(args, session.settings.policy)
             refuse_model(model)

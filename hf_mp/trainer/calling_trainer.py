@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any, cast
 
 from accelerate.utils import DynamoBackend
+from accelerate.utils.other import has_repeated_blocks
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
@@ -56,13 +58,40 @@ def compile_by_blocks(trainer: Trainer | None) -> None:
     """Have accelerate compile the repeated blocks of a model that FSDP2 shards, where it would compile all of it.
 
     Dynamo cannot trace FSDP's gathering of parameters while an autocast in Python is active.
+
+    Raises:
+        ValueError: for a model without repeated blocks.
     """
-    if trainer is None or not trainer.is_fsdp_enabled:
+    if trainer is None or not _is_compiled_under_fsdp(trainer):
         return
+    model = cast(Any, trainer.model)
+    if model is not None and not has_repeated_blocks(model):
+        raise ValueError(
+            f"torch_compile=True compiles all of {type(model).__name__}, which has no ModuleList of equal blocks, and "
+            "torch.compile cannot trace a whole attached model under FSDP2: compile parts yourself (part.compile()), "
+            "or use DDP"
+        )
     plugin = trainer.accelerator.state.dynamo_plugin
-    if plugin.backend is not DynamoBackend.NO and not plugin.use_regional_compilation:
+    if not plugin.use_regional_compilation:
         plugin.use_regional_compilation = True
         logger.warning(
             "torch_compile=True compiles the repeated blocks of the model, one by one: torch.compile cannot trace a "
-            "whole attached model under FSDP2. ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true says the same"
+            "whole attached model under FSDP2. Set ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true to ask for that "
+            "without this warning"
         )
+
+
+def refuse_compiled_whole(trainer: Trainer | None) -> None:
+    """Raise for a model that accelerate has compiled as a whole under FSDP2, before its Trainer had our callback."""
+    if trainer is None or not _is_compiled_under_fsdp(trainer):
+        return
+    if not trainer.accelerator.state.dynamo_plugin.use_regional_compilation:
+        raise ValueError(
+            "torch_compile=True has compiled the whole model, which torch.compile cannot trace under FSDP2 once it is "
+            "attached: give the callback to the Trainer when you make it (callbacks=[...]), or set "
+            "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true"
+        )
+
+
+def _is_compiled_under_fsdp(trainer: Trainer) -> bool:
+    return trainer.is_fsdp_enabled and trainer.accelerator.state.dynamo_plugin.backend is not DynamoBackend.NO

@@ -19,6 +19,7 @@ from hf_mp.casting.cpu.products import Operand
 from hf_mp.casting.mode import PlannedCall, autocast
 from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.casting.tables import OPS, CastRule
+from hf_mp.weights.distributed import is_dtensor
 from hf_mp.weights.graph_inputs import lift_casts
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.working_weights import WorkingWeights
@@ -144,12 +145,13 @@ class Region(autocast):
         weights = self._thread.weights
         return tensor if weights is None or not torch.is_grad_enabled() else weights.bring_in(tensor)
 
-    def may_bypass(self, tensor: Any) -> bool:
-        if type(tensor) is not Tensor or self.observer is not None or self.has_op_rules or self.sums_in_fp64:
+    def may_bypass(self, activation: Any, weights: list[Any]) -> bool:
+        if type(activation) is not Tensor or self.observer is not None or self.has_op_rules or self.sums_in_fp64:
             return False
-        weights = self._thread.weights
-        comes_in = weights is not None and weights.has_borders and weights.has_outside([tensor])
-        return self.is_alone and not comes_in
+        if not self.is_alone or any([is_dtensor(weight) for weight in weights]):
+            return False
+        inside = self._thread.weights
+        return inside is None or not inside.has_borders or not inside.has_outside([activation, *weights])
 
     def lift_casts(self, graph: Any, inputs: list[Any]) -> tuple[Any, list[int]]:
         weights = self._thread.weights

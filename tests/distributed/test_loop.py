@@ -199,6 +199,13 @@ def test_gradient_checkpointing_inside_fsdp_changes_nothing(two: Results, reentr
         assert same_weights(log["weights"], plain["weights"])
 
 
+def test_norms_that_run_past_the_mode_have_true_gradients(two: Results) -> None:
+    for rank in two:
+        lengths = rank["fsdp_norms"]
+        assert len(lengths) == 6 and all(past == asking for past, asking in lengths.values())
+        assert max(past for past, _ in lengths.values()) < 1.01 * min(past for past, _ in lengths.values())
+
+
 def test_gradients_are_measured_where_fsdp_leaves_whole_parameters(two: Results) -> None:
     log, plain = assert_ranks_agree(two, "fsdp_without_resharding"), two[0]["fsdp_before_prepare"]
     assert log["loss"] == plain["loss"] and log["scale"] == plain["scale"] and log["headroom"] == plain["headroom"]

@@ -29,7 +29,7 @@ from transformers.training_args import OptimizerNames
 
 import hf_mp.trainer.session
 from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer, PrecisionPolicy
-from hf_mp.trainer.calling_trainer import compile_by_blocks
+from hf_mp.trainer.calling_trainer import compile_by_blocks, refuse_compiled_whole
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME
 from hf_mp.trainer.session import STATE_NAME
 
@@ -434,9 +434,18 @@ def test_a_sharded_model_is_compiled_by_blocks(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("hf_mp"), "propagate", True)
     plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=regional)
-    trainer: Any = SimpleNamespace(
-        is_fsdp_enabled=fsdp, accelerator=SimpleNamespace(state=SimpleNamespace(dynamo_plugin=plugin))
-    )
+    accelerator = SimpleNamespace(state=SimpleNamespace(dynamo_plugin=plugin))
+    blocks = nn.Sequential(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
+    trainer: Any = SimpleNamespace(is_fsdp_enabled=fsdp, accelerator=accelerator, model=blocks)
+    if changed:
+        with pytest.raises(ValueError, match=r"has compiled the whole model.*give the callback to the Trainer when"):
+            refuse_compiled_whole(trainer)
+        trainer.model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        with pytest.raises(ValueError, match=r"Sequential, which has no ModuleList of equal blocks.*or use DDP"):
+            compile_by_blocks(trainer)
+        trainer.model = blocks
+    else:
+        refuse_compiled_whole(trainer)
     compile_by_blocks(trainer)
     compile_by_blocks(trainer)
     said = [line for line in caplog.messages if "compiles the repeated blocks of the model, one by one" in line]

@@ -28,10 +28,10 @@ class FP32Norm(ReplacedForward):
     """Takes the place of a norm's ``forward``, and runs it past the mode where nothing else looks."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or kwargs or len(args) != 1:
+        mode, module = active_autocast(), self.module()
+        if torch.compiler.is_dynamo_compiling() or kwargs or len(args) != 1 or mode is None or module is None:
             return self.original(*args, **kwargs)
-        mode = active_autocast()
-        if mode is None or not mode.may_bypass(args[0]):
+        if not mode.may_bypass(args[0], [getattr(module, name) for name in module._parameters]):
             return self.original(*args)
         with torch._C.DisableTorchFunction():
             return self.original(*args)

@@ -1,7 +1,8 @@
-"""bitsandbytes' 8-bit moments in checkpoints: saved as FP32, whose blocks every number of ranks cuts anew.
+"""bitsandbytes' 8-bit moments of sharded parameters in checkpoints: as FP32, which every number of ranks cuts anew.
 
 Each rank's part of a parameter has its own blocks of 256 elements with a scale each (Dettmers et al. 2021, section
-2.1), and ranks with a small part keep FP32 moments: what they hold fits no other number of ranks.
+2.1), and ranks with a small part keep FP32 moments: what they hold fits no other number of ranks. The moments of whole
+parameters are saved as they are.
 """
 
 from __future__ import annotations
@@ -16,13 +17,23 @@ from torch.optim import Optimizer
 
 from hf_mp.weights.blockwise_adam import BLOCK
 
+KEYS = frozenset(f"{name}{number}" for name in ("state", "absmax", "qmap") for number in "12")
 _BLOCKS_AT_ONCE = 2**14  # 16 MiB in FP32: temporary memory is some of these
 
 
+def is_blockwise(entry: Mapping[str, Any]) -> bool:
+    """Whether the moments in the state of one parameter have a scale for each of its blocks.
+
+    AdEMAMix has two first moments in one tensor, which no rank could cut.
+    """
+    found = [(entry[f"absmax{number}"].shape, entry[f"state{number}"].numel()) for number in _quantized(entry)]
+    return bool(found) and all(shape == (-(-count // BLOCK),) for shape, count in found)
+
+
 def in_fp32(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of one parameter, with FP32 moments of its shape in place of codes, scales and tables."""
+    """The state of one parameter; blockwise moments in FP32, in the place of codes, scales and tables."""
     found = dict(entry)
-    for number in _quantized_moments(entry):
+    for number in _quantized(entry) if is_blockwise(entry) else ():
         table, scales = found.pop(f"qmap{number}"), found.pop(f"absmax{number}")
         codes = found[f"state{number}"]
         values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
@@ -38,16 +49,17 @@ def as_optimizer_keeps(
 ) -> dict[str, Any]:
     """What :func:`in_fp32` gave, as ``optimizer`` keeps it for ``parameter``, the second of ``place`` in its group.
 
-    Blocks that begin where the saved ones did get the same codes and scales, bit for bit; others are quantized again.
+    Blocks that begin where the saved ones did stand for the same values, bit for bit; others are quantized again.
     """
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     if "state1" not in entry or "absmax1" in entry or not hasattr(optimizer, "init_state"):
         return entry
     optimizer.check_overrides()
+    is_paged, optimizer.is_paged = optimizer.is_paged, False  # bitsandbytes would keep these buffers for good
     optimizer.init_state(optimizer.param_groups[place[0]], parameter, *place)
-    kept = optimizer.state.pop(parameter)
-    for number in _quantized_moments(kept):
+    kept, optimizer.is_paged = optimizer.state.pop(parameter), is_paged
+    for number in _quantized(kept) if is_blockwise(kept) else ():
         codes, table, scales = kept[f"state{number}"], kept[f"qmap{number}"], kept[f"absmax{number}"]
         for start, part in _parts(entry[f"state{number}"]):
             found, scales[start : start + len(part)] = _quantize(part, table)
@@ -56,10 +68,8 @@ def as_optimizer_keeps(
     return entry
 
 
-def _quantized_moments(entry: Mapping[str, Any]) -> list[str]:
-    # AdEMAMix has two first moments in one tensor, which no rank could cut.
-    found = [number for number in "12" if f"absmax{number}" in entry]
-    return found if all(entry[f"absmax{number}"].dim() == 1 for number in found) else []
+def _quantized(entry: Mapping[str, Any]) -> list[str]:
+    return [number for number in "12" if f"absmax{number}" in entry]
 
 
 def _parts(values: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -1,7 +1,8 @@
 """The state of an optimizer by the names of its parameters: tensors for shards, plain values for JSON.
 
 What is saved does not depend on the number of ranks, the memory layout or the wrapper that the optimizer ran with:
-moments are saved as whole FP32 tensors, as the weights are, and sharded by the mesh that loads them.
+moments are saved as whole FP32 tensors, as the weights are, and sharded by the mesh that loads them. Only 8-bit moments
+of whole parameters stay as they are, until a mesh loads them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_mp.trainer.checkpoints.blockwise_state import as_optimizer_keeps, in_fp32
+from hf_mp.trainer.checkpoints.blockwise_state import KEYS, as_optimizer_keeps, in_fp32, is_blockwise
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
 from hf_mp.weights.distributed import is_dtensor, local_part
 
@@ -59,7 +60,8 @@ def take_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[dict[
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
     for one in (one for owned in groups for one in owned):
-        for key, value in in_fp32(optimizer.state.get(one.inside, {})).items():
+        entry = optimizer.state.get(one.inside, {})
+        for key, value in (in_fp32(entry) if is_dtensor(one.whole) else entry).items():
             if isinstance(value, Tensor):
                 tensors[f"{PREFIX}{one.name}/{key}"] = _whole(one, key, value).contiguous()
             else:
@@ -91,6 +93,7 @@ def make_room(
         )
     found: dict[str, Tensor] = {}
     owned_by_name = {one.name: one for owned in groups for one in owned}
+    quantized = {name.removesuffix("/absmax1") for name in layout if name.endswith("/absmax1")}
     for name, stored in layout.items():
         if not name.startswith(PREFIX):
             continue
@@ -100,7 +103,9 @@ def make_room(
                 f"the checkpoint has {key} of {parameter}, which the optimizer does not have: resume with the "
                 "optimizer that was saved"
             )
-        found[name] = _empty(owned_by_name[parameter], stored)
+        one = owned_by_name[parameter]
+        is_cut_later = is_dtensor(one.whole) and PREFIX + parameter in quantized and key in KEYS
+        found[name] = torch.empty(stored.size, dtype=stored.properties.dtype) if is_cut_later else _empty(one, stored)
     return found
 
 
@@ -123,6 +128,8 @@ def put_state(
     for group_index, owned in enumerate(groups):
         for position, one in enumerate(owned):
             if (entry := state.get(index[one.name])) is not None:
+                if is_dtensor(one.whole) and is_blockwise(entry):  # saved of a whole parameter
+                    entry = {key: _cut(one, value) for key, value in in_fp32(entry).items()}
                 state[index[one.name]] = as_optimizer_keeps(optimizer, one.inside, (group_index, position), entry)
     optimizer.load_state_dict({"state": state, "param_groups": settings})
 
@@ -181,6 +188,16 @@ def _empty(one: _Owned, stored: TensorStorageMetadata) -> Tensor:
         )
     # A counter stays on the CPU, as optimizers make it, until they move it themselves.
     return torch.empty(stored.size, dtype=dtype, device=like.device if stored.size else "cpu")
+
+
+def _cut(one: _Owned, value: Any) -> Any:
+    """This rank's part of a ``value`` of the parameter's shape; others as they are."""
+    if not isinstance(value, Tensor) or value.shape != one.whole.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = one.whole.device_mesh, one.whole.placements
+    return local_part(distribute_tensor(value, mesh, placements, src_data_rank=None))
 
 
 def _on_mesh(like: Tensor, part: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def test_other_blocks_are_quantized_again(first: int, last: int) -> None:
         scales = kept[f"absmax{number}"].repeat_interleave(256)[: last - first]
         apart = (again[f"state{number}"] - part[f"state{number}"]).abs()
         assert (apart <= MOST_APART * scales).all()
-        assert torch.equal(scales == 0, scales * 0 == scales)
+        assert scales.count_nonzero() > 3000
     if first % 256 == 0 and last % 256 == 0:
         assert same(again, part)
 
