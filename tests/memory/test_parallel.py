@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch.distributed as distributed
 from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
-from transformers import GPT2Config, LlamaConfig
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from hf_mp import estimate_training_memory
@@ -87,6 +87,8 @@ def llama() -> LlamaConfig:
 def test_tensor_parallel_ranks_share_weights_and_send_activations() -> None:
     two = estimate_training_memory(llama(), "fp16", ranks=2, parallel="tp")
     masters = two.bytes_by_category[Category.MASTER_WEIGHTS]
+    if "model.embed_tokens" not in LlamaForCausalLM(llama()).tp_plan:  # Transformers 5.17
+        masters -= 4 * 512 * WIDTH // 2
     assert 2 * two.parameters < masters < 1.05 * 2 * two.parameters  # norms are not shared
     assert two.settings.optimizer == "adamw_torch"
     sent = {(one.name, one.dtype): one.sent_bytes for one in two.communication}
