@@ -63,6 +63,7 @@ class RoundedGather:
         self._parameters = [
             (one, len(one._orig_size) > 1 and one._module_info.module not in in_fp32) for one in group.fsdp_params
         ]
+        self._runs_of: dict[int, list[tuple[int, bool]]] = {}  # by the elements of a rank's part
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """As FSDP's own."""
@@ -75,7 +76,8 @@ class RoundedGather:
         """
         if output_tensor.dtype is not torch.float32:  # bytes: frozen FP16 weights are among them, or all in 16 bits
             return self.before(output_tensor, input_tensor, group, async_op)
-        runs = self._runs(input_tensor.numel())
+        runs = self._runs_of.get(elements := input_tensor.numel()) or self._runs(elements)
+        self._runs_of[elements] = runs
         if not any(is_rounded for _, is_rounded in runs):
             return self.before(output_tensor, input_tensor, group, async_op)
         with torch.no_grad():
