@@ -102,6 +102,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused_by_all(two: Results, case: st
 
 
 @pytest.mark.exhaustive
+@pytest.mark.slow
 def test_four_and_two_resume_each_other_in_each_layout(
     launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -113,6 +114,7 @@ def test_four_and_two_resume_each_other_in_each_layout(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", LAYOUTS)
 def test_other_ways_to_spread_a_model_resume_it_too(layouts: Results, precision: str) -> None:
     assert_resumed(layouts, "2-save-ddp-ddp", "2-load-fsdp-ddp", precision)
@@ -126,6 +128,7 @@ def test_other_ways_to_spread_a_model_resume_it_too(layouts: Results, precision:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", ["fp16", "fp16-lean"])
 def test_a_lean_layout_and_the_default_one_resume_each_other(layouts: Results, saved: str) -> None:
     before = layouts["2-save-fsdp-fsdp"][0][saved]["state"]
