@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from hf_mp.weights.distributed import has_dtensors
+from hf_mp.weights.distributed import check_heads, has_dtensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -161,12 +161,7 @@ def _make_tensor_parallel(model: PreTrainedModel, ranks: int) -> None:
         raise ValueError(
             f"parallel='tp' needs a model with a tp_plan in Transformers, and {name} has none: use 'fsdp2' or 'ddp'"
         )
-    heads = getattr(model.config.get_text_config(), "num_key_value_heads", None) or 0
-    if heads % ranks:
-        raise ValueError(
-            f"ranks={ranks} cannot share the {heads} key and value heads of {name} evenly: use a number of ranks that "
-            f"divides {heads}"
-        )
+    check_heads(model, ranks)
     config, _, mesh = model.prepare_distribute_model(DistributedConfig(tp_size=ranks))
     model.maybe_distribute_model(model, config, mesh)
     model.tie_weights()  # each of two tied weights was split by itself

@@ -235,7 +235,7 @@ class MixedPrecision:
         """What the gradients of ``optimizer`` are like."""
         if known := next(filter(None, (observer.report() for observer in self.observers)), None):
             return Verdict(lambda: known)
-        # FSDP may shard a module around the model, unseen from inside.
+        self.ranks.check_optimizer(optimizer, self.model)  # FSDP may have come since, around the model too
         self._use_layout_for(parameter for group in optimizer.param_groups for parameter in group["params"])
         return self.check.verdict(optimizer)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,7 @@ class Ranks:
         self._stepped = False
         self._settings = settings
         self._compared: list[ProcessGroup] = []
+        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()  # DDPs and optimizers
 
     def note_forward(self, model: nn.Module, *, is_lean: bool) -> None:
         """Look in which DDP a forward of ``model`` runs, and whether FSDP shards it; called when one begins."""
@@ -70,11 +72,27 @@ class Ranks:
         if self._stepped:
             self._groups, self._stepped = [], False
         ddp = ddp_of(model)
+        if ddp is not None and ddp not in self._checked:
+            check_reduced_dtypes(ddp)
+            self._checked.add(ddp)
         # Inside join() other processes may have no batch left and so no step to agree on. There all gradients are
         # those of the all-reduce, and who steps decides alike.
         if ddp is not None and ddp.process_group not in self._groups and not ddp._join_config.enable:
             self._groups.append(ddp.process_group)
             self._compare(ddp.process_group)
+
+    def check_optimizer(self, optimizer: Any, model: nn.Module | None) -> None:
+        """Raise a ValueError if FSDP2 has put shards in the places of all parameters that ``optimizer`` holds."""
+        if model is None or optimizer in self._checked or not is_running() or not is_sharded(model):
+            return
+        self._checked.add(optimizer)
+        own = {id(parameter) for parameter in model.parameters()}
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not any(id(parameter) in own or mesh_of(parameter) is not None for parameter in given):
+            raise ValueError(
+                f"no parameter of this {type(optimizer).__name__} is in the model any more: fully_shard put shards in "
+                "their places. Make the optimizer after it, from model.parameters(), and attach it then"
+            )
 
     def layout_for(self, parameters: Iterable[Tensor], layout: Any, model: nn.Module | None) -> Any:
         """The :class:`WeightLayout` to go on with, after ``layout``, for parameters of ``model`` or its optimizer."""
@@ -268,6 +286,35 @@ def check_masters(model: nn.Module) -> None:
             )
 
 
+def check_reduced_dtypes(ddp: Any) -> None:
+    """Raise a ValueError if DDP took parameters over in other dtypes than they have: it reduces none of those."""
+    logged: dict[str, str] = getattr(ddp, "_get_ddp_logging_data", dict)()
+    held = set(filter(None, logged.get("dtypes", "").split(", ")))
+    dtypes = {parameter.dtype for parameter in ddp.module.parameters() if parameter.requires_grad}
+    now = {_DTYPES_OF_DDP[dtype] for dtype in dtypes & _DTYPES_OF_DDP.keys()}
+    if held and now and held != now:
+        raise ValueError(
+            f"DistributedDataParallel holds parameters of {', '.join(sorted(held))}, and they are "
+            f"{', '.join(sorted(now))} since mixed precision was attached, so that it would reduce no gradients: "
+            "attach it to the model first, and wrap it then"
+        )
+
+
+_DTYPES_OF_DDP = {torch.float32: "float", torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
+
+
+def check_heads(model: Any, ranks: int) -> None:
+    """Raise a ValueError if so many tensor parallel ranks cannot share the heads of a model of Transformers."""
+    config = getattr(model, "config", None)
+    read_text_config = getattr(config, "get_text_config", None)
+    heads = 0 if read_text_config is None else getattr(read_text_config(), "num_key_value_heads", None) or 0
+    if heads % ranks:
+        raise ValueError(
+            f"ranks={ranks} cannot share the {heads} key and value heads of {type(model).__name__} evenly: use a "
+            f"number of ranks that divides {heads}"
+        )
+
+
 def is_tensor_parallel(model: nn.Module) -> bool:
     """Whether products of ``model`` compute with DTensors: it has some, and FSDP2 does not make them whole before."""
     if not _has_processes():
@@ -292,6 +339,8 @@ def _check_placements(model: nn.Module) -> None:
             "this model is tensor parallel, and fully_shard wraps a part of it: leave that out, or load it without "
             "tp_plan"
         )
+    if is_parallel:
+        check_heads(model, spread[0].device_mesh.size())
     for parameter in spread:
         placements, mesh = parameter.placements, parameter.device_mesh
         # (Shard,) is FSDP, (Replicate, Shard) its hybrid form; anything else is (also) tensor parallelism.

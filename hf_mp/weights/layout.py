@@ -192,7 +192,12 @@ class TensorParallelLayout(TransientLayout):
                     "cannot: leave fused=True and foreach=True out (in the Trainer: optim='adamw_torch'), or give each "
                     "kind a group of its own"
                 )
-        return super().wrap(optimizer)
+        if type(optimizer).__module__.startswith("bitsandbytes."):
+            raise ValueError(
+                f"{type(optimizer).__name__} of bitsandbytes updates plain tensors, and these parameters are DTensors: "
+                "use torch's optimizers"
+            )
+        return optimizer
 
     def saving(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -186,7 +186,12 @@ def refusals(folder: str) -> dict[str, str]:
     def layouts_differ() -> None:
         hf_mp.MixedPrecision(("fp16", "bf16")[dist.get_rank()]).attach(loaded(folder))
 
-    return said_of(lean, with_fsdp, two_dimensions, two_meshes, layouts_differ)
+    def heads_that_ranks_cannot_share() -> None:
+        model = loaded(folder)
+        model.config.num_key_value_heads = 3
+        hf_mp.MixedPrecision("fp16").attach(model)(input_ids=torch.ones(1, 2, dtype=torch.int64))
+
+    return said_of(lean, with_fsdp, two_dimensions, two_meshes, layouts_differ, heads_that_ranks_cannot_share)
 
 
 def front_doors(folder: str) -> dict[str, Any]:

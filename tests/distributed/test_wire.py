@@ -163,6 +163,12 @@ def test_bytes_of_a_lean_parameter_over_all_ranks(one: dict[str, Any], two: Resu
         ("lean_of_a_hooked_weight", "ValueError: .*shape .32,. has a hook.*use 'fp16', or remove the hook"),
         ("lean_of_16_bit_shards", "ValueError: .*sharded in torch.bfloat16 and its FP32 value is lost: attach"),
         ("lean_after_a_forward", "ValueError: .*run a forward.*attach a lean layout before the first forward"),
+        ("attached_inside_of_ddp", "ValueError: DistributedDataParallel holds parameters of float, .* c10::Half since"),
+        (
+            "halved_inside_of_ddp",
+            "ValueError: DistributedDataParallel holds .* c10::Half, .*attach it to the model first",
+        ),
+        ("optimizer_before_fsdp", "ValueError: no parameter of this SGD is in the model any more: fully_shard put"),
         ("lean_without_optimizer", "ValueError: .*ran already: call attach_optimizer before the first forward"),
         ("lean_in_backward", "ValueError: free_gradients='backward' .*leave it out on several processes"),
         ("lean_with_batch_norm", "ValueError: .*normalizations with statistics in FP32.*use 'bf16', or DDP"),

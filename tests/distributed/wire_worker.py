@@ -277,6 +277,24 @@ def refusals() -> dict[str, str]:
     def rules_differ() -> None:
         forward(rules=[{}, {"lm_head": "fp32"}][dist.get_rank()])
 
+    def attached_inside_of_ddp() -> None:
+        model = tiny_gpt2()
+        wrapped = DistributedDataParallel(model)
+        hf_mp.MixedPrecision("fp16-lean").attach(model)
+        wrapped(input_ids=ids, labels=ids)
+
+    def halved_inside_of_ddp() -> None:
+        model = tiny_gpt2().half()
+        wrapped = DistributedDataParallel(model)
+        hf_mp.MixedPrecision("fp16").attach(model)
+        wrapped(input_ids=ids, labels=ids)
+
+    def optimizer_before_fsdp() -> None:
+        model: Any = tiny_gpt2()
+        _, optimizer = hf_mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16")
+        shard(model)(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+
     def lean_after_ddp() -> None:
         hf_mp.MixedPrecision("fp16-lean").attach(DistributedDataParallel(tiny_gpt2()))
 
@@ -323,7 +341,8 @@ def refusals() -> dict[str, str]:
         runtime.attach_optimizer(AdamW8bit(shard(runtime.attach(tiny_gpt2())).parameters()))
 
     return said_of(
-        settings_differ, layouts_differ, patience_differs, most_skips_differ, rules_differ, lean_after_ddp,
+        settings_differ, layouts_differ, patience_differs, most_skips_differ, rules_differ, attached_inside_of_ddp,
+        halved_inside_of_ddp, optimizer_before_fsdp, lean_after_ddp,
         lean_with_a_hook, lean_of_a_hooked_weight, lean_of_16_bit_shards, lean_after_a_forward, lean_without_optimizer,
         lean_in_backward, lean_with_batch_norm, lean_offloaded, eight_bits_of_dtensors,
     )  # fmt: skip

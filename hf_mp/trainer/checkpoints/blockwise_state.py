@@ -51,10 +51,9 @@ def as_optimizer_keeps(
 
     Blocks that begin where the saved ones did stand for the same values, bit for bit; others are quantized again.
     """
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
-    if "state1" not in entry or "absmax1" in entry or not hasattr(optimizer, "init_state"):
+    if "state1" not in entry or "absmax1" in entry or not is_of_bitsandbytes(optimizer):
         return entry
+    optimizer = innermost(optimizer)
     optimizer.check_overrides()
     is_paged, optimizer.is_paged = optimizer.is_paged, False  # bitsandbytes would keep these buffers for good
     optimizer.init_state(optimizer.param_groups[place[0]], parameter, *place)
@@ -66,6 +65,18 @@ def as_optimizer_keeps(
             codes.view(-1)[start * BLOCK :][: found.numel()] = found.flatten()[: codes.numel() - start * BLOCK]
         entry.update({f"state{number}": codes, f"qmap{number}": table, f"absmax{number}": scales})
     return entry
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer in the wrappers of accelerate and of master weights."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def is_of_bitsandbytes(optimizer: Any) -> bool:
+    """Whether it keeps the state of bitsandbytes' optimizers."""
+    return hasattr(innermost(optimizer), "init_state") and hasattr(innermost(optimizer), "check_overrides")
 
 
 def _quantized(entry: Mapping[str, Any]) -> list[str]:

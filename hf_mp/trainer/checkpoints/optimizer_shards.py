@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_mp.trainer.checkpoints.blockwise_state import KEYS, as_optimizer_keeps, in_fp32, is_blockwise
+from hf_mp.trainer.checkpoints.blockwise_state import (
+    KEYS,
+    as_optimizer_keeps,
+    in_fp32,
+    innermost,
+    is_blockwise,
+    is_of_bitsandbytes,
+)
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
 from hf_mp.weights.distributed import is_dtensor, local_part
 
@@ -90,6 +97,13 @@ def make_room(
         raise CheckpointError(
             f"the optimizer was saved with {_spelled(saved)}, and has {_spelled(here)} here: make it of the same "
             "parameters in the same groups"
+        )
+    saved_by_bitsandbytes = any(name.startswith(PREFIX) and name.endswith("/state1") for name in layout)
+    if saved_by_bitsandbytes is not is_of_bitsandbytes(optimizer) and any(name.startswith(PREFIX) for name in layout):
+        raise CheckpointError(
+            f"the checkpoint has the state of an optimizer {'' if saved_by_bitsandbytes else 'not '}of bitsandbytes, "
+            f"whose names {type(innermost(optimizer)).__name__} does not know: resume with the optimizer that was "
+            "saved"
         )
     found: dict[str, Tensor] = {}
     owned_by_name = {one.name: one for owned in groups for one in owned}

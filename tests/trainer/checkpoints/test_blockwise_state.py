@@ -127,3 +127,21 @@ def test_a_loop_resumes_8_bit_states_bit_for_bit(tmp_path: Path) -> None:
         assert same(left, right)
     assert any(entry["state1"].dtype is torch.uint8 for entry in other.state.values())
     assert [step(model, optimizer) for _ in range(3)] == [step(other_model, other) for _ in range(3)]
+
+
+def test_states_of_other_libraries_are_refused(tmp_path: Path) -> None:
+    model = nn.Linear(128, 64)
+    optimizers = {
+        "bitsandbytes": bnb.optim.AdamW8bit(model.parameters()),
+        "torch": torch.optim.AdamW(model.parameters()),
+    }
+    for name, optimizer in optimizers.items():
+        model(torch.ones(1, 128)).sum().backward()
+        optimizer.step()
+        hf_mp.save_checkpoint(tmp_path / name / "checkpoint-1", model, optimizer, 1)
+    with pytest.raises(
+        hf_mp.CheckpointError, match=r"state of an optimizer of bitsandbytes, whose names AdamW does not"
+    ):
+        hf_mp.load_checkpoint(tmp_path / "bitsandbytes", model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(hf_mp.CheckpointError, match=r"an optimizer not of bitsandbytes, whose names AdamW8bit does"):
+        hf_mp.load_checkpoint(tmp_path / "torch", model, bnb.optim.AdamW8bit(model.parameters()))
