@@ -209,13 +209,16 @@ def refused(folder: Path, wrap: str) -> dict[str, str]:
 
 def lost(folder: Path, how: str) -> dict[str, Any]:
     """Rank 1 ends, or sleeps, in the third step, after a checkpoint; what rank 0 says and after how many seconds."""
-    ids, parts = batches(1)[0], made("fp16", "ddp")
+    ids, parts = batches(1)[0], made("fp16", "fsdp" if how == "sharded" else "ddp")
     if how == "absent" and dist.get_rank() == 1:
         time.sleep(60)
     start = time.monotonic()
     try:
         steps(*parts, 0, 2)
         hf_mp.save_checkpoint(folder / "checkpoint-2", parts[0], parts[1], 2)
+        if how == "sharded" and dist.get_rank() == 1:
+            time.sleep(60)
+        start = time.monotonic()
         parts[0](input_ids=ids, labels=ids).loss.backward()
         if dist.get_rank() == 1:
             time.sleep(60) if how == "asleep" else os.kill(os.getpid(), signal.SIGKILL)

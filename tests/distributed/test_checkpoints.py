@@ -14,7 +14,7 @@ LAYOUTS = ("fp16", "bf16", "fp16-lean", "fp16-lean with 8-bit states")
 Results = dict[str, list[dict[str, Any]]]
 
 FOUR = ("2-save-fsdp-two", "4-load-fsdp-two", "4-save-fsdp-four", "2-load-fsdp-four")
-LOST = "2-lost-killed+asleep+absent+keeper"
+LOST = "2-lost-killed+asleep+absent+keeper+sharded"
 SHARD = r"shards/shard-00002-model-00001-of-00001\.safetensors"
 
 
@@ -149,9 +149,9 @@ def lost(launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["killed", "asleep"])
+@pytest.mark.parametrize("how", ["killed", "asleep", "sharded"])
 def test_a_rank_that_dies_or_hangs_is_named_by_the_other(lost: Results, how: str) -> None:
-    found = lost[LOST][["killed", "asleep"].index(how)]
+    found = lost[LOST][LOST.removeprefix("2-lost-").split("+").index(how)]
     assert re.search(r"rank 0 is there, and rank 1 of \[0, 1\] died or hangs.*from the newest whole ch", found["said"])
     assert found["seconds"] < 2 * 5 + 3  # the time that init_process_group gives, once for each wait
 
