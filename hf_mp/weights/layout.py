@@ -132,6 +132,9 @@ class TransientLayout(WeightLayout):
     """FP32 masters whose memory something else manages (FSDP2): rounded at each use."""
 
     keeps_copies = False
+    _instead_of_bitsandbytes = (
+        "a lean layout, whose shards under FSDP2 are plain (precision='fp16-lean'), or torch's optimizers"
+    )
 
     def __init__(self, policy: PrecisionPolicy) -> None:
         super().__init__(policy)
@@ -161,7 +164,7 @@ class TransientLayout(WeightLayout):
         if type(optimizer).__module__.startswith("bitsandbytes."):
             raise ValueError(
                 f"{type(optimizer).__name__} of bitsandbytes updates plain tensors, and these parameters are DTensors: "
-                "use a lean layout, whose shards under FSDP2 are plain (precision='fp16-lean'), or torch's optimizers"
+                f"use {self._instead_of_bitsandbytes}"
             )
         return optimizer
 
@@ -178,6 +181,8 @@ class TensorParallelLayout(TransientLayout):
     No copy is kept between forwards: a DTensor's version counter knows nothing of writes into its shard.
     """
 
+    _instead_of_bitsandbytes = "torch's optimizers"
+
     def working_copy(self, weight: Tensor) -> Tensor | None:
         return weight.detach().to(self.policy.compute) if _is_master(weight) else None
 
@@ -192,12 +197,7 @@ class TensorParallelLayout(TransientLayout):
                     "cannot: leave fused=True and foreach=True out (in the Trainer: optim='adamw_torch'), or give each "
                     "kind a group of its own"
                 )
-        if type(optimizer).__module__.startswith("bitsandbytes."):
-            raise ValueError(
-                f"{type(optimizer).__name__} of bitsandbytes updates plain tensors, and these parameters are DTensors: "
-                "use torch's optimizers"
-            )
-        return optimizer
+        return super().wrap(optimizer)
 
     def saving(self) -> AbstractContextManager[None]:
         return nullcontext()

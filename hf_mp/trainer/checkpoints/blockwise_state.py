@@ -21,19 +21,21 @@ KEYS = frozenset(f"{name}{number}" for name in ("state", "absmax", "qmap") for n
 _BLOCKS_AT_ONCE = 2**14  # 16 MiB in FP32: temporary memory is some of these
 
 
-def is_blockwise(entry: Mapping[str, Any]) -> bool:
-    """Whether the moments in the state of one parameter have a scale for each of its blocks.
+def blockwise_moments(entry: Mapping[str, Any]) -> list[str]:
+    """``"1"``, ``"2"``: the moments of one parameter, if each has a scale for each of its blocks; else none.
 
     AdEMAMix has two first moments in one tensor, which no rank could cut.
     """
-    found = [(entry[f"absmax{number}"].shape, entry[f"state{number}"].numel()) for number in _quantized(entry)]
-    return bool(found) and all(shape == (-(-count // BLOCK),) for shape, count in found)
+    found = [number for number in "12" if f"absmax{number}" in entry]
+    counts = [-(-entry[f"state{number}"].numel() // BLOCK) for number in found]
+    fits = all(entry[f"absmax{number}"].shape == (count,) for number, count in zip(found, counts, strict=True))
+    return found if fits else []
 
 
 def in_fp32(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The state of one parameter; blockwise moments in FP32, in the place of codes, scales and tables."""
     found = dict(entry)
-    for number in _quantized(entry) if is_blockwise(entry) else ():
+    for number in blockwise_moments(entry):
         table, scales = found.pop(f"qmap{number}"), found.pop(f"absmax{number}")
         codes = found[f"state{number}"]
         values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
@@ -58,7 +60,7 @@ def as_optimizer_keeps(
     is_paged, optimizer.is_paged = optimizer.is_paged, False  # bitsandbytes would keep these buffers for good
     optimizer.init_state(optimizer.param_groups[place[0]], parameter, *place)
     kept, optimizer.is_paged = optimizer.state.pop(parameter), is_paged
-    for number in _quantized(kept) if is_blockwise(kept) else ():
+    for number in blockwise_moments(kept):
         codes, table, scales = kept[f"state{number}"], kept[f"qmap{number}"], kept[f"absmax{number}"]
         for start, part in _parts(entry[f"state{number}"]):
             found, scales[start : start + len(part)] = _quantize(part, table)
@@ -77,10 +79,6 @@ def innermost(optimizer: Any) -> Any:
 def is_of_bitsandbytes(optimizer: Any) -> bool:
     """Whether it keeps the state of bitsandbytes' optimizers."""
     return hasattr(innermost(optimizer), "init_state") and hasattr(innermost(optimizer), "check_overrides")
-
-
-def _quantized(entry: Mapping[str, Any]) -> list[str]:
-    return [number for number in "12" if f"absmax{number}" in entry]
 
 
 def _parts(values: Tensor) -> Iterator[tuple[int, Tensor]]:

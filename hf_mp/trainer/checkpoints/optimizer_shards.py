@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from hf_mp.trainer.checkpoints.blockwise_state import (
     KEYS,
     as_optimizer_keeps,
+    blockwise_moments,
     in_fp32,
     innermost,
-    is_blockwise,
     is_of_bitsandbytes,
 )
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
@@ -142,7 +142,7 @@ def put_state(
     for group_index, owned in enumerate(groups):
         for position, one in enumerate(owned):
             if (entry := state.get(index[one.name])) is not None:
-                if is_dtensor(one.whole) and is_blockwise(entry):  # saved of a whole parameter
+                if is_dtensor(one.whole) and blockwise_moments(entry):  # saved of a whole parameter
                     entry = {key: _cut(one, value) for key, value in in_fp32(entry).items()}
                 state[index[one.name]] = as_optimizer_keeps(optimizer, one.inside, (group_index, position), entry)
     optimizer.load_state_dict({"state": state, "param_groups": settings})
