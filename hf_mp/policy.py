@@ -151,7 +151,10 @@ class PrecisionPolicy:
             ValueError: for an unknown preset, field or dtype.
         """
         if unknown := [name for name in switches if name not in SWITCHES]:
-            raise TypeError(f"{unknown[0]} is no option of mixed precision: {' and '.join(SWITCHES)} are")
+            raise TypeError(
+                f"{unknown[0]} is no option of mixed precision: see help(hf_mp.MixedPrecision), whose switches are "
+                f"{' and '.join(SWITCHES)}"
+            )
         if on := {name: value for name, value in switches.items() if value}:
             return replace(cls.parse(text), **on)  # type: ignore[arg-type]
         if isinstance(text, cls):

@@ -120,9 +120,10 @@ def communication(results: StoredResults) -> str:
     text = paragraph(
         "Received by a rank in a step, in FP32 bytes of the parameters, rings' (n - 1) / n left out; an all-reduce "
         f"counts twice, as a reduce-scatter and an all-gather. GPT-2 of {stored['layers'].number:.0f} layers of width "
-        f"{stored['width'].number:.0f} on gloo ranks ({script('bench_communication')}; {torch_version(stored)}). The "
-        "third column is weights relative to FSDP2 with `param_dtype=bf16`; the last ones are what `hf-mp "
-        "memory --train --ranks` plans over what was counted:"
+        f"{stored['width'].number:.0f} on gloo ranks ({script('bench_communication')}; {torch_version(stored)}). "
+        "FSDP2 gathers blocks twice, for forward and backward, and the root's own parameters (embeddings) once. "
+        "The third column is weights relative to FSDP2 with `param_dtype=bf16`; the last ones are what `hf-mp memory "
+        "--train --ranks` plans over what was counted:"
     )
     return (
         f"{text}\n\n{table(('', 'weights', '/ FSDP2 bf16', 'gradients', *(f'{n} ranks' for n, _ in by_ranks)), rows)}"

@@ -41,7 +41,9 @@ class Spread:
             raise ValueError(f"ranks={self.ranks!r} is not possible: use a whole number from 1 to {MOST_RANKS}")
         if self.parallel not in get_args(Parallel):
             raise ValueError(f"parallel={self.parallel!r} is not known: use one of {', '.join(get_args(Parallel))}")
-        if self.node_size < 1 or (self.parallel == "hsdp" and self.ranks % self.node_size):
+        if self.node_size < 1:
+            raise ValueError(f"node_size={self.node_size} is not possible: a machine has at least one rank")
+        if self.parallel == "hsdp" and self.ranks % self.node_size:
             raise ValueError(
                 f"hsdp shards within a machine and replicates over machines: ranks={self.ranks} is not a multiple of "
                 f"node_size={self.node_size}"
@@ -109,6 +111,7 @@ def _kind(func: Any) -> tuple[str, int]:
 _KINDS = {
     "allgather": ("all-gather", 1),
     "reducescatter": ("reduce-scatter", 1),
+    "alltoall": ("all-to-all", 1),
     "allreduce": ("all-reduce", 2),  # a reduce-scatter and an all-gather
 }
 
@@ -199,6 +202,9 @@ def one_rank_of(spread: Spread, device: torch.device, model: nn.Module) -> Itera
 
         def get(self, key: str) -> bytes:
             return self.value
+
+        def check(self, keys: list[str]) -> bool:
+            return True
 
     if distributed.is_initialized():
         raise RuntimeError("this process is one of several already: plan other ranks in a process outside torchrun")

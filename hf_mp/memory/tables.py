@@ -25,8 +25,9 @@ MEASURED_HEADER = ("trained in", "predicted", "measured", "difference", "allocat
 FIT_HEADER = ("trained in", "this batch", "largest batch", "its peak")
 
 GAP = 2  # between columns
+_SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 # FSDP2's gathers of 16-bit weights, and of a few FP32 ones, travel as bytes.
-_SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint8": "weights as bytes"}
+_SENT = {**_SHORT, "uint8": "weights as bytes"}
 
 
 def loaded_rows(footprints: Mapping[str, MemoryFootprint]) -> list[tuple[str, ...]]:
@@ -110,14 +111,18 @@ def communication_rows(report: MemoryReport) -> list[tuple[str, ...]]:
         for one in row.estimate.communication:
             if one.sent_bytes >= 1024:
                 where = "" if one.within_node else " of several machines"
-                name = f"{one.name} of {one.ranks} ranks{where}, {_SHORT.get(one.dtype, one.dtype)}"
+                name = f"{one.name} of {one.ranks} ranks{where}, {_SENT.get(one.dtype, one.dtype)}"
                 sent.setdefault(name, {})[preset] = readable(one.sent_bytes)
     rows = [(name, *(found.get(preset, "") for preset in report.training)) for name, found in sent.items()]
     if report.bandwidth is not None and rows:
         estimates = [row.estimate for row in report.training.values()]
         times = [report.bandwidth.seconds(one.communication) for one in estimates]
-        rows.append(("time to send", *(f"{1e3 * seconds:,.1f} ms" for seconds in times)))
+        rows.append(("time to send", *(_milliseconds(one) for one in times)))
     return rows
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f} ms" if seconds >= 1e-2 else f"{1e3 * seconds:.2g} ms"
 
 
 @group()

@@ -178,7 +178,7 @@ def estimate_training_memory(
     target = STAND_IN if device == "cuda" else torch.device("cpu")
     preset = parse_preset(precision)
     if preset.lora and ranks > 1 and parallel != "ddp":
-        raise ValueError(f"parallel={parallel!r} cannot shard the INT8 weights of precision={precision!r}: use 'ddp'")
+        raise ValueError(f"parallel={parallel!r} cannot shard quantized weights of precision={precision!r}: use 'ddp'")
     planned = skeleton(config, preset.loaded)
     kind, parameters = type(planned), planned.num_parameters()
     prepared = prepare_model(planned, settings)

@@ -104,6 +104,7 @@ class MixedPrecision:
             raise ValueError("this MixedPrecision has a model already: detach() it, or make another one")
         check_attachable(model)
         check_layout(model, self.policy, is_scaled=self.scaler.is_scaling)
+        self.ranks.note_attached(model, self.policy.params)
         try:
             self._take_model(model)
             self._use_layout_for(model.parameters())
@@ -148,8 +149,7 @@ class MixedPrecision:
         Returns:
             The same optimizer; in the lean layouts a :class:`MasterWeightOptimizer` around it, to be used from now on.
 
-        Raises TypeError for anything but one optimizer, ValueError before attach(), and for an optimizer of another
-        model or one that needs a closure (LBFGS).
+        Raises TypeError for anything but one optimizer; ValueError before attach(), for another model's, and for LBFGS.
         """
         if not self.policy.is_mixed:
             return optimizer

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 import sys
+import warnings
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -60,6 +62,26 @@ class Ranks:
         self._compared: list[ProcessGroup] = []
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()  # DDPs and optimizers
 
+    def note_attached(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Warn if a rank that came before stores the weights of the same model in another ``dtype``.
+
+        DDP's constructor sends weights without comparing dtypes, and gloo then aborts. Nobody waits here: the rank that
+        comes last sees all others. Ranks that train models of their own may differ.
+        """
+        if not is_running():
+            return
+        shapes = repr([type(model).__qualname__, *((name, p.shape) for name, p in model.named_parameters())])
+        name = f"attached/{zlib.crc32(shapes.encode())}"
+        store, keys = _own_entry(name, range(get_world_size()), dtype_name := str(dtype))
+        for rank, key in keys.items():
+            if store.check([key]) and (other := store.get(key).decode()) != dtype_name:
+                return warnings.warn(
+                    f"rank {rank} stores the weights of a {type(model).__name__} like this one in {other}, and rank "
+                    f"{get_rank()} in {dtype_name}: DistributedDataParallel fails to send them. Give all ranks of one "
+                    "model the same precision",
+                    stacklevel=3,
+                )
+
     def note_forward(self, model: nn.Module, *, is_lean: bool) -> None:
         """Look in which DDP a forward of ``model`` runs, and whether FSDP shards it; called when one begins."""
         if not is_running():
@@ -74,6 +96,8 @@ class Ranks:
         ddp = ddp_of(model)
         if ddp is not None and ddp not in self._checked:
             check_reduced_dtypes(ddp)
+            if not is_lean:
+                check_hooks(ddp)
             self._checked.add(ddp)
         # Inside join() other processes may have no batch left and so no step to agree on. There all gradients are
         # those of the all-reduce, and who steps decides alike.
@@ -152,11 +176,8 @@ def compare_settings(group: ProcessGroup, settings: Mapping[str, Any]) -> None:
     It names the first that differs, from which others may follow. A rank that does not come ends the others' wait
     after the timeout of ``init_process_group``: a RuntimeError.
     """
-    store, number = torch.distributed.distributed_c10d._get_default_store(), _COMPARISONS[group.group_name]
-    _COMPARISONS[group.group_name] += 1
     ranks = torch.distributed.get_process_group_ranks(group)
-    keys = {rank: f"hf_mp/{group.group_name}/{number}/{rank}" for rank in ranks}
-    store.set(keys[torch.distributed.get_rank()], json.dumps(settings, default=repr))
+    store, keys = _own_entry(group.group_name, ranks, json.dumps(settings, default=repr))
     found: dict[int, dict[str, Any]] = {}
     for rank, key in keys.items():
         try:
@@ -173,7 +194,16 @@ def compare_settings(group: ProcessGroup, settings: Mapping[str, Any]) -> None:
             raise ValueError(f"ranks that train one model have different settings: {said}. Give all of them the same")
 
 
-_COMPARISONS: Counter[str] = Counter()  # on each group, counted alike on its ranks
+def _own_entry(name: str, ranks: Iterable[int], value: str) -> tuple[Any, dict[int, str]]:
+    """The store of all processes, in which this one has written ``value``, and the key of each rank in it."""
+    store, number = torch.distributed.distributed_c10d._get_default_store(), _COMPARISONS[name]
+    _COMPARISONS[name] += 1
+    keys = {rank: f"hf_mp/{name}/{number}/{rank}" for rank in ranks}
+    store.set(keys[get_rank()], value)
+    return store, keys
+
+
+_COMPARISONS: Counter[str] = Counter()  # by name, counted alike on all ranks
 
 
 def ddp_of(model: nn.Module) -> DistributedDataParallel | None:
@@ -298,6 +328,16 @@ def check_reduced_dtypes(ddp: Any) -> None:
             f"{', '.join(sorted(now))} since mixed precision was attached, so that it would reduce no gradients: "
             "attach it to the model first, and wrap it then"
         )
+
+
+def check_hooks(ddp: Any) -> None:
+    """Raise a ValueError if DDP rounds gradients to FP16 by a hook of torch's: they are unscaled then."""
+    for hook, _ in getattr(ddp, "_comm_hooks", ()):
+        if getattr(hook, "__name__", "").startswith("fp16_compress"):
+            raise ValueError(
+                f"{hook.__name__} rounds gradients to FP16 that are unscaled already, so that small ones become 0: "
+                "leave register_comm_hook out, or send scaled ones, as in precision='fp16,reduce=fp16'"
+            )
 
 
 _DTYPES_OF_DDP = {torch.float32: "float", torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.optim import Adam, AdamW, Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_, is_small
 from hf_mp.kernels.registry import chosen
 from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, halves_of, note_written_halves
+from hf_mp.weights.unwrapped_steps import has_hooks
 from hf_mp.weights.working_copies import WorkingCopies
 
 Given = tuple[AdamWTensors, Tensor | None]
@@ -59,7 +59,7 @@ def can_skip(optimizer: Optimizer, own_step: Callable[..., Any] | None) -> bool:
     ``own_step`` is what stood in the place of its class's ``step`` before it was guarded.
     """
     is_fused = _is_fused_adam(optimizer, own_step) and all(group.get("fused") for group in optimizer.param_groups)
-    return is_fused and not _has_hooks(optimizer)
+    return is_fused and not has_hooks(optimizer)
 
 
 @contextlib.contextmanager
@@ -82,7 +82,7 @@ def step_whole(
 
     ``own_step`` as for :func:`can_skip`. False: nothing was done.
     """
-    if not _is_fused_adam(optimizer, own_step) or _has_hooks(optimizer):
+    if not _is_fused_adam(optimizer, own_step) or has_hooks(optimizer):
         return False
     everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     stepping = [parameter for parameter in everything if parameter.grad is not None]
@@ -125,11 +125,6 @@ def check_moment(name: str, moment: Tensor, parameter: Tensor) -> None:
             f"{name} has shape {tuple(moment.shape)}, but its parameter {tuple(parameter.shape)}: the state of this "
             "optimizer is that of another model"
         )
-
-
-def _has_hooks(optimizer: Any) -> bool:
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
 
 
 def _groups(optimizer: Optimizer) -> Iterator[tuple[AdamWSettings, Sequence[nn.Parameter]]]:

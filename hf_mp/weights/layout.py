@@ -24,6 +24,7 @@ from hf_mp.weights.optimizer import MasterWeightOptimizer, clip_grad_norm_
 from hf_mp.weights.split_layout import restore_parameters, save_masters, split_trainable_parameters
 from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, keep_scale_of_gradients
 from hf_mp.weights.transient_copies import TransientCopies
+from hf_mp.weights.unwrapped_steps import refuse_unwrapped_steps
 from hf_mp.weights.wire import Arrivals, Runtime, send_as_before, send_in_16_bits
 from hf_mp.weights.working_copies import WorkingCopies, is_parameter
 
@@ -214,10 +215,13 @@ class SplitLayout(WeightLayout):
     def __init__(self, policy: PrecisionPolicy) -> None:
         super().__init__(policy)
         self._unsharded: dict[tuple[nn.Module, str], SplitParameter] = {}  # until FSDP has sharded them
+        self._allow_all_steps: Callable[[], Any] = lambda: None
 
     def prepare(self, model: nn.Module) -> None:
         if split_trainable_parameters(model, self.policy.params):
             self.copies.clear()  # of what was frozen before
+            self._allow_all_steps()
+            self._allow_all_steps = weakref.finalize(self, refuse_unwrapped_steps())
             if is_running():
                 self._unsharded = {
                     (module, name): parameter
@@ -283,6 +287,7 @@ class SplitLayout(WeightLayout):
 
     def restore(self, model: nn.Module | None) -> None:
         super().restore(model)
+        self._allow_all_steps()
         if model is not None:
             restore_parameters(model)
 

@@ -160,6 +160,7 @@ def test_bytes_of_a_lean_parameter_over_all_ranks(one: dict[str, Any], two: Resu
         ("rules_differ", "ValueError: ranks .*: rank 0 has rules={}; rank 1 has rules={'lm_head': 'fp32'}. Give all"),
         ("lean_after_ddp", "ValueError: precision='fp16-lean' stores weights in 16 bits.*attach to the model first"),
         ("lean_with_a_hook", "ValueError: .*communication hook of another's: leave register_comm_hook out, or use a"),
+        ("default_with_a_hook", "ValueError: fp16_compress_hook rounds .* become 0: leave .*'fp16,reduce=fp16'"),
         ("lean_of_a_hooked_weight", "ValueError: .*shape .32,. has a hook.*use 'fp16', or remove the hook"),
         ("lean_of_16_bit_shards", "ValueError: .*sharded in torch.bfloat16 and its FP32 value is lost: attach"),
         ("lean_after_a_forward", "ValueError: .*run a forward.*attach a lean layout before the first forward"),
@@ -179,3 +180,10 @@ def test_bytes_of_a_lean_parameter_over_all_ranks(one: dict[str, Any], two: Resu
 def test_what_cannot_work_is_refused_by_all(two: Results, case: str, said: str) -> None:
     for rank in two:
         assert re.match(said, rank["refusals"][case], flags=re.DOTALL), rank["refusals"][case]
+
+
+def test_a_rank_that_stores_other_dtypes_is_warned_of_before_ddp_fails(two: Results) -> None:
+    first, second = (rank["dtypes_differ"] for rank in two)
+    assert first == {"alike": [], "mixed": []} and second["alike"] == []
+    (said,) = second["mixed"]
+    assert re.match(r"rank 0 stores the weights .* in torch\.float32, and rank 1 in torch\.float16: Distrib", said)

@@ -10,6 +10,7 @@ import copy
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -305,6 +306,13 @@ def refusals() -> dict[str, str]:
         model.register_comm_hook(None, fp16_compress_hook)
         model(input_ids=ids, labels=ids)
 
+    def default_with_a_hook() -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        model = DistributedDataParallel(hf_mp.MixedPrecision("fp16").attach(tiny_gpt2()))
+        model.register_comm_hook(None, fp16_compress_hook)
+        model(input_ids=ids, labels=ids)
+
     def lean_of_a_hooked_weight() -> None:
         model = hf_mp.MixedPrecision("fp16-lean").attach(tiny_gpt2())
         model.transformer.ln_f.weight.register_hook(lambda gradient: None)
@@ -343,15 +351,29 @@ def refusals() -> dict[str, str]:
     return said_of(
         settings_differ, layouts_differ, patience_differs, most_skips_differ, rules_differ, attached_inside_of_ddp,
         halved_inside_of_ddp, optimizer_before_fsdp, lean_after_ddp,
-        lean_with_a_hook, lean_of_a_hooked_weight, lean_of_16_bit_shards, lean_after_a_forward, lean_without_optimizer,
-        lean_in_backward, lean_with_batch_norm, lean_offloaded, eight_bits_of_dtensors,
+        lean_with_a_hook, default_with_a_hook, lean_of_a_hooked_weight, lean_of_16_bit_shards, lean_after_a_forward,
+        lean_without_optimizer, lean_in_backward, lean_with_batch_norm, lean_offloaded, eight_bits_of_dtensors,
     )  # fmt: skip
+
+
+def dtypes_differ() -> dict[str, list[str]]:
+    """What each rank is warned of when they attach one after the other: one model alike, and one not."""
+    found = {}
+    for case, precisions in {"alike": ("fp16-lean",) * 2, "mixed": ("fp16", "fp16-lean")}.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for rank, precision in enumerate(precisions):
+                if rank == dist.get_rank():
+                    hf_mp.MixedPrecision(precision).attach(tiny_gpt2())
+                dist.barrier()
+        found[case] = [str(one.message) for one in caught if "stores the weights" in str(one.message)]
+    return found
 
 
 ONE_PROCESS = [one, one_gradients, persistent_bytes]
 CASES = [
     losses, losses_of_16_bit_reductions, gradients, ddp_options, masters_survive, overflows, received,
-    persistent_bytes, refusals,
+    persistent_bytes, dtypes_differ, refusals,
 ]  # fmt: skip
 FOUR_PROCESSES = [losses, hybrid]
 

@@ -51,7 +51,7 @@ def test_a_lean_layout_under_ddp_reduces_in_16_bits() -> None:
     sent = {(one.name, one.dtype): one.sent_bytes for one in found.communication if one.sent_bytes > 1024}
     # Gradients are summed in FP32 where they arrive, and their average is gathered again.
     pass_bytes = pytest.approx(2 * found.parameters * 3 / 4, rel=0.01)
-    assert sent == {("alltoall_base", "float16"): pass_bytes, ("all-gather", "float16"): pass_bytes}
+    assert sent == {("all-to-all", "float16"): pass_bytes, ("all-gather", "float16"): pass_bytes}
 
 
 @pytest.mark.exhaustive
@@ -103,7 +103,7 @@ def test_tensor_parallel_ranks_share_weights_and_send_activations() -> None:
         ({"model": config()}, r"needs a model with a tp_plan in .*, and GPT2LMHeadModel has none: use 'fsdp2'"),
         ({"precision": "bf16-lean"}, r"precision='bf16-lean' keeps .* this model is tensor parallel: use 'bf16'"),
         ({"ranks": 8}, r"ranks=8 cannot share the 4 key and value heads of LlamaForCausalLM .* that divides 4"),
-        ({"precision": "int8-lora"}, r"parallel='tp' cannot shard the INT8 weights of precision='int8-lora'"),
+        ({"precision": "int8-lora"}, r"parallel='tp' cannot shard quantized weights of precision='int8-lora'"),
     ],
 )
 def test_impossible_tensor_parallel_plans(settings: dict[str, object], message: str) -> None:
@@ -120,7 +120,8 @@ def test_impossible_tensor_parallel_plans(settings: dict[str, object], message: 
         ({"ranks": 5000}, r"ranks=5000 is not possible"),
         ({"ranks": 8, "parallel": "zero"}, r"parallel='zero' is not known: use one of ddp, fsdp2, hsdp, tp"),
         ({"ranks": 12, "parallel": "hsdp"}, r"ranks=12 is not a multiple of node_size=8"),
-        ({"ranks": 2, "precision": "int8-lora"}, r"cannot shard the INT8 weights of precision='int8-lora': use 'ddp'"),
+        ({"ranks": 8, "parallel": "ddp", "node_size": 0}, r"node_size=0 is not possible: a machine has at least one"),
+        ({"ranks": 2, "precision": "int8-lora"}, r"quantized weights of precision='int8-lora': use 'ddp'"),
     ],
 )
 def test_impossible_plans(settings: dict[str, object], message: str) -> None:

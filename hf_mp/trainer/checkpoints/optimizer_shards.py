@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hf_mp.step.mixed_precision import MixedPrecision
 
 PREFIX = "optimizer/"
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 
 
 class _Owned(NamedTuple):
@@ -98,13 +99,21 @@ def make_room(
             f"the optimizer was saved with {_spelled(saved)}, and has {_spelled(here)} here: make it of the same "
             "parameters in the same groups"
         )
+    kind = type(innermost(optimizer)).__name__
     saved_by_bitsandbytes = any(name.startswith(PREFIX) and name.endswith("/state1") for name in layout)
     if saved_by_bitsandbytes is not is_of_bitsandbytes(optimizer) and any(name.startswith(PREFIX) for name in layout):
         raise CheckpointError(
             f"the checkpoint has the state of an optimizer {'' if saved_by_bitsandbytes else 'not '}of bitsandbytes, "
-            f"whose names {type(innermost(optimizer)).__name__} does not know: resume with the optimizer that was "
+            f"whose names {kind} does not know: resume with the optimizer that was "
             "saved"
         )
+    for group, stored in zip(optimizer.param_groups, plain["groups"], strict=True):
+        needs, unknown = group.keys() - stored.keys(), stored.keys() - group.keys() - _OF_SCHEDULERS
+        if needs and unknown:  # torch's releases only add settings
+            raise CheckpointError(
+                f"the checkpoint has settings that {kind} does not know ({', '.join(sorted(unknown))}), and not what "
+                f"it needs ({', '.join(sorted(needs))}): resume with the optimizer that was saved"
+            )
     found: dict[str, Tensor] = {}
     owned_by_name = {one.name: one for owned in groups for one in owned}
     quantized = {name.removesuffix("/absmax1") for name in layout if name.endswith("/absmax1")}

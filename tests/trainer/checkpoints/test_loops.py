@@ -170,6 +170,13 @@ def test_what_is_refused(tmp_path: Path) -> None:
         hf_mp.load_checkpoint(tmp_path / "trainer", model, optimizer)
 
 
+@pytest.mark.parametrize("other", ["SGD", "Adafactor"])
+def test_the_settings_of_another_optimizer_are_named(tmp_path: Path, other: str) -> None:
+    hf_mp.save_checkpoint(tmp_path / "checkpoint-1", *made(), 1)
+    with pytest.raises(hf_mp.CheckpointError, match=rf"settings that {other} does not know \(amsgrad, betas.*resume"):
+        hf_mp.load_checkpoint(tmp_path, *made(optimizer=other))
+
+
 def test_weights_of_other_shapes_are_named(tmp_path: Path) -> None:
     small, large = (hf_mp.prepare(m := nn.Linear(n, 2), torch.optim.SGD(m.parameters())) for n in (2, 3))
     hf_mp.save_checkpoint(tmp_path / "c", *small, 1)
