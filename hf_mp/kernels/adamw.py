@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from hf_mp.kernels.registry import chosen
 from hf_mp.kernels.split import merge, split_into
@@ -158,8 +159,7 @@ def _fused(parts: Sequence[AdamWTensors], master: Tensor, gradient: Tensor, sett
     moments = [part.exp_avg for part in parts], [part.exp_avg_sq for part in parts]
     whole = [[master], [gradient]]
     if len(parts) > 1:  # each by itself, so that torch's scalar loop for the rest begins where it would
-        sizes = [moment.numel() for moment in moments[0]]
-        whole = [list(master.split(sizes)), list(gradient.split(sizes))]
+        whole = [list(_unflatten_dense_tensors(joined, moments[0])) for joined in (master, gradient)]
     step(*whole, *moments, [], [part.step for part in parts], amsgrad=False, **numbers)
 
 
@@ -205,21 +205,17 @@ def _blocks(batch: Sequence[AdamWTensors], factor: Tensor | None) -> Iterator[tu
     if len(batch) == 1:
         yield from _blocks_of_one(batch[0], factor)
         return
-    working, remainder = (
-        torch.cat([getattr(tensors, name).view(-1) for tensors in batch]) for name in ("working", "remainder")
-    )
+    # In C++, which makes the views of all of them at once: a call for each would cost more than their update.
+    halves: Any = [tensors.working for tensors in batch], [tensors.remainder for tensors in batch]
+    working, remainder = map(_flatten_dense_tensors, halves)
     master, gradient, floats, units, shorts = _scratch(working.numel(), working.device)
-    sizes = [tensors.gradient.numel() for tensors in batch]
-    torch._foreach_copy_(gradient.split(sizes), [tensors.gradient.reshape(-1) for tensors in batch])
-    parts = [
-        tensors._replace(exp_avg=tensors.exp_avg.view(-1), exp_avg_sq=tensors.exp_avg_sq.view(-1)) for tensors in batch
-    ]
+    gradient.copy_(_flatten_dense_tensors([tensors.gradient for tensors in batch]))
     if factor is not None:
         gradient.mul_(factor)
-    yield parts, working, remainder, gradient, master, floats, units, shorts
+    yield batch, working, remainder, gradient, master, floats, units, shorts
     # The block is updated: its halves go back to their parameters.
-    for name, halves in (("working", working), ("remainder", remainder)):
-        torch._foreach_copy_([getattr(tensors, name).view(-1) for tensors in batch], halves.split(sizes))
+    for half, flat in zip(halves, (working, remainder), strict=True):
+        torch._foreach_copy_(half, _unflatten_dense_tensors(flat, half))
 
 
 def _scratch(elements: int, device: torch.device) -> list[Tensor]:

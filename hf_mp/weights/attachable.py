@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.weights.distributed import check_masters, check_parallelism, is_dtensor
+from hf_mp.weights.distributed import check_masters, check_parallelism, updates
 from hf_mp.weights.split_parameter import SplitParameter
 
 UNKNOWN_OPTIMIZER = (
@@ -111,12 +111,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module | None) -> None:
             f"{type(optimizer).__name__} calls its closure several times in a step, and what overflowed in one of "
             "them cannot be skipped: use an optimizer whose step() works without a closure, or precision='fp32'"
         )
-    if model is None:
-        return
-    own = {id(parameter) for parameter in model.parameters()}
-    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # FSDP puts shards in the places of parameters, in the model or in the optimizer first.
-    if not any(id(parameter) in own or is_dtensor(parameter) for parameter in given):
+    if model is not None and not updates(optimizer, model):
         raise ValueError(
             f"no parameter of this {type(optimizer).__name__} belongs to the attached {type(model).__name__}: make "
             "the optimizer from model.parameters()"

@@ -107,12 +107,10 @@ class Ranks:
 
     def check_optimizer(self, optimizer: Any, model: nn.Module | None) -> None:
         """Raise a ValueError if FSDP2 has put shards in the places of all parameters that ``optimizer`` holds."""
-        if model is None or optimizer in self._checked or not is_running() or not is_sharded(model):
+        if model is None or optimizer in self._checked or self._groups or not is_running() or not is_sharded(model):
             return
         self._checked.add(optimizer)
-        own = {id(parameter) for parameter in model.parameters()}
-        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if not any(id(parameter) in own or mesh_of(parameter) is not None for parameter in given):
+        if not updates(optimizer, model):
             raise ValueError(
                 f"no parameter of this {type(optimizer).__name__} is in the model any more: fully_shard put shards in "
                 "their places. Make the optimizer after it, from model.parameters(), and attach it then"
@@ -229,6 +227,13 @@ def get_rank() -> int:
 
 def _has_processes() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def updates(optimizer: Any, model: nn.Module) -> bool:
+    """Whether ``optimizer`` holds a parameter of ``model``, or a shard, which FSDP2 puts in either of them first."""
+    own = {id(parameter) for parameter in model.parameters()}
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return any(id(parameter) in own or mesh_of(parameter) is not None for parameter in given)
 
 
 def mesh_groups(parameters: Iterable[Tensor]) -> list[ProcessGroup]:
