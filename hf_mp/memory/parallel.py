@@ -191,26 +191,10 @@ def one_rank_of(spread: Spread, device: torch.device, model: nn.Module) -> Itera
         return
     import torch.distributed as distributed
 
-    class Agreeing(distributed.Store):
-        """All ranks have said what this one says."""
-
-        def set(self, key: str, value: Any) -> None:
-            self.value = value
-
-        def wait(self, keys: list[str], *timeout: Any) -> None:
-            pass
-
-        def get(self, key: str) -> bytes:
-            return self.value
-
-        def check(self, keys: list[str]) -> bool:
-            return True
-
     if distributed.is_initialized():
         raise RuntimeError("this process is one of several already: plan other ranks in a process outside torchrun")
     with mock.patch.object(sys, "excepthook", sys.excepthook):  # torch puts its own there, which names the rank
-        store = Agreeing()  # by name: torch keeps what is C++ of it alone
-        distributed.init_process_group("fake", rank=0, world_size=spread.ranks, store=store)
+        distributed.init_process_group("fake", rank=0, world_size=spread.ranks, store=distributed.HashStore())
         try:
             if spread.parallel == "tp":
                 _make_tensor_parallel(cast(PreTrainedModel, model), spread.ranks)

@@ -122,7 +122,7 @@ def communication_rows(report: MemoryReport) -> list[tuple[str, ...]]:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.1f} ms" if seconds >= 1e-2 else f"{1e3 * seconds:.2g} ms"
+    return f"{1e3 * seconds:,.1f} ms" if seconds >= 1e-2 else f"{1e3 * seconds:.2f} ms"
 
 
 @group()

@@ -98,13 +98,13 @@ class MixedPrecision:
         Trainable FP16/BF16 parameters are cast to FP32 in place (the Parameter objects stay); in the lean layouts they
         become :class:`SplitParameter`, whose saved values are FP32 all the same. Frozen ones stay as they are.
         """
+        self.ranks.note_attached(model, self.policy.params)
         if not self.policy.is_mixed:
             return model
         if self.model is not None:
             raise ValueError("this MixedPrecision has a model already: detach() it, or make another one")
         check_attachable(model)
         check_layout(model, self.policy, is_scaled=self.scaler.is_scaling)
-        self.ranks.note_attached(model, self.policy.params)
         try:
             self._take_model(model)
             self._use_layout_for(model.parameters())

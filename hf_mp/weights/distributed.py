@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.scaling.rules import StepReport
@@ -66,19 +67,20 @@ class Ranks:
         """Warn if a rank that came before stores the weights of the same model in another ``dtype``.
 
         DDP's constructor sends weights without comparing dtypes, and gloo then aborts. Nobody waits here: the rank that
-        comes last sees all others. Ranks that train models of their own may differ.
+        comes last sees what the others have. Ranks that train models of their own may differ.
         """
-        if not is_running():
+        if not is_running() or (store := _store()) is None:
             return
-        shapes = repr([type(model).__qualname__, *((name, p.shape) for name, p in model.named_parameters())])
-        name = f"attached/{zlib.crc32(shapes.encode())}"
-        store, keys = _own_entry(name, range(get_world_size()), dtype_name := str(dtype))
-        for rank, key in keys.items():
-            if store.check([key]) and (other := store.get(key).decode()) != dtype_name:
-                return warnings.warn(
-                    f"rank {rank} stores the weights of a {type(model).__name__} like this one in {other}, and rank "
-                    f"{get_rank()} in {dtype_name}: DistributedDataParallel fails to send them. Give all ranks of one "
-                    "model the same precision",
+        shapes = [(name, None if is_lazy(p) else p.shape) for name, p in model.named_parameters()]
+        name = f"attached/{zlib.crc32(repr([type(model).__qualname__, *shapes]).encode())}"
+        keys = {one: f"{_next_key(name)}/{one}" for one in (torch.float32, *LOWER_PRECISION_DTYPES)}
+        store.set(keys.pop(dtype), str(get_rank()))
+        for other, key in keys.items():
+            if store.check([key]):
+                warnings.warn(
+                    f"rank {store.get(key).decode()} stores the weights of a {type(model).__name__} like this one in "
+                    f"{other}, and rank {get_rank()} in {dtype}: if one DistributedDataParallel is to hold both, it "
+                    "fails to send them. Give all ranks of one model the same precision",
                     stacklevel=3,
                 )
 
@@ -96,9 +98,9 @@ class Ranks:
         ddp = ddp_of(model)
         if ddp is not None and ddp not in self._checked:
             check_reduced_dtypes(ddp)
-            if not is_lean:
-                check_hooks(ddp)
             self._checked.add(ddp)
+        if ddp is not None and not is_lean:
+            check_hooks(ddp)
         # Inside join() other processes may have no batch left and so no step to agree on. There all gradients are
         # those of the all-reduce, and who steps decides alike.
         if ddp is not None and ddp.process_group not in self._groups and not ddp._join_config.enable:
@@ -174,31 +176,35 @@ def compare_settings(group: ProcessGroup, settings: Mapping[str, Any]) -> None:
     It names the first that differs, from which others may follow. A rank that does not come ends the others' wait
     after the timeout of ``init_process_group``: a RuntimeError.
     """
-    ranks = torch.distributed.get_process_group_ranks(group)
-    store, keys = _own_entry(group.group_name, ranks, json.dumps(settings, default=repr))
-    found: dict[int, dict[str, Any]] = {}
-    for rank, key in keys.items():
-        try:
-            store.wait([key])
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {rank} has not attached mixed precision as rank {torch.distributed.get_rank()} has, or has not "
-                f"come so far: all of ranks {ranks} train one model, so all must attach it alike"
-            ) from error
-        found[rank] = json.loads(store.get(key))
+    ranks, store, name = torch.distributed.get_process_group_ranks(group), _store(), _next_key(group.group_name)
+    if store is None:
+        return
+    keys = {rank: f"{name}/{rank}" for rank in ranks}
+    store.set(keys[get_rank()], json.dumps(settings, default=repr))
+    try:
+        store.wait(list(keys.values()))
+    except RuntimeError as error:
+        late = ", ".join(str(rank) for rank, key in keys.items() if not store.check([key]))
+        raise RuntimeError(
+            f"rank {late} has not attached mixed precision as rank {get_rank()} has, or has not come so far: all of "
+            f"ranks {ranks} train one model, so all must attach it alike"
+        ) from error
+    found = {rank: json.loads(said) for rank, said in zip(keys, store.multi_get(list(keys.values())), strict=True)}
     for name in dict.fromkeys(name for one in found.values() for name in one):
         if len({repr(one.get(name)) for one in found.values()}) > 1:
             said = "; ".join(f"rank {rank} has {name}={one.get(name)}" for rank, one in found.items())
             raise ValueError(f"ranks that train one model have different settings: {said}. Give all of them the same")
 
 
-def _own_entry(name: str, ranks: Iterable[int], value: str) -> tuple[Any, dict[int, str]]:
-    """The store of all processes, in which this one has written ``value``, and the key of each rank in it."""
-    store, number = torch.distributed.distributed_c10d._get_default_store(), _COMPARISONS[name]
+def _store() -> Any:
+    """The store of all processes; None where there is none to ask (MPI, a fake process group)."""
+    is_fake = torch.distributed.get_backend() == "fake"
+    return None if is_fake else torch.distributed.distributed_c10d._get_default_store()
+
+
+def _next_key(name: str) -> str:
     _COMPARISONS[name] += 1
-    keys = {rank: f"hf_mp/{name}/{number}/{rank}" for rank in ranks}
-    store.set(keys[get_rank()], value)
-    return store, keys
+    return f"hf_mp/{name}/{_COMPARISONS[name]}"
 
 
 _COMPARISONS: Counter[str] = Counter()  # by name, counted alike on all ranks
@@ -341,7 +347,8 @@ def check_hooks(ddp: Any) -> None:
         if getattr(hook, "__name__", "").startswith("fp16_compress"):
             raise ValueError(
                 f"{hook.__name__} rounds gradients to FP16 that are unscaled already, so that small ones become 0: "
-                "leave register_comm_hook out, or send scaled ones, as in precision='fp16,reduce=fp16'"
+                "leave register_comm_hook out, or have the policy send scaled ones, as in 'fp16,reduce=fp16' and "
+                "'bf16,reduce=bf16'"
             )
 
 

@@ -215,13 +215,11 @@ class SplitLayout(WeightLayout):
     def __init__(self, policy: PrecisionPolicy) -> None:
         super().__init__(policy)
         self._unsharded: dict[tuple[nn.Module, str], SplitParameter] = {}  # until FSDP has sharded them
-        self._allow_all_steps: Callable[[], Any] = lambda: None
 
     def prepare(self, model: nn.Module) -> None:
         if split_trainable_parameters(model, self.policy.params):
             self.copies.clear()  # of what was frozen before
-            self._allow_all_steps()
-            self._allow_all_steps = weakref.finalize(self, refuse_unwrapped_steps())
+            refuse_unwrapped_steps()
             if is_running():
                 self._unsharded = {
                     (module, name): parameter
@@ -287,7 +285,6 @@ class SplitLayout(WeightLayout):
 
     def restore(self, model: nn.Module | None) -> None:
         super().restore(model)
-        self._allow_all_steps()
         if model is not None:
             restore_parameters(model)
 

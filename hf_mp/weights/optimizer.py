@@ -141,6 +141,8 @@ class MasterWeightOptimizer(Optimizer):
                 )
             if self.layout == "split" and _needs_master(parameter) and not isinstance(parameter, SplitParameter):
                 make_split(parameter, parameter.dtype)
+            if isinstance(parameter, SplitParameter):
+                parameter.has_optimizer = True
 
     param_groups: Any = _of_wrapped("param_groups", "Those of the wrapped optimizer, over the model's parameters.")
     state: Any = _of_wrapped("state", "That of the wrapped optimizer, by the model's parameters; it is FP32.")

@@ -45,6 +45,7 @@ class SplitParameter(nn.Parameter):
 
     remainder_bits: Tensor
     is_saved_in_full: bool = False
+    has_optimizer: bool = False  # whether a MasterWeightOptimizer updates the master
     _scaled: ScaledGradient | None = None
     _read: tuple[Tensor, int] | None = None  # the true gradient that a reader of .grad was given, and its version
     _version_seen: int

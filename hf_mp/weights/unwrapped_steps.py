@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.optim.optimizer import register_optimizer_step_pre_hook as register
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_pre_hook,
+)
 
 from hf_mp.weights.split_parameter import SplitParameter
 
 
-def refuse_unwrapped_steps() -> Callable[[], None]:
-    """Have optimizers without a wrapper raise a RuntimeError at ``step()`` for weights of a lean model.
+@functools.cache
+def refuse_unwrapped_steps() -> None:
+    """Have a step on weights of a lean model raise a RuntimeError where no ``MasterWeightOptimizer`` has their masters.
 
-    Returns what ends that.
+    Once and for good: torch iterates over these hooks, and must not meet a garbage collection that removes one.
     """
-    return register(_refuse).remove
+    register_optimizer_step_pre_hook(_refuse)
 
 
 def has_hooks(optimizer: Any) -> bool:
@@ -27,12 +31,14 @@ def has_hooks(optimizer: Any) -> bool:
 
 
 def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if getattr(optimizer, "keeps_masters", False):
-        return
-    for group in optimizer.param_groups:
-        if any(isinstance(parameter, SplitParameter) and parameter.is_saved_in_full for parameter in group["params"]):
-            raise RuntimeError(
-                f"this {type(optimizer).__name__} would round its updates to the 16 bits in which a lean layout stores "
-                "weights: give it to attach_optimizer(optimizer), or to prepare(model, optimizer, ...), and step what "
-                "that returns"
-            )
+    if any(_lacks_master(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} would round its updates to the 16 bits in which a lean layout stores "
+            "weights: step what attach_optimizer(optimizer) or prepare(model, optimizer, ...) returns, or detach()"
+        )
+
+
+def _lacks_master(parameter: Any) -> bool:
+    here = getattr(parameter, "local", parameter)  # of a shard
+    is_lean = isinstance(here, SplitParameter) and (here.is_saved_in_full or here is not parameter)
+    return is_lean and not here.has_optimizer

@@ -171,6 +171,7 @@ def test_bytes_of_a_lean_parameter_over_all_ranks(one: dict[str, Any], two: Resu
         ),
         ("optimizer_before_fsdp", "ValueError: no parameter of this SGD is in the model any more: fully_shard put"),
         ("lean_without_optimizer", "ValueError: .*ran already: call attach_optimizer before the first forward"),
+        ("lean_with_an_optimizer_forgotten", "RuntimeError: this SGD would round its updates to the 16 bits"),
         ("lean_in_backward", "ValueError: free_gradients='backward' .*leave it out on several processes"),
         ("lean_with_batch_norm", "ValueError: .*normalizations with statistics in FP32.*use 'bf16', or DDP"),
         ("eight_bits_of_dtensors", "ValueError: AdamW8bit of bitsandbytes .*DTensors: use a lean layout.*fp16-lean"),
@@ -186,4 +187,4 @@ def test_a_rank_that_stores_other_dtypes_is_warned_of_before_ddp_fails(two: Resu
     first, second = (rank["dtypes_differ"] for rank in two)
     assert first == {"alike": [], "mixed": []} and second["alike"] == []
     (said,) = second["mixed"]
-    assert re.match(r"rank 0 stores the weights .* in torch\.float32, and rank 1 in torch\.float16: Distrib", said)
+    assert re.match(r"rank 0 stores the weights .* in torch\.float32, and rank 1 in torch\.float16: if one Dis", said)

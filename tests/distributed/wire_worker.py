@@ -331,6 +331,14 @@ def refusals() -> dict[str, str]:
         hf_mp.MixedPrecision("bf16-lean").attach(model)
         fully_shard(model)(input_ids=ids)
 
+    def lean_with_an_optimizer_forgotten() -> None:
+        runtime = hf_mp.MixedPrecision("bf16-lean")
+        model = shard(runtime.attach(tiny_gpt2()))
+        first, *others = model.parameters()
+        runtime.attach_optimizer(torch.optim.SGD([first], lr=0.1))
+        model(input_ids=ids, labels=ids).loss.backward()
+        torch.optim.SGD(others, lr=0.1).step()
+
     def lean_in_backward() -> None:
         runtime = hf_mp.MixedPrecision("bf16-lean", free_gradients="backward")
         DistributedDataParallel(runtime.attach(tiny_gpt2()))(input_ids=ids, labels=ids)
@@ -352,7 +360,8 @@ def refusals() -> dict[str, str]:
         settings_differ, layouts_differ, patience_differs, most_skips_differ, rules_differ, attached_inside_of_ddp,
         halved_inside_of_ddp, optimizer_before_fsdp, lean_after_ddp,
         lean_with_a_hook, default_with_a_hook, lean_of_a_hooked_weight, lean_of_16_bit_shards, lean_after_a_forward,
-        lean_without_optimizer, lean_in_backward, lean_with_batch_norm, lean_offloaded, eight_bits_of_dtensors,
+        lean_without_optimizer, lean_with_an_optimizer_forgotten,
+        lean_in_backward, lean_with_batch_norm, lean_offloaded, eight_bits_of_dtensors,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ of whole parameters stay as they are, until a mesh loads them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from hf_mp.step.mixed_precision import MixedPrecision
 
 PREFIX = "optimizer/"
-_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 
 
 class _Owned(NamedTuple):
@@ -78,7 +78,7 @@ def take_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[dict[
         {**{key: _plain(value) for key, value in group.items()}, "params": [one.name for one in owned]}
         for group, owned in zip(optimizer.param_groups, groups, strict=True)
     ]
-    return tensors, {"groups": settings, "values": values}
+    return tensors, {"kind": type(innermost(optimizer)).__name__, "groups": settings, "values": values}
 
 
 def make_room(
@@ -107,13 +107,14 @@ def make_room(
             f"whose names {kind} does not know: resume with the optimizer that was "
             "saved"
         )
-    for group, stored in zip(optimizer.param_groups, plain["groups"], strict=True):
-        needs, unknown = group.keys() - stored.keys(), stored.keys() - group.keys() - _OF_SCHEDULERS
-        if needs and unknown:  # torch's releases only add settings
-            raise CheckpointError(
-                f"the checkpoint has settings that {kind} does not know ({', '.join(sorted(unknown))}), and not what "
-                f"it needs ({', '.join(sorted(needs))}): resume with the optimizer that was saved"
-            )
+    if (saved_kind := plain.get("kind", kind)) != kind:
+        for stored in plain["groups"]:
+            if needs := innermost(optimizer).defaults.keys() - stored.keys():
+                raise CheckpointError(
+                    f"the checkpoint has the state of {saved_kind}, without what {kind} needs "
+                    f"({', '.join(sorted(needs))}): resume with the optimizer that was saved"
+                )
+        warnings.warn(f"{kind} goes on with the state that {saved_kind} has saved", stacklevel=3)
     found: dict[str, Tensor] = {}
     owned_by_name = {one.name: one for owned in groups for one in owned}
     quantized = {name.removesuffix("/absmax1") for name in layout if name.endswith("/absmax1")}

@@ -171,10 +171,16 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", ["SGD", "Adafactor"])
-def test_the_settings_of_another_optimizer_are_named(tmp_path: Path, other: str) -> None:
+def test_the_state_of_another_optimizer_is_named(tmp_path: Path, other: str) -> None:
     hf_mp.save_checkpoint(tmp_path / "checkpoint-1", *made(), 1)
-    with pytest.raises(hf_mp.CheckpointError, match=rf"settings that {other} does not know \(amsgrad, betas.*resume"):
+    with pytest.raises(hf_mp.CheckpointError, match=rf"the state of AdamW, without what {other} needs \(.*resume"):
         hf_mp.load_checkpoint(tmp_path, *made(optimizer=other))
+
+
+def test_an_optimizer_of_the_same_settings_goes_on_with_a_warning(tmp_path: Path) -> None:
+    hf_mp.save_checkpoint(tmp_path / "checkpoint-1", *made(optimizer="Adam"), 1)
+    with pytest.warns(UserWarning, match="AdamW goes on with the state that Adam has saved"):
+        hf_mp.load_checkpoint(tmp_path, *made())
 
 
 def test_weights_of_other_shapes_are_named(tmp_path: Path) -> None:
