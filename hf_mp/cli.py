@@ -80,7 +80,7 @@ def memory(
     gpu: Annotated[
         str | None, typer.Option(help="Memory of a GPU, as 24GiB: shows what fits, and the largest batch.")
     ] = None,
-    ranks: Annotated[int, typer.Option(help="Plan for one of so many ranks, up to 4096.")] = 1,
+    ranks: Annotated[int, typer.Option(help="Plan a step for one of so many ranks, up to 4096.")] = 1,
     parallel: Annotated[str, typer.Option(help="How they train together: fsdp2, hsdp, ddp or tp.")] = "fsdp2",
     node_size: Annotated[int, typer.Option(help="Ranks on one machine.")] = 8,
     bandwidth: Annotated[

@@ -11,6 +11,7 @@ Stores ``scripts/results/bench_host.json``, or under another ``--name``.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import sys
 import time
@@ -127,11 +128,14 @@ def count(step: Step) -> dict[str, int]:
         calls += event == "call"
         nodes += event == "call" and frame.f_code is BackwardCFunction.apply.__code__
 
+    gc.collect()  # whose callbacks would be counted
+    gc.disable()
     sys.setprofile(profile)
     try:
         step()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return {"python_calls": calls, "python_nodes": nodes, "kernels": kernels.kernels, "host_reads": kernels.reads}
 
 

@@ -131,10 +131,11 @@ def adamw_(parameters: Sequence[AdamWTensors], settings: AdamWSettings, factor: 
     On a CPU, what this writes is bit for bit what :func:`adamw_by_torch` writes. ``factor``, FP32 of one element, is
     the inverse loss scale times the clip coefficient; None for 1.
     """
-    read = [tensor for tensors in parameters for tensor in (tensors.gradient, *tensors.floating_state())]
-    if (kernel := chosen("adamw", read)) is not None:
-        kernel(parameters, settings, factor)
-        return
+    if chosen("adamw", [tensors.gradient for tensors in parameters]) is not None:
+        read = [tensor for tensors in parameters for tensor in (tensors.gradient, *tensors.floating_state())]
+        if (kernel := chosen("adamw", read)) is not None:
+            kernel(parameters, settings, factor)
+            return
     for batch in _batches(parameters):
         if not _has_blocks(batch[0]):
             adamw_by_torch(batch[0], settings, factor)
@@ -180,6 +181,7 @@ def is_small(gradient: Tensor) -> bool:
 def _batches(parameters: Sequence[AdamWTensors]) -> Iterator[list[AdamWTensors]]:
     """The parameters one by one; small ones of the same dtypes together, up to the size of a block."""
     joined: dict[tuple[torch.dtype, ...], tuple[list[AdamWTensors], int]] = {}  # with their number of elements
+    most = _block_elements()
     for tensors in parameters:
         if len(parameters) == 1 or not (is_small(tensors.gradient) and _has_blocks(tensors)):
             yield [tensors]
@@ -187,7 +189,7 @@ def _batches(parameters: Sequence[AdamWTensors]) -> Iterator[list[AdamWTensors]]
         kind = (tensors.gradient.dtype, tensors.working.dtype)  # type: ignore[union-attr]
         batch, size = joined.get(kind, ([], 0))
         count = tensors.gradient.numel()
-        if size + count > _block_elements():
+        if size + count > most:
             yield batch
             batch, size = [], 0
         batch.append(tensors)

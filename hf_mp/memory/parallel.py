@@ -6,6 +6,7 @@ torch's fake process group answers every collective at once, so that the code of
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -162,7 +163,8 @@ def _make_tensor_parallel(model: PreTrainedModel, ranks: int) -> None:
     name = type(model).__name__
     if not model.tp_plan:
         raise ValueError(
-            f"parallel='tp' needs a model with a tp_plan in Transformers, and {name} has none: use 'fsdp2' or 'ddp'"
+            f"parallel='tp' needs a model with a tp_plan in Transformers, and {name} has none: use 'fsdp2', 'hsdp' or "
+            "'ddp'"
         )
     check_heads(model, ranks)
     config, _, mesh = model.prepare_distribute_model(DistributedConfig(tp_size=ranks))
@@ -262,7 +264,7 @@ class Bandwidth(NamedTuple):
             within, between = (float(number) * 1e9 for number in text.split(","))
         except ValueError:
             within = between = 0.0
-        if not min(within, between) > 0.0:
+        if not 0.0 < min(within, between) <= max(within, between) < math.inf:
             raise ValueError(f"bandwidth {text!r} is not known: give GB/s within a machine and between, as 450,50")
         return cls(within, between)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -44,6 +45,12 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
         raise ValueError(
             f"FSDP version {fsdp_version} flattens parameters, and there is nothing left to give a working copy: use "
             "FSDP2 (fsdp_config={'version': 2}, or `accelerate launch --fsdp_version 2`)"
+        )
+    if fsdp_version == 2 and args.device.type == "cpu" and args.parallel_mode is ParallelMode.DISTRIBUTED:
+        warnings.warn(
+            "FSDP has no effect here: accelerate shards models on accelerators only, and trains this one on CPUs with "
+            "DDP. Leave fsdp out, or use torch.distributed.fsdp.fully_shard in a loop of your own",
+            stacklevel=2,
         )
     _refuse_optimizer(str(getattr(args.optim, "value", args.optim)), args, policy, is_sharded=fsdp_version == 2)
     if args.deepspeed is not None or _is_set("ACCELERATE_USE_DEEPSPEED"):

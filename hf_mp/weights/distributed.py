@@ -72,7 +72,7 @@ class Ranks:
         if not is_running() or (store := _store()) is None:
             return
         shapes = [(name, None if is_lazy(p) else p.shape) for name, p in model.named_parameters()]
-        name = f"attached/{zlib.crc32(repr([type(model).__qualname__, *shapes]).encode())}"
+        name = f"attached/{_digest([type(model).__qualname__, *shapes])}"
         keys = {one: f"{_next_key(name)}/{one}" for one in (torch.float32, *LOWER_PRECISION_DTYPES)}
         store.set(keys.pop(dtype), str(get_rank()))
         for other, key in keys.items():
@@ -105,7 +105,7 @@ class Ranks:
         # those of the all-reduce, and who steps decides alike.
         if ddp is not None and ddp.process_group not in self._groups and not ddp._join_config.enable:
             self._groups.append(ddp.process_group)
-            self._compare(ddp.process_group)
+            self._compare(ddp.process_group, model)
 
     def check_optimizer(self, optimizer: Any, model: nn.Module | None) -> None:
         """Raise a ValueError if FSDP2 has put shards in the places of all parameters that ``optimizer`` holds."""
@@ -124,13 +124,13 @@ class Ranks:
             return layout
         parameters = list(parameters)
         for group in mesh_groups(parameters):
-            self._compare(group)
+            self._compare(group, model)
         return layout.for_parameters(parameters, model)
 
-    def _compare(self, group: ProcessGroup) -> None:
+    def _compare(self, group: ProcessGroup, model: nn.Module | None) -> None:
         if group not in self._compared and torch.distributed.get_world_size(group) > 1:
             self._compared.append(group)
-            compare_settings(group, self._settings())
+            compare_settings(group, {**self._settings(), **({} if model is None else {"model": _spell(model)})})
 
     def gradients_are_final(self, parameters: Iterable[Tensor]) -> bool:
         """Whether nobody reduces gradients after a backward: a loop's own ``all_reduce`` raises no version counter."""
@@ -182,7 +182,7 @@ def compare_settings(group: ProcessGroup, settings: Mapping[str, Any]) -> None:
     keys = {rank: f"{name}/{rank}" for rank in ranks}
     store.set(keys[get_rank()], json.dumps(settings, default=repr))
     try:
-        store.wait(list(keys.values()))
+        store.wait(list(keys.values()), 0.9 * store.timeout)  # to say so before the others' collectives end, and us
     except RuntimeError as error:
         late = ", ".join(str(rank) for rank, key in keys.items() if not store.check([key]))
         raise RuntimeError(
@@ -194,6 +194,19 @@ def compare_settings(group: ProcessGroup, settings: Mapping[str, Any]) -> None:
         if len({repr(one.get(name)) for one in found.values()}) > 1:
             said = "; ".join(f"rank {rank} has {name}={one.get(name)}" for rank, one in found.items())
             raise ValueError(f"ranks that train one model have different settings: {said}. Give all of them the same")
+
+
+def _spell(model: nn.Module) -> str:
+    """What must be alike of a model of which all ranks have a copy or a part."""
+    parameters = [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()]
+    elements, trained = (
+        sum(math.prod(shape) for _, shape, is_trained in parameters if is_trained or not only) for only in (False, True)
+    )
+    return f"{type(model).__name__} of {elements:,} elements, {trained:,} trained, shapes {_digest(parameters)}"
+
+
+def _digest(values: list[Any]) -> str:
+    return f"{zlib.crc32(repr(values).encode()):08x}"
 
 
 def _store() -> Any:

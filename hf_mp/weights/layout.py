@@ -17,7 +17,15 @@ from torch.optim import Optimizer
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude, largest_magnitude_and_norm
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 from hf_mp.weights.buckets import Buckets, check_split_reduction
-from hf_mp.weights.distributed import ddp_of, is_dtensor, is_running, is_sharded, is_tensor_parallel, local_parts
+from hf_mp.weights.distributed import (
+    ddp_of,
+    is_dtensor,
+    is_running,
+    is_sharded,
+    is_tensor_parallel,
+    local_part,
+    local_parts,
+)
 from hf_mp.weights.fused_adamw import step_whole
 from hf_mp.weights.model_walk import modules_of, parameters_of
 from hf_mp.weights.optimizer import MasterWeightOptimizer, clip_grad_norm_
@@ -52,8 +60,8 @@ class WeightLayout:
         grown: list[Tensor] = []
         for parameter in parameters_of(model):
             if parameter.requires_grad and parameter.dtype in LOWER_PRECISION_DTYPES:
-                grown.append(parameter.data)
-                parameter.data = parameter.data.float()
+                grown.append(local_part(parameter.data))
+                _to_fp32(parameter)
         if grown:  # running statistics of a model loaded in FP16 would swamp their updates, as weights would
             for buffer in model.buffers():
                 if buffer.dtype in LOWER_PRECISION_DTYPES:
@@ -324,6 +332,15 @@ class ShardedSplitLayout(SplitLayout, TransientLayout):
 def make_layout(policy: PrecisionPolicy) -> WeightLayout:
     """The layout that a policy's ``params`` asks for."""
     return WeightLayout(policy) if policy.params is torch.float32 else SplitLayout(policy)
+
+
+def _to_fp32(parameter: nn.Parameter) -> None:
+    if not is_dtensor(parameter):
+        parameter.data = parameter.data.float()
+        return
+    whole = nn.Parameter(parameter.detach().float())  # `.data` of a DTensor leaves its shard as it is
+    vars(whole).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, whole)
 
 
 def _is_master(weight: Tensor) -> TypeGuard[nn.Parameter]:

@@ -23,11 +23,11 @@ from hf_mp.weights.fused_adamw import replaces_step, step_split
 from hf_mp.weights.split_parameter import (
     SplitParameter,
     gradient_and_factor,
+    has_gradient,
     make_split,
     master_value,
     multiply_gradients,
     open_master,
-    raw_gradient,
     unscaled,
     write_master,
 )
@@ -195,7 +195,7 @@ class MasterWeightOptimizer(Optimizer):
         for parameter in parameters if self._loaded else ():
             self._take_over_loaded(parameter)
         stepped = self._step_in_place(parameters)
-        if not stepped or any(raw_gradient(parameter) is not None for parameter in parameters):
+        if not stepped or any(map(has_gradient, parameters)):
             for bucket in self._buckets():
                 result = self._step_on(bucket)
         return result
@@ -206,7 +206,7 @@ class MasterWeightOptimizer(Optimizer):
         for parameter in parameters:
             self._take_over_loaded(parameter)
         self._step_in_place(parameters)
-        if left := [parameter for parameter in parameters if raw_gradient(parameter) is not None]:
+        if left := [parameter for parameter in parameters if has_gradient(parameter)]:
             self._step_on(left)
 
     def _step_in_place(self, parameters: list[nn.Parameter]) -> bool:
@@ -288,7 +288,7 @@ class MasterWeightOptimizer(Optimizer):
     def _buckets(self) -> list[list[nn.Parameter]]:
         if not steps_by_parameter(self.optimizer):
             return [self._parameters()]
-        parameters = [p for p in self._parameters() if raw_gradient(p) is not None]
+        parameters = [p for p in self._parameters() if has_gradient(p)]
         if self.layout == "whole":
             return [parameters]
         buckets: list[list[nn.Parameter]] = [[]]

@@ -30,18 +30,17 @@ def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
     model and its parts save is FP32 then. Code that computes with the parameters themselves
     (``torch.optim.swa_utils.AveragedModel``) computes in 16 bits: average :func:`master_value` instead.
     """
+    is_known = put_masters_into_state_dict in model._state_dict_hooks.values()
+    others = [p for p in parameters_of(model) if p.requires_grad and not getattr(p, "is_saved_in_full", False)]
+    if is_known and not others:
+        return False
     with_statistics = trained_with_statistics(model)
-    trainable = {
-        parameter: None
-        for parameter in parameters_of(model)
-        if parameter.requires_grad and parameter.is_floating_point() and parameter not in with_statistics
-    }
-    new = [parameter for parameter in trainable if not isinstance(parameter, SplitParameter)]
-    check_splittable(new)  # before anything is changed
-    for parameter in trainable:
+    new = [p for p in others if p.is_floating_point() and p not in with_statistics]
+    check_splittable([p for p in new if not isinstance(p, SplitParameter)])  # before anything is changed
+    for parameter in new:
         make_split(parameter, dtype)
         parameter.is_saved_in_full = True  # type: ignore[attr-defined]
-    if not new and put_masters_into_state_dict in model._state_dict_hooks.values():
+    if is_known and not new:
         return False
     for parameter in with_statistics:
         parameter.data = parameter.data.float()

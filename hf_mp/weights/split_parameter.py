@@ -106,11 +106,10 @@ class SplitParameter(nn.Parameter):
     def grad(self) -> None:
         self.grad = None
 
-    @torch.no_grad()
     def _true_gradient(self) -> Tensor:
         assert self._scaled is not None
         true, gradient = unscaled(*self._scaled, like=self), _GRAD.__get__(self)
-        return true if gradient is None else gradient + true
+        return true if gradient is None else gradient.detach() + true
 
     def settle_gradient(self) -> None:
         """Have what was written into a ``.grad`` that was read be the gradient."""
@@ -349,6 +348,13 @@ def gradient_and_factor(parameter: nn.Parameter) -> tuple[Tensor | None, Tensor 
     return parameter._scaled
 
 
+def has_gradient(parameter: nn.Parameter) -> bool:
+    """Whether there is a gradient; without making the true one, as a look at ``.grad`` does."""
+    if isinstance(parameter, SplitParameter):
+        return parameter._scaled is not None or _GRAD.__get__(parameter) is not None
+    return parameter.grad is not None
+
+
 def raw_gradient(parameter: nn.Parameter) -> Tensor | None:
     """The gradient as backward left it."""
     return gradient_and_factor(parameter)[0]
@@ -359,6 +365,7 @@ def unscaled(gradient: Tensor, factor: Tensor | None, *, like: Tensor) -> Tensor
 
     torch's fused optimizers read a gradient in the order of its parameter, whatever its strides say.
     """
+    gradient = gradient.detach() if gradient.requires_grad else gradient
     if gradient.is_sparse:
         true = gradient.to(torch.float32, copy=True)
     else:

@@ -31,6 +31,8 @@ def has_hooks(optimizer: Any) -> bool:
 
 
 def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if getattr(optimizer, "keeps_masters", False):
+        return
     if any(_lacks_master(parameter) for group in optimizer.param_groups for parameter in group["params"]):
         raise RuntimeError(
             f"this {type(optimizer).__name__} would round its updates to the 16 bits in which a lean layout stores "

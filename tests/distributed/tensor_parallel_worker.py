@@ -31,6 +31,7 @@ from transformers import (
 )
 
 import hf_mp
+from hf_mp.weights.distributed import local_part
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 102,
@@ -101,12 +102,14 @@ def gradients(folder: str) -> dict[str, Any]:
         ("loaded in bf16", "llama", "fp16", {"dtype": torch.bfloat16}),
         ("recomputed", "llama", "fp16", {}),
     ):
-        model, _, _ = made(folder, precision, kind, **settings)
+        model, optimizer, _ = made(folder, precision, kind, **settings)
         if name == "recomputed":
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         backward(model, batches(1)[0])
-        dtypes = {str(tensor.dtype) for p in model.parameters() for tensor in (p, p.grad)}
+        tensors = [tensor for p in model.parameters() for tensor in (p, p.grad)]
+        dtypes = {str(one.dtype) for one in [*tensors, *map(local_part, tensors)]}
         found[name] = {n: whole(p.grad).clone() for n, p in model.named_parameters()}, dtypes
+        optimizer.step()
     return found
 
 

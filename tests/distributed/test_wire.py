@@ -158,6 +158,10 @@ def test_bytes_of_a_lean_parameter_over_all_ranks(one: dict[str, Any], two: Resu
             "ValueError: ranks .* has max_consecutive_skips=50; rank 1 has max_con.*51. Give",
         ),
         ("rules_differ", "ValueError: ranks .*: rank 0 has rules={}; rank 1 has rules={'lm_head': 'fp32'}. Give all"),
+        (
+            "models_differ",
+            "ValueError: ranks .* rank 0 has model=FSDPGPT2LMHeadModel of ([\\d,]+) elements, \\1 trained, .*rank 1 has",
+        ),
         ("lean_after_ddp", "ValueError: precision='fp16-lean' stores weights in 16 bits.*attach to the model first"),
         ("lean_with_a_hook", "ValueError: .*communication hook of another's: leave register_comm_hook out, or use a"),
         ("default_with_a_hook", "ValueError: fp16_compress_hook rounds .* become 0: leave .*'fp16,reduce=fp16'"),

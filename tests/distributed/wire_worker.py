@@ -278,6 +278,13 @@ def refusals() -> dict[str, str]:
     def rules_differ() -> None:
         forward(rules=[{}, {"lm_head": "fp32"}][dist.get_rank()])
 
+    def models_differ() -> None:
+        model = tiny_gpt2()
+        model.transformer.h[0].requires_grad_(dist.get_rank() == 0)
+        runtime = hf_mp.MixedPrecision("fp16")
+        model = shard(runtime.attach(model))
+        runtime.attach_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
     def attached_inside_of_ddp() -> None:
         model = tiny_gpt2()
         wrapped = DistributedDataParallel(model)
@@ -357,8 +364,8 @@ def refusals() -> dict[str, str]:
         runtime.attach_optimizer(AdamW8bit(shard(runtime.attach(tiny_gpt2())).parameters()))
 
     return said_of(
-        settings_differ, layouts_differ, patience_differs, most_skips_differ, rules_differ, attached_inside_of_ddp,
-        halved_inside_of_ddp, optimizer_before_fsdp, lean_after_ddp,
+        settings_differ, layouts_differ, patience_differs, most_skips_differ, rules_differ, models_differ,
+        attached_inside_of_ddp, halved_inside_of_ddp, optimizer_before_fsdp, lean_after_ddp,
         lean_with_a_hook, default_with_a_hook, lean_of_a_hooked_weight, lean_of_16_bit_shards, lean_after_a_forward,
         lean_without_optimizer, lean_with_an_optimizer_forgotten,
         lean_in_backward, lean_with_batch_norm, lean_offloaded, eight_bits_of_dtensors,

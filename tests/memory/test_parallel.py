@@ -143,7 +143,7 @@ def test_bandwidth() -> None:
         Collective("all-reduce", 2, "", False, 1, 10**11),
     ]
     assert rates.seconds(collectives) == pytest.approx(2.0 + 2.0)
-    for wrong in ("400", "fast,slow", "400,0", "-1,1"):
+    for wrong in ("400", "fast,slow", "400,0", "-1,1", "inf,50"):
         with pytest.raises(ValueError, match=f"bandwidth '{wrong}' is not known: give GB/s"):
             Bandwidth.parse(wrong)
 
@@ -180,7 +180,7 @@ class TestCommand:
     def test_where_ranks_can_train_nothing_is_an_error(self, tmp_path: object) -> None:
         shown = self.run(tmp_path, "--parallel", "tp")
         assert "hf-mp memory: error: parallel='tp' needs a model with a tp_plan in Transformers, and GPT2" in shown
-        assert shown.endswith("has none: use 'fsdp2' or 'ddp'")
+        assert shown.endswith("has none: use 'fsdp2', 'hsdp' or 'ddp'")
 
     def test_measuring_is_refused(self, tmp_path: object) -> None:
         assert "measure=True takes a step in this process alone" in self.run(tmp_path, "--measure")

@@ -15,7 +15,7 @@ from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
 LIMITS = {
     "hf_mp bf16": (710, 1, 92, 0),
     "hf_mp bf16, loss scaled": (840, 1, 98, 0),
-    "hf_mp bf16-lean": (1610, 1, 118, 0),
+    "hf_mp bf16-lean": (1360, 1, 118, 0),
 }
 
 

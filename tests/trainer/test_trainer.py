@@ -25,7 +25,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_optimizer import _BITSANDBYTES_OPTIMIZERS
-from transformers.training_args import OptimizerNames
+from transformers.training_args import OptimizerNames, ParallelMode
 
 import hf_mp.trainer.session
 from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer, PrecisionPolicy
@@ -391,6 +391,12 @@ def test_fsdp2_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     arguments(tmp_path)
+
+
+def test_fsdp_on_cpus_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingArguments, "parallel_mode", ParallelMode.DISTRIBUTED)
+    with pytest.warns(UserWarning, match="FSDP has no effect here: accelerate shards .* on accelerators only"):
+        arguments(tmp_path, fsdp=True, fsdp_config={"version": 2}, use_cpu=True)
 
 
 @pytest.mark.parametrize(
