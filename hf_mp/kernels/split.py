@@ -53,7 +53,7 @@ def split_into(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     if value.dtype is not torch.float32:
         raise TypeError(f"only FP32 values are split, not {value.dtype}: cast with .float() first")
     form = _format(working.dtype)
-    for whole, upper, lower in _cache_blocks(value, working, remainder):
+    for whole, upper, lower in cache_blocks(value, working, remainder):
         if whole.device.type == "cpu" and _is_ordinary(whole):
             form.split(whole, upper, lower)
             continue
@@ -68,12 +68,12 @@ def merge(working: Tensor, remainder: Tensor) -> Tensor:
     """The FP32 value of two halves, of their shape; a TypeError for a ``working`` that is neither FP16 nor BF16."""
     form = _format(working.dtype)
     value = torch.empty_like(working, dtype=torch.float32, memory_format=torch.contiguous_format)
-    for block in _cache_blocks(value, working, remainder):
+    for block in cache_blocks(value, working, remainder):
         form.merge_into(*block)
     return value
 
 
-def _cache_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def cache_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The tensors a block at a time, so that temporaries stay in a CPU's cache; elsewhere in one."""
     if not all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors):
         yield tensors

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.kernels.identity import is_shared, version_of
-from hf_mp.kernels.split import REMAINDER_DTYPE, Split, merge, split, split_into
+from hf_mp.kernels.split import REMAINDER_DTYPE, Split, cache_blocks, merge, split, split_into
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.working_copies import WatchedParameter, let_optimizers_be_fast, unwatch
 
@@ -141,9 +141,13 @@ class SplitParameter(nn.Parameter):
             self._scaled = ScaledGradient(gradient, factor)
             return True
         with torch.no_grad():
-            sum_so_far, true = self.grad, unscaled(gradient, factor, like=self)
-            assert sum_so_far is not None
-            total = true + sum_so_far if sum_so_far.is_sparse else sum_so_far.add_(true)
+            total = self.grad
+            assert total is not None
+            if total.is_sparse or gradient.is_sparse:
+                true = unscaled(gradient, factor, like=self)
+                total = true + total if total.is_sparse else total.add_(true)
+            else:
+                _add_unscaled(total, gradient, factor)
             self.grad = None if aside else total
             self._scaled = ScaledGradient(total, None) if aside else None
         return True
@@ -371,6 +375,13 @@ def unscaled(gradient: Tensor, factor: Tensor | None, *, like: Tensor) -> Tensor
     else:
         true = gradient.new_empty_strided(like.shape, like.stride(), dtype=torch.float32).copy_(gradient)
     return true if factor is None else true.mul_(factor.squeeze())
+
+
+def _add_unscaled(total: Tensor, gradient: Tensor, factor: Tensor | None) -> None:
+    """Add ``gradient`` times ``factor`` to ``total``, FP32 of its shape."""
+    for part, more in cache_blocks(total, gradient):
+        true = more.to(torch.float32)
+        part.add_(true if factor is None else true.mul_(factor.squeeze()))
 
 
 @torch.no_grad()

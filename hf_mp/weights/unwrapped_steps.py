@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from torch import Tensor, nn
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
@@ -12,6 +13,9 @@ from torch.optim.optimizer import (
 )
 
 from hf_mp.weights.split_parameter import SplitParameter
+from hf_mp.weights.working_copies import WatchedParameter
+
+_ORDINARY = (Tensor, nn.Parameter, WatchedParameter)
 
 
 @functools.cache
@@ -33,11 +37,13 @@ def has_hooks(optimizer: Any) -> bool:
 def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
     if getattr(optimizer, "keeps_masters", False):
         return
-    if any(_lacks_master(parameter) for group in optimizer.param_groups for parameter in group["params"]):
-        raise RuntimeError(
-            f"this {type(optimizer).__name__} would round its updates to the 16 bits in which a lean layout stores "
-            "weights: step what attach_optimizer(optimizer) or prepare(model, optimizer, ...) returns, or detach()"
-        )
+    for group in optimizer.param_groups:
+        # Every step of any optimizer comes here: no call for ordinary parameters.
+        if any([type(p) not in _ORDINARY and _lacks_master(p) for p in group["params"]]):
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} would round its updates to the 16 bits in which a lean layout stores "
+                "weights: step what attach_optimizer(optimizer) or prepare(model, optimizer, ...) returns, or detach()"
+            )
 
 
 def _lacks_master(parameter: Any) -> bool:
