@@ -76,11 +76,18 @@ def main(
 
 
 def timed(names: list[str], workload: Workload, rounds: int, warmup: int) -> dict[str, list[float]]:
-    """Seconds of the steps of all contenders, which take turns."""
-    with contextlib.ExitStack() as stack:
-        steps = {name: stack.enter_context(training(name, workload)) for name in names}
-        found = alternate(steps, rounds=rounds, warmup=warmup)
-    release_memory()
+    """Seconds of the steps of all contenders, which take turns: loops first, Trainers after them.
+
+    A Trainer is stepped in a thread of its own, and so are its OpenMP workers: with more of these than cores, every
+    short operation of the loops would wait for one to wake up.
+    """
+    found: dict[str, list[float]] = {}
+    for is_trainer in (False, True):
+        with contextlib.ExitStack() as stack:
+            group = [name for name in names if find_contender(name)[0].is_trainer is is_trainer]
+            steps = {name: stack.enter_context(training(name, workload)) for name in group}
+            found |= alternate(steps, rounds=rounds, warmup=warmup)
+        release_memory()
     return found
 
 
