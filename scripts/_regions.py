@@ -65,7 +65,8 @@ def step(results: StoredResults) -> str:
                 f"One training step (forward, backward, clipping, AdamW) of {workload(stored)} "
                 f"({script('bench_step')}). The floor is its matrix products at the best rate that this machine "
                 "reached in that dtype, and the bytes of its update at the bandwidth of a copy; utilisation is the "
-                "products at that rate over the step; the peak counts all tensors, model and optimizer included:"
+                "products at that rate over the step; the peak counts all tensors, model and optimizer included. "
+                "Loops take turns, and the Trainer is timed after them:"
             ),
             table(STEP_HEADER, step_rows(stored)),
             paragraph(f"Our step over that of `torch.autocast` in the same dtype: {', '.join(pairs)}."),
