@@ -82,9 +82,9 @@ def timed(names: list[str], workload: Workload, rounds: int, warmup: int) -> dic
     short operation of the loops would wait for one to wake up.
     """
     found: dict[str, list[float]] = {}
-    for is_trainer in (False, True):
+    loops = [name for name in names if not find_contender(name)[0].is_trainer]
+    for group in filter(None, (loops, [name for name in names if name not in loops])):
         with contextlib.ExitStack() as stack:
-            group = [name for name in names if find_contender(name)[0].is_trainer is is_trainer]
             steps = {name: stack.enter_context(training(name, workload)) for name in group}
             found |= alternate(steps, rounds=rounds, warmup=warmup)
         release_memory()
