@@ -72,8 +72,8 @@ class Ranks:
         if not is_running() or (store := _store()) is None:
             return
         shapes = [(name, None if is_lazy(p) else p.shape) for name, p in model.named_parameters()]
-        name = f"attached/{_digest([type(model).__qualname__, *shapes])}"
-        keys = {one: f"{_next_key(name)}/{one}" for one in (torch.float32, *LOWER_PRECISION_DTYPES)}
+        name = _next_key(f"attached/{_digest([type(model).__qualname__, *shapes])}")
+        keys = {one: f"{name}/{one}" for one in (torch.float32, *LOWER_PRECISION_DTYPES)}
         store.set(keys.pop(dtype), str(get_rank()))
         for other, key in keys.items():
             if store.check([key]):
@@ -182,7 +182,7 @@ def compare_settings(group: ProcessGroup, settings: Mapping[str, Any]) -> None:
     keys = {rank: f"{name}/{rank}" for rank in ranks}
     store.set(keys[get_rank()], json.dumps(settings, default=repr))
     try:
-        store.wait(list(keys.values()), 0.9 * store.timeout)  # to say so before the others' collectives end, and us
+        store.wait(list(keys.values()), 0.9 * store.timeout)  # before the others' collectives end the job
     except RuntimeError as error:
         late = ", ".join(str(rank) for rank, key in keys.items() if not store.check([key]))
         raise RuntimeError(
