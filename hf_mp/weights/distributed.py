@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.scaling.rules import StepReport
-from hf_mp.weights.missing_ranks import naming_missing_ranks
+from hf_mp.weights.missing_ranks import default_store, naming_missing_ranks
 from hf_mp.weights.model_walk import modules_of, parameters_of
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Ranks:
         DDP's constructor sends weights without comparing dtypes, and gloo then aborts. Nobody waits here: the rank that
         comes last sees what the others have. Ranks that train models of their own may differ.
         """
-        if not is_running() or (store := _store()) is None:
+        if not is_running() or (store := default_store()) is None:
             return
         shapes = [(name, None if is_lazy(p) else p.shape) for name, p in model.named_parameters()]
         name = _next_key(f"attached/{_digest([type(model).__qualname__, *shapes])}")
@@ -130,7 +130,7 @@ class Ranks:
     def _compare(self, group: ProcessGroup, model: nn.Module | None) -> None:
         if group not in self._compared and torch.distributed.get_world_size(group) > 1:
             self._compared.append(group)
-            compare_settings(group, {**self._settings(), **({} if model is None else {"model": _spell(model)})})
+            compare_settings(group, {**self._settings(), "model": None if model is None else _spell(model)})
 
     def gradients_are_final(self, parameters: Iterable[Tensor]) -> bool:
         """Whether nobody reduces gradients after a backward: a loop's own ``all_reduce`` raises no version counter."""
@@ -176,7 +176,7 @@ def compare_settings(group: ProcessGroup, settings: Mapping[str, Any]) -> None:
     It names the first that differs, from which others may follow. A rank that does not come ends the others' wait
     after the timeout of ``init_process_group``: a RuntimeError.
     """
-    ranks, store, name = torch.distributed.get_process_group_ranks(group), _store(), _next_key(group.group_name)
+    ranks, store, name = torch.distributed.get_process_group_ranks(group), default_store(), _next_key(group.group_name)
     if store is None:
         return
     keys = {rank: f"{name}/{rank}" for rank in ranks}
@@ -199,20 +199,13 @@ def compare_settings(group: ProcessGroup, settings: Mapping[str, Any]) -> None:
 def _spell(model: nn.Module) -> str:
     """What must be alike of a model of which all ranks have a copy or a part."""
     parameters = [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()]
-    elements, trained = (
-        sum(math.prod(shape) for _, shape, is_trained in parameters if is_trained or not only) for only in (False, True)
-    )
+    elements = sum(math.prod(shape) for _, shape, _ in parameters)
+    trained = sum(math.prod(shape) for _, shape, is_trained in parameters if is_trained)
     return f"{type(model).__name__} of {elements:,} elements, {trained:,} trained, shapes {_digest(parameters)}"
 
 
 def _digest(values: list[Any]) -> str:
     return f"{zlib.crc32(repr(values).encode()):08x}"
-
-
-def _store() -> Any:
-    """The store of all processes; None where there is none to ask (MPI, a fake process group)."""
-    is_fake = torch.distributed.get_backend() == "fake"
-    return None if is_fake else torch.distributed.distributed_c10d._get_default_store()
 
 
 def _next_key(name: str) -> str:

@@ -42,14 +42,20 @@ def naming_missing_ranks(group: ProcessGroup | None = None) -> Iterator[None]:
         ) from error
 
 
+def default_store() -> Any:
+    """The store of all processes; None where there is none to ask: MPI, a fake process group, another torch."""
+    distributed: Any = torch.distributed
+    find_store = getattr(distributed.distributed_c10d, "_get_default_store", None)  # private
+    return None if find_store is None or distributed.get_backend() == "fake" else find_store()
+
+
 def _missing(group: ProcessGroup | None) -> str:
     distributed: Any = torch.distributed
     group = distributed.group.WORLD if group is None else group
     ranks, mine = distributed.get_process_group_ranks(group), distributed.get_rank()
-    find_store = getattr(distributed.distributed_c10d, "_get_default_store", None)  # private: another torch may lack it
-    if find_store is None:
+    store, keys = default_store(), {rank: f"hf_mp/lost/{rank}" for rank in ranks}
+    if store is None:
         return f"rank {mine} is there, and one of {ranks} died or hangs"
-    store, keys = find_store(), {rank: f"hf_mp/lost/{rank}" for rank in ranks}
     end = time.monotonic() + min(store.timeout.total_seconds(), _GRACE_SECONDS)
     try:
         store.set(keys[mine], "here")  # does not wait for an answer

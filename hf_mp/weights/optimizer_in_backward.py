@@ -30,8 +30,8 @@ from hf_mp.weights.optimizer import clip_factor, norm_of, steps_by_parameter
 from hf_mp.weights.split_parameter import (
     SplitParameter,
     gradient_and_factor,
+    has_gradient,
     multiply_gradients,
-    raw_gradient,
 )
 
 FreeGradients = Literal["step", "backward"]
@@ -174,7 +174,7 @@ class OptimizerInBackward(StepObserver):
     def _complete(self, parameter: SplitParameter | None) -> None:
         """A parameter has its gradient, of all its uses."""
         backward = self._backward
-        if parameter is None or backward is None or raw_gradient(parameter) is None:
+        if parameter is None or backward is None or not has_gradient(parameter):
             return
         if backward.phase == "measure":
             if parameter in backward.norms:

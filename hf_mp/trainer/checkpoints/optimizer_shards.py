@@ -104,8 +104,7 @@ def make_room(
     if saved_by_bitsandbytes is not is_of_bitsandbytes(optimizer) and any(name.startswith(PREFIX) for name in layout):
         raise CheckpointError(
             f"the checkpoint has the state of an optimizer {'' if saved_by_bitsandbytes else 'not '}of bitsandbytes, "
-            f"whose names {kind} does not know: resume with the optimizer that was "
-            "saved"
+            f"whose names {kind} does not know: resume with the optimizer that was saved"
         )
     if (saved_kind := plain.get("kind", kind)) != kind:
         for stored in plain["groups"]:
