@@ -25,7 +25,7 @@ is_torch_autocast_enabled = torch.is_autocast_enabled  # torch's own answer, wha
 _MISSING = object()
 
 
-def _around(function: Callable[..., Any]) -> Callable[[Any], Any]:
+def around(function: Callable[..., Any]) -> Callable[[Any], Any]:
     """What replaces an original by a call of ``function``, which is given it before the call's arguments."""
 
     def replace(original: Any) -> Any:
@@ -52,7 +52,7 @@ def _within_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     return functools.wraps(function, updated=())(mode.recomputation(function))
 
 
-@_around
+@around
 def _checkpoint_generator(original: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return original(_within_autocast(function), *args, **kwargs)
 
@@ -110,7 +110,7 @@ def _is_enabled(ours: Any, *device: Any, **named: Any) -> bool:
     return ours.enabled and not (asks_for_cuda and ours.tables == "cpu")
 
 
-@_around
+@around
 def _has_torch_function(original: Any, args: Any) -> bool:
     # A mode alone is no tensor argument with a torch function, which is what torch's layers ask for.
     if torch.compiler.is_dynamo_compiling() or not _asker(2).startswith("torch.nn.modules."):
@@ -122,7 +122,7 @@ def _has_torch_function(original: Any, args: Any) -> bool:
         return original(args)
 
 
-@_around
+@around
 def _make_torch_autocast(
     original: Any, self: Any, /, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any, **kwargs: Any
 ) -> None:
@@ -130,7 +130,7 @@ def _make_torch_autocast(
     self._hf_mp_wanted = enabled  # torch switches it off where the device is missing
 
 
-@_around
+@around
 def _enter_torch_autocast(original: Any, self: Any) -> Any:
     if not enter_island(self.__dict__.get("_hf_mp_wanted", self._enabled)):
         return original(self)
@@ -139,7 +139,7 @@ def _enter_torch_autocast(original: Any, self: Any) -> Any:
     return island
 
 
-@_around
+@around
 def _leave_torch_autocast(original: Any, self: Any, /, *exc_info: Any) -> Any:
     islands = self.__dict__.get("_hf_mp_islands")
     return islands.pop().__exit__(*exc_info) if islands else original(self, *exc_info)
@@ -155,7 +155,7 @@ def _trace(tx: Any, function: Callable[..., Any], args: list[Any]) -> Any:
     return VariableTracker.build(tx, function).call_function(tx, args, {})
 
 
-@_around
+@around
 def _enter_traced_autocast(original: Any, self: Any, tx: Any) -> Any:
     from torch._dynamo.variables.base import VariableTracker
 
@@ -168,7 +168,7 @@ def _enter_traced_autocast(original: Any, self: Any, tx: Any) -> Any:
     return VariableTracker.build(tx, None)
 
 
-@_around
+@around
 def _leave_traced_autocast(original: Any, self: Any, tx: Any, *args: Any) -> Any:
     if not getattr(self, "_hf_mp_island", False):
         return original(self, tx, *args)
@@ -176,7 +176,7 @@ def _leave_traced_autocast(original: Any, self: Any, tx: Any, *args: Any) -> Any
     return _trace(tx, leave_island, [])
 
 
-@_around
+@around
 def _make_cross_entropy(original: Any, self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     # Of an nn.CrossEntropyLoss that a forward makes, the compiler puts the function into its graph unseen by any mode.
     from torch._dynamo.variables import LambdaVariable
@@ -186,7 +186,7 @@ def _make_cross_entropy(original: Any, self: Any, tx: Any, args: list[Any], kwar
     return LambdaVariable(lambda input, target: function.call_function(tx, [input, target, *args], kwargs))
 
 
-@_around
+@around
 def _call_user_compiler(original: Any, self: Any, /, graph: Any, inputs: list[Any]) -> Any:
     if (mode := active_autocast()) is None:  # a graph compiled outside any is not run inside one
         return original(self, graph, inputs)
@@ -207,7 +207,7 @@ def _call_user_compiler(original: Any, self: Any, /, graph: Any, inputs: list[An
     return run
 
 
-@_around
+@around
 def _dispatch_torch_function(original: Any, tx: Any, fn: Any, args: Any, kwargs: Any) -> Any:
     # The compiler hands the call of an operator (torch.cond, map, scan, a checkpoint) to the mode, and traces its
     # functions with that mode off, without casts. A nested_compile_region becomes part of the code around it: whether
@@ -231,7 +231,7 @@ def _overridable_functions(original: Any) -> Any:
     return functools.wraps(original)(lambda: functions)
 
 
-@_around
+@around
 def _hash_by_identity(original: Any, self: Any, *tx: Any) -> Any:
     # The compiler holds `Tensor.norm` of a value that it computed itself in a variable without a source, whose hash is
     # not the function's: it finds it in no table, and the guard on that fails at once. torch 2.11 hashes the function.
@@ -396,6 +396,18 @@ def _warn_of_lack(patch: Patch) -> None:
 
 
 PATCHES = Patches()
+
+
+def acquire(*patches: Patches) -> Callable[[], None]:
+    """One more user of all of them; gives what makes it one less."""
+    for one in patches:
+        one.acquire()
+
+    def release() -> None:
+        for one in patches:
+            one.release()
+
+    return release
 
 
 def _count_traced(more: int) -> None:

@@ -21,7 +21,7 @@ from hf_mp.kernels.split import merge, split_into
 
 # Small enough that what one operation leaves is in a core's cache for the next, large enough for some 20 calls a block.
 _BLOCK_ELEMENTS_PER_THREAD = 2**17
-_SMALL_ELEMENTS = 2**14  # parameters up to this size are joined: each call costs more than its work
+_SMALL_ELEMENTS = 2**16  # parameters up to this size are joined: each call costs more than its work
 _MINUS_UNIT = -(2.0**-25)  # a remainder counts units of 2**-25 of its working copy's binade, and is negated here
 _FP32_EXPONENT, _FP16_SMALLEST_BINADE, _FP16_LARGEST_BINADE = 0x7F800000, 2.0**-14, 2.0**15
 

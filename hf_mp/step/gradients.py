@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, magnitude_bound
+from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite
 from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.attachable import UNKNOWN_OPTIMIZER
 from hf_mp.weights.distributed import local_parts
+from hf_mp.weights.noted_norms import bound_of
 from hf_mp.weights.open_backwards import OpenBackwards
 from hf_mp.weights.seen_gradients import SeenGradients, Verdict, found_inf_of, versions_of
 
@@ -63,14 +64,13 @@ class GradientCheck(SeenGradients):
         seen = self._largest
         # In a plain loop, gradients may be written so that no version counter rises (`.data`, NumPy).
         holds = seen is not None and self.measures_norm and self.hold(gradients)
-        found = [] if holds else local_parts(gradients)
-        numbers = [*([] if seen is None else [seen]), *([] if holds else [magnitude_bound(found)])]
+        numbers = [*([] if seen is None else [seen]), *([] if holds else [bound_of(gradients)])]
         values = torch.stack([number.to(numbers[0].device) for number in numbers])
 
         def report() -> StepReport:
             known = values.tolist()
             measured, bound = None if seen is None else known[0], known[-1]
-            overflow = not bound < SQUARES_BELOW and (holds or not all_finite(found, SQUARES_BELOW))
+            overflow = not bound < SQUARES_BELOW and (holds or not all_finite(local_parts(gradients), SQUARES_BELOW))
             # Clipping by value, or a repair by hand, may have hidden what the backward gave.
             overflow = overflow or (measured is not None and not math.isfinite(measured))
             # Without loss scaling there is no headroom to tell of.

@@ -14,7 +14,7 @@ from hf_mp.casting.replacements import install_replacements, remove_replacements
 from hf_mp.casting.replacements.base import entry_points
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
-from hf_mp.casting.torch_patches import PATCHES
+from hf_mp.casting.torch_patches import PATCHES, acquire
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.borders import Crossings, accumulates
 from hf_mp.scaling.events import PrecisionStats, StepObserver, overflow_observers
@@ -28,6 +28,7 @@ from hf_mp.weights.attachable import NO_BORDER, check_attachable, check_layout, 
 from hf_mp.weights.distributed import Ranks, ddp_of
 from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.layout import WeightLayout, make_layout, too_large
+from hf_mp.weights.noted_norms import NORM_PATCHES
 from hf_mp.weights.optimizer_in_backward import FreeGradients, OptimizerInBackward, check_free_gradients
 from hf_mp.weights.reading_region import make_region
 from hf_mp.weights.region import Region
@@ -119,8 +120,7 @@ class MixedPrecision:
     def _take_model(self, model: nn.Module) -> None:
         self._model, self.is_detached = weakref.ref(model), False
         self.region, self.check.is_scaled = self._make_region(model), self.scaler.is_scaling
-        PATCHES.acquire()
-        self._patches = weakref.finalize(model, PATCHES.release)
+        self._patches = weakref.finalize(model, acquire(PATCHES, NORM_PATCHES))
 
     def _make_region(self, model: nn.Module | None) -> Region:
         return make_region(self.layout, self.check.runs.paused, model, self.rules, tables=self._tables)

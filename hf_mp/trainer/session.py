@@ -96,7 +96,8 @@ class TrainerSession:
             self.runtime.attach(model)
             self._model = weakref.ref(model)
             _runtimes.add(self.runtime)
-        self.runtime.check.measures_norm = measures_norm
+        # Without loss scaling there is no headroom to measure, and the norm that clipping takes is enough.
+        self.runtime.check.measures_norm = measures_norm and self.runtime.check.is_scaled
         if self.settings.explain_overflows:
             folder = Path(str(self.args.output_dir), OVERFLOWS_NAME) if self.settings.keep_overflow_batches else None
             self.overflow_reports = explain_overflows(self.runtime, keep_batches=folder).reports

@@ -20,6 +20,7 @@ from hf_mp.weights.blockwise_adam import step_blockwise
 from hf_mp.weights.distributed import is_dtensor, mesh_of
 from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.fused_adamw import replaces_step, step_split
+from hf_mp.weights.noted_norms import note_norm
 from hf_mp.weights.split_parameter import (
     SplitParameter,
     gradient_and_factor,
@@ -28,6 +29,7 @@ from hf_mp.weights.split_parameter import (
     master_value,
     multiply_gradients,
     open_master,
+    raw_gradient,
     unscaled,
     write_master,
 )
@@ -407,6 +409,7 @@ def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tens
     for parameter in parameters:
         by_mesh.setdefault(mesh_of(parameter), []).append(parameter)
     total = norm_of([_norm_over(mesh, _local_norm(spread)) for mesh, spread in by_mesh.items()])
+    note_norm([raw for parameter in parameters if (raw := raw_gradient(parameter)) is not None], total)
     if (clip_by := clip_factor(total, max_norm)) is not None:
         multiply_gradients(parameters, clip_by)
     return total

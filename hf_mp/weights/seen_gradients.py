@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.distributed import Ranks, is_running
 from hf_mp.weights.layout import WeightLayout, measure
+from hf_mp.weights.noted_norms import Seen
 
 
 class Verdict(NamedTuple):
@@ -63,10 +63,7 @@ class SeenGradients:
         self._see(())
 
     def _see(self, gradients: Iterable[Tensor], norm: Tensor | None = None) -> None:
-        # Weakly: gradients may be freed early. A DTensor's version counter knows nothing of writes into its shard.
-        plain = [gradient for gradient in gradients if type(gradient) is Tensor]
-        self._seen = {id(gradient): (weakref.ref(gradient), gradient._version) for gradient in plain}
-        self._norm = norm
+        self._seen, self._norm = Seen(gradients), norm
 
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """The gradients that ``parameters`` have, as backward left them."""
@@ -84,17 +81,12 @@ class SeenGradients:
 
     def hold(self, gradients: Sequence[Tensor]) -> bool:
         """Whether all ``gradients``, at least one, were measured and are unchanged."""
-        for gradient in gradients:
-            reference, version = self._seen.get(id(gradient), (None, None))
-            if reference is None or reference() is not gradient or version != gradient._version:
-                return False
-        return bool(gradients)
+        return bool(gradients) and self._seen.holds(gradients)
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """The global 2-norm as the backward left it, bit for bit ``get_total_norm``'s; None where it is not known."""
         gradients = self.gradients(parameters)
-        is_all = self._seen.keys() <= set(map(id, gradients))
-        return self._norm if is_all and self.hold(gradients) else None
+        return self._norm if self._seen.is_part_of(gradients) and self.hold(gradients) else None
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
         """Scale all gradients down to ``max_norm``, as ``torch.nn.utils.clip_grads_with_norm_``, from :meth:`norm`."""

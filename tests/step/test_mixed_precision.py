@@ -22,10 +22,10 @@ import hf_mp
 from hf_mp.casting.mode import active_autocast
 from hf_mp.scaling.rules import HeadroomState
 from hf_mp.scaling.scalers import DynamicLossScaler, LossScaleError, StaticLossScaler
-from hf_mp.step import gradients as gradients_module
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights import layout as layout_module
+from hf_mp.weights import noted_norms
 
 Batch = dict[str, Tensor]
 # FP16 has 11 significant bits: a chain of a few dozen roundings leaves gradients within about 10 half-ulps (2**-11).
@@ -765,9 +765,7 @@ class TestMeasuring:
         parameters = list(gpt2.parameters())
         norm = runtime.check.norm(parameters)
         assert norm is not None
-        monkeypatch.setattr(
-            gradients_module, "magnitude_bound", lambda *args: pytest.fail("the gradients were read again")
-        )
+        monkeypatch.setattr(noted_norms, "magnitude_bound", lambda *args: pytest.fail("the gradients were read again"))
         before = [torch.clone(parameter.grad) for parameter in parameters if parameter.grad is not None]
         runtime.check.clip(parameters, float(norm) / 2, norm)
         optimizer.step()

@@ -1,0 +1,236 @@
+"""A step after ``clip_grad_norm_`` takes its norm for the check, and reads the gradients again wherever it must."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+
+import hf_mp
+from hf_mp.weights import noted_norms
+
+PRECISIONS = ["bf16", "fp16", "bf16-lean", "fp16-lean"]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh()).float().square().mean()
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of gradients of each check that read them."""
+    counts: list[int] = []
+    original = noted_norms.magnitude_bound
+
+    def counted(gradients: list[Tensor]) -> Tensor:
+        counts.append(len(gradients))
+        return original(gradients)
+
+    monkeypatch.setattr(noted_norms, "magnitude_bound", counted)
+    return counts
+
+
+def after_backward(precision: str = "bf16", factor: float = 1.0) -> tuple[Model, Any]:
+    torch.manual_seed(0)
+    model = Model()
+    model, optimizer = hf_mp.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), precision)
+    (model(torch.randn(3, 8)) * factor).backward()
+    return model, optimizer
+
+
+def clip(model: nn.Module, optimizer: Any, max_norm: float = 1e-3) -> Tensor:
+    if isinstance(optimizer, hf_mp.MasterWeightOptimizer):
+        return optimizer.clip_grad_norm_(max_norm)
+    return clip_grad_norm_(model.parameters(), max_norm)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
+def test_the_norm_of_clipping_is_the_check(precision: str, max_norm: float, reads: list[int]) -> None:
+    model, optimizer = after_backward(precision)
+    assert clip(model, optimizer, max_norm) > 0
+    optimizer.step()
+    assert not optimizer.step_was_skipped and reads == []
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_without_clipping_gradients_are_read(precision: str, reads: list[int]) -> None:
+    _, optimizer = after_backward(precision)
+    optimizer.step()
+    assert reads == [4]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("factor", [torch.inf, torch.nan])
+def test_a_norm_that_is_not_finite_skips_the_step(precision: str, factor: float) -> None:
+    model, optimizer = after_backward(precision, factor)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    assert not clip(model, optimizer).isfinite()
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
+
+
+def test_an_infinite_norm_of_finite_gradients_skips_nothing() -> None:
+    model, optimizer = after_backward()
+    for parameter in model.parameters():
+        parameter.grad.fill_(2.0**63)
+    model.first.weight.grad.fill_(2.0**63.9)
+    assert clip(model, optimizer).isinf()  # which makes zeros of them
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+
+
+def replace_gradient(weight: nn.Parameter) -> None:
+    weight.grad = torch.full_like(weight, torch.nan)
+
+
+@pytest.mark.parametrize("write", [lambda weight: weight.grad.fill_(torch.nan), replace_gradient])
+def test_what_is_written_after_clipping_is_seen(write: Callable[[nn.Parameter], None]) -> None:
+    model, optimizer = after_backward()
+    clip(model, optimizer)
+    write(model.second.weight)
+    optimizer.step()
+    assert optimizer.step_was_skipped
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-lean"])
+def test_another_backward_after_clipping_is_seen(precision: str) -> None:
+    model, optimizer = after_backward(precision)
+    clip(model, optimizer)
+    (model(torch.randn(3, 8)) * torch.inf).backward()
+    optimizer.step()
+    assert optimizer.step_was_skipped
+
+
+def test_a_lean_gradient_that_was_read_and_written_after_clipping_is_seen() -> None:
+    model, optimizer = after_backward("fp16-lean")
+    clip(model, optimizer)
+    model.first.weight.grad[0, 0] = torch.inf
+    optimizer.step()
+    assert optimizer.step_was_skipped
+
+
+def test_a_write_through_data_after_clipping_is_not_seen() -> None:
+    model, optimizer = after_backward()
+    clip(model, optimizer)
+    model.second.weight.grad.data.fill_(torch.nan)
+    optimizer.step()
+    assert not optimizer.step_was_skipped and model.second.weight.isnan().all()
+
+
+def scaled_to_nan(model: nn.Module) -> None:
+    norm = get_total_norm([parameter.grad for parameter in model.parameters()])
+    clip_grads_with_norm_(model.parameters(), 1.0, norm * torch.nan)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda model: clip_grad_norm_(model.parameters(), torch.nan),
+        lambda model: clip_grad_norm_(model.parameters(), -torch.inf),
+        scaled_to_nan,
+    ],
+    ids=["nan", "minus infinity", "norm of one's own"],
+)
+def test_clipping_that_spoils_gradients_is_seen(spoil: Callable[[nn.Module], Any]) -> None:
+    model, optimizer = after_backward()
+    model.first.bias.grad.zero_()
+    spoil(model)
+    optimizer.step()
+    assert optimizer.step_was_skipped
+
+
+@pytest.mark.parametrize("norm_type", [0.0, -torch.inf])
+def test_norms_that_bound_nothing_are_not_noted(norm_type: float) -> None:
+    model, optimizer = after_backward()
+    model.first.weight.grad[0, 0] = torch.inf
+    assert clip_grad_norm_(model.parameters(), 1e9, norm_type=norm_type).isfinite()
+    optimizer.step()
+    assert optimizer.step_was_skipped
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 3.0, torch.inf])
+def test_other_norms_are_bounds(norm_type: float, reads: list[int]) -> None:
+    model, optimizer = after_backward()
+    clip_grad_norm_(model.parameters(), 1.0, norm_type=norm_type)
+    optimizer.step()
+    assert not optimizer.step_was_skipped and reads == []
+
+
+def test_a_norm_of_some_gradients_or_of_another_model_is_not_the_check(reads: list[int]) -> None:
+    model, optimizer = after_backward()
+    clip(model.first, optimizer)
+    optimizer.step()
+    model, optimizer = after_backward()
+    other, _ = after_backward()
+    clip(model, optimizer)
+    clip(other, None)
+    optimizer.step()
+    assert reads == [4, 4]
+
+
+def test_a_norm_of_all_serves_the_optimizers_of_parts(reads: list[int]) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    runtime = hf_mp.MixedPrecision("bf16")
+    runtime.attach(model)
+    parts = [runtime.attach_optimizer(torch.optim.SGD(part.parameters(), lr=0.1)) for part in model.children()]
+    model(torch.randn(3, 8)).backward()
+    clip(model, None)
+    for optimizer in parts:
+        optimizer.step()
+    assert reads == []
+
+
+def test_gradients_are_not_kept() -> None:
+    model, optimizer = after_backward()
+    clip(model, optimizer)
+    model.zero_grad()
+    assert noted_norms._last[0].seen.alive() == []
+
+
+def test_compiled_clipping_works() -> None:
+    model, optimizer = after_backward()
+    norm = torch.compile(lambda: clip_grad_norm_(model.parameters(), 1e-3), backend="eager")()
+    expected = get_total_norm([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(expected, torch.tensor(1e-3), rtol=1e-2, atol=0.0)
+    assert norm > expected
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+
+
+def test_torch_gets_its_functions_back() -> None:
+    gc.collect()  # models of other tests, which are attached as long as they live
+    users = noted_norms.NORM_PATCHES._users
+    before = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
+    runtime = hf_mp.MixedPrecision("bf16")
+    model = runtime.attach(Model())
+    assert noted_norms.NORM_PATCHES._users == users + 1 and isinstance(model, Model)
+    runtime.detach()
+    assert noted_norms.NORM_PATCHES._users == users
+    assert before == (clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_)
+
+
+@given(
+    st.lists(st.lists(st.floats(-(2.0**40), 2.0**40, width=32), min_size=1, max_size=5), min_size=1, max_size=4),
+    st.floats(1, 8) | st.just(torch.inf),
+)
+def test_no_magnitude_exceeds_the_bound(values: list[list[float]], norm_type: float) -> None:
+    tensors = [torch.tensor(row, dtype=torch.float32) for row in values]
+    norm = get_total_norm(tensors, norm_type)
+    noted_norms.note_norm(tensors, norm)
+    largest = max([abs(value) for row in values for value in row], default=0.0)
+    assert noted_norms.bound_of(tensors) >= largest * (1 - 1e-6)
