@@ -66,7 +66,7 @@ def step(results: StoredResults) -> str:
                 f"({script('bench_step')}). The floor is its matrix products at the best rate that this machine "
                 "reached in that dtype, and the bytes of its update at the bandwidth of a copy; utilisation is the "
                 "products at that rate over the step; the peak counts all tensors, model and optimizer included. "
-                "Loops take turns, and the Trainer is timed after them:"
+                "Loops take turns of two steps, of which the second is timed, and the Trainer comes after them:"
             ),
             table(STEP_HEADER, step_rows(stored)),
             paragraph(f"Our step over that of `torch.autocast` in the same dtype: {', '.join(pairs)}."),

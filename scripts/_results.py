@@ -45,20 +45,24 @@ def alternate(
     *,
     rounds: int,
     warmup: int = 1,
+    untimed: int = 0,
     before: Mapping[str, Callable[[], None]] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of every call of every contender, in turns, so that a machine that slows down slows all of them.
 
     Each round calls each contender once, every second round in reverse order. The first ``warmup`` rounds are not
-    in the result. ``before`` has what is called before each call of a contender, and is not timed. With CUDA, a call
-    ends when the GPU has finished its work.
+    in the result. ``untimed`` calls of a contender come before each that is timed: in training, a step follows another
+    of its kind and finds that one's memory and caches. ``before`` has what is called before each timed call of a
+    contender. With CUDA, a call ends when the GPU has finished its work.
     """
-    if not contenders or rounds < 1 or warmup < 0:
+    if not contenders or rounds < 1 or warmup < 0 or untimed < 0:
         raise ValueError(f"nothing to time: {len(contenders)} contenders, rounds={rounds}, warmup={warmup}")
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for round_number in range(warmup + rounds):
         turns = list(contenders)
         for name in turns if round_number % 2 == 0 else reversed(turns):
+            for _ in range(untimed):
+                contenders[name]()
             if before is not None:
                 before[name]()
             elapsed = _time_one(contenders[name])

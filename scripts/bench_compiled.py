@@ -66,7 +66,7 @@ def measure(architecture: Architecture, rounds: int, device: str) -> dict[str, A
     floors = [f"{WHOLE}{dtype}" for dtype in native_dtypes(device) if dtype != "fp32"]
     names = [*CONTENDERS, *(contender + COMPILED for contender in (*CONTENDERS, *floors))]
     steps = {name: make_step(architecture, name, device) for name in names}
-    timings = {name: median_and_spread(s) for name, s in alternate(steps, rounds=rounds, warmup=3).items()}
+    timings = {name: median_and_spread(s) for name, s in alternate(steps, rounds=rounds, warmup=3, untimed=1).items()}
     median = {name: timing.median_seconds for name, timing in timings.items()}
     return {
         "contenders": {name: timing._asdict() for name, timing in timings.items()},

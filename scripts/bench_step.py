@@ -86,7 +86,7 @@ def timed(names: list[str], workload: Workload, rounds: int, warmup: int) -> dic
     for group in filter(None, (loops, [name for name in names if name not in loops])):
         with contextlib.ExitStack() as stack:
             steps = {name: stack.enter_context(training(name, workload)) for name in group}
-            found |= alternate(steps, rounds=rounds, warmup=warmup)
+            found |= alternate(steps, rounds=rounds, warmup=warmup, untimed=1)
         release_memory()
     return found
 

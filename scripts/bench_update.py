@@ -209,7 +209,7 @@ def main(
             if contender not in left_out and (CONTENDERS[contender].package == _BNB) is is_8bit
         }
         if steps:
-            seconds = alternate(steps, rounds=rounds, warmup=2)
+            seconds = alternate(steps, rounds=rounds, warmup=2, untimed=1)
             timings |= {contender: median_and_spread(times) for contender, times in seconds.items()}
         steps.clear()
     parameters, bandwidth = workload.parameters(), copy_bytes_per_second(device)

@@ -36,6 +36,14 @@ def test_contenders_alternate_and_swap_places_every_round():
     assert "".join(calls) == "abbaabba"
 
 
+def test_untimed_calls_come_before_each_that_is_timed():
+    calls = []
+    names = {name: lambda name=name: calls.append(name) for name in "ab"}
+    seconds = alternate(names, rounds=2, untimed=1, before={name: lambda: calls.append("|") for name in names})
+    assert "".join(calls) == "a|ab|b" + "b|ba|a" + "a|ab|b"
+    assert {name: len(times) for name, times in seconds.items()} == {"a": 2, "b": 2}
+
+
 def test_warmup_rounds_are_left_out_and_the_others_belong_to_their_contender():
     seconds = alternate({"slow": lambda: time.sleep(0.02), "fast": lambda: None}, rounds=3, warmup=2)
     assert {name: len(times) for name, times in seconds.items()} == {"slow": 3, "fast": 3}
