@@ -399,7 +399,7 @@ PATCHES = Patches()
 
 
 def acquire(*patches: Patches) -> Callable[[], None]:
-    """One more user of all of them; gives what makes it one less."""
+    """One more user of all of them; returns a function that releases them."""
     for one in patches:
         one.acquire()
 

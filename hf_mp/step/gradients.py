@@ -14,7 +14,6 @@ from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite
 from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.attachable import UNKNOWN_OPTIMIZER
 from hf_mp.weights.distributed import local_parts
-from hf_mp.weights.noted_norms import bound_of
 from hf_mp.weights.open_backwards import OpenBackwards
 from hf_mp.weights.seen_gradients import SeenGradients, Verdict, found_inf_of, versions_of
 
@@ -64,7 +63,7 @@ class GradientCheck(SeenGradients):
         seen = self._largest
         # In a plain loop, gradients may be written so that no version counter rises (`.data`, NumPy).
         holds = seen is not None and self.measures_norm and self.hold(gradients)
-        numbers = [*([] if seen is None else [seen]), *([] if holds else [bound_of(gradients)])]
+        numbers = [*([] if seen is None else [seen]), *([] if holds else [self.bound(parameters, gradients)])]
         values = torch.stack([number.to(numbers[0].device) for number in numbers])
 
         def report() -> StepReport:

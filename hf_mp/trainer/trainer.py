@@ -129,11 +129,12 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
 
     def _attach(self) -> None:
         # Code of one's own may write gradients so that no version counter rises (`.data`, NumPy).
-        is_stock = type(self).training_step is Trainer.training_step and not any(
+        writes_late = any(
             type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
             for callback in self.callback_handler.callbacks
         )
-        self.session.begin(cast(nn.Module, self.model), measures_norm=is_stock)
+        is_stock = type(self).training_step is Trainer.training_step and not writes_late
+        self.session.begin(cast(nn.Module, self.model), measures_norm=is_stock, trusts_clipping=not writes_late)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         if self.is_in_train:  # a model that model_init made in FP16 would round the weights

@@ -1,28 +1,27 @@
-"""What ``clip_grad_norm_`` has read of the gradients, noted, so that the step that follows need not read them again.
+"""The norm that ``clip_grad_norm_`` computed, kept so that the next step need not read the gradients again.
 
-No element of a vector is larger than its p-norm (p >= 1): where that is finite, no gradient is inf or NaN.
+No element of a vector exceeds its p-norm (p >= 1): where that is finite, no gradient is inf or NaN.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_mp.casting.torch_patches import Patch, Patches, around
-from hf_mp.kernels.gradient_scan import magnitude_bound
-from hf_mp.weights.distributed import local_parts
+from hf_mp.weights.working_copies import WatchedParameter
 
 
 class Seen:
     """Gradients as they were when they were read, held weakly: they may be freed early."""
 
     def __init__(self, gradients: Iterable[Tensor] = ()) -> None:
-        # A DTensor's version counter knows nothing of writes into its shard.
-        plain = [gradient for gradient in gradients if type(gradient) is Tensor]
+        # A DTensor's version counter knows nothing of writes into its shard; inference tensors have none.
+        plain = [gradient for gradient in gradients if type(gradient) is Tensor and not gradient.is_inference()]
         self._read = {id(gradient): (weakref.ref(gradient), gradient._version) for gradient in plain}
 
     def holds(self, gradients: Iterable[Tensor]) -> bool:
@@ -37,32 +36,40 @@ class Seen:
         """Whether ``gradients`` are all that was read, or more."""
         return self._read.keys() <= set(map(id, gradients))
 
-    def alive(self) -> list[Tensor]:
-        """What was read and is still there."""
-        return [gradient for reference, _ in self._read.values() if (gradient := reference()) is not None]
+    def forget(self, gradients: Iterable[Tensor]) -> None:
+        """Take ``gradients`` for unread from now on."""
+        for gradient in gradients:
+            self._read.pop(id(gradient), None)
 
 
-class _Noted(NamedTuple):
-    norm: Tensor | None
-    seen: Seen
+class _Note:
+    """A norm, and the gradients that it is an upper bound of."""
+
+    def __init__(self, norm: Tensor | None = None, seen: Seen | None = None) -> None:
+        self.norm, self.seen = norm, seen or Seen()
 
 
-_last = [_Noted(None, Seen())]  # the last one alone: a step whose gradients another norm was taken of reads them again
+_last = [_Note()]  # only the last one: after another norm, a step reads its gradients again
+_in_clipping = [_Note()]  # the norm that clip_grad_norm_ is about to use
 
 
-def note_norm(gradients: Sequence[Tensor], norm: Tensor) -> None:
-    """``norm``, of shape (), is at least as large as every magnitude in ``gradients``, times their factors."""
-    # On other devices the check is one kernel, which tells found_inf exactly.
-    on_cpu = norm.device.type == "cpu"
-    _last[0] = _Noted(norm, Seen(gradients)) if on_cpu else _Noted(None, Seen())
+def note_norm(seen: Seen, norm: Tensor) -> None:
+    """Keep that ``norm``, of shape (), bounds the magnitudes in what was ``seen``, times their factors."""
+    if _is_noted(norm):
+        _last[0] = _Note(norm.detach().to(torch.float32, copy=True), seen)  # the caller may write the norm
 
 
-def bound_of(gradients: Sequence[Tensor]) -> Tensor:
-    """What no magnitude in ``gradients`` exceeds, FP32 of shape (): the norm that was noted, else read now."""
-    norm, seen = _last[0]
-    if norm is not None and gradients and seen.holds(gradients):
-        return norm.to(torch.float32)
-    return magnitude_bound(local_parts(gradients))
+def take_noted(gradients: Sequence[Tensor]) -> Tensor | None:
+    """The norm that was noted of ``gradients``, once, FP32 of shape (); None for others, or after a write to them."""
+    note = _last[0]
+    is_known = note.norm is not None and bool(gradients) and note.seen.holds(gradients)
+    note.seen.forget(gradients)
+    return note.norm if is_known else None
+
+
+def _is_noted(norm: Tensor) -> bool:
+    # On CUDA the check is one kernel, which tells found_inf exactly; estimates of memory have fake tensors.
+    return type(norm) is Tensor and norm.device.type == "cpu"
 
 
 @around
@@ -70,9 +77,9 @@ def _total_norm(original: Any, tensors: Any, norm_type: float = 2.0, *args: Any,
     if torch.compiler.is_compiling():
         return original(tensors, norm_type, *args, **kwargs)
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    norm: Tensor = original(tensors, norm_type, *args, **kwargs)
-    if float(norm_type) >= 1:
-        note_norm(tensors, norm)
+    seen = Seen(tensors)  # before they are read: another thread may write meanwhile
+    norm = original(tensors, norm_type, *args, **kwargs)
+    _in_clipping[0] = _Note(norm, seen) if float(norm_type) >= 1 else _Note()
     return norm
 
 
@@ -80,11 +87,18 @@ def _total_norm(original: Any, tensors: Any, norm_type: float = 2.0, *args: Any,
 def _clip(original: Any, parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return original(parameters, max_norm, total_norm, *args, **kwargs)
-    norm, seen = _last[0]
-    is_bound = norm is total_norm and float(max_norm) >= 0 and seen.holds(gradients := seen.alive())
+    note, _in_clipping[0] = _in_clipping[0], _Note()
+    if note.norm is not total_norm or not _is_noted(total_norm):
+        return original(parameters, max_norm, total_norm, *args, **kwargs)
+    is_attached = any([type(parameter) is WatchedParameter for parameter in parameters])
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    is_bound = is_attached and float(max_norm) >= 0 and note.seen.holds(gradients)
+    if is_bound and float(max_norm) / (total_norm + 1e-6) >= 1:  # torch would multiply by 1
+        note_norm(note.seen, total_norm)
+        return
     original(parameters, max_norm, total_norm, *args, **kwargs)
-    if is_bound:  # they were multiplied by at most 1
-        note_norm(gradients, total_norm)
+    if is_bound:
+        note_norm(Seen(gradients), total_norm)
 
 
 _LOST = "gradients are read once more before an update"

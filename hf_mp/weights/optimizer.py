@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,7 +20,7 @@ from hf_mp.weights.blockwise_adam import step_blockwise
 from hf_mp.weights.distributed import is_dtensor, mesh_of
 from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.fused_adamw import replaces_step, step_split
-from hf_mp.weights.noted_norms import note_norm
+from hf_mp.weights.noted_norms import Seen, note_norm
 from hf_mp.weights.split_parameter import (
     SplitParameter,
     gradient_and_factor,
@@ -29,7 +29,6 @@ from hf_mp.weights.split_parameter import (
     master_value,
     multiply_gradients,
     open_master,
-    raw_gradient,
     unscaled,
     write_master,
 )
@@ -405,22 +404,24 @@ class MasterWeightOptimizer(Optimizer):
 
 def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
     """:meth:`MasterWeightOptimizer.clip_grad_norm_`, of any parameters."""
-    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    by_mesh: dict[Any, list[tuple[Tensor, Tensor | None]]] = {}
     for parameter in parameters:
-        by_mesh.setdefault(mesh_of(parameter), []).append(parameter)
+        gradient, factor = gradient_and_factor(parameter)
+        if gradient is not None:
+            by_mesh.setdefault(mesh_of(parameter), []).append((gradient, factor))
+    read = [gradient for spread in by_mesh.values() for gradient, _ in spread]
+    seen = Seen(read)  # those that are still scaled are not written to be clipped
     total = norm_of([_norm_over(mesh, _local_norm(spread)) for mesh, spread in by_mesh.items()])
-    note_norm([raw for parameter in parameters if (raw := raw_gradient(parameter)) is not None], total)
+    note_norm(seen, total)
     if (clip_by := clip_factor(total, max_norm)) is not None:
         multiply_gradients(parameters, clip_by)
     return total
 
 
-def _local_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+def _local_norm(gradients: Iterable[tuple[Tensor, Tensor | None]]) -> Tensor:
     by_factor: dict[tuple[torch.device, Tensor | None], list[Tensor]] = {}
-    for parameter in parameters:
-        gradient, factor = gradient_and_factor(parameter)
-        if gradient is not None:
-            by_factor.setdefault((gradient.device, factor), []).append(real_values(gradient))
+    for gradient, factor in gradients:
+        by_factor.setdefault((gradient.device, factor), []).append(real_values(gradient))
     norms = [
         total_norm(values) if factor is None else total_norm(values) * factor.squeeze()
         for (_, factor), values in by_factor.items()

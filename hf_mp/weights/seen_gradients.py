@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
+from hf_mp.kernels.gradient_scan import magnitude_bound
 from hf_mp.scaling.rules import StepReport
-from hf_mp.weights.distributed import Ranks, is_running
+from hf_mp.weights.distributed import Ranks, is_running, local_parts
 from hf_mp.weights.layout import WeightLayout, measure
-from hf_mp.weights.noted_norms import Seen
+from hf_mp.weights.noted_norms import Seen, take_noted
 
 
 class Verdict(NamedTuple):
@@ -48,6 +49,7 @@ class SeenGradients:
     def __init__(self, layout: WeightLayout, ranks: Ranks, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
         self.layout, self._ranks, self.parameters = layout, ranks, parameters
         self.measures_norm = False  # whether the global norm is measured along, for norm()
+        self.trusts_clipping = True  # whether nobody writes past the version counters after clip_grad_norm_
         self._warned: set[str] = set()
         self.forget()
 
@@ -82,6 +84,13 @@ class SeenGradients:
     def hold(self, gradients: Sequence[Tensor]) -> bool:
         """Whether all ``gradients``, at least one, were measured and are unchanged."""
         return bool(gradients) and self._seen.holds(gradients)
+
+    def bound(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> Tensor:
+        """An upper bound of all magnitudes, FP32 of shape (): the norm that clipping computed, else read now."""
+        noted = take_noted(gradients)
+        if noted is not None and self.trusts_clipping and self._ranks.gradients_are_final(parameters):
+            return noted
+        return magnitude_bound(local_parts(gradients))
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """The global 2-norm as the backward left it, bit for bit ``get_total_norm``'s; None where it is not known."""

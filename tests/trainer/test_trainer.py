@@ -28,6 +28,7 @@ from transformers.trainer_optimizer import _BITSANDBYTES_OPTIMIZERS
 from transformers.training_args import OptimizerNames, ParallelMode
 
 import hf_mp.trainer.session
+import hf_mp.weights.seen_gradients
 from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer, PrecisionPolicy
 from hf_mp.trainer.calling_trainer import compile_by_blocks, refuse_compiled_whole
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME
@@ -99,6 +100,47 @@ def test_training_follows_fp32(tmp_path: Path, gpt2_config: GPT2Config, rows: Ro
     assert sum(reference[-4:]) < sum(reference[:4]) - 0.1
     tolerance = {"fp16": 5e-4, "bf16": 5e-3}[precision]
     assert losses(runs[precision]) == pytest.approx(reference, rel=tolerance)
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])  # of 0 the Trainer logs the norm alone
+def test_without_loss_scaling_clipping_alone_reads_the_gradients(
+    tmp_path: Path,
+    gpt2_config: GPT2Config,
+    rows: Rows,
+    monkeypatch: pytest.MonkeyPatch,
+    max_grad_norm: float,
+) -> None:
+    counts = dict.fromkeys(("measure", "magnitude_bound"), 0)
+
+    def count(module: Any, name: str) -> None:
+        original = getattr(module, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counted)
+
+    count(hf_mp.weights.seen_gradients, "measure")
+    count(hf_mp.weights.seen_gradients, "magnitude_bound")
+    args = arguments(tmp_path, precision="bf16", max_grad_norm=max_grad_norm)
+    MixedPrecisionTrainer(model_of(gpt2_config), args, train_dataset=rows).train()
+    assert counts == {"measure": 0, "magnitude_bound": 0}
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_what_a_callback_writes_after_clipping_is_seen(
+    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, precision: str
+) -> None:
+    class Spoils(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            model.transformer.wte.weight.grad.data.fill_(torch.nan)
+
+    args = arguments(tmp_path, precision=precision, max_steps=2)
+    trainer = MixedPrecisionTrainer(model_of(gpt2_config), args, train_dataset=rows, callbacks=[Spoils()])
+    trainer.train()
+    assert trainer.mixed_precision.stats.skipped_steps == 2
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
 
 
 def test_rules_and_tables_are_those_of_autocast(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 import hf_mp
-from hf_mp.weights import noted_norms
+from hf_mp.weights import noted_norms, seen_gradients
 
 PRECISIONS = ["bf16", "fp16", "bf16-lean", "fp16-lean"]
 
@@ -32,13 +34,13 @@ class Model(nn.Module):
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of gradients of each check that read them."""
     counts: list[int] = []
-    original = noted_norms.magnitude_bound
+    original = seen_gradients.magnitude_bound
 
     def counted(gradients: list[Tensor]) -> Tensor:
         counts.append(len(gradients))
         return original(gradients)
 
-    monkeypatch.setattr(noted_norms, "magnitude_bound", counted)
+    monkeypatch.setattr(seen_gradients, "magnitude_bound", counted)
     return counts
 
 
@@ -163,6 +165,20 @@ def test_norms_that_bound_nothing_are_not_noted(norm_type: float) -> None:
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 3.0, torch.inf])
+def test_gradients_are_multiplied_as_torch_does(norm_type: float) -> None:
+    for share in (0.5, 1 - 1e-6, 1.0, 1 + 1e-6, 2.0):
+        model, _ = after_backward()
+        gradients = [parameter.grad.clone() for parameter in model.parameters()]
+        norm = get_total_norm(gradients, norm_type)
+        factor = (share * float(norm) / (norm + 1e-6)).clamp(max=1.0)
+        versions = [parameter.grad._version for parameter in model.parameters()]
+        clip_grad_norm_(model.parameters(), share * float(norm), norm_type)
+        assert all(torch.equal(p.grad, g * factor) for p, g in zip(model.parameters(), gradients, strict=True))
+        were_written = [parameter.grad._version for parameter in model.parameters()] != versions
+        assert were_written == (factor < 1)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 3.0, torch.inf])
 def test_other_norms_are_bounds(norm_type: float, reads: list[int]) -> None:
     model, optimizer = after_backward()
     clip_grad_norm_(model.parameters(), 1.0, norm_type=norm_type)
@@ -198,8 +214,63 @@ def test_a_norm_of_all_serves_the_optimizers_of_parts(reads: list[int]) -> None:
 def test_gradients_are_not_kept() -> None:
     model, optimizer = after_backward()
     clip(model, optimizer)
+    gradients = [weakref.ref(parameter.grad) for parameter in model.parameters()]
     model.zero_grad()
-    assert noted_norms._last[0].seen.alive() == []
+    assert all(reference() is None for reference in gradients)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-lean"])
+def test_what_the_caller_does_with_the_norm_changes_nothing(precision: str) -> None:
+    model, optimizer = after_backward(precision, torch.inf)
+    clip(model, optimizer).unsqueeze_(0).nan_to_num_(0.0, 0.0, 0.0)
+    optimizer.step()
+    assert optimizer.step_was_skipped
+
+
+def test_a_norm_is_the_check_of_one_step() -> None:
+    model, optimizer = after_backward()
+    clip(model, optimizer)
+    optimizer.step()
+    model.second.weight.grad.data.fill_(torch.nan)  # kept, and written anew without a backward
+    optimizer.step()
+    assert optimizer.step_was_skipped
+
+
+def test_a_write_while_the_norm_is_taken_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = after_backward()
+    foreach_norm = torch._foreach_norm
+
+    def norms_and_a_write(*args: Any, **kwargs: Any) -> Any:
+        norms = foreach_norm(*args, **kwargs)
+        model.first.weight.grad[0, 0] = torch.nan  # of another thread
+        return norms
+
+    monkeypatch.setattr(torch, "_foreach_norm", norms_and_a_write)
+    assert clip(model, optimizer).isfinite()
+    monkeypatch.undo()
+    optimizer.step()
+    assert optimizer.step_was_skipped
+
+
+def test_models_that_are_not_attached_are_clipped_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    _attached, plain = after_backward(), Model()
+    plain(torch.randn(3, 8)).backward()
+    with torch.inference_mode():
+        plain.first.bias.grad = plain.first.bias.grad * 2  # an inference tensor has no version counter
+        assert clip_grad_norm_(plain.parameters(), 1.0) > 0
+    for parameter in plain.parameters():
+        parameter.grad = parameter.grad.clone()
+    clip_grad_norm_(plain.parameters(), 1.0)
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    assert plain.to(torch.float64).first.weight.grad.dtype is torch.float64  # refused for what is weakly referenced
+
+
+def test_a_fake_model_is_clipped() -> None:
+    _attached = after_backward()
+    with FakeTensorMode():
+        model = Model()
+        model(torch.randn(3, 8)).backward()
+        assert clip_grad_norm_(model.parameters(), 1.0).shape == ()
 
 
 def test_compiled_clipping_works() -> None:
@@ -230,7 +301,7 @@ def test_torch_gets_its_functions_back() -> None:
 )
 def test_no_magnitude_exceeds_the_bound(values: list[list[float]], norm_type: float) -> None:
     tensors = [torch.tensor(row, dtype=torch.float32) for row in values]
-    norm = get_total_norm(tensors, norm_type)
-    noted_norms.note_norm(tensors, norm)
-    largest = max([abs(value) for row in values for value in row], default=0.0)
-    assert noted_norms.bound_of(tensors) >= largest * (1 - 1e-6)
+    noted_norms.note_norm(noted_norms.Seen(tensors), get_total_norm(tensors, norm_type))
+    bound, largest = noted_norms.take_noted(tensors), max(abs(value) for row in values for value in row)
+    assert bound is not None
+    assert bound >= largest * (1 - 1e-6) or largest < 1  # whose powers may underflow
