@@ -67,6 +67,11 @@ def take_noted(gradients: Sequence[Tensor]) -> Tensor | None:
     return note.norm if is_known else None
 
 
+def multiplies_by_one(max_norm: float, norm: Tensor) -> bool:
+    """Whether torch's clipping of gradients of this ``norm``, on a CPU, multiplies them by 1: a pass over them less."""
+    return bool(max_norm / (norm + 1e-6) >= 1)
+
+
 def _is_noted(norm: Tensor) -> bool:
     # On CUDA the check is one kernel, which tells found_inf exactly; estimates of memory have fake tensors.
     return type(norm) is Tensor and norm.device.type == "cpu"
@@ -93,7 +98,7 @@ def _clip(original: Any, parameters: Any, max_norm: float, total_norm: Tensor, *
     is_attached = any([type(parameter) is WatchedParameter for parameter in parameters])
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     is_bound = is_attached and float(max_norm) >= 0 and note.seen.holds(gradients)
-    if is_bound and float(max_norm) / (total_norm + 1e-6) >= 1:  # torch would multiply by 1
+    if is_bound and multiplies_by_one(float(max_norm), total_norm):
         note_norm(note.seen, total_norm)
         return
     original(parameters, max_norm, total_norm, *args, **kwargs)

@@ -14,7 +14,7 @@ from hf_mp.kernels.gradient_scan import magnitude_bound
 from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.distributed import Ranks, is_running, local_parts
 from hf_mp.weights.layout import WeightLayout, measure
-from hf_mp.weights.noted_norms import Seen, take_noted
+from hf_mp.weights.noted_norms import Seen, multiplies_by_one, take_noted
 
 
 class Verdict(NamedTuple):
@@ -100,7 +100,7 @@ class SeenGradients:
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
         """Scale all gradients down to ``max_norm``, as ``torch.nn.utils.clip_grads_with_norm_``, from :meth:`norm`."""
         is_known = norm.device.type == "cpu"  # the host would wait for any other device to tell it
-        if is_known and norm <= max_norm - 1e-5:  # the factor is 1: one pass over the gradients less
+        if is_known and multiplies_by_one(max_norm, norm):
             return
         clip_grads_with_norm_(parameters, max_norm, norm)
         # By inf or NaN, others have become 0 or NaN.
