@@ -1,7 +1,7 @@
 """What a step costs the host: GPT-2 of 12 layers so narrow that its kernels take next to no time.
 
     python scripts/bench_host.py                 # FP32, torch.autocast with GradScaler, hf_mp, in turns
-    python scripts/bench_host.py --group-size 1  # an inward border for each weight
+    python scripts/bench_host.py --group-elements 1  # an inward border for each weight
 
 Times are ratios to torch.autocast with GradScaler in the same run. It also counts, for one step: Python
 calls, autograd nodes written in Python, kernels, and reads of a device value, which do not depend on the machine.
@@ -144,17 +144,17 @@ def main(
     width: int = 64,
     tokens: int = 16,
     rounds: Annotated[int, typer.Option(help="timed steps of each contender")] = 200,
-    group_size: Annotated[int, typer.Option(help="small weights that share an inward border; 0: the default")] = 0,
+    group_elements: Annotated[int, typer.Option(help="of weights that share an inward border; 0: the default")] = 0,
     name: str = "bench_host",
     output_dir: Path = RESULTS,
 ) -> None:
     """Time the parts of a step on one thread, and count; store medians, spreads and ratios to torch.autocast."""
     logging.set_verbosity_error()
     torch.set_num_threads(1)
-    if group_size:
+    if group_elements:
         from hf_mp.step import mixed_precision
 
-        mixed_precision.GROUP_SIZE = group_size
+        mixed_precision.GROUP_ELEMENTS = group_elements
     steps = {c: make_step(c, layers, width, tokens) for c in CONTENDERS}
     times: dict[str, dict[str, list[float]]] = {c: {part: [] for part in PARTS} for c in steps}
     for index in range(-5, rounds):
@@ -173,7 +173,7 @@ def main(
     counts = {c: count(step) for c, step in steps.items()}
     with (seen := _Calls()):
         steps["fp32"]()
-    workload = {"layers": layers, "width": width, "tokens": tokens, "threads": 1, "group_size": group_size,
+    workload = {"layers": layers, "width": width, "tokens": tokens, "threads": 1, "group_elements": group_elements,
                 "parameters": 4 + 12 * layers, "torch_calls": seen.calls}  # fmt: skip
     for parts in rows.values():  # above FP32
         above = {part: row["median_seconds"] - rows["fp32"][part]["median_seconds"] for part, row in parts.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -169,7 +169,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         """A graph to compile, with casts of weights as its inputs: :func:`hf_mp.weights.graph_inputs.lift_casts`."""
         return graph, []
 
-    def shortcut(self, func: Callable[..., Any], tensors: Iterable[Any]) -> Callable[..., Any] | None:
+    def shortcut(self, func: Callable[..., Any], tensors: Sequence[Any]) -> Callable[..., Any] | None:
         """What to call at once in the place of a function that asks about ``tensors``; None to be asked."""
         return None
 

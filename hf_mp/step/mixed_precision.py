@@ -32,7 +32,7 @@ from hf_mp.weights.noted_norms import NORM_PATCHES
 from hf_mp.weights.optimizer_in_backward import FreeGradients, OptimizerInBackward, check_free_gradients
 from hf_mp.weights.reading_region import make_region
 from hf_mp.weights.region import Region
-from hf_mp.weights.working_weights import GROUP_SIZE, WorkingWeights
+from hf_mp.weights.working_weights import GROUP_ELEMENTS, WorkingWeights
 
 
 class MixedPrecision:
@@ -192,8 +192,8 @@ class MixedPrecision:
     def weights_for(self, model: nn.Module, crossings: Crossings) -> WorkingWeights:
         """The weights of one forward of ``model``, whose borders ask ``crossings``."""
         # DDP takes a parameter for ready as soon as the border that it shares has run.
-        group_size = GROUP_SIZE if self.in_backward is None and ddp_of(model) is None else 1
-        return WorkingWeights(self.layout, model, crossings, self.check.is_scaled, self.region.has_made, group_size)
+        elements = GROUP_ELEMENTS if self.in_backward is None and ddp_of(model) is None else 1
+        return WorkingWeights(self.layout, model, crossings, self.check.is_scaled, self.region.has_made, elements)
 
     def _use_layout_for(self, parameters: Iterable[Tensor]) -> None:
         before, self.layout = self.layout, self.ranks.layout_for(parameters, self.layout, self.model)

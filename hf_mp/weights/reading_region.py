@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import glob
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -37,7 +36,6 @@ class ReadingRegion(Region):
         self.packed = PackedWeights()
         products = {} if self.sums_in_fp64 else _of_products(self._plan, self.dtype)
         self._plan = {**self._plan, **products, **_OF_CACHES}
-        self._shortcuts = {**_LEAVES, **_norms(self, self._plan)}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -50,11 +48,6 @@ class ReadingRegion(Region):
         if entry.rule is not _COMPOSITE and state.active[-1] is self:
             return entry.handler(self, entry.name, func, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
-
-    def shortcut(self, func: Callable[..., Any], tensors: Iterable[Any]) -> Callable[..., Any] | None:
-        if (found := self._shortcuts.get(func)) is None or any([type(t) not in _PLAIN for t in tensors]):
-            return None
-        return found if self.is_alone else None
 
     def convert(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         is_activation = type(tensor) is Tensor and not is_dynamo_compiling()
@@ -88,21 +81,6 @@ def make_region(
 
 _Plan = dict[Callable[..., Any], PlannedCall]
 _LOWERED, _COMPOSITE = CastRule.LOWER_PRECISION, CastRule.COMPOSITE
-_PLAIN = frozenset({type(None), Tensor, nn.Parameter, WatchedParameter})
-
-# Functions of torch.nn.functional that ask, in Python, whether a mode takes them: answered without asking it.
-_LEAVES: dict[Callable[..., Any], Callable[..., Any]] = {f: f for f in (F.dropout, F.embedding, F.silu, F.relu)}
-
-
-def _norms(region: ReadingRegion, plan: _Plan) -> dict[Callable[..., Any], Callable[..., Any]]:
-    found = {name: plan.get(getattr(torch, name)) for name in ("layer_norm", "group_norm", "rms_norm")}
-    fp32 = {getattr(F, name): entry for name, entry in found.items() if entry and entry.rule is CastRule.FP32}
-    return {func: functools.partial(_call, entry, region, func) for func, entry in fp32.items()}
-
-
-def _call(entry: PlannedCall, region: ReadingRegion, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return entry.handler(region, entry.name, func, args, kwargs)
-
 
 _READ: dict[Callable[..., Any], Callable[..., tuple[Any, Any, Any]]] = {  # x, weight, bias
     F.linear: lambda x, weight, bias=None: (x, weight, bias),
@@ -124,9 +102,13 @@ def _multiply(region: ReadingRegion, name: str, func: Callable[..., Any], args: 
     if not kwargs and not is_dynamo_compiling() and region.layout.keeps_copies:
         x, weight, bias = _READ[func](*args)
         if type(weight) is WatchedParameter and weight.dtype is torch.float32 and isinstance(x, Tensor):
-            x = region.cast(x, region.dtype)
-            bias = bias if bias is None else region.cast(bias, region.dtype)
-            copy = region.layout.copies.get(weight)
+            copies, dtype = region.layout.copies, region.dtype
+            x = x if x.dtype is dtype else region.cast(x, dtype)
+            if type(bias) is WatchedParameter and bias.dtype is torch.float32:
+                bias = copies.get(bias)
+            elif bias is not None:
+                bias = region.cast(bias, dtype)
+            copy = copies.get(weight)
             product = region.packed.multiply(x, copy, bias, transposed=func is not F.linear)
             if product is not None:
                 return product

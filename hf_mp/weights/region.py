@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_mp.casting.active import active_autocast
@@ -22,6 +24,7 @@ from hf_mp.casting.tables import OPS, CastRule
 from hf_mp.weights.distributed import is_dtensor
 from hf_mp.weights.graph_inputs import lift_casts
 from hf_mp.weights.layout import WeightLayout
+from hf_mp.weights.working_copies import WatchedParameter
 from hf_mp.weights.working_weights import WorkingWeights
 
 if TYPE_CHECKING:
@@ -53,6 +56,7 @@ class Region(autocast):
         self._no_backward, self._reading = no_backward, reading
         self._thread = _Thread()
         self._plan = {**self._plan, **_OF_WEIGHTS}
+        self._shortcuts = _leaves(self._plan) | _norms(self, self._plan)
         if self.sums_in_fp64:
             self._check_sums()
 
@@ -141,6 +145,16 @@ class Region(autocast):
             args, kwargs = _brought_in(weights, func, args, kwargs)
         return func(*args, **kwargs)
 
+    def shortcut(self, func: Callable[..., Any], tensors: Sequence[Any]) -> Callable[..., Any] | None:
+        if (found := self._shortcuts.get(func)) is None or self.observer is not None or not self.is_alone:
+            return None
+        weights = self._thread.weights
+        if any([type(t) not in _PLAIN for t in tensors]) or (
+            weights is not None and weights.has_borders and weights.has_outside(tensors)
+        ):
+            return None
+        return found
+
     def bring_in(self, tensor: Tensor) -> Tensor:
         weights = self._thread.weights
         return tensor if weights is None or not torch.is_grad_enabled() else weights.bring_in(tensor)
@@ -197,6 +211,25 @@ class RegionOfUses(Region):
         if weights is not None and isinstance(value, Tensor):
             value = weights.use(value)
         return super().cast(value, dtype)
+
+
+_PLAIN = frozenset({type(None), Tensor, nn.Parameter, WatchedParameter})
+_Shortcuts = dict[Callable[..., Any], Callable[..., Any]]
+
+
+def _leaves(plan: Mapping[Callable[..., Any], PlannedCall]) -> _Shortcuts:
+    """Functions that ask, in Python, whether a mode takes them, of those that no table names."""
+    return {f: f for f in (F.dropout, F.embedding, F.silu, F.relu) if f not in plan}
+
+
+def _norms(region: Region, plan: Mapping[Callable[..., Any], PlannedCall]) -> _Shortcuts:
+    found = {name: plan.get(getattr(torch, name)) for name in ("layer_norm", "group_norm", "rms_norm")}
+    fp32 = {getattr(F, name): entry for name, entry in found.items() if entry and entry.rule is CastRule.FP32}
+    return {func: functools.partial(_call, entry, region, func) for func, entry in fp32.items()}
+
+
+def _call(entry: PlannedCall, region: Region, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return entry.handler(region, entry.name, func, args, kwargs)
 
 
 def _brought_in(weights: WorkingWeights, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -124,6 +124,14 @@ class WorkingCopies:
     def get(self, parameter: nn.Parameter) -> Tensor:
         """The working copy of ``parameter``, a tensor of its shape without grad; do not write to it."""
         entry = self._entries.get(id(parameter))
+        if (
+            entry is not None
+            and type(parameter) is WatchedParameter
+            and not parameter._data_was_out
+            and entry.seen[0] != -1
+            and entry.seen == seen(parameter)
+        ):
+            return entry.copy  # as nearly always: shape and device change by way of .data, or of the version
         if entry is None or entry.copy.shape != parameter.shape or entry.copy.device != parameter.device:
             return self._make(parameter).copy
         if entry.seen[0] == -1 or entry.seen != seen(parameter):

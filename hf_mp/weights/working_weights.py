@@ -17,8 +17,8 @@ from hf_mp.weights.distributed import fsdp_modules, is_dtensor
 from hf_mp.weights.layout import TensorParallelLayout, WeightLayout
 from hf_mp.weights.model_walk import modules_of
 
-GROUP_SIZE = 16  # small weights that share a border: one autograd node instead of as many
-ALONE_ELEMENTS = 2**18  # weights from this size on have a border of their own: their gradients leave at once
+# Weights share a border, one autograd node instead of many, up to so many elements: their gradients leave together.
+GROUP_ELEMENTS = 2**18
 
 
 _Group = list[tuple[Tensor, Tensor | None]]  # weights and those of their working copies that forwards read
@@ -44,8 +44,8 @@ class WorkingWeights:
     autograd functions, cross the border as well. What comes in by another way (a closure, an attribute, an object) was
     made outside if its autograd node is older than the forward, and gets its border at its first use.
 
-    ``has_made`` tells whether an earlier forward of the model made an autograd node; ``group_size`` is the most small
-    weights that share a border.
+    ``has_made`` tells whether an earlier forward of the model made an autograd node; ``group_elements`` is the most
+    elements of weights that share a border.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class WorkingWeights:
         crossings: Crossings,
         is_scaled: bool,
         has_made: Callable[[Any], bool],
-        group_size: int = GROUP_SIZE,
+        group_elements: int = GROUP_ELEMENTS,
     ) -> None:
         self.layout, self._crossings, self._has_made = layout, crossings, has_made
         self.has_borders = is_scaled or layout.takes_gradients
@@ -73,7 +73,7 @@ class WorkingWeights:
         pairs = [(weight, layout.copies.rounded(weight)) for weight in weights]
         if not self.has_borders:
             pairs = [(weight, copy) for weight, copy in pairs if copy is not None]
-        for group in _groups(pairs, group_size):
+        for group in _groups(pairs, group_elements):
             self._bring_in(group)
         if self.has_borders:
             self._slots = [(names, name, weight, self._in_place(weight)) for names, name, weight in places]
@@ -115,8 +115,8 @@ class WorkingWeights:
                 if weight.dtype in LOWER_PRECISION_DTYPES:
                     weight.grad_dtype = torch.float32  # what leaves through the border
             # Transformers < 5.23 sums a norm's .grad over ranks as soon as the norm's backward has run.
-            size = 1 if self._has_dtensors else GROUP_SIZE
-            for group in _groups([(weight, None) for weight in comes_in if self.is_outside(weight)], size):
+            elements = 1 if self._has_dtensors else GROUP_ELEMENTS
+            for group in _groups([(weight, None) for weight in comes_in if self.is_outside(weight)], elements):
                 self._bring_in(group)
             for names, name, weight in places:
                 names[name] = self._weights[id(weight)].inside if id(weight) in self._weights else weight
@@ -229,15 +229,18 @@ def _places(model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
     ]
 
 
-def _groups(weights: _Group, size: int) -> Iterator[_Group]:
+def _groups(weights: _Group, elements: int) -> Iterator[_Group]:
+    """Weights of one device, of at most so many ``elements`` together; a larger one alone."""
     group: _Group = []
+    free = elements
     for weight, copy in weights:
-        if weight.numel() >= ALONE_ELEMENTS:
+        if (size := weight.numel()) >= elements:
             yield [(weight, copy)]
             continue
-        if len(group) == size or (group and group[0][0].device != weight.device):
+        if group and (size > free or group[0][0].device != weight.device):
             yield group
-            group = []
+            group, free = [], elements
         group.append((weight, copy))
+        free -= size
     if group:
         yield group

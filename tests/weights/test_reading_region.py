@@ -246,3 +246,18 @@ def test_compiled_decoding_is_compiled_once() -> None:
         assert torch.equal(model.generate(prompt, **settings), expected)  # type: ignore[operator]
         graphs.append(counters["stats"]["unique_graphs"])
     assert 0 < graphs[0] == graphs[2]
+
+
+def test_rules_for_what_asks_in_python_hold_without_grad() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.silu(self.linear(x))
+
+    model, x = Gated(), torch.randn(3, 4)
+    attached(model, rules={F.silu: "fp32"})
+    with torch.no_grad():
+        assert torch.equal(model(x), F.silu(F.linear(x.bfloat16(), *map(Tensor.bfloat16, model.parameters())).float()))
