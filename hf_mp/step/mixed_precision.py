@@ -30,7 +30,7 @@ from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.layout import WeightLayout, make_layout, too_large
 from hf_mp.weights.noted_norms import NORM_PATCHES
 from hf_mp.weights.optimizer_in_backward import FreeGradients, OptimizerInBackward, check_free_gradients
-from hf_mp.weights.reading_region import make_region
+from hf_mp.weights.reading_region import cache_patches, make_region
 from hf_mp.weights.region import Region
 from hf_mp.weights.working_weights import GROUP_ELEMENTS, WorkingWeights
 
@@ -120,7 +120,7 @@ class MixedPrecision:
     def _take_model(self, model: nn.Module) -> None:
         self._model, self.is_detached = weakref.ref(model), False
         self.region, self.check.is_scaled = self._make_region(model), self.scaler.is_scaling
-        self._patches = weakref.finalize(model, acquire(PATCHES, NORM_PATCHES))
+        self._patches = weakref.finalize(model, acquire(PATCHES, NORM_PATCHES, *cache_patches()))
 
     def _make_region(self, model: nn.Module | None) -> Region:
         return make_region(self.layout, self.check.runs.paused, model, self.rules, tables=self._tables)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,12 +13,13 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
-from hf_mp.casting.active import state
+from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.cpu.packed import PackedWeights
 from hf_mp.casting.cpu.upcast import runs_natively
 from hf_mp.casting.mode import PlannedCall, lower_precision
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import CastRule
+from hf_mp.casting.torch_patches import Patch, Patches, around
 from hf_mp.weights.attachable import head_of
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.region import Region, RegionOfUses
@@ -36,6 +38,8 @@ class ReadingRegion(Region):
         self.packed = PackedWeights()
         products = {} if self.sums_in_fp64 else _of_products(self._plan, self.dtype)
         self._plan = {**self._plan, **products, **_OF_CACHES}
+        attention = [self._plan.get(func) for func in _ATTENTION]
+        self.lowers_attention = all([entry is not None and entry.rule is _LOWERED for entry in attention])
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -80,6 +84,7 @@ def make_region(
 
 
 _Plan = dict[Callable[..., Any], PlannedCall]
+_ATTENTION = (F.scaled_dot_product_attention, torch.matmul)
 _LOWERED, _COMPOSITE = CastRule.LOWER_PRECISION, CastRule.COMPOSITE
 
 _READ: dict[Callable[..., Any], Callable[..., tuple[Any, Any, Any]]] = {  # x, weight, bias
@@ -116,13 +121,31 @@ def _multiply(region: ReadingRegion, name: str, func: Callable[..., Any], args: 
 
 
 def _into_cache(region: ReadingRegion, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A write of keys or values into a static cache: Transformers makes both of the keys' dtype.
-
-    Keys that a rotation in FP32 has left are FP32 and values are not: they are widened, which is exact.
-    """
+    """A write of keys or values into a static cache, which may have been made in FP32: they are widened, exactly."""
     if len(args) == 4 and args[3].dtype is region.dtype and args[0].dtype is torch.float32:
         args = (*args[:3], args[3].float())
     return region.call_unlisted(func, args, kwargs)
 
 
 _OF_CACHES = {Tensor.index_copy_: PlannedCall(CastRule.UNLISTED, "index_copy_", _into_cache)}
+
+
+# A rotation in FP32 leaves FP32 keys, and Transformers' caches take the dtype of their first keys for values too: each
+# token would cast those of all tokens before it, for attention to read.
+
+
+@around
+def _update_cache(original: Any, cache: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+    region = active_autocast()
+    if isinstance(region, ReadingRegion) and region.lowers_attention:
+        keys, values = region.cast(keys, region.dtype), region.cast(values, region.dtype)
+    return original(cache, keys, values, *args, **kwargs)
+
+
+_MODULE = "transformers.cache_utils"
+_CACHE_PATCHES = Patches((Patch((f"{_MODULE}:Cache.update",), _update_cache, "generate() keeps rotated keys in FP32"),))
+
+
+def cache_patches() -> list[Patches]:
+    """What to put on while a model is attached: nothing where Transformers was not imported, of whom no model is."""
+    return [_CACHE_PATCHES] if _MODULE in sys.modules else []

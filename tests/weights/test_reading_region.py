@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CompileConfig, DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    StaticCache,
+)
 
 import hf_mp
 from hf_mp import MixedPrecision
@@ -248,6 +258,84 @@ def test_compiled_decoding_is_compiled_once() -> None:
     assert 0 < graphs[0] == graphs[2]
 
 
+def small(name: str, task: str = "ForCausalLM", **settings: Any) -> Callable[[], nn.Module]:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
+             "vocab_size": 128, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 2}  # fmt: skip
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model: nn.Module = getattr(transformers, name + task)(
+            getattr(transformers, name + "Config")(**sizes | settings)
+        )
+        return model
+
+    return make
+
+
+_MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+        "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32}  # fmt: skip
+_BART = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+         "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}  # fmt: skip
+CACHED: dict[str, Callable[[], nn.Module]] = {
+    "Llama": small("Llama", num_key_value_heads=2),
+    "Llama, eager": small("Llama", num_key_value_heads=2, attn_implementation="eager"),
+    "Gemma 2": small("Gemma2", num_key_value_heads=2, head_dim=16, sliding_window=4),
+    "DeepSeek-V3": small("DeepseekV3", **_MLA),
+    "BART": small("Bart", "ForConditionalGeneration", **_BART),
+}
+
+
+def generated(model: nn.Module, **settings: Any) -> Any:
+    return model.generate(  # type: ignore[operator]
+        torch.arange(3, 9).repeat(2, 1), max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0,
+        return_dict_in_generate=True, output_logits=True, disable_compile=True, **settings,
+    )  # fmt: skip
+
+
+def layers_of(cache: Any) -> list[Any]:
+    if not hasattr(cache, "self_attention_cache"):
+        return list(cache.layers)
+    return [*layers_of(cache.self_attention_cache), *layers_of(cache.cross_attention_cache)]
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}])
+@pytest.mark.parametrize("precision", ["bf16", "fp16-lean"])
+@pytest.mark.parametrize("name", CACHED)
+def test_a_cache_in_16_bits_gives_the_bits_of_one_in_fp32(name: str, precision: str, cache: dict[str, str]) -> None:
+    model = CACHED[name]()
+    runtime = attached(model, precision)
+    found = generated(model, **cache)
+    kept = {tensor.dtype for layer in layers_of(found.past_key_values) for tensor in (layer.keys, layer.values)}
+    assert kept == {runtime.policy.compute}
+    reading = runtime.region._reading
+    assert isinstance(reading, ReadingRegion)
+    reading.lowers_attention = False
+    expected = generated(model)  # a static cache in FP32 takes no values in 16 bits where a window slides
+    assert torch.equal(found.sequences, expected.sequences)
+    if not cache:  # attention over a static cache sums more zeros
+        assert all(map(torch.equal, found.logits, expected.logits)) and len(found.logits) == 6
+
+
+@pytest.mark.parametrize("op", [F.scaled_dot_product_attention, torch.matmul])
+def test_a_cache_stays_in_fp32_for_attention_in_fp32(op: Callable[..., Any]) -> None:
+    model = llama()
+    attached(model, rules={op: "fp32"})
+    assert generated(model).past_key_values.layers[0].keys.dtype is torch.float32
+    assert torch.equal(generated(model).sequences, generated(model, cache_implementation="static").sequences)
+
+
+def test_a_static_cache_that_was_made_in_fp32_takes_keys_in_16_bits() -> None:
+    model, ids = llama(), torch.arange(4)[None]
+    attached(model)
+    cache = StaticCache(config=model.config, max_cache_len=8)
+    cache.early_initialization(1, 2, 64, torch.float32, torch.device("cpu"))
+    with torch.no_grad():
+        expected = model(ids, use_cache=True).logits
+        assert torch.equal(model(ids, past_key_values=cache).logits, expected)
+    assert cache.layers[0].keys.dtype is torch.float32
+
+
 def test_rules_for_what_asks_in_python_hold_without_grad() -> None:
     class Gated(nn.Module):
         def __init__(self) -> None:
@@ -261,3 +349,14 @@ def test_rules_for_what_asks_in_python_hold_without_grad() -> None:
     attached(model, rules={F.silu: "fp32"})
     with torch.no_grad():
         assert torch.equal(model(x), F.silu(F.linear(x.bfloat16(), *map(Tensor.bfloat16, model.parameters())).float()))
+
+
+def test_detached_models_and_other_forwards_leave_caches_alone() -> None:
+    gc.collect()  # models of other tests
+    model, ids = llama(), torch.arange(4)[None]
+    update = DynamicCache.update
+    runtime = attached(model)
+    assert DynamicCache.update is not update
+    assert model(ids, use_cache=True).past_key_values.layers[0].keys.dtype is torch.float32  # with grad
+    runtime.detach()
+    assert DynamicCache.update is update
