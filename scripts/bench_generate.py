@@ -4,9 +4,10 @@
     python scripts/bench_generate.py --only "GPT-2, batch 1" --rounds 3
 
 Greedy ``generate()`` from 8 tokens of small models with random weights: with a cache that grows, with a static one,
-and compiled. ``torch.autocast`` is entered once around it. The floor is the model in BF16 throughout: it casts no
-weight and no activation. Stores ``scripts/results/bench_generate.json``: medians, spreads, ratios to both, and the
-calls of Python functions that a token costs, which do not depend on the machine.
+and compiled; and from a long prompt, which each token reads in the cache. ``torch.autocast`` is entered once around it.
+The floor is the model in BF16 throughout: it casts no weight and no activation. Stores
+``scripts/results/bench_generate.json``: medians, spreads, ratios to both, and the calls of Python functions that a token
+costs, which do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -45,17 +46,20 @@ class Case:
         kind: of the model, ``"GPT-2"`` or ``"Llama"``.
         batch: sequences at once.
         cache: ``"dynamic"``, ``"static"``, or ``"compiled"``: a static one, and a compiled forward.
+        prompt: tokens before, of which the time is included.
     """
 
     kind: str
     batch: int
     cache: str = "dynamic"
+    prompt: int = PROMPT
 
     @property
     def name(self) -> str:
         """For tables."""
         cache = {"dynamic": "", "static": ", static cache", "compiled": ", compiled"}[self.cache]
-        return f"{self.kind}, batch {self.batch}{cache}"
+        prompt = "" if self.prompt == PROMPT else f", {self.prompt} tokens before"
+        return f"{self.kind}, batch {self.batch}{cache}{prompt}"
 
     @property
     def contenders(self) -> tuple[str, ...]:
@@ -71,6 +75,7 @@ class Case:
 CASES = (
     *(Case(kind, batch) for kind in ("GPT-2", "Llama") for batch in (1, 8)),
     *(Case(kind, 1, "static") for kind in ("GPT-2", "Llama")),
+    Case("Llama", 8, prompt=512),
     Case("GPT-2", 1, "compiled"),
 )
 
@@ -95,7 +100,7 @@ def make_call(model: nn.Module, contender: str, case: Case, tokens: int, device:
         model.to(torch.bfloat16)
     elif contender in OURS:
         hf_mp.MixedPrecision(OURS[contender]).attach(model)
-    prompt = torch.arange(PROMPT, device=device).repeat(case.batch, 1)
+    prompt = torch.arange(case.prompt, device=device).repeat(case.batch, 1)
     settings: dict[str, Any] = {} if case.cache == "dynamic" else {"cache_implementation": "static"}
     if case.cache == "compiled":
         settings["compile_config"] = CompileConfig(mode="default", fullgraph=False)
