@@ -94,13 +94,22 @@ def generation(results: StoredResults) -> str:
     for name, row in stored["cases"].parts():
         peer, floor = "ratio_to_torch_autocast", "ratio_to_floor"
         found = [_ratio(row[one], ratio) if one in row else "" for one in ours for ratio in (peer, floor)]
-        rows.append([name, *found, f"{row[ours[0]]['python_calls'].number:,.0f}"])
+        bare = "BF16 throughout, bare function mode"
+        in_python = _ratio(row[bare], floor) if bare in row else ""
+        rows.append([name, *found, in_python, f"{row[ours[0]]['python_calls'].number:,.0f}"])
     text = paragraph(
         f"`generate()` of {stored['tokens'].number:.0f} tokens one after the other, {stored['layers'].number:.0f} "
         f"layers of width {stored['width'].number:.0f} ({script('bench_generate')}; {_where(stored)}): the time of a "
         "token over that of `torch.autocast` in BF16 entered once around it, and over the floor, a model that is BF16 "
-        "throughout. Calls are those that Python makes for a token under `bf16`. Under `torch.autocast`, Llama fails "
-        "with a static cache:"
+        "throughout. The floor in Python is that model with a function mode that does nothing. Calls are those that "
+        "Python makes for a token under `bf16`. Under `torch.autocast`, Llama fails with a static cache:"
     )
-    columns = ("`bf16` / `torch.autocast`", "/ floor", "`fp16` / `torch.autocast`", "/ floor", "calls")
+    columns = (
+        "`bf16` / `torch.autocast`",
+        "/ floor",
+        "`fp16` / `torch.autocast`",
+        "/ floor",
+        "Python / floor",
+        "calls",
+    )
     return f"{text}\n\n{table(('', *columns), rows)}"

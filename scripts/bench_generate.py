@@ -5,15 +5,17 @@
 
 Greedy ``generate()`` from 8 tokens of small models with random weights: with a cache that grows, with a static one,
 and compiled; and from a long prompt, which each token reads in the cache. ``torch.autocast`` is entered once around it.
-The floor is the model in BF16 throughout: it casts no weight and no activation. Stores
-``scripts/results/bench_generate.json``: medians, spreads, ratios to both, and the calls of Python functions that a token
-costs, which do not depend on the machine.
+The floor is the model in BF16 throughout: it casts no weight and no activation. The floor of an autocast that is
+written in Python is the same with a function mode that does nothing in each forward. Stores
+``scripts/results/bench_generate.json``: medians, spreads, ratios to torch.autocast and the floor, and the calls of
+Python functions that a token costs, which do not depend on the machine.
 """
 
 from __future__ import annotations
 
 import contextlib
 import cProfile
+import functools
 import pstats
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,10 +31,12 @@ from transformers.utils import logging
 import hf_mp
 from _benchmarks import DEFAULT_DEVICE, number, show_table
 from _results import RESULTS, alternate, median_and_spread, save_result
+from bench_host import BareMode
 
 PEER, WHOLE, FP32 = "torch.autocast bf16", "BF16 throughout", "fp32"
+BARE = "BF16 throughout, bare function mode"
 OURS = {"hf_mp bf16": "bf16", "hf_mp fp16": "fp16"}
-CONTENDERS = (PEER, WHOLE, FP32, *OURS)
+CONTENDERS = (PEER, WHOLE, BARE, FP32, *OURS)
 COMPILED_CONTENDERS = (PEER, WHOLE, "hf_mp bf16")
 RATIOS = {"ratio_to_torch_autocast": PEER, "ratio_to_floor": WHOLE}
 PROMPT = 8
@@ -96,8 +100,10 @@ def make_model(kind: str, layers: int, width: int, vocab: int, device: str) -> n
 
 def make_call(model: nn.Module, contender: str, case: Case, tokens: int, device: str) -> Callable[[], None]:
     """One call of ``generate()`` as the contender does it."""
-    if contender == WHOLE:
+    if contender in (WHOLE, BARE):
         model.to(torch.bfloat16)
+    if contender == BARE:
+        model.forward = _in_bare_mode(model.forward)
     elif contender in OURS:
         hf_mp.MixedPrecision(OURS[contender]).attach(model)
     prompt = torch.arange(case.prompt, device=device).repeat(case.batch, 1)
@@ -116,6 +122,15 @@ def make_call(model: nn.Module, contender: str, case: Case, tokens: int, device:
             )
 
     return call
+
+
+def _in_bare_mode(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)  # generate() reads its signature
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with BareMode():
+            return forward(*args, **kwargs)
+
+    return run
 
 
 def python_calls(call: Callable[[], None], tokens: int) -> float:
