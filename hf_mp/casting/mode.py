@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.rules import ModuleRule, OpRules, Rules, match_modules, parse_rules
 from hf_mp.casting.tables import OPS, TABLES, CastRule, TableName
 from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
+from hf_mp.casting.uncompiled import uncompiled
 from hf_mp.kernels.identity import version_of
 
 _CASTABLE = frozenset(
@@ -205,6 +205,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         island.module, island.sums_in_fp64 = module, self.sums_in_fp64
         return island
 
+    @uncompiled
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -461,14 +462,3 @@ def _plan(ops: Mapping[Callable[..., Any], tuple[CastRule, str] | None]) -> dict
 # Made once, at import: torch.compile reads a constant dictionary, but not a cached function.
 _COMPOSITE_PLAN = {func: PlannedCall(_COMPOSITE, func.__name__, _banned) for func in COMPOSITES}
 PLANS = {name: {**_COMPOSITE_PLAN, **_plan(ops)} for name, ops in OPS.items()}
-
-# A call of the mode is compiled inside other code only: where compiled code breaks off, ops run one by one, and the
-# compiler would take each call of the mode for a function to compile. A composite then mixes up its own variables.
-try:
-    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-except ImportError:
-    lost = "where compiled code breaks off under autocast, the compiler may compile autocast itself, and fail"
-    warnings.warn(f"torch {torch.__version__} has no set_code_exec_strategy: {lost}", stacklevel=2)
-else:
-    _skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-    set_code_exec_strategy(autocast.__torch_function__.__code__, _skip)

@@ -200,7 +200,8 @@ def _call_user_compiler(original: Any, self: Any, /, graph: Any, inputs: list[An
         mode = active_autocast()
         with torch._C.DisableTorchFunction():  # now: each look at a weight would ask the mode
             if mode is not None:
-                inputs = tuple([mode.bring_in(i) if isinstance(i, torch.Tensor) else i for i in inputs])
+                if torch.is_grad_enabled():
+                    inputs = tuple([mode.bring_in(i) if isinstance(i, torch.Tensor) else i for i in inputs])
                 inputs += tuple([mode.copy_of(inputs[place], dtype) for place in lifted])
             return compiled(*inputs)
 
@@ -330,8 +331,11 @@ class Patches:
         else:
             self.count(users=-1)
 
-    def count(self, *, users: int = 0, traced: int = 0) -> None:
-        """So many more users; and autocasts of the code that is being traced, which may be begun anew at any time."""
+    def count(self, *, users: int = 0, traced: int = 0, may_stay: bool = False) -> None:
+        """So many more users; and autocasts of the code that is being traced, which may be begun anew at any time.
+
+        ``may_stay``: while code is compiled, a table that nobody uses stays until the next user has gone.
+        """
         with self._lock:
             was_used = self._users > 0 or self._traced > 0
             trace = torch._guards.TracingContext.try_get()
@@ -341,12 +345,12 @@ class Patches:
             is_used = self._users > 0 or self._traced > 0
             if is_used and not was_used:
                 self._put_on()
-            elif was_used and not is_used:
+            elif was_used and not is_used and not (may_stay and torch._guards.CompileContext.try_get()):
                 self._take_off()
 
     def _put_on(self) -> None:
         _load_compiler()
-        for patch in self.table:
+        for patch in self.table if not self._replaced else ():
             if not any([self._replace(place, patch.replace) for place in patch.places]):
                 _warn_of_lack(patch)
 
@@ -403,9 +407,9 @@ def acquire(*patches: Patches) -> Callable[[], None]:
     for one in patches:
         one.acquire()
 
-    def release() -> None:
+    def release() -> None:  # of a model that is gone, at any time: the compiler asks again for what it has traced
         for one in patches:
-            one.release()
+            one.count(users=-1, may_stay=True)
 
     return release
 

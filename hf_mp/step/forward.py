@@ -12,6 +12,7 @@ from hf_mp.casting.active import state as autocasts
 from hf_mp.casting.deferred_output import DeferredOutput, can_be_deferred, may_stay_unread
 from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.casting.replacements.base import ReplacedForward
+from hf_mp.casting.uncompiled import outside_of_graphs
 from hf_mp.scaling.borders import output_border
 from hf_mp.weights.region import Region
 
@@ -34,7 +35,7 @@ class AttachedForward(ReplacedForward):
         return self._run(args, kwargs)
 
     # torch.compile leaves this frame alone and compiles the model's own forward, in the region, as one graph.
-    @torch.compiler.disable(recursive=False)
+    @outside_of_graphs
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Detached: a library that put its own forward over this calls it. No model: this was part of one that is gone.
         if self.runtime.is_detached or self.runtime.model is None:

@@ -20,6 +20,7 @@ from hf_mp.casting.mode import PlannedCall, lower_precision
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import CastRule
 from hf_mp.casting.torch_patches import Patch, Patches, around
+from hf_mp.casting.uncompiled import uncompiled
 from hf_mp.weights.attachable import head_of
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.region import Region, RegionOfUses
@@ -41,6 +42,7 @@ class ReadingRegion(Region):
         attention = [self._plan.get(func) for func in _ATTENTION]
         self.lowers_attention = all([entry is not None and entry.rule is _LOWERED for entry in attention])
 
+    @uncompiled
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -56,6 +58,12 @@ class ReadingRegion(Region):
     def convert(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         is_activation = type(tensor) is Tensor and not is_dynamo_compiling()
         return tensor.to(dtype) if is_activation else super().convert(tensor, dtype)
+
+    def copy_of(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        is_kept = dtype is self.dtype and self.layout.keeps_copies
+        if is_kept and type(tensor) is WatchedParameter and tensor.dtype is torch.float32:
+            return self.layout.copies.get(tensor)
+        return super().copy_of(tensor, dtype)
 
     def release(self) -> None:
         """Let go of the packed forms."""

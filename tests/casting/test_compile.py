@@ -542,3 +542,31 @@ class TestOneGraph:
         model.zero_grad()
         self.compiled(model, graphs)(x).square().sum().backward()
         assert torch.equal(model.layer.weight.grad, expected)
+
+
+@pytest.mark.parametrize("has_grad", [True, False])
+@pytest.mark.parametrize("breaks", [True, False])
+def test_a_compiled_forward_is_examined_once(breaks: bool, has_grad: bool) -> None:
+    """Where its code breaks off, the mode is not taken for code to compile; and no call looks at the forward anew."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.gelu(self.first(x))
+            if breaks:
+                torch._dynamo.graph_break()
+            return self.second(x)
+
+    model, x = Model(), torch.ones(2, 4)
+    MixedPrecision("bf16").attach(model)
+    expected = model(x)
+    compiled = torch.compile(model, backend="eager")
+    with torch.set_grad_enabled(has_grad):
+        for _ in range(3):
+            assert torch.equal(compiled(x), expected)
+        examined = counters["frames"]["total"]
+        compiled(x)
+    assert counters["frames"]["total"] == examined

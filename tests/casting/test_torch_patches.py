@@ -122,6 +122,22 @@ def test_a_patch_of_somebody_elses_over_ours_is_left(monkeypatch: pytest.MonkeyP
     assert holder.function is theirs
 
 
+def test_a_model_that_goes_while_another_is_compiled_leaves_the_table_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    holder = types.SimpleNamespace(present="original")
+    monkeypatch.setitem(sys.modules, "a_torch", holder)  # type: ignore[arg-type]
+    patches = Patches((Patch(("a_torch:present",), lambda original: "ours", ""),))
+    release = torch_patches.acquire(patches)
+    with torch._guards.compile_context(torch._guards.CompileContext(None)):
+        release()  # the compiler is about to guard what it has read
+        assert holder.present == "ours"
+    release = torch_patches.acquire(patches)
+    assert holder.present == "ours"
+    release()
+    assert holder.present == "original"
+
+
 def test_what_a_torch_lacks_costs_one_warning_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     holder = types.SimpleNamespace(present=lambda: "original")
     monkeypatch.setitem(sys.modules, "a_torch", holder)  # type: ignore[arg-type]

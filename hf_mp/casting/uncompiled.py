@@ -1,0 +1,41 @@
+"""Functions that torch.compile passes by when it comes upon their frames.
+
+A call of an autocast is compiled inside other code only. Where compiled code breaks off, ops run one by one, and the
+compiler would take each call of the mode for a function to compile; a composite then mixes up its own variables.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+
+try:
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+except ImportError:
+    lost = "where compiled code breaks off under autocast, the compiler may compile autocast itself, and fail"
+    warnings.warn(f"torch {torch.__version__} has no set_code_exec_strategy: {lost}", stacklevel=2)
+
+    def _pass_by(function: FunctionType, *, with_calls: bool) -> None:
+        pass
+else:
+
+    def _pass_by(function: FunctionType, *, with_calls: bool) -> None:
+        inside = _FrameAction.SKIP if with_calls else _FrameAction.DEFAULT
+        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, inside))
+
+
+def uncompiled(function: Any) -> Any:
+    """A decorator: frames of ``function``, and of what it calls, are not compiled; inside other code it is."""
+    _pass_by(function, with_calls=True)
+    return function
+
+
+def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compiler.disable(recursive=False)``, whose function the compiler does not examine anew in each call."""
+    _pass_by(function, with_calls=False)  # type: ignore[arg-type]
+    disabled: Callable[..., Any] = torch.compiler.disable(function, recursive=False)
+    return disabled
