@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_mp.casting import mode
-from hf_mp.casting.cpu import products
+from hf_mp.casting.cpu import blockwise
 from hf_mp.casting.cpu.products import Operand, Product, multiply, read_product
 from hf_mp.casting.cpu.upcast import run_through_fp32
 from hf_mp.casting.mode import autocast
@@ -107,7 +107,7 @@ def check_product(given: Operands, *, transposed: bool, gradient: Tensor | None 
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many elements a block holds: all, or so few that there are several blocks of rows and of columns."""
     size = 2**20 if request.param == "one block" else 24
-    monkeypatch.setattr(products, "BLOCK_ELEMENTS", size)
+    monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", size)
     return size
 
 
@@ -124,14 +124,14 @@ class TestAgainstTheReference:
         check_product(given, transposed=transposed)
 
     def test_the_small_blocks_of_these_tests_are_several(self, blocks: int) -> None:
-        rows = list(products._blocks(10, 9))
-        columns = list(products._blocks(13, max(9, rows[0].stop)))
+        rows = list(blockwise.blocks(10, 9))
+        columns = list(blockwise.blocks(13, max(9, rows[0].stop)))
         assert (len(rows) > 1, len(columns) > 1) == (blocks == 24, blocks == 24)
 
     @every_dtype
     @pytest.mark.parametrize("size", [1, 7, 24, 200, 10_000])
     def test_any_size_of_block(self, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(products, "BLOCK_ELEMENTS", size)
+        monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", size)
         for transposed in (False, True):
             given = operands((11,), 6, 8, bias=True, transposed=transposed, dtype=dtype)
             check_product(given, transposed=transposed)
@@ -150,7 +150,7 @@ class TestAgainstTheReference:
         self, rows: list[int], inner: int, outer: int, size: int, bias: bool, transposed: bool, dtype: torch.dtype
     ) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(products, "BLOCK_ELEMENTS", size)
+            patch.setattr(blockwise, "BLOCK_ELEMENTS", size)
             given = operands(tuple(rows), inner, outer, bias=bias, transposed=transposed, dtype=dtype)
             check_product(given, transposed=transposed)
 
@@ -159,8 +159,8 @@ class TestAgainstTheReference:
     def test_blocks_cover_everything_once_and_stay_within_their_size(
         self, total: int, width: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(products, "BLOCK_ELEMENTS", 24)
-        found = list(products._blocks(total, width))
+        monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", 24)
+        found = list(blockwise.blocks(total, width))
         assert [i for block in found for i in range(block.start, block.stop)] == list(range(total))
         assert all((block.stop - block.start) * width <= max(24, width) for block in found)
 
@@ -235,7 +235,7 @@ class TestPrecision:
         exact = x @ weight.t()
         best = (x16.double() @ weight16.double().t()).to(dtype)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(products, "BLOCK_ELEMENTS", size)
+            patch.setattr(blockwise, "BLOCK_ELEMENTS", size)
             found = quickly(x16, weight16, None, transposed=False)
         assert (found.double() - exact).norm() <= 1.05 * (best.double() - exact).norm()
 

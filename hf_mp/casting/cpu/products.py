@@ -8,7 +8,7 @@ cast to FP32 and unscaled. The plain reference is ``run_through_fp32(torch.nn.fu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hf_mp.casting.cpu.blockwise import blocks, blockwise_product
 from hf_mp.casting.cpu.fp32_products import fp32_product
+from hf_mp.casting.cpu.traced_products import may_be_traced, product_through_fp32
 from hf_mp.casting.cpu.upcast import must_be_plain, run_through_fp32
 from hf_mp.scaling.borders import Crossings
 from hf_mp.scaling.borders import multiply as scaled_by
 
 OWN_ELEMENTS = 2**21  # of a weight: smaller ones are left to torch where it has the product, which costs the host less
-BLOCK_ELEMENTS = 2**20  # 4 MiB in FP32: large enough for full matmul speed, small enough for caches and malloc
 
 
 class Product(NamedTuple):
@@ -97,6 +98,9 @@ def multiply(x: Tensor, weight: Operand, bias: Operand | None, *, transposed: bo
         matrix = weight.inside.to(x.dtype)
         if native:
             return _forward_native(x, matrix, inside, transposed)
+        if may_be_traced(matrix):
+            product = product_through_fp32(x.reshape(-1, x.shape[-1]), matrix if transposed else matrix.t(), inside)
+            return product.view(*x.shape[:-1], product.shape[-1])
         return run_through_fp32(F.linear, (x, matrix.t() if transposed else matrix, inside), {}, x.dtype)
     return _Product.apply(x, weight.outside, None if bias is None else bias.outside, weight, bias, transposed, native)
 
@@ -118,7 +122,7 @@ class _Product(Function):
             result = _forward_native(x, weight.rounded, rounded_bias, transposed)
         else:
             matrix = weight.rounded.t() if transposed else weight.rounded
-            result = _forward_blocks(x.reshape(-1, x.shape[-1]), matrix, rounded_bias)
+            result = blockwise_product(x.reshape(-1, x.shape[-1]), matrix, rounded_bias)
         # Never a view: models add to a product in place (`h = linear(x); h += residual`).
         return torch.ops.aten._unsafe_view(result, [*x.shape[:-1], result.shape[-1]])
 
@@ -166,24 +170,6 @@ def _target(operand: Operand) -> _Target:
     return _Target(operand.outside.shape, operand.outside.dtype, operand.crossings)
 
 
-def _blocks(total: int, width: int) -> Iterator[slice]:
-    """Slices of ``total`` rows of ``width`` elements, each within BLOCK_ELEMENTS."""
-    size = max(1, BLOCK_ELEMENTS // max(1, width))
-    for start in range(0, total, size):
-        yield slice(start, min(start + size, total))
-
-
-def _forward_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    (rows, inner), outer = x.shape, weight.shape[0]
-    result = x.new_empty(rows, outer)
-    for row in _blocks(rows, inner):
-        x32 = x[row].float()
-        for column in _blocks(outer, max(inner, row.stop - row.start)):
-            bias32 = None if bias is None else bias[column].float()
-            result[row, column].copy_(fp32_product(x32, weight[column].float().t(), bias32))
-    return result
-
-
 def _backward_blocks(
     gradient: Tensor, x: Tensor | None, weight: Tensor | None,
     grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None,
@@ -195,14 +181,14 @@ def _backward_blocks(
     """
     (rows, outer), dtype = gradient.shape, gradient.dtype
     inner = next((found.shape[1] for found in (grad_x, grad_weight) if found is not None), 1)
-    row_blocks = list(_blocks(rows, inner))
+    row_blocks = list(blocks(rows, inner))
     # Over one block of rows a weight's gradient is complete at once; over several it is summed up in FP32 first.
     sum_weight = None if grad_weight is None or len(row_blocks) == 1 else grad_weight.float()  # itself if FP32
     sum_bias = gradient.new_zeros(outer, dtype=torch.float32)
     for row in row_blocks:
         x32 = None if x is None else x[row].float()
         sum_x: Tensor | None = None
-        for column in _blocks(outer, max(inner, row.stop - row.start)):
+        for column in blocks(outer, max(inner, row.stop - row.start)):
             gradient32 = gradient[row, column].float()
             if grad_x is not None and weight is not None:
                 part = fp32_product(gradient32, weight[column].float())
@@ -221,7 +207,7 @@ def _backward_blocks(
         if grad_x is not None and sum_x is not None:
             grad_x[row].copy_(sum_x)
     if grad_weight is not None and sum_weight is not None:
-        for column in _blocks(outer, inner):
+        for column in blocks(outer, inner):
             _leave(sum_weight[column], dtype, weight_inverse, grad_weight[column])
     if grad_bias is not None:
         _leave(sum_bias, dtype, bias_inverse, grad_bias)
@@ -245,7 +231,7 @@ def _backward_native(
     if grad_x is not None and weight is not None:
         torch.mm(gradient, weight, out=grad_x)
     if grad_weight is not None and x is not None:
-        for column in _blocks(grad_weight.shape[0], grad_weight.shape[1]):
+        for column in blocks(grad_weight.shape[0], grad_weight.shape[1]):
             part = torch.mm(gradient[:, column].t(), x)
             _leave(part, gradient.dtype, weight_inverse, grad_weight[column])
     if grad_bias is not None:
