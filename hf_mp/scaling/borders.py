@@ -111,12 +111,15 @@ def _leave(ctx: Any, uses: list[list[Tensor]]) -> list[Tensor | None]:
     leaving = [i for i, gradients in enumerate(uses) if gradients and not crossings.take(outside[i], gradients, ctx, i)]
     # It is the same for all, but told of each is one that leaves unscaled.
     told = (inverse for i in leaving if (inverse := crossings.inverse(outside[i].device, ctx, i)) is not None)
-    unscaled = iter(_multiply_all([gradient for i in leaving for gradient in uses[i]], next(told, None), crossings))
+    factor = next(told, None)
+    unscaled = iter(_multiply_all([gradient for i in leaving for gradient in uses[i]], factor, crossings))
+    is_ours = factor is not None and not torch.is_grad_enabled()  # products are nobody else's
     for i in leaving:
         dtype = _outside_dtype(outside[i].dtype)  # of an FP16 activation outside, autograd rounds it
         total = next(unscaled).to(dtype)
         for _ in uses[i][1:]:
-            total = total + next(unscaled).to(dtype)
+            other = next(unscaled).to(dtype)
+            total = total.add_(other) if is_ours and _is_plain(total) and _is_plain(other) else total + other
         found[i] = total
     return found
 

@@ -103,11 +103,16 @@ def check_product(given: Operands, *, transposed: bool, gradient: Tensor | None 
         check_close(found_grads[2], expected_grads[2], direction.sum(0), len(rows))
 
 
-@pytest.fixture(params=["one block", "many blocks"])
+@pytest.fixture(params=["one block", "many blocks", "long rows"])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many elements a block holds: all, or so few that there are several blocks of rows and of columns."""
+    """How many elements a block holds: all, or so few that there are several blocks of rows and of columns.
+
+    Long rows are taken in several pieces as well.
+    """
     size = 2**20 if request.param == "one block" else 24
     monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", size)
+    if request.param == "long rows":
+        monkeypatch.setattr(blockwise, "LONGEST_ROW", 5)
     return size
 
 

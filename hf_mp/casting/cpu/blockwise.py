@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from hf_mp.casting.cpu.fp32_products import fp32_product
 
 BLOCK_ELEMENTS = 2**20  # 4 MiB in FP32: large enough for full matmul speed, small enough for caches and malloc
+LONGEST_ROW = 2**12  # of a product's operands: of longer ones, too few rows and columns would make a block
 
 
 def blocks(total: int, width: int) -> Iterator[slice]:
@@ -19,12 +21,26 @@ def blocks(total: int, width: int) -> Iterator[slice]:
 
 
 def blockwise_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias`` of (M, K), (N, K) and (N,) of any strides, in the dtype of ``x``, without a graph."""
+    """``x @ weight.T + bias`` of (M, K), (N, K) and (N,) of any strides, in the dtype of ``x``, without a graph.
+
+    None of M, K and N is 0.
+    """
     (rows, inner), outer = x.shape, weight.shape[0]
+    width = inner if inner <= LONGEST_ROW else math.isqrt(BLOCK_ELEMENTS)
     result = x.new_empty(rows, outer)
-    for row in blocks(rows, inner):
-        x32 = x[row].float()
-        for column in blocks(outer, max(inner, row.stop - row.start)):
+    for row in blocks(rows, width):
+        left = x[row].float() if width == inner else x[row]
+        for column in blocks(outer, max(width, row.stop - row.start)):
             bias32 = None if bias is None else bias[column].float()
-            result[row, column].copy_(fp32_product(x32, weight[column].float().t(), bias32))
+            result[row, column].copy_(_summed_product(left, weight[column], bias32, width))
     return result
+
+
+def _summed_product(x: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
+    """The product in FP32, summed over slices of ``width`` of the rows of both."""
+    total = None
+    for part, columns in zip(x.split(width, 1), weight.split(width, 1), strict=True):
+        product = fp32_product(part.float(), columns.float().t(), bias if total is None else None)
+        total = product if total is None else total.add_(product)
+    assert total is not None
+    return total
