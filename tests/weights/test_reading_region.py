@@ -360,3 +360,22 @@ def test_detached_models_and_other_forwards_leave_caches_alone() -> None:
     assert model(ids, use_cache=True).past_key_values.layers[0].keys.dtype is torch.float32  # with grad
     runtime.detach()
     assert DynamicCache.update is update
+
+
+def test_a_model_that_scales_cached_keys_in_fp32_reads_them_rounded() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.key, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            keys = self.norm(self.key(x))[None, None]  # FP32
+            kept, _ = DynamicCache().update(keys, keys, 0)
+            return kept.float() * 3
+
+    torch.manual_seed(0)
+    model, x = Scaled(), torch.randn(4, 8)
+    attached(model)
+    with_grad = model(x)
+    with torch.no_grad():
+        assert torch.equal(model(x), (with_grad / 3).bfloat16().float() * 3) and not torch.equal(model(x), with_grad)
