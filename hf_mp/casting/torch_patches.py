@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from hf_mp.casting.active import active_autocast, enter_island, leave_island
+from hf_mp.casting.uncompiled import uncompiled
 
 is_torch_autocast_enabled = torch.is_autocast_enabled  # torch's own answer, whatever is patched below
 _MISSING = object()
@@ -245,6 +246,7 @@ def _hash_by_identity(original: Any, self: Any, *tx: Any) -> Any:
 
 def _keep_weights_of_l1_loss(original: Any) -> Any:
     @functools.wraps(original)
+    @uncompiled  # the compiler, where it skips a frame, would take it for code to compile
     def handle_torch_function(api: Callable[..., Any], relevant: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         mode = active_autocast()
         if mode is not None and (shortcut := mode.shortcut(api, relevant)) is not None:

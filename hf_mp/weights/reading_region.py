@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,6 +26,7 @@ from hf_mp.weights.attachable import head_of
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.region import Region, RegionOfUses
 from hf_mp.weights.working_copies import WatchedParameter
+from hf_mp.weights.working_weights import WorkingWeights
 
 
 class ReadingRegion(Region):
@@ -39,8 +41,18 @@ class ReadingRegion(Region):
         self.packed = PackedWeights()
         products = {} if self.sums_in_fp64 else _of_products(self._plan, self.dtype)
         self._plan = {**self._plan, **products, **_OF_CACHES}
-        attention = [self._plan.get(func) for func in _ATTENTION]
-        self.lowers_attention = all([entry is not None and entry.rule is _LOWERED for entry in attention])
+        model = settings.get("model")
+        self._model = (lambda: None) if model is None else weakref.ref(model)
+        self.lowers_attention = False
+
+    def running(self, weights: WorkingWeights | None) -> AbstractContextManager[None]:
+        self.lowers_attention = self._lowers_attention()
+        return super().running(weights)
+
+    def _lowers_attention(self) -> bool:
+        """Whether attention reads keys and values in this dtype, by any op: rules and attentions may come later."""
+        has_rules = self.has_op_rules or any([rule.functions for rule in self._module_rules.values()])
+        return not has_rules and _is_known(self._model())
 
     @uncompiled
     def __torch_function__(
@@ -60,7 +72,7 @@ class ReadingRegion(Region):
         return tensor.to(dtype) if is_activation else super().convert(tensor, dtype)
 
     def copy_of(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        is_kept = dtype is self.dtype and self.layout.keeps_copies
+        is_kept = dtype is self.dtype and self.layout.keeps_copies and not torch.is_grad_enabled()
         if is_kept and type(tensor) is WatchedParameter and tensor.dtype is torch.float32:
             return self.layout.copies.get(tensor)
         return super().copy_of(tensor, dtype)
@@ -92,7 +104,6 @@ def make_region(
 
 
 _Plan = dict[Callable[..., Any], PlannedCall]
-_ATTENTION = (F.scaled_dot_product_attention, torch.matmul)
 _LOWERED, _COMPOSITE = CastRule.LOWER_PRECISION, CastRule.COMPOSITE
 
 _READ: dict[Callable[..., Any], Callable[..., tuple[Any, Any, Any]]] = {  # x, weight, bias
@@ -142,12 +153,22 @@ _OF_CACHES = {Tensor.index_copy_: PlannedCall(CastRule.UNLISTED, "index_copy_", 
 # token would cast those of all tokens before it, for attention to read.
 
 
+def _is_known(model: nn.Module | None) -> bool:
+    """Whether tables lower the attention of ``model``, or its kernels do; flex attention wants one dtype of all."""
+    config = getattr(model, "config", None)
+    configs = [config, *[getattr(config, name, None) for name in getattr(config, "sub_configs", ())]]
+    names = {getattr(one, "_attn_implementation", None) for one in configs} - {None}
+    return all([name in ("eager", "sdpa") or str(name).startswith("flash_attention") for name in names])
+
+
 @around
-def _update_cache(original: Any, cache: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _update_cache(
+    original: Any, cache: Any, /, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     region = active_autocast()
     if isinstance(region, ReadingRegion) and region.lowers_attention:
-        keys, values = region.cast(keys, region.dtype), region.cast(values, region.dtype)
-    return original(cache, keys, values, *args, **kwargs)
+        key_states, value_states = region.cast(key_states, region.dtype), region.cast(value_states, region.dtype)
+    return original(cache, key_states, value_states, *args, **kwargs)
 
 
 _MODULE = "transformers.cache_utils"

@@ -545,8 +545,8 @@ class TestOneGraph:
 
 
 @pytest.mark.parametrize("has_grad", [True, False])
-@pytest.mark.parametrize("breaks", [True, False])
-def test_a_compiled_forward_is_examined_once(breaks: bool, has_grad: bool) -> None:
+@pytest.mark.parametrize("breaks", ["nowhere", "between", "in a frame that is skipped"])
+def test_a_compiled_forward_is_examined_once(breaks: str, has_grad: bool) -> None:
     """Where its code breaks off, the mode is not taken for code to compile; and no call looks at the forward anew."""
 
     class Model(nn.Module):
@@ -555,8 +555,15 @@ def test_a_compiled_forward_is_examined_once(breaks: bool, has_grad: bool) -> No
             self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
+            if breaks == "in a frame that is skipped":
+                try:
+                    x = F.silu(self.first(x))
+                    torch._dynamo.graph_break()
+                    return F.dropout(F.layer_norm(self.second(x), (4,)), 0.0, True)
+                finally:
+                    pass
             x = F.gelu(self.first(x))
-            if breaks:
+            if breaks == "between":
                 torch._dynamo.graph_break()
             return self.second(x)
 

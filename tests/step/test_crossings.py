@@ -21,6 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_mp
 from hf_mp import MixedPrecision, StaticLossScaler
+from hf_mp.weights.working_weights import _groups
 
 SCALE = 1024.0
 Make = Callable[[], nn.Module]
@@ -631,3 +632,24 @@ def test_gradients_of_a_batch_of_directions() -> None:
     one_by_one = [torch.autograd.grad(output, list(model.parameters()), d, retain_graph=True) for d in directions]
     for together, apart in zip(found, zip(*one_by_one, strict=True), strict=True):
         torch.testing.assert_close(together, torch.stack(apart))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "elements", "expected"),
+    [
+        ([3, 3, 3], 10, [[3, 3, 3]]),
+        ([3, 10, 3, 4, 3], 10, [[10], [3, 3, 4], [3]]),
+        ([3, 3], 1, [[3], [3]]),
+        ([], 10, []),
+    ],
+)
+def test_weights_share_a_border_up_to_so_many_elements(
+    sizes: list[int], elements: int, expected: list[list[int]]
+) -> None:
+    groups = list(_groups([(torch.zeros(size), None) for size in sizes], elements))
+    assert [[weight.numel() for weight, _ in group] for group in groups] == expected
+
+
+def test_weights_of_two_devices_share_no_border() -> None:
+    weights = [torch.zeros(2), torch.zeros(2, device="meta"), torch.zeros(2, device="meta")]
+    assert [len(group) for group in _groups([(weight, None) for weight in weights], 100)] == [1, 2]

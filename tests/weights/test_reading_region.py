@@ -302,27 +302,73 @@ def layers_of(cache: Any) -> list[Any]:
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}])
 @pytest.mark.parametrize("precision", ["bf16", "fp16-lean"])
 @pytest.mark.parametrize("name", CACHED)
-def test_a_cache_in_16_bits_gives_the_bits_of_one_in_fp32(name: str, precision: str, cache: dict[str, str]) -> None:
+def test_a_cache_in_16_bits_gives_the_bits_of_one_in_fp32(
+    name: str, precision: str, cache: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = CACHED[name]()
     runtime = attached(model, precision)
     found = generated(model, **cache)
     kept = {tensor.dtype for layer in layers_of(found.past_key_values) for tensor in (layer.keys, layer.values)}
     assert kept == {runtime.policy.compute}
-    reading = runtime.region._reading
-    assert isinstance(reading, ReadingRegion)
-    reading.lowers_attention = False
+    monkeypatch.setattr(ReadingRegion, "_lowers_attention", lambda region: False)
     expected = generated(model)  # a static cache in FP32 takes no values in 16 bits where a window slides
     assert torch.equal(found.sequences, expected.sequences)
     if not cache:  # attention over a static cache sums more zeros
         assert all(map(torch.equal, found.logits, expected.logits)) and len(found.logits) == 6
 
 
-@pytest.mark.parametrize("op", [F.scaled_dot_product_attention, torch.matmul])
-def test_a_cache_stays_in_fp32_for_attention_in_fp32(op: Callable[..., Any]) -> None:
-    model = llama()
-    attached(model, rules={op: "fp32"})
+@pytest.mark.parametrize(
+    "rule",
+    [F.scaled_dot_product_attention, torch.matmul, "*.self_attn:scaled_dot_product_attention", "*.self_attn:matmul"],
+)
+def test_a_cache_stays_in_fp32_for_attention_in_fp32(rule: Any) -> None:
+    model, ids = CACHED["Llama, eager" if "matmul" in str(rule) else "Llama"](), torch.arange(3, 9)[None]
+    attached(model, rules={rule: "fp32"})
     assert generated(model).past_key_values.layers[0].keys.dtype is torch.float32
     assert torch.equal(generated(model).sequences, generated(model, cache_implementation="static").sequences)
+    with torch.no_grad():
+        found = model(ids, use_cache=True).logits
+    assert torch.equal(found, model(ids, use_cache=True).logits)
+
+
+def test_a_rule_that_comes_later_counts() -> None:
+    model = CACHED["Llama"]()
+    runtime = attached(model)
+    assert generated(model).past_key_values.layers[0].keys.dtype is torch.bfloat16
+    runtime.add_rules({"*.self_attn:scaled_dot_product_attention": "fp32"})
+    assert generated(model).past_key_values.layers[0].keys.dtype is torch.float32
+
+
+def test_flex_attention_has_one_dtype() -> None:
+    model = small("Llama", attn_implementation="flex_attention")()
+    attached(model)
+    with torch.no_grad():
+        cache = model(torch.arange(3, 9)[None], use_cache=True).past_key_values
+    assert cache.layers[0].keys.dtype is torch.float32
+
+
+def test_a_cache_takes_its_arguments_by_name() -> None:
+    runtime = attached(llama())
+    cache, one = DynamicCache(), torch.ones(1, 1, 1, 1)
+    assert cache.update(key_states=one, value_states=one, layer_idx=0)[0].dtype is torch.float32
+    runtime.detach()
+
+
+@native
+def test_compiled_code_under_enable_grad_has_gradients() -> None:
+    class Inner(Block):
+        def forward(self, x: Tensor) -> Any:
+            with torch.enable_grad():
+                found = self.part(x).sum()
+                return torch.autograd.grad(found, list(self.part.parameters()), allow_unused=True)
+
+    model, x = Inner(), torch.randn(3, 256)
+    model.part = nn.Sequential(model.linear, nn.GELU())
+    model.part.compile(backend="aot_eager")
+    attached(model)
+    with torch.no_grad():
+        weight, bias = model(x)
+    assert weight is not None and weight.norm() > 0 and bias is not None
 
 
 def test_a_static_cache_that_was_made_in_fp32_takes_keys_in_16_bits() -> None:

@@ -18,8 +18,11 @@ LEAST_ELEMENTS = 2**16  # of a weight: products with smaller ones are left to th
 
 def may_be_traced(weight: Tensor) -> bool:
     """Whether a product with ``weight`` is to be this op: in code for ``torch.compile``, where it is large enough."""
-    # torch.export traces without Dynamo: its programs are for machines without this library.
-    return torch.compiler.is_dynamo_compiling() and weight.numel() >= LEAST_ELEMENTS
+    # An exported program is for machines without this library. torch 2.11's is_exporting() is always true in a trace.
+    is_exported = getattr(torch.compiler, "_is_exporting_flag", False)
+    is_for_us = torch.compiler.is_dynamo_compiling() and not is_exported
+    # The op has neither forward-mode derivatives nor rules for torch.func.
+    return is_for_us and not torch._C._are_functorch_transforms_active() and weight.numel() >= LEAST_ELEMENTS
 
 
 @torch.library.custom_op("hf_mp::product_through_fp32", mutates_args=(), device_types="cpu")
