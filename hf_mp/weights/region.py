@@ -24,6 +24,7 @@ from hf_mp.casting.tables import OPS, CastRule
 from hf_mp.weights.distributed import is_dtensor
 from hf_mp.weights.graph_inputs import lift_casts
 from hf_mp.weights.layout import WeightLayout
+from hf_mp.weights.region_losses import planned_losses
 from hf_mp.weights.working_copies import WatchedParameter
 from hf_mp.weights.working_weights import WorkingWeights
 
@@ -55,7 +56,7 @@ class Region(autocast):
         self.layout, self.sums_in_fp64 = layout, layout.policy.exact_generation
         self._no_backward, self._reading = no_backward, reading
         self._thread = _Thread()
-        self._plan = {**self._plan, **_OF_WEIGHTS}
+        self._plan = {**self._plan, **_OF_WEIGHTS, **planned_losses(self._plan)}
         self._shortcuts = _leaves(self._plan) | _norms(self, self._plan)
         if self.sums_in_fp64:
             self._check_sums()

@@ -6,11 +6,11 @@ from torch import nn
 
 from hf_mp.casting.replacements.activations import OneKernelActivations
 from hf_mp.casting.replacements.base import ModelReplacement
-from hf_mp.casting.replacements.causal_lm_loss import CausalLMLossReplacement
 from hf_mp.casting.replacements.fp32_norms import FP32Norms
+from hf_mp.casting.replacements.lm_losses import LMLossReplacement
 from hf_mp.casting.tables import TableName
 
-REPLACEMENTS: tuple[ModelReplacement, ...] = (CausalLMLossReplacement(), OneKernelActivations(), FP32Norms())
+REPLACEMENTS: tuple[ModelReplacement, ...] = (LMLossReplacement(), OneKernelActivations(), FP32Norms())
 
 
 def install_replacements(model: nn.Module, tables: TableName) -> None:

@@ -5,10 +5,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+)
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
-from hf_mp.casting.replacements.causal_lm_loss import CausalLMLoss
+from hf_mp.casting.replacements.lm_losses import CausalLMLoss, MaskedLMLoss
 from hf_mp.scaling.scalers import StaticLossScaler
 from hf_mp.step.mixed_precision import MixedPrecision
 
@@ -27,10 +36,19 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
+def modern_bert() -> ModernBertForMaskedLM:
+    torch.manual_seed(0)
+    config = ModernBertConfig(
+        num_hidden_layers=1, hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=64,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
+    )  # fmt: skip
+    return ModernBertForMaskedLM(config).eval()
+
+
 IDS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize("make", [gpt2, llama, modern_bert])
 @pytest.mark.parametrize(
     "settings",
     [{}, {"num_items_in_batch": 11}, {"num_items_in_batch": torch.tensor(11)}, {"ignore_index": 3}],
@@ -41,9 +59,9 @@ def test_value_and_gradients_are_those_of_the_original(make: Any, settings: dict
     def loss_and_gradients(original: bool) -> tuple[Tensor, list[Tensor | None]]:
         model = make()
         if original:
-            model.loss_function = ForCausalLMLoss
+            model.loss_function = ForMaskedLMLoss if make is modern_bert else ForCausalLMLoss
         MixedPrecision("bf16", loss_scaler=StaticLossScaler(1.0)).attach(model)
-        assert isinstance(model.loss_function, CausalLMLoss) is not original
+        assert isinstance(model.loss_function, MaskedLMLoss) is not original
         labels = IDS.masked_fill(IDS % 7 == 0, -100)
         if "ignore_index" in settings:
             labels = IDS
@@ -81,7 +99,7 @@ def test_a_loss_of_ones_own_and_other_kinds_of_loss_stay() -> None:
     assert model.loss_function is own
     runtime.detach()
     assert model.loss_function is own
-    bert = BertForMaskedLM(
+    bert = BertForSequenceClassification(
         BertConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=64)
     )
     MixedPrecision("fp16").attach(bert)
@@ -108,7 +126,7 @@ def test_compiled_models_and_transforms_use_the_original(monkeypatch: pytest.Mon
     model = gpt2()
     MixedPrecision("bf16").attach(model)
     plain = model(input_ids=IDS, labels=IDS).loss
-    monkeypatch.setattr("hf_mp.casting.replacements.causal_lm_loss.cross_entropy", None)  # not to be called
+    monkeypatch.setattr("hf_mp.casting.replacements.lm_losses.cross_entropy", None)  # not to be called
     compiled = torch.compile(model, backend="eager")
     # Attention is torch's own there, in BF16.
     torch.testing.assert_close(compiled(input_ids=IDS, labels=IDS).loss, plain, rtol=1e-4, atol=0)

@@ -1,0 +1,85 @@
+"""The losses of attached language models of Transformers, from FP16/BF16 logits as they are."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.nn import functional as F
+
+from hf_mp.casting.cpu.upcast import must_be_plain
+from hf_mp.casting.replacements.base import ModelReplacement
+from hf_mp.kernels.cross_entropy import cross_entropy
+
+
+class MaskedLMLoss:
+    """Takes the place of ``transformers.loss.loss_utils.ForMaskedLMLoss``: same arguments, same value.
+
+    That one casts all logits to FP32 first. Here :func:`hf_mp.kernels.cross_entropy.cross_entropy` does without. Where
+    its autograd function cannot be used (compiled code, ``torch.func``), the original is called.
+    """
+
+    loss_type = "ForMaskedLM"  # Transformers' name
+
+    def __call__(
+        self, logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        is_ordinary = type(logits) is Tensor or is_fake(logits)  # fake ones are those of an estimate of memory
+        if not is_ordinary or logits.dtype is torch.float64 or must_be_plain():
+            kwargs.update(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index)
+            return _original(self.loss_type)(logits, labels, vocab_size, **kwargs)
+        targets = self._targets(labels, ignore_index, **kwargs).reshape(-1).to(logits.device)
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = cross_entropy(logits.view(-1, vocab_size), targets, ignore_index=ignore_index, reduction=reduction)
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+    def _targets(self, labels: Tensor, ignore_index: int, **others: Any) -> Tensor:
+        return labels
+
+    def __deepcopy__(self, memo: Any) -> MaskedLMLoss:
+        return self
+
+    def __reduce__(self) -> Any:
+        # A pickled model is an ordinary one.
+        return _original, (self.loss_type,)
+
+
+class CausalLMLoss(MaskedLMLoss):
+    """The same for ``ForCausalLMLoss``, in which each token predicts the next: Transformers' default."""
+
+    loss_type = "ForCausalLM"
+
+    def _targets(self, labels: Tensor, ignore_index: int, shift_labels: Tensor | None = None, **others: Any) -> Tensor:
+        return F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
+
+
+def _original(loss_type: str) -> Any:
+    return sys.modules["transformers.loss.loss_utils"].LOSS_MAPPING[loss_type]
+
+
+class LMLossReplacement(ModelReplacement):
+    """Gives the Transformers models that would use the originals these losses; a loss of one's own stays."""
+
+    def install(self, model: nn.Module) -> None:
+        modeling, losses = (sys.modules.get(f"transformers.{name}") for name in ("modeling_utils", "loss.loss_utils"))
+        if modeling is None or losses is None:
+            return
+        ours = {_original(kind.loss_type): kind for kind in (MaskedLMLoss, CausalLMLoss)}
+        for module in model.modules():
+            if not isinstance(module, modeling.PreTrainedModel) or "_loss_function" in module.__dict__:
+                continue
+            default = _original(CausalLMLoss.loss_type)
+            kind = ours.get(losses.LOSS_MAPPING.get(str(getattr(module, "loss_type", None)), default))
+            if kind is not None:
+                module._loss_function = kind()
+
+    def remove(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module.__dict__.get("_loss_function"), MaskedLMLoss):
+                del module._loss_function

@@ -1,0 +1,48 @@
+"""``torch.nn.functional.cross_entropy`` in an attached forward, from 16-bit logits as they are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from hf_mp.casting.cpu.upcast import must_be_plain
+from hf_mp.casting.mode import PlannedCall, autocast
+from hf_mp.casting.tables import CastRule
+from hf_mp.kernels.cross_entropy import cross_entropy
+
+_FUNCTION = torch._C._nn.cross_entropy_loss  # of F.cross_entropy, and of nn.CrossEntropyLoss
+_REDUCTIONS = {1: "mean", 2: "sum"}  # by torch's numbers
+_SMALLEST = 2**16  # logits: with fewer, torch's few calls cost less than ours save
+_16_BITS = (torch.float16, torch.bfloat16)
+
+
+def planned_losses(plan: Mapping[Callable[..., Any], PlannedCall]) -> dict[Callable[..., Any], PlannedCall]:
+    """The entries of ``plan`` that a region takes over: those in FP32."""
+    entry = plan.get(_FUNCTION)
+    if entry is None or entry.rule is not CastRule.FP32:
+        return {}
+    return {_FUNCTION: entry._replace(handler=functools.partial(_cross_entropy, entry.handler))}
+
+
+def _cross_entropy(
+    planned: Callable[..., Any], region: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """The loss of a language model, without FP32 logits and FP32 gradients of all of them at once."""
+    if not kwargs and len(args) == 6 and not must_be_plain():
+        logits, labels, weight, reduction, ignore_index, smoothing = args
+        is_plain = weight is None and not smoothing and reduction in _REDUCTIONS
+        if is_plain and _are_rows_of_classes(logits, labels):
+            return cross_entropy(logits, labels, ignore_index=ignore_index, reduction=_REDUCTIONS[reduction])
+    return planned(region, name, func, args, kwargs)
+
+
+def _are_rows_of_classes(logits: Tensor, labels: Tensor) -> bool:
+    is_ordinary = type(logits) is Tensor or is_fake(logits)  # fake ones are those of an estimate of memory
+    if not is_ordinary or logits.dtype not in _16_BITS or logits.dim() != 2 or logits.numel() < _SMALLEST:
+        return False
+    return labels.dtype is torch.int64 and labels.shape == logits.shape[:1]
