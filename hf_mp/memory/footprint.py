@@ -217,8 +217,8 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, str, Kind, Tensor]]:
 
 def gradients_of(parameter: nn.Parameter) -> list[Tensor]:
     """The gradients of a parameter as stored: reading ``.grad`` of a split parameter would convert them."""
-    beside = [vars(parameter).get(name) for name in _GRADIENTS]
-    held = [_GRAD.__get__(parameter), *(found.value for found in beside if found is not None)]
+    scaled, read = (vars(parameter).get(name) for name in _GRADIENTS)
+    held = [_GRAD.__get__(parameter), None if scaled is None else scaled.value, read]
     return [gradient for gradient in held if gradient is not None]
 
 

@@ -37,8 +37,8 @@ class SplitParameter(nn.Parameter):
       version counter, which makes the whole parameter its own master. FP32 values that are copied into the parameter
       (``load_state_dict``) keep all their bits.
     - **Gradients are true for their readers.** Backward of an attached model leaves a gradient of the parameter's
-      dtype, still multiplied by the loss scale, next to ``.grad``. ``.grad`` gives it in FP32 and unscaled; what is
-      written there wins, and reading alone changes nothing. The wrapper reads it as it is
+      dtype, still multiplied by the loss scale, next to ``.grad``. ``.grad`` gives it in FP32 and unscaled; who
+      reads it may write it, so that from then on it is the gradient. The wrapper reads what nobody else read as it is
       (:func:`gradient_and_factor`), without the FP32 copy. A second gradient (of the next micro-batch) adds in FP32.
     - Copies and pickles: a deep copy is split as well; a pickle holds an ordinary FP32 parameter.
     """
@@ -47,7 +47,7 @@ class SplitParameter(nn.Parameter):
     is_saved_in_full: bool = False
     has_optimizer: bool = False  # whether a MasterWeightOptimizer updates the master
     _scaled: ScaledGradient | None = None
-    _read: tuple[Tensor, int] | None = None  # the true gradient that a reader of .grad was given, and its version
+    _read: Tensor | None = None  # the true gradient that a reader of .grad was given
     _version_seen: int
     _snapshot: Tensor | None = None
     _wants_true_gradients: bool
@@ -86,16 +86,15 @@ class SplitParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         if self._read is not None:
-            return self._read[0]
+            return self._read
         gradient = _GRAD.__get__(self)
         if gradient is not None and gradient.dtype in LOWER_PRECISION_DTYPES:
             gradient = gradient.to(torch.float32)
             _GRAD.__set__(self, gradient)
         if self._scaled is None:
             return gradient
-        value = self._true_gradient()
-        self._read = (value, value._version)
-        return value
+        self._read = self._true_gradient()
+        return self._read
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
@@ -112,13 +111,9 @@ class SplitParameter(nn.Parameter):
         return true if gradient is None else gradient.detach() + true
 
     def settle_gradient(self) -> None:
-        """Have what was written into a ``.grad`` that was read be the gradient."""
-        if self._read is None:
-            return
-        value, version = self._read
-        # Writes through `.data` and NumPy raise no version counter: values are compared.
-        if value._version != version or not torch.equal(value, self._true_gradient()):
-            self.grad = value
+        """Have a ``.grad`` that was read be the gradient: it may have been written, through ``.data`` or NumPy too."""
+        if self._read is not None:
+            self.grad = self._read
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
         """As ``Tensor.register_hook``; from now on backward leaves true FP32 gradients, which the hook sees."""
