@@ -8,7 +8,12 @@ from _stored import Stored, StoredResults
 _PEER = "torch.autocast bf16, GradScaler"
 _FLOOR = f"{_PEER}, bare function mode"
 _PARTS = ("forward", "backward", "clipping", "update", "step")
-_COUNTS = {"python_calls": "Python calls", "python_nodes": "nodes in Python", "kernels": "kernels"}
+_COUNTS = {
+    "python_calls": "Python calls",
+    "python_nodes": "nodes in Python",
+    "kernels": "kernels",
+    "host_reads": "reads",
+}
 
 
 def _where(stored: Stored) -> str:

@@ -98,6 +98,9 @@ class _Calls(BareMode):
         return super().__torch_function__(func, types, args, kwargs)
 
 
+_UNDISPATCHED = ("tolist", "numpy")  # reads that no dispatcher hears of
+
+
 class _Kernels(TorchDispatchMode):
     """Counts the operators that compute something, and those that hand a value to the host."""
 
@@ -121,11 +124,12 @@ def count(step: Step) -> dict[str, int]:
         step()
     with (kernels := _Kernels()):
         step()
-    calls = nodes = 0
+    calls = nodes = reads = 0
 
     def profile(frame: Any, event: str, arg: Any) -> None:
-        nonlocal calls, nodes
+        nonlocal calls, nodes, reads
         calls += event == "call"
+        reads += event == "c_call" and arg.__name__ in _UNDISPATCHED and isinstance(arg.__self__, torch.Tensor)
         nodes += event == "call" and frame.f_code is BackwardCFunction.apply.__code__
 
     gc.collect()  # whose callbacks would be counted
@@ -136,7 +140,8 @@ def count(step: Step) -> dict[str, int]:
     finally:
         sys.setprofile(None)
         gc.enable()
-    return {"python_calls": calls, "python_nodes": nodes, "kernels": kernels.kernels, "host_reads": kernels.reads}
+    reads += kernels.reads
+    return {"python_calls": calls, "python_nodes": nodes, "kernels": kernels.kernels, "host_reads": reads}
 
 
 def main(

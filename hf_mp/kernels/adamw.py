@@ -125,17 +125,25 @@ def _write_working(tensors: AdamWTensors, master: Tensor) -> None:
 
 
 @torch.no_grad()
-def adamw_(parameters: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None = None) -> None:
+def adamw_(
+    parameters: Sequence[AdamWTensors],
+    settings: AdamWSettings,
+    factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
     """Take a step of AdamW in place, for tensors of one device; FP32 tensors are contiguous.
 
     On a CPU, what this writes is bit for bit what :func:`adamw_by_torch` writes. ``factor``, FP32 of one element, is
-    the inverse loss scale times the clip coefficient; None for 1.
+    the inverse loss scale times the clip coefficient; None for 1. Nothing is written where ``found_inf``, FP32 of
+    shape (), is not 0.
     """
     if chosen("adamw", [tensors.gradient for tensors in parameters]) is not None:
         read = [tensor for tensors in parameters for tensor in (tensors.gradient, *tensors.floating_state())]
         if (kernel := chosen("adamw", read)) is not None:
-            kernel(parameters, settings, factor)
+            kernel(parameters, settings, factor, found_inf)
             return
+    if found_inf is not None and found_inf.item():
+        return
     for batch in _batches(parameters):
         if not _has_blocks(batch[0]):
             adamw_by_torch(batch[0], settings, factor)

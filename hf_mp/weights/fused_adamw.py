@@ -21,33 +21,35 @@ from hf_mp.weights.working_copies import WorkingCopies
 Given = tuple[AdamWTensors, Tensor | None]
 
 
-def step_split(optimizer: Optimizer, parameters: list[nn.Parameter]) -> bool:
+def step_split(
+    optimizer: Optimizer, parameters: list[nn.Parameter], found_inf: Tensor | None = None
+) -> list[nn.Parameter]:
     """Update those split ``parameters`` of which :func:`hf_mp.kernels.adamw.adamw_` does what ``optimizer`` would.
 
     That is ``torch.optim.AdamW`` and ``Adam`` with ``fused=True``, without ``amsgrad``: on a CPU large ones one by one,
-    each gradient freed at once; on a GPU in one launch of the Triton kernel. Tells whether any was; what was not keeps
-    its gradient.
+    each gradient freed at once; on a GPU in one launch of the Triton kernel. Gives those that were. With ``found_inf``,
+    FP32 of shape (), nothing is written where it is not 0, and gradients stay.
     """
+    stepped: list[nn.Parameter] = []
     if not _is_fused_adam(optimizer, vars(optimizer).get("step")):
-        return False
+        return stepped
     wanted = set(map(id, parameters))  # a tensor's own hash is slow, where this is called for one parameter at a time
-    stepped = False
     for settings, group in _groups(optimizer):
         batches: dict[tuple[torch.device, Tensor | None], list[tuple[nn.Parameter, AdamWTensors]]] = {}
         for parameter in group:
             if id(parameter) not in wanted or (given := _split_tensors(optimizer, parameter)) is None:
                 continue
             tensors, factor = given
-            stepped = True
+            stepped.append(parameter)
             if parameter.device.type == "cpu" and not is_small(tensors.gradient):
-                adamw_([tensors], settings, factor)
-                _finish_split(parameter)
+                adamw_([tensors], settings, factor, found_inf)
+                _finish_split(parameter, keeps_gradient=found_inf is not None)
             else:
                 batches.setdefault((parameter.device, factor), []).append((parameter, tensors))
         for (_, factor), batch in batches.items():
-            adamw_([tensors for _, tensors in batch], settings, factor)
+            adamw_([tensors for _, tensors in batch], settings, factor, found_inf)
             for parameter, _ in batch:
-                _finish_split(parameter)
+                _finish_split(parameter, keeps_gradient=found_inf is not None)
     if stepped:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # for LR schedulers made before
     return stepped
@@ -56,8 +58,12 @@ def step_split(optimizer: Optimizer, parameters: list[nn.Parameter]) -> bool:
 def can_skip(optimizer: Optimizer, own_step: Callable[..., Any] | None) -> bool:
     """Whether the step of ``optimizer`` skips by itself where its ``found_inf`` is 1, and nobody hears of a step.
 
-    ``own_step`` is what stood in the place of its class's ``step`` before it was guarded.
+    ``own_step`` is what stood in the place of its class's ``step`` before it was guarded. Of a
+    :class:`~hf_mp.weights.optimizer.MasterWeightOptimizer` with split masters, the wrapped one skips.
     """
+    if own_step is None and getattr(optimizer, "layout", None) == "split" and not has_hooks(optimizer):
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+        own_step = vars(optimizer).get("step")
     is_fused = _is_fused_adam(optimizer, own_step) and all(group.get("fused") for group in optimizer.param_groups)
     return is_fused and not has_hooks(optimizer)
 
@@ -190,7 +196,8 @@ def _moments(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[Tensor, Ten
     return moments if fit else None
 
 
-def _finish_split(parameter: nn.Parameter) -> None:
+def _finish_split(parameter: nn.Parameter, *, keeps_gradient: bool) -> None:
     assert isinstance(parameter, SplitParameter)
     note_written_halves(parameter)
-    parameter.grad = None
+    if not keeps_gradient:
+        parameter.grad = None

@@ -132,6 +132,8 @@ class MasterWeightOptimizer(Optimizer):
                 "wrapper's step(), the object that MasterWeightOptimizer(...) or prepare(...) returned"
             )
 
+    _refuse_direct_step.only_refuses = True  # type: ignore[attr-defined]
+
     def _adopt(self, parameters: list[nn.Parameter]) -> None:
         parameters[:] = [getattr(parameter, "local", parameter) for parameter in parameters]  # in the place of shards
         for parameter in parameters:
@@ -195,6 +197,8 @@ class MasterWeightOptimizer(Optimizer):
         parameters = self._parameters()
         for parameter in parameters if self._loaded else ():
             self._take_over_loaded(parameter)
+        if (found_inf := vars(self).get("found_inf")) is not None:
+            return self._step_unless(found_inf, parameters)
         stepped = self._step_in_place(parameters)
         if not stepped or any(map(has_gradient, parameters)):
             for bucket in self._buckets():
@@ -208,6 +212,13 @@ class MasterWeightOptimizer(Optimizer):
             self._take_over_loaded(parameter)
         self._step_in_place(parameters)
         if left := [parameter for parameter in parameters if has_gradient(parameter)]:
+            self._step_on(left)
+
+    def _step_unless(self, found_inf: Tensor, parameters: list[nn.Parameter]) -> None:
+        """Queue a step that the device skips where ``found_inf`` is not 0; the host reads it for what no kernel has."""
+        stepped = set(map(id, step_split(self.optimizer, parameters, found_inf)))
+        left = [parameter for parameter in parameters if id(parameter) not in stepped and has_gradient(parameter)]
+        if left and not found_inf.item():
             self._step_on(left)
 
     def _step_in_place(self, parameters: list[nn.Parameter]) -> bool:

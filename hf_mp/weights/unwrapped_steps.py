@@ -29,9 +29,9 @@ def refuse_unwrapped_steps() -> None:
 
 def has_hooks(optimizer: Any) -> bool:
     """Whether a step of ``optimizer`` calls hooks of anybody else."""
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    before_all = [hook for hook in _global_optimizer_pre_hooks.values() if hook is not _refuse]
-    return any((*own, before_all, _global_optimizer_post_hooks))
+    before = (*optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values())
+    after = optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks
+    return bool(after) or not all([hasattr(hook, "only_refuses") for hook in before])
 
 
 def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -44,6 +44,9 @@ def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
                 f"this {type(optimizer).__name__} would round its updates to the 16 bits in which a lean layout stores "
                 "weights: step what attach_optimizer(optimizer) or prepare(model, optimizer, ...) returns, or detach()"
             )
+
+
+_refuse.only_refuses = True  # type: ignore[attr-defined]
 
 
 def _lacks_master(parameter: Any) -> bool:

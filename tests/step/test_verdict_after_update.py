@@ -4,38 +4,41 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from host_reads import host_reads
 from torch import Tensor, nn
 
 import hf_mp
-from hf_mp.weights import seen_gradients
+from hf_mp.kernels import adamw, split
+from hf_mp.weights import fused_adamw, noted_norms, seen_gradients
+from hf_mp.weights.fused_adamw import _split_tensors as split_tensors
 
-READS = ("tolist", "item", "__bool__", "__float__", "__int__", "cpu", "numpy")
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host waits for a CPU's values as it would for a GPU's."""
+    """The host waits for a CPU's values as it would for a GPU's, and lean updates are those of a kernel."""
     monkeypatch.setattr(seen_gradients, "_SKIP_BY_THEMSELVES", ("cpu",))
+    monkeypatch.setattr(noted_norms, "_is_noted", lambda norm: False)
+    monkeypatch.setattr(split, "_is_ordinary", lambda value: False)
+    monkeypatch.setattr(adamw, "chosen", lambda name, tensors: launched)
 
 
-@pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happened in a step: ``"read"`` for each value that the host asked for, ``"update"`` for the kernel."""
-    found: list[str] = []
-
-    def noted(event: str, original: Any) -> Any:
-        return lambda *args, **kwargs: (found.append(event), original(*args, **kwargs))[1]
-
-    for name in READS:
-        monkeypatch.setattr(Tensor, name, noted("read", getattr(Tensor, name)))
-    monkeypatch.setattr(torch, "_fused_adamw_", noted("update", torch._fused_adamw_))
-    return found
+def launched(
+    parameters: Sequence[adamw.AdamWTensors], settings: Any, factor: Tensor | None, found_inf: Tensor | None
+) -> None:
+    """As the Triton kernel: reads nothing on the host, and leaves all as it is where ``found_inf`` is 1."""
+    for tensors in parameters:
+        written = [tensors.step, *tensors.state()]
+        before = [tensor.clone() for tensor in written]
+        adamw.adamw_by_torch(tensors, settings, factor)
+        for now, then in zip(written, before, strict=True):
+            now.copy_(now if found_inf is None else torch.where(found_inf == 0, now, then))
 
 
 def prepared(make: Make, precision: str = "fp16") -> tuple[nn.Module, Any]:
@@ -55,25 +58,34 @@ def fused(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
 
 def state_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
     moments = [value for state in optimizer.state.values() for value in state.values()]
-    return [tensor.detach().clone() for tensor in (*model.parameters(), *moments)]
+    masters = map(optimizer.master, model.parameters()) if hasattr(optimizer, "master") else ()
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *masters, *moments)]
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_a_good_step_reads_once_and_after_the_update(precision: str, events: list[str]) -> None:
+@pytest.mark.parametrize("clip", [None, 1e-3, 1e3])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp16-lean", "bf16-lean"])
+def test_a_good_step_reads_once_and_after_the_update(precision: str, clip: float | None) -> None:
     model, optimizer = prepared(fused, precision)
-    for seed in range(3):
-        backward(model, seed)
-        events.clear()
-        optimizer.step()
-        assert events == ["update", "read"] and not optimizer.step_was_skipped
-        optimizer.zero_grad()
+    for seed in range(5):
+        with host_reads() as events:
+            backward(model, seed)
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            before = list(events)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not optimizer.step_was_skipped
+        if seed >= 2:  # the first forwards make the working copies, and look whether others hold their masters
+            assert not before
+            assert events.count("read") == 1 and events[-1] == "read" and "update" in events
 
 
 @pytest.mark.parametrize("clip", [None, 1e-3])
-def test_weights_are_those_of_reading_first(clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean", "bf16-lean"])
+def test_weights_are_those_of_reading_first(precision: str, clip: float | None, request: pytest.FixtureRequest) -> None:
     def trained() -> list[Tensor]:
-        model, optimizer = prepared(fused)
+        model, optimizer = prepared(fused, precision)
         for seed in range(6):
             backward(model, seed, math.inf if seed == 3 else 1.0)
             if clip is not None:
@@ -84,22 +96,24 @@ def test_weights_are_those_of_reading_first(clip: float | None, monkeypatch: pyt
         return state_of(model, optimizer)
 
     expected = trained()
-    monkeypatch.setattr(seen_gradients, "_SKIP_BY_THEMSELVES", ("cpu",))
+    request.getfixturevalue("as_on_a_gpu")
     assert all(map(torch.equal, trained(), expected))
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("factor", [math.inf, math.nan, 2.0**80])
-def test_a_step_that_the_device_skips_changes_nothing(factor: float, events: list[str]) -> None:
-    model, optimizer = prepared(fused, "bf16")
+@pytest.mark.parametrize("precision", ["bf16", "bf16-lean"])
+def test_a_step_that_the_device_skips_changes_nothing(precision: str, factor: float) -> None:
+    model, optimizer = prepared(fused, precision)
     backward(model, 0)
     optimizer.step()
     optimizer.zero_grad()
     before = copy.deepcopy(state_of(model, optimizer))
     backward(model, 1, factor)
-    events.clear()
-    optimizer.step()
-    assert events[:2] == ["update", "read"] and optimizer.step_was_skipped
+    with host_reads() as events:
+        optimizer.step()
+    assert events.index("read") > events.index("update") and optimizer.step_was_skipped
+    assert all(parameter.grad is not None for parameter in model.parameters())  # for reports of the overflow
     assert all(map(torch.equal, state_of(model, optimizer), before))
     assert not hasattr(optimizer, "found_inf")
 
@@ -121,3 +135,18 @@ def test_an_optimizer_that_cannot_skip_waits(kind: str, monkeypatch: pytest.Monk
     optimizer.step()
     assert optimizer.step_was_skipped and not steps and not optimizer.state
     assert all(map(torch.equal, state_of(model, optimizer), before))
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("factor", [1.0, math.inf])
+def test_lean_weights_without_a_kernel_are_skipped_as_well(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = prepared(fused, "fp16-lean")
+    whole = model[0].weight
+    monkeypatch.setattr(fused_adamw, "_split_tensors", lambda optimizer, parameter: (
+        None if parameter is whole else split_tensors(optimizer, parameter)
+    ))  # fmt: skip
+    before = [optimizer.master(parameter).clone() for parameter in model.parameters()]
+    backward(model, 0, factor)
+    optimizer.step()
+    changed = [not torch.equal(optimizer.master(p), b) for p, b in zip(model.parameters(), before, strict=True)]
+    assert changed == [factor == 1.0] * len(before)
