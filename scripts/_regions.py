@@ -119,11 +119,11 @@ def update(results: StoredResults) -> str:
         [
             paragraph(
                 f"The update of {stored['parameters'].number / 1e6:.0f}M parameters, from the gradients after backward "
-                "to refreshed working copies, compared with GradScaler, `clip_grad_norm_`, fused AdamW and casting the "
-                f"weights; and each with bitsandbytes' AdamW8bit ({script('bench_update')}). The floor reads gradients "
-                "twice, reads and writes masters and moments, and writes working copies:"
+                "to refreshed working copies, compared with GradScaler (in FP16), `clip_grad_norm_`, fused AdamW and "
+                f"casting the weights; and each with bitsandbytes' AdamW8bit ({script('bench_update')}). The floor "
+                "reads gradients twice, reads and writes masters and moments, and writes working copies:"
             ),
-            table(("", "seconds", "times torch.amp's", "floor, seconds", "times its floor"), rows),
+            table(("", "seconds", "times torch's", "floor, seconds", "times its floor"), rows),
         ]
     )
 

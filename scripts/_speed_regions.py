@@ -21,8 +21,11 @@ def _where(stored: Stored) -> str:
 
 
 def _ratio(stored: Stored, name: str) -> str:
-    """One of the ratios, or nothing where it was not measured."""
-    return f"{stored[name].number:.2f}" if name in stored else ""
+    """One of the ratios, with its spread where that was stored, or nothing where it was not measured."""
+    if name not in stored:
+        return ""
+    spread = f" ± {stored[f'{name}_spread'].number:.2f}" if f"{name}_spread" in stored else ""
+    return f"{stored[name].number:.2f}{spread}"
 
 
 def _fp16_product(stored: Stored) -> str:
@@ -56,16 +59,23 @@ def host_parts(results: StoredResults) -> str:
 
 
 def architectures(results: StoredResults) -> str:
-    """A step of many kinds of models, bf16 and its floor over torch.autocast, and fp16 over FP32."""
-    stored = results("bench_architectures")
+    """A step of many kinds of models, bf16 and its floor over torch.autocast, and fp16 over FP32, at two batch sizes."""
+    few, many = results("bench_architectures"), results("bench_architectures_4")
     ratios = ("bf16_to_torch_autocast", "bf16_floor_to_torch_autocast", "fp16_to_fp32")
-    rows = [[name, *(f"{row[ratio].number:.2f}" for ratio in ratios)] for name, row in stored["architectures"].parts()]
-    medians = ["median", *(f"{stored['medians'][ratio].number:.2f}" for ratio in ratios)]
+    larger = dict(many["architectures"].parts())
+    rows = [
+        [name, *(_ratio(stored, ratio) for stored in (row, larger[name]) for ratio in ratios)]
+        for name, row in few["architectures"].parts()
+    ]
+    medians = ["median", *(_ratio(stored["medians"], ratio) for stored in (few, many) for ratio in ratios)]
     text = paragraph(
-        f"A training step of small models of many kinds ({script('bench_architectures')}; {_where(stored)}). The floor "
-        f"is a model that is BF16 throughout, its optimizer's state too. {_fp16_product(stored)}:"
+        f"A training step of small models of many kinds ({script('bench_architectures')}; {_where(few)}), with small "
+        f"batches (two sequences of 128 tokens, four images) and with {many['times'].number:.0f} times as much. The "
+        f"floor is a model that is BF16 throughout, its optimizer's state too. {_fp16_product(few)}:"
     )
-    return f"{text}\n\n{table(('', '`bf16` / `torch.autocast`', 'floor', '`fp16` / FP32'), [*rows, medians])}"
+    columns = ("`bf16` / `torch.autocast`", "floor", "`fp16` / FP32")
+    times = f"{many['times'].number:.0f} times: "
+    return f"{text}\n\n{table(('', *columns, times + columns[0], *columns[1:]), [*rows, medians])}"
 
 
 def compiled_models(results: StoredResults) -> str:

@@ -1,20 +1,21 @@
 """A training step of many kinds of models: decoders, encoders, both, vision, convolution, speech, MoE, state space.
 
     python scripts/bench_architectures.py
+    python scripts/bench_architectures.py --times 4  # four times the tokens, images, sounds in a batch
     python scripts/bench_architectures.py --only "BERT,ResNet-50" --rounds 5
 
 Forward, backward, clipping and a fused AdamW update of models with random weights, made from their Transformers
 configurations; the contenders take turns of two steps, of which the second is timed. The floor is the model in BF16
-throughout: no cast, no FP32 gradient, an update of half the bytes. Stores
-``scripts/results/bench_architectures.json``: medians, spreads, ``bf16`` and the floor over ``torch.autocast`` in BF16,
-``fp16`` over FP32, and the time of a product alone in each dtype.
+throughout: no cast, no FP32 gradient, an update of half the bytes. Stores ``bench_architectures.json``, or
+``bench_architectures_4.json``, in ``scripts/results/``: medians, spreads, ``bf16`` and the floor over
+``torch.autocast`` in BF16, ``fp16`` over FP32, and the time of a product alone in each dtype.
 """
 
 from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,6 +53,14 @@ class Architecture:
     model: Callable[[], nn.Module]
     inputs: Callable[[], Inputs]
 
+    def batch(self, times: int = 1) -> Inputs:
+        """Inputs of one forward: so many drawn, in one batch."""
+        drawn = [self.inputs() for _ in range(times)]
+        return {
+            name: torch.cat([inputs[name] for inputs in drawn]) if value.dim() else value
+            for name, value in drawn[0].items()
+        }
+
 
 def made(kind: str, task: str, **settings: Any) -> Callable[[], nn.Module]:
     """Makes a model of Transformers, ``<kind><task>``, from its configuration."""
@@ -83,7 +92,7 @@ def padded(batch: int = 4, length: int = 128) -> Inputs:
     return language(batch, length, attention_mask=mask)
 
 
-def _images(size: int = 96, batch: int = 4) -> Inputs:
+def images(size: int = 96, batch: int = 4) -> Inputs:
     return {"pixel_values": torch.randn(batch, 3, size, size), "labels": torch.randint(2, (batch,))}
 
 
@@ -123,8 +132,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "T5 3+3 x 512": Architecture(
         made("T5", "ForConditionalGeneration", **_SEQ2SEQ, num_layers=3, num_decoder_layers=3), language
     ),
-    "ViT 6 x 384": Architecture(made("ViT", _IMAGE, **layers(6, 384, 6), image_size=160), lambda: _images(160)),
-    "ResNet-50": Architecture(made("ResNet", _IMAGE), _images),
+    "ViT 6 x 384": Architecture(made("ViT", _IMAGE, **layers(6, 384, 6), image_size=160), lambda: images(160)),
+    "ResNet-50": Architecture(made("ResNet", _IMAGE), images),
     "Whisper 2+2 x 256": Architecture(
         made("Whisper", "ForConditionalGeneration", **_SEQ2SEQ, **_WHISPER, max_source_positions=400), _spectrograms
     ),
@@ -145,14 +154,20 @@ ARCHITECTURES: dict[str, Architecture] = {
     "wav2vec2 3 x 256": Architecture(
         made("Wav2Vec2", "ForSequenceClassification", **layers(3, 256, 4), conv_dim=(128,) * 7), _speech
     ),
-    "ConvNeXt": Architecture(made("ConvNext", _IMAGE), _images),
+    "ConvNeXt": Architecture(made("ConvNext", _IMAGE), images),
 }
 
 
 def make_step(
-    architecture: Architecture, contender: str, device: str = DEFAULT_DEVICE, backend: str = "inductor", **settings: Any
+    architecture: Architecture,
+    contender: str,
+    device: str = DEFAULT_DEVICE,
+    *,
+    times: int = 1,
+    backend: str = "inductor",
+    **settings: Any,
 ) -> Callable[[], None]:
-    """One training step of a fresh model: forward, backward, clipping, update.
+    """One training step of a fresh model: forward, backward, clipping, update; ``times`` as for its batch.
 
     Compiled by ``backend`` where ``contender`` ends in ``" compiled"``; ``settings`` are those of ``hf_mp.prepare``.
     """
@@ -164,7 +179,7 @@ def make_step(
     dtype = next(model.parameters()).dtype  # of the floor, images and sounds too
     inputs = {
         name: value.to(device, dtype if value.is_floating_point() else None)
-        for name, value in architecture.inputs().items()
+        for name, value in architecture.batch(times).items()
     }
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if base.startswith("hf_mp "):
@@ -183,16 +198,26 @@ def make_step(
     return step
 
 
-def measure(name: str, rounds: int, device: str) -> dict[str, Any]:
+def measure(name: str, rounds: int, device: str, times: int = 1) -> dict[str, Any]:
     """Medians and spreads of all contenders and of the floor, and their ratios."""
     names = (*CONTENDERS, f"{WHOLE}bf16")
-    steps = {contender: make_step(ARCHITECTURES[name], contender, device) for contender in names}
-    timings = {c: median_and_spread(s) for c, s in alternate(steps, rounds=rounds, warmup=2, untimed=1).items()}
-    median = {contender: timing.median_seconds for contender, timing in timings.items()}
+    steps = {contender: make_step(ARCHITECTURES[name], contender, device, times=times) for contender in names}
+    seconds = alternate(steps, rounds=rounds, warmup=2, untimed=1)
     return {
-        "contenders": {contender: timing._asdict() for contender, timing in timings.items()},
-        **{ratio: median[one] / median[other] for ratio, (one, other) in RATIOS.items()},
+        "contenders": {contender: median_and_spread(found)._asdict() for contender, found in seconds.items()},
+        **ratios_of(seconds, RATIOS),
     }
+
+
+def ratios_of(seconds: Mapping[str, Sequence[float]], ratios: Mapping[str, tuple[str, str]]) -> dict[str, float]:
+    """Ratios of medians, and under ``<name>_spread`` the interquartile range of those of single rounds."""
+    found = {}
+    for ratio, (one, other) in ratios.items():
+        if one in seconds and other in seconds:
+            rounds = [left / right for left, right in zip(seconds[one], seconds[other], strict=True)]
+            found[ratio] = statistics.median(seconds[one]) / statistics.median(seconds[other])
+            found[f"{ratio}_spread"] = median_and_spread(rounds).spread_seconds
+    return found
 
 
 def native_dtypes(device: str) -> list[str]:
@@ -230,16 +255,19 @@ def choose(only: str | None, names: Iterable[str]) -> list[str]:
 def main(
     only: Annotated[str | None, typer.Option(help="beginnings of names, comma-separated; default: all")] = None,
     rounds: Annotated[int, typer.Option(help="timed steps of each contender")] = 7,
+    times: Annotated[int, typer.Option(help="how many times the inputs of a forward; stored under another name")] = 1,
     device: str = DEFAULT_DEVICE,
     name: str = "bench_architectures",
     output_dir: Path = RESULTS,
 ) -> None:
     """Train a step of each architecture the four ways, in turns; store medians, spreads and ratios."""
     logging.set_verbosity_error()
-    found = {architecture: measure(architecture, rounds, device) for architecture in choose(only, ARCHITECTURES)}
+    found = {one: measure(one, rounds, device, times) for one in choose(only, ARCHITECTURES)}
     medians = {ratio: statistics.median(row[ratio] for row in found.values()) for ratio in RATIOS}
-    payload = {"architectures": found, "medians": medians, "product_seconds": time_products(rounds, device)}
-    path = save_result(name, payload, directory=output_dir)
+    payload = {
+        "architectures": found, "medians": medians, "times": times, "product_seconds": time_products(rounds, device)
+    }  # fmt: skip
+    path = save_result(name if times == 1 else f"{name}_{times}", payload, directory=output_dir)
     rows = [(one, *(number(row[ratio], 2) for ratio in RATIOS)) for one, row in {**found, "median": medians}.items()]
     show_table("A training step", ("model", *RATIOS), rows)
     print(f"stored in {path.name}")

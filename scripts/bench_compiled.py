@@ -30,12 +30,14 @@ from bench_architectures import (
     WHOLE,
     Architecture,
     choose,
+    images,
     language,
     layers,
     made,
     make_step,
     native_dtypes,
     padded,
+    ratios_of,
     time_products,
 )
 
@@ -51,6 +53,9 @@ MODELS: dict[str, Architecture] = {
     "GPT-2 2 x 768": Architecture(made("GPT2", "LMHeadModel", n_layer=2, n_embd=768, n_head=12, **_GPT2), language),
     "Llama 2 x 512, GQA": Architecture(made("Llama", "ForCausalLM", **layers(2, 512), **_LLAMA), language),
     "BERT 2 x 512": Architecture(made("Bert", "ForMaskedLM", **layers(2, 512), **_BERT), padded),
+    "ConvNeXt 1+1": Architecture(
+        made("ConvNext", "ForImageClassification", num_stages=2, hidden_sizes=[96, 192], depths=[1, 1]), images
+    ),
 }
 RATIOS = {
     "bf16_to_torch_autocast": ("hf_mp bf16", PEER),
@@ -66,15 +71,11 @@ def measure(architecture: Architecture, rounds: int, device: str) -> dict[str, A
     floors = [f"{WHOLE}{dtype}" for dtype in native_dtypes(device) if dtype != "fp32"]
     names = [*CONTENDERS, *(contender + COMPILED for contender in (*CONTENDERS, *floors))]
     steps = {name: make_step(architecture, name, device) for name in names}
-    timings = {name: median_and_spread(s) for name, s in alternate(steps, rounds=rounds, warmup=3, untimed=1).items()}
-    median = {name: timing.median_seconds for name, timing in timings.items()}
+    seconds = alternate(steps, rounds=rounds, warmup=3, untimed=1)
+    compiled = {name.removesuffix(COMPILED): found for name, found in seconds.items() if name.endswith(COMPILED)}
     return {
-        "contenders": {name: timing._asdict() for name, timing in timings.items()},
-        **{
-            ratio: median[mine + COMPILED] / median[theirs + COMPILED]
-            for ratio, (mine, theirs) in RATIOS.items()
-            if mine + COMPILED in median
-        },
+        "contenders": {name: median_and_spread(found)._asdict() for name, found in seconds.items()},
+        **ratios_of(compiled, RATIOS),
         "counts": count_graphs(architecture, device),
     }
 

@@ -3,10 +3,10 @@
     python scripts/bench_update.py                       # GPT-2 124M
     python scripts/bench_update.py --layers 2 --vocab 1000 --rounds 3   # a quick look
 
-torch: GradScaler's unscaling, ``clip_grad_norm_``, fused AdamW, and the casts of the weights that autocast makes in
-the next forward; the same with bitsandbytes' AdamW8bit in AdamW's place. FlashOptim's FlashAdamW (arXiv 2602.23349), on
-a GPU where it is installed: 16-bit gradients clipped by their global norm, and its update of 24-bit weights with 8-bit
-state. Ours: the measurement when backward ends, the Trainer's clipping, the guarded step, the refreshed working copies.
+torch: GradScaler's unscaling (in FP16), ``clip_grad_norm_``, fused AdamW, and the casts of the weights that autocast
+makes in the next forward; the same with bitsandbytes' AdamW8bit in AdamW's place. FlashOptim's FlashAdamW (arXiv
+2602.23349), on a GPU where it is installed: 16-bit gradients clipped by their global norm, and its update of 24-bit
+weights with 8-bit state. Ours: the measurement when backward ends, the Trainer's clipping, the guarded step, the refreshed working copies.
 
 The floor is what each has to move in two passes (one for the norm, one for the update), at the bandwidth of a copy
 measured in the same run. Stores ``scripts/results/bench_update.json``.
@@ -42,7 +42,6 @@ from hf_mp.weights.split_parameter import SplitParameter
 
 Step = Callable[[], None]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
-PEER = "torch.amp"
 _LR = 1e-5
 
 
@@ -63,11 +62,12 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [torch.randn(parameter.shape, device=parameter.device) * 1e-3 for parameter in model.parameters()]
 
 
-def torch_step(workload: Workload, make: MakeOptimizer) -> Step:
-    """torch.amp's way: gradients come scaled, weights are cast anew in each forward."""
+def torch_step(workload: Workload, make: MakeOptimizer, dtype: torch.dtype = torch.float16) -> Step:
+    """torch.amp's way: gradients come scaled in FP16, weights are cast anew in each forward."""
     model = workload.model()
     optimizer = make(model.parameters())
-    scaler = torch.amp.GradScaler(workload.device, init_scale=1.0, growth_interval=10**9)
+    is_scaled = dtype is torch.float16
+    scaler = torch.amp.GradScaler(workload.device, init_scale=1.0, growth_interval=10**9, enabled=is_scaled)
     scaler.scale(torch.zeros((), device=workload.device))
     given = gradients(model)
 
@@ -78,7 +78,7 @@ def torch_step(workload: Workload, make: MakeOptimizer) -> Step:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
-        copies = rounded_copies(model, torch.float16)
+        copies = rounded_copies(model, dtype)
         del copies
 
     return step
@@ -92,8 +92,8 @@ def our_step(workload: Workload, precision: str, make: MakeOptimizer) -> Step:
     runtime.check.measures_norm = True
     optimizer = runtime.attach_optimizer(make(model.parameters()))
     given = gradients(model)
-    if runtime.policy.is_lean:  # as backward leaves them: in FP16, still scaled
-        given = [(gradient * runtime.scaler.get_scale()).half() for gradient in given]
+    if runtime.policy.is_lean:  # as backward leaves them: in 16 bits, still scaled
+        given = [(gradient * runtime.scaler.get_scale()).to(runtime.policy.compute) for gradient in given]
     else:
         for parameter in model.parameters():
             runtime.layout.copies.get(parameter)
@@ -144,12 +144,14 @@ class UpdateContender:
         update: what it has to move.
         package: what it needs besides torch.
         needs_gpu: whether it runs on a GPU alone.
+        peer: the contender of torch's that does the same.
     """
 
     make: Callable[[Workload], Step]
     update: UpdateBytes
     package: str | None = None
     needs_gpu: bool = False
+    peer: str = "torch.amp"
 
     def why_not_here(self, device: str) -> str | None:
         """None where it can run."""
@@ -164,15 +166,22 @@ class UpdateContender:
 
 
 _BNB = "bitsandbytes"
-PEER_8BIT = "torch.amp + AdamW8bit"
+_IN_BF16, _IN_8BIT = "torch.amp bf16", "torch.amp + AdamW8bit"
+_MIXED, _LEAN = UpdateBytes(4, 4, 8, 2), UpdateBytes(2, 4, 8)
+_MIXED_8BIT, _LEAN_8BIT = UpdateBytes(4, 4, 2, 2), UpdateBytes(2, 4, 2)
 CONTENDERS = {
-    PEER: UpdateContender(lambda w: torch_step(w, fused_adamw), UpdateBytes(4, 4, 8, 2)),
-    "hf_mp fp16": UpdateContender(lambda w: our_step(w, "fp16", fused_adamw), UpdateBytes(4, 4, 8, 2)),
-    "hf_mp fp16-lean": UpdateContender(lambda w: our_step(w, "fp16-lean", fused_adamw), UpdateBytes(2, 4, 8)),
-    PEER_8BIT: UpdateContender(lambda w: torch_step(w, adamw_8bit), UpdateBytes(4, 4, 2, 2), _BNB),
-    "hf_mp fp16 + AdamW8bit": UpdateContender(lambda w: our_step(w, "fp16", adamw_8bit), UpdateBytes(4, 4, 2, 2), _BNB),
+    "torch.amp": UpdateContender(lambda w: torch_step(w, fused_adamw), _MIXED),
+    "hf_mp fp16": UpdateContender(lambda w: our_step(w, "fp16", fused_adamw), _MIXED),
+    "hf_mp fp16-lean": UpdateContender(lambda w: our_step(w, "fp16-lean", fused_adamw), _LEAN),
+    _IN_BF16: UpdateContender(lambda w: torch_step(w, fused_adamw, torch.bfloat16), _MIXED, peer=_IN_BF16),
+    "hf_mp bf16": UpdateContender(lambda w: our_step(w, "bf16", fused_adamw), _MIXED, peer=_IN_BF16),
+    "hf_mp bf16-lean": UpdateContender(lambda w: our_step(w, "bf16-lean", fused_adamw), _LEAN, peer=_IN_BF16),
+    _IN_8BIT: UpdateContender(lambda w: torch_step(w, adamw_8bit), _MIXED_8BIT, _BNB, peer=_IN_8BIT),
+    "hf_mp fp16 + AdamW8bit": UpdateContender(
+        lambda w: our_step(w, "fp16", adamw_8bit), _MIXED_8BIT, _BNB, peer=_IN_8BIT
+    ),
     "hf_mp fp16-lean + AdamW8bit": UpdateContender(
-        lambda w: our_step(w, "fp16-lean", adamw_8bit), UpdateBytes(2, 4, 2), _BNB
+        lambda w: our_step(w, "fp16-lean", adamw_8bit), _LEAN_8BIT, _BNB, peer=_IN_8BIT
     ),
     "FlashAdamW": UpdateContender(flash_step, UpdateBytes(2, 3, 2), "flashoptim", needs_gpu=True),
 }
@@ -216,7 +225,7 @@ def main(
     rows: dict[str, dict[str, Any]] = {}
     for contender, timing in timings.items():
         moved = CONTENDERS[contender].update.total
-        peer = timings.get(PEER_8BIT if CONTENDERS[contender].package == _BNB else PEER)
+        peer = timings.get(CONTENDERS[contender].peer)
         floor = moved * parameters / bandwidth
         rows[contender] = {
             **timing._asdict(),

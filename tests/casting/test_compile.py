@@ -14,6 +14,7 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+import hf_mp
 from hf_mp.casting.mode import active_autocast, autocast
 from hf_mp.scaling.scalers import DynamicLossScaler, StaticLossScaler
 from hf_mp.step.mixed_precision import MixedPrecision
@@ -299,6 +300,44 @@ def test_an_attached_model_has_the_gradients_of_eager(
     gradients = [p.grad for p in gpt2.parameters()]
     assert all(g.dtype is FP32 for g in gradients)
     assert max(map(relative, gradients, expected_gradients)) <= GRADIENT_TOLERANCE[dtype]
+
+
+class ConvolutionNet(nn.Module):
+    """Batch and group norms, an activation and dropout as modules, and a loss that the forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8))
+        self.layers, self.head = nn.Sequential(*layers, nn.Dropout(0.0)), nn.Linear(8, 10)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        features = F.relu(self.layers(images)).mean((2, 3))
+        return F.cross_entropy(self.head(features), labels)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["fp16", "bf16-lean"])
+def test_a_convolution_net_trains_compiled_as_eager(precision: str, backend: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    images, labels = torch.randn(4, 3, 12, 12, generator=generator), torch.arange(4)
+
+    def losses(is_compiled: bool) -> list[float]:
+        torch.manual_seed(0)
+        net: Any = ConvolutionNet()
+        net, optimizer = hf_mp.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True), precision)
+        forward = torch.compile(net, backend=backend) if is_compiled else net
+        found = []
+        for _ in range(4):
+            loss = forward(images, labels)
+            loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    assert losses(is_compiled=True) == pytest.approx(losses(is_compiled=False), rel=5e-3)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_another_loss_scale_needs_no_compiling_and_changes_no_gradient(

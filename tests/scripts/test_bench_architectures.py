@@ -18,8 +18,8 @@ def test_ratios_and_the_floor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     model = bench_architectures.made("GPT2", "LMHeadModel", **tiny)
     one = bench_architectures.Architecture(model, lambda: bench_architectures.language(1, 8))
     monkeypatch.setattr(bench_architectures, "ARCHITECTURES", {"tiny": one})
-    bench_architectures.main(rounds=2, device="cpu", output_dir=tmp_path)
-    result = json.loads((tmp_path / "bench_architectures.json").read_text())["result"]
+    bench_architectures.main(rounds=2, times=3, device="cpu", output_dir=tmp_path)
+    result = json.loads((tmp_path / "bench_architectures_3.json").read_text())["result"]
     seconds = {name: row["median_seconds"] for name, row in result["architectures"]["tiny"]["contenders"].items()}
     peer = seconds["torch.autocast bf16"]
     assert result["medians"] == {
@@ -27,6 +27,8 @@ def test_ratios_and_the_floor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         "bf16_floor_to_torch_autocast": seconds["whole bf16"] / peer,
         "fp16_to_fp32": seconds["hf_mp fp16"] / seconds["fp32"],
     }
+    assert result["architectures"]["tiny"]["bf16_to_torch_autocast_spread"] > 0 and result["times"] == 3
+    assert one.batch(3)["input_ids"].shape == (3, 8)
     assert set(result["product_seconds"]) == set(bench_architectures.native_dtypes("cpu"))
 
 
