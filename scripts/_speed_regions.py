@@ -59,7 +59,7 @@ def host_parts(results: StoredResults) -> str:
 
 
 def architectures(results: StoredResults) -> str:
-    """A step of many kinds of models, bf16 and its floor over torch.autocast, and fp16 over FP32, at two batch sizes."""
+    """A step of many kinds of models at two batch sizes: bf16 and its floor over torch.autocast, fp16 over FP32."""
     few, many = results("bench_architectures"), results("bench_architectures_4")
     ratios = ("bf16_to_torch_autocast", "bf16_floor_to_torch_autocast", "fp16_to_fp32")
     larger = dict(many["architectures"].parts())

@@ -6,7 +6,8 @@
 torch: GradScaler's unscaling (in FP16), ``clip_grad_norm_``, fused AdamW, and the casts of the weights that autocast
 makes in the next forward; the same with bitsandbytes' AdamW8bit in AdamW's place. FlashOptim's FlashAdamW (arXiv
 2602.23349), on a GPU where it is installed: 16-bit gradients clipped by their global norm, and its update of 24-bit
-weights with 8-bit state. Ours: the measurement when backward ends, the Trainer's clipping, the guarded step, the refreshed working copies.
+weights with 8-bit state. Ours: the measurement when backward ends, the Trainer's clipping, the guarded step, the
+refreshed working copies.
 
 The floor is what each has to move in two passes (one for the norm, one for the update), at the bandwidth of a copy
 measured in the same run. Stores ``scripts/results/bench_update.json``.
