@@ -11,7 +11,7 @@ from _hops_region import hops, host
 from _markdown import GIB, MIB, hardware, otherwise, paragraph, ratio, script, table, timing, torch_version, workload
 from _rl_regions import grpo, small_updates
 from _scaling_regions import communication, scaling, sharded_host, ways_to_spread
-from _speed_regions import architectures, compiled_models, generation, host_parts
+from _speed_regions import architectures, compiled_models, generation, host_parts, kept_memory, profiles
 from _stored import Stored, StoredResults
 from hf_mp.policy import mixed_presets
 
@@ -435,6 +435,8 @@ REGIONS: dict[str, Region] = {
     "host": host,
     "host parts": host_parts,
     "architectures": architectures,
+    "kept memory": kept_memory,
+    "profiles": profiles,
     "scaling": scaling,
     "ways to spread": ways_to_spread,
     "communication": communication,

@@ -61,21 +61,50 @@ def host_parts(results: StoredResults) -> str:
 def architectures(results: StoredResults) -> str:
     """A step of many kinds of models at two batch sizes: bf16 and its floor over torch.autocast, fp16 over FP32."""
     few, many = results("bench_architectures"), results("bench_architectures_4")
-    ratios = ("bf16_to_torch_autocast", "bf16_floor_to_torch_autocast", "fp16_to_fp32")
-    larger = dict(many["architectures"].parts())
-    rows = [
-        [name, *(_ratio(stored, ratio) for stored in (row, larger[name]) for ratio in ratios)]
-        for name, row in few["architectures"].parts()
-    ]
-    medians = ["median", *(_ratio(stored["medians"], ratio) for stored in (few, many) for ratio in ratios)]
+    rows = [[*left, *right[1:]] for left, right in zip(_rows_of_ratios(few), _rows_of_ratios(many), strict=True)]
     text = paragraph(
         f"A training step of small models of many kinds ({script('bench_architectures')}; {_where(few)}), with small "
         f"batches (two sequences of 128 tokens, four images) and with {many['times'].number:.0f} times as much. The "
         f"floor is a model that is BF16 throughout, its optimizer's state too. {_fp16_product(few)}:"
     )
-    columns = ("`bf16` / `torch.autocast`", "floor", "`fp16` / FP32")
-    times = f"{many['times'].number:.0f} times: "
-    return f"{text}\n\n{table(('', *columns, times + columns[0], *columns[1:]), [*rows, medians])}"
+    first, *others = _RATIO_COLUMNS
+    header = ("", *_RATIO_COLUMNS, f"{many['times'].number:.0f} times: {first}", *others)
+    return f"{text}\n\n{table(header, rows)}"
+
+
+_RATIO_COLUMNS = ("`bf16` / `torch.autocast`", "floor", "`fp16` / FP32")
+
+
+def _rows_of_ratios(stored: Stored) -> list[list[str]]:
+    """A row of each architecture, and their medians."""
+    ratios = ("bf16_to_torch_autocast", "bf16_floor_to_torch_autocast", "fp16_to_fp32")
+    rows = [*stored["architectures"].parts(), ("median", stored["medians"])]
+    return [[name, *(_ratio(row, ratio) for ratio in ratios)] for name, row in rows]
+
+
+def kept_memory(results: StoredResults) -> str:
+    """The larger batches again, where the C library keeps the memory that is freed."""
+    kept = results("bench_architectures_kept_4")
+    settings = " ".join(word for word in kept.root["command"].text.split() if word.startswith("MALLOC_"))
+    text = paragraph(f"The larger batches again, where the C library keeps freed memory (`{settings}`):")
+    return f"{text}\n\n{table(('', *_RATIO_COLUMNS), _rows_of_ratios(kept))}"
+
+
+def profiles(results: StoredResults) -> str:
+    """The ops in which steps of ours and of torch.autocast differ most."""
+    stored = results("profile_architectures")
+    names = ("torch.autocast bf16", "hf_mp bf16", "whole bf16")
+    rows = []
+    for model, row in stored["architectures"].parts():
+        totals = row["total_milliseconds"]
+        rows.append([model, "all", *(f"{totals[name].number:.1f}" for name in names)])
+        for op, found in row["largest_differences"].parts()[:3]:
+            rows.append(["", f"`{op}`", *(f"{found[name].number:.1f}" for name in names)])
+    text = paragraph(
+        f"Milliseconds inside ops, in a step of the larger batches, and the three in which ours and `torch.autocast` "
+        f"differ most ({script('profile_architectures')}; {_where(stored)}):"
+    )
+    return f"{text}\n\n{table(('', 'op', '`torch.autocast`', '`bf16`', 'floor'), rows)}"
 
 
 def compiled_models(results: StoredResults) -> str:

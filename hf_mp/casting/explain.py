@@ -102,7 +102,8 @@ class Recorder:
             self._record(entry[1], entry[0].value, came, len(came) * (_name(mode.dtype),), result)
         else:
             result = mode.apply(entry, watched, args, kwargs)
-            self._record(entry[1], entry[0].value, came, _dtypes(got[0]), result)
+            # A function of ours in the place of the op reads what came.
+            self._record(entry[1], entry[0].value, came, _dtypes(got[0]) if got else came, result)
         return result
 
     def _record(self, op: str, rule: str, came: Dtypes, ran: Dtypes, result: Any) -> None:

@@ -135,9 +135,9 @@ class Healer(StepObserver):
         if all(self._runtime.ranks.gather(is_as_left and is_known)):
             return True
         logger.warning(
-            "on_overflow='heal': this step is skipped, because the loop has changed its gradients since the backward "
-            "(clipping: say how, with hf_mp.heal_overflows(model, clip=...)), or computes its loss outside the model; "
-            "the next one runs with the remedy"
+            "on_overflow='heal': this step is skipped, because the loop has changed its gradients since the backward, "
+            "or has read those of a lean layout (clipping: say how, with hf_mp.heal_overflows(model, clip=...)), or "
+            "computes its loss outside the model; the next one runs with the remedy"
         )
         return False
 

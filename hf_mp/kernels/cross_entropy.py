@@ -79,7 +79,10 @@ class _CrossEntropy(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         connector, labels = ctx.saved_tensors
         if version_of(ctx.logits) != ctx.version:
-            raise RuntimeError("the logits were modified by an inplace operation after the loss was computed from them")
+            raise RuntimeError(
+                "the logits were modified by an inplace operation after the loss was computed from them, which needs "
+                "them in backward: modify logits.clone()"
+            )
         if torch.is_grad_enabled():  # create_graph=True
             logits = connector + ctx.logits  # which the connector, all zeros, stands for in the graph
             loss = cross_entropy_reference(logits, labels, ignore_index=ctx.ignore_index, reduction=ctx.reduction)

@@ -66,8 +66,9 @@ def backward_kernel(
     base = row.to(tl.int64) * CLASSES
     columns = tl.arange(0, BLOCK)
     denominator = tl.load(denominators + row)
-    factor = tl.load(factors + row)
     target = tl.load(targets + row)
+    is_class = (target >= 0) & (target < CLASSES)
+    factor = tl.where(is_class, tl.load(factors + row), float("nan"))  # as its loss
     for start in range(0, CLASSES, BLOCK):
         mask = start + columns < CLASSES
         values = load_logits(logits + base + start + columns, mask, DTYPE)

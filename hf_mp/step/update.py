@@ -70,14 +70,14 @@ class StepGuard:
         reports = [verdict.report() for verdict in verdicts]
         if is_alone and reports[0].overflow and (again := tried_again(runtimes[0].observers, optimizer)):
             reports, found_inf = [again], None
-        was_skipped = any(report.overflow for report in reports)
+        optimizer.step_was_skipped = was_skipped = any(report.overflow for report in reports)
         if found_inf is None and not was_skipped:
             result = update()
-        loss = result if closure is None else loss
-        optimizer.step_was_skipped = was_skipped
+        elif not was_skipped and hasattr(optimizer, "free_gradients"):
+            optimizer.free_gradients()
         for runtime, report in zip(runtimes, reports, strict=True):
             runtime.finish_step(report, was_skipped=was_skipped)
-        return loss
+        return result if closure is None else loss
 
     def remove(self, runtime: MixedPrecision) -> None:
         """Guard for one model less; with the last, give the optimizer its own ``step`` back."""

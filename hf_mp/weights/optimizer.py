@@ -201,7 +201,7 @@ class MasterWeightOptimizer(Optimizer):
             return self._step_unless(found_inf, parameters)
         stepped = self._step_in_place(parameters)
         if not stepped or any(map(has_gradient, parameters)):
-            for bucket in self._buckets():
+            for bucket in self._buckets(parameters):
                 result = self._step_on(bucket)
         return result
 
@@ -214,12 +214,22 @@ class MasterWeightOptimizer(Optimizer):
         if left := [parameter for parameter in parameters if has_gradient(parameter)]:
             self._step_on(left)
 
+    def free_gradients(self) -> None:
+        """Let go of the gradients of split masters, which a step that the device may skip has left."""
+        for parameter in self._parameters():
+            if isinstance(parameter, SplitParameter):
+                parameter.grad = None
+
     def _step_unless(self, found_inf: Tensor, parameters: list[nn.Parameter]) -> None:
-        """Queue a step that the device skips where ``found_inf`` is not 0; the host reads it for what no kernel has."""
+        """Queue a step that the device skips where ``found_inf`` is not 0; the host reads it for what no kernel has.
+
+        Gradients stay, for reports of an overflow.
+        """
         stepped = set(map(id, step_split(self.optimizer, parameters, found_inf)))
         left = [parameter for parameter in parameters if id(parameter) not in stepped and has_gradient(parameter)]
         if left and not found_inf.item():
-            self._step_on(left)
+            for bucket in self._buckets(left):
+                self._step_on(bucket)
 
     def _step_in_place(self, parameters: list[nn.Parameter]) -> bool:
         """Update what needs no whole master for it, and free its gradients; tells whether anything was."""
@@ -297,10 +307,10 @@ class MasterWeightOptimizer(Optimizer):
                     self._adopt(group["params"])
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _buckets(self) -> list[list[nn.Parameter]]:
+    def _buckets(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         if not steps_by_parameter(self.optimizer):
-            return [self._parameters()]
-        parameters = [p for p in self._parameters() if has_gradient(p)]
+            return [parameters]
+        parameters = [p for p in parameters if has_gradient(p)]
         if self.layout == "whole":
             return [parameters]
         buckets: list[list[nn.Parameter]] = [[]]

@@ -41,8 +41,16 @@ def _cross_entropy(
     return planned(region, name, func, args, kwargs)
 
 
+def _is_saving_elsewhere() -> bool:
+    """Whether a checkpoint or an offload takes what autograd saves: our loss holds its logits itself."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(False) is not None
+
+
 def _are_rows_of_classes(logits: Tensor, labels: Tensor) -> bool:
     is_ordinary = type(logits) is Tensor or is_fake(logits)  # fake ones are those of an estimate of memory
     if not is_ordinary or logits.dtype not in _16_BITS or logits.dim() != 2 or logits.numel() < _SMALLEST:
+        return False
+    if not logits.is_contiguous() or _is_saving_elsewhere():
         return False
     return labels.dtype is torch.int64 and labels.shape == logits.shape[:1]

@@ -389,7 +389,7 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> No
             continue
         here = factors.setdefault(gradient.device, factor.to(gradient.device).reshape(1))
         if isinstance(parameter, SplitParameter) and parameter._read is not None:
-            parameter.grad = parameter._read[0].mul_(here.squeeze())
+            parameter.grad = parameter._read.mul_(here.squeeze())
         elif isinstance(parameter, SplitParameter) and parameter._scaled is not None:
             if inverse is not None and inverse not in factors:
                 factors[inverse] = inverse * here

@@ -16,6 +16,7 @@ import hf_mp
 from hf_mp.kernels import adamw, split
 from hf_mp.weights import fused_adamw, noted_norms, seen_gradients
 from hf_mp.weights.fused_adamw import _split_tensors as split_tensors
+from hf_mp.weights.split_parameter import has_gradient
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -62,6 +63,10 @@ def state_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in (*model.parameters(), *masters, *moments)]
 
 
+def is_free(parameter: nn.Parameter) -> bool:
+    return not has_gradient(parameter)
+
+
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("clip", [None, 1e-3, 1e3])
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp16-lean", "bf16-lean"])
@@ -74,11 +79,13 @@ def test_a_good_step_reads_once_and_after_the_update(precision: str, clip: float
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             before = list(events)
             optimizer.step()
-            optimizer.zero_grad()
         assert not optimizer.step_was_skipped
+        if "lean" in precision:
+            assert all(map(is_free, model.parameters()))
         if seed >= 2:  # the first forwards make the working copies, and look whether others hold their masters
             assert not before
             assert events.count("read") == 1 and events[-1] == "read" and "update" in events
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("clip", [None, 1e-3])

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+import hf_mp
 from hf_mp.scaling.scalers import StaticLossScaler
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights import region_losses
@@ -106,6 +108,50 @@ def test_a_rule_for_the_loss_holds(calls: list[torch.dtype]) -> None:
     MixedPrecision("bf16", rules={F.cross_entropy: "fp32"}).attach(model)
     model(X, LABELS)
     assert not calls
+
+
+def test_it_can_be_explained(calls: list[torch.dtype]) -> None:
+    model = Classifier()
+    MixedPrecision("bf16").attach(model)
+    ops = {op.op: op for op in hf_mp.autocast.explain(model, X, LABELS).ops}
+    assert calls == [torch.bfloat16]
+    assert ops["cross_entropy_loss"].outputs == ("float32",)
+
+
+def test_within_a_checkpoint_it_is_left_to_torch(calls: list[torch.dtype]) -> None:
+    class Checkpointed(Classifier):
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            loss: Tensor = checkpoint(super().forward, x, labels, use_reentrant=False)
+            return loss
+
+    model = Checkpointed()
+    MixedPrecision("bf16").attach(model)
+    model(X, LABELS).backward()  # whose saved logits the checkpoint drops
+    assert not calls
+
+
+def test_compiled_it_is_left_to_torch(calls: list[torch.dtype]) -> None:
+    model = Classifier()
+    MixedPrecision("bf16").attach(model)
+    expected = model(X, LABELS).item()
+    compiled = torch.compile(model, backend="aot_eager")
+    assert compiled(X, LABELS).item() == pytest.approx(expected, rel=1e-5)
+    assert len(calls) == 1
+
+
+def test_logits_that_share_memory_among_themselves_are_left_to_torch(calls: list[torch.dtype]) -> None:
+    class Prior(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(1, CLASSES)
+
+        def forward(self, labels: Tensor) -> Tensor:
+            return F.cross_entropy(self.head(torch.ones(1, 1)).expand(len(labels), CLASSES), labels)
+
+    model = Prior()
+    MixedPrecision("bf16").attach(model)
+    model(LABELS).backward()
+    assert not calls and model.head.bias.grad is not None
 
 
 def test_transforms_are_left_to_torch(calls: list[torch.dtype]) -> None:

@@ -26,20 +26,20 @@ class MaskedLMLoss:
 
     def __call__(
         self, logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100, **kwargs: Any,
+        ignore_index: int = -100, shift_labels: Tensor | None = None, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
         is_ordinary = type(logits) is Tensor or is_fake(logits)  # fake ones are those of an estimate of memory
         if not is_ordinary or logits.dtype is torch.float64 or must_be_plain():
-            kwargs.update(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index)
+            kwargs.update(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
             return _original(self.loss_type)(logits, labels, vocab_size, **kwargs)
-        targets = self._targets(labels, ignore_index, **kwargs).reshape(-1).to(logits.device)
+        targets = self._targets(labels, ignore_index, shift_labels).reshape(-1).to(logits.device)
         reduction = "mean" if num_items_in_batch is None else "sum"
         loss = cross_entropy(logits.view(-1, vocab_size), targets, ignore_index=ignore_index, reduction=reduction)
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(loss.device)
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
-    def _targets(self, labels: Tensor, ignore_index: int, **others: Any) -> Tensor:
+    def _targets(self, labels: Tensor, ignore_index: int, shift_labels: Tensor | None) -> Tensor:
         return labels
 
     def __deepcopy__(self, memo: Any) -> MaskedLMLoss:
@@ -55,7 +55,7 @@ class CausalLMLoss(MaskedLMLoss):
 
     loss_type = "ForCausalLM"
 
-    def _targets(self, labels: Tensor, ignore_index: int, shift_labels: Tensor | None = None, **others: Any) -> Tensor:
+    def _targets(self, labels: Tensor, ignore_index: int, shift_labels: Tensor | None) -> Tensor:
         return F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
 
 
