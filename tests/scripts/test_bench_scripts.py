@@ -104,14 +104,15 @@ def test_an_update_is_stored_with_its_floor(tiny_model, quick_rates, tmp_path):
     assert rows["hf_mp fp16"]["floor_bytes_per_parameter"] == 34
     assert rows["hf_mp fp16-lean + AdamW8bit"]["floor_bytes_per_parameter"] == 16
     for name, row in rows.items():
-        peer = rows["torch.amp + AdamW8bit" if name.endswith("AdamW8bit") else "torch.amp"]
+        in_bf16 = "torch.amp bf16" if "bf16" in name else "torch.amp"
+        peer = rows["torch.amp + AdamW8bit" if name.endswith("AdamW8bit") else in_bf16]
         assert row["ratio_to_torch"] == row["median_seconds"] / peer["median_seconds"]
         moved = row["floor_bytes_per_parameter"] * result["parameters"]
         assert row["floor_seconds"] == moved / result["copy_bytes_per_second"]
     assert "| torch.amp + AdamW8bit |" in REGIONS["update"](StoredResults(tmp_path))
 
 
-@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean", "bf16-lean"])
 def test_the_update_that_is_timed_updates(precision, tiny_model, monkeypatch):
     workload = bench_update.Workload(**tiny_model, batch=1, seq=1)
     model = workload.model()
