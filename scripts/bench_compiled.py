@@ -48,14 +48,15 @@ _GPT2 = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "loss_type": 
          "bos_token_id": 1, "eos_token_id": 2, "vocab_size": VOCABULARY}  # fmt: skip
 _BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "vocab_size": VOCABULARY}
 _LLAMA = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False, "num_key_value_heads": 2}
+# The kind of problem is named: a forward that finds it out writes it into the configuration, and is compiled again.
+_CONVNEXT = {"num_stages": 2, "hidden_sizes": [96, 192], "depths": [1, 1],
+             "problem_type": "single_label_classification"}  # fmt: skip
 
 MODELS: dict[str, Architecture] = {
     "GPT-2 2 x 768": Architecture(made("GPT2", "LMHeadModel", n_layer=2, n_embd=768, n_head=12, **_GPT2), language),
     "Llama 2 x 512, GQA": Architecture(made("Llama", "ForCausalLM", **layers(2, 512), **_LLAMA), language),
     "BERT 2 x 512": Architecture(made("Bert", "ForMaskedLM", **layers(2, 512), **_BERT), padded),
-    "ConvNeXt 1+1": Architecture(
-        made("ConvNext", "ForImageClassification", num_stages=2, hidden_sizes=[96, 192], depths=[1, 1]), images
-    ),
+    "ConvNeXt 1+1": Architecture(made("ConvNext", "ForImageClassification", **_CONVNEXT), images),
 }
 RATIOS = {
     "bf16_to_torch_autocast": ("hf_mp bf16", PEER),
