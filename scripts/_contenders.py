@@ -23,9 +23,9 @@ from hf_mp.policy import PrecisionPolicy, mixed_presets
 Step = Callable[[], None]
 COMPILED = " compiled"
 
-_FP32_UPDATE = UpdateBytes(gradient=4, master=4, moments=8)
-_MIXED_UPDATE = UpdateBytes(gradient=4, master=4, moments=8, copy=2)
-_LEAN_UPDATE = UpdateBytes(gradient=2, master=4, moments=8)
+FP32_UPDATE = UpdateBytes(gradient=4, master=4, moments=8)
+MIXED_UPDATE = UpdateBytes(gradient=4, master=4, moments=8, copy=2)
+LEAN_UPDATE = UpdateBytes(gradient=2, master=4, moments=8)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Contender:
     """
 
     dtype: str
-    update: UpdateBytes = _MIXED_UPDATE
+    update: UpdateBytes = MIXED_UPDATE
     precision: str | None = None
     autocast: Literal["torch", "hf_mp"] | None = None
     is_trainer: bool = False
@@ -50,16 +50,16 @@ class Contender:
 def _ours(precision: str, is_trainer: bool) -> Contender:
     policy = PrecisionPolicy.parse(precision)
     dtype = "bf16" if policy.compute is torch.bfloat16 else "fp16"
-    return Contender(dtype, _LEAN_UPDATE if policy.is_lean else _MIXED_UPDATE, precision, is_trainer=is_trainer)
+    return Contender(dtype, LEAN_UPDATE if policy.is_lean else MIXED_UPDATE, precision, is_trainer=is_trainer)
 
 
 CONTENDERS: dict[str, Contender] = {
-    "fp32": Contender("fp32", _FP32_UPDATE),
+    "fp32": Contender("fp32", FP32_UPDATE),
     **{f"torch.autocast {dtype}": Contender(dtype, autocast="torch") for dtype in ("fp16", "bf16")},
     # the mode alone: everything else is torch's
     **{f"hf_mp.autocast {dtype}": Contender(dtype, autocast="hf_mp") for dtype in ("fp16", "bf16")},
     **{f"hf_mp {preset}": _ours(preset, False) for preset in mixed_presets()},
-    "Trainer fp32": Contender("fp32", _FP32_UPDATE, is_trainer=True),
+    "Trainer fp32": Contender("fp32", FP32_UPDATE, is_trainer=True),
     **{f"Trainer {dtype}=True": Contender(dtype, is_trainer=True) for dtype in ("fp16", "bf16")},
     **{f"MixedPrecisionTrainer {preset}": _ours(preset, True) for preset in mixed_presets()},
 }

@@ -38,6 +38,7 @@ from _benchmarks import (
     show_left_out,
     show_table,
 )
+from _contenders import LEAN_UPDATE, MIXED_UPDATE
 from _results import RESULTS, Timing, alternate, median_and_spread, save_result
 from hf_mp.weights.split_parameter import SplitParameter
 
@@ -168,15 +169,14 @@ class UpdateContender:
 
 _BNB = "bitsandbytes"
 _IN_BF16, _IN_8BIT = "torch.amp bf16", "torch.amp + AdamW8bit"
-_MIXED, _LEAN = UpdateBytes(4, 4, 8, 2), UpdateBytes(2, 4, 8)
 _MIXED_8BIT, _LEAN_8BIT = UpdateBytes(4, 4, 2, 2), UpdateBytes(2, 4, 2)
 CONTENDERS = {
-    "torch.amp": UpdateContender(lambda w: torch_step(w, fused_adamw), _MIXED),
-    "hf_mp fp16": UpdateContender(lambda w: our_step(w, "fp16", fused_adamw), _MIXED),
-    "hf_mp fp16-lean": UpdateContender(lambda w: our_step(w, "fp16-lean", fused_adamw), _LEAN),
-    _IN_BF16: UpdateContender(lambda w: torch_step(w, fused_adamw, torch.bfloat16), _MIXED, peer=_IN_BF16),
-    "hf_mp bf16": UpdateContender(lambda w: our_step(w, "bf16", fused_adamw), _MIXED, peer=_IN_BF16),
-    "hf_mp bf16-lean": UpdateContender(lambda w: our_step(w, "bf16-lean", fused_adamw), _LEAN, peer=_IN_BF16),
+    "torch.amp": UpdateContender(lambda w: torch_step(w, fused_adamw), MIXED_UPDATE),
+    "hf_mp fp16": UpdateContender(lambda w: our_step(w, "fp16", fused_adamw), MIXED_UPDATE),
+    "hf_mp fp16-lean": UpdateContender(lambda w: our_step(w, "fp16-lean", fused_adamw), LEAN_UPDATE),
+    _IN_BF16: UpdateContender(lambda w: torch_step(w, fused_adamw, torch.bfloat16), MIXED_UPDATE, peer=_IN_BF16),
+    "hf_mp bf16": UpdateContender(lambda w: our_step(w, "bf16", fused_adamw), MIXED_UPDATE, peer=_IN_BF16),
+    "hf_mp bf16-lean": UpdateContender(lambda w: our_step(w, "bf16-lean", fused_adamw), LEAN_UPDATE, peer=_IN_BF16),
     _IN_8BIT: UpdateContender(lambda w: torch_step(w, adamw_8bit), _MIXED_8BIT, _BNB, peer=_IN_8BIT),
     "hf_mp fp16 + AdamW8bit": UpdateContender(
         lambda w: our_step(w, "fp16", adamw_8bit), _MIXED_8BIT, _BNB, peer=_IN_8BIT

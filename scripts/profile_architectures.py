@@ -10,18 +10,16 @@ that none finds the memory of another. Stores ``scripts/results/profile_architec
 from __future__ import annotations
 
 import multiprocessing
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from torch.profiler import ProfilerActivity, profile
 from transformers.utils import logging
 
-from _benchmarks import DEFAULT_DEVICE, number, show_table, synchronize
+from _benchmarks import DEFAULT_DEVICE, number, show_table
 from _results import RESULTS, save_result
 from bench_architectures import ARCHITECTURES, PEER, WHOLE, choose, make_step
-from profile_step import costs
+from profile_step import costs, record
 
 OURS, FLOOR = "hf_mp bf16", f"{WHOLE}bf16"
 CONTENDERS = (PEER, OURS, FLOOR)
@@ -33,20 +31,10 @@ DEFAULT_TIMES = 4
 def profile_one(architecture: str, contender: str, times: int, steps: int, device: str) -> dict[str, float]:
     """Milliseconds of a step by op."""
     logging.set_verbosity_error()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it prints a line when it starts and when it stops
     step = make_step(ARCHITECTURES[architecture], contender, device, times=times)
-    for _ in range(3):
-        step()
-    synchronize(device)
-    on_gpu = device == "cuda"
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
-        for _ in range(steps):
-            step()
-        synchronize(device)
-    found: dict[str, float] = {}
-    for cost in costs(profiler.key_averages(), on_gpu=on_gpu, steps=steps):
-        found[cost.name] = found.get(cost.name, 0.0) + cost.milliseconds
-    return found
+    profiler = record(step, warmup=3, steps=steps, device=device)
+    found = costs(profiler.key_averages(), on_gpu=device == "cuda", steps=steps)
+    return {cost.name: cost.milliseconds for cost in found}
 
 
 def compare(by_contender: dict[str, dict[str, float]]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers.utils import logging
 
 from _benchmarks import DEFAULT_DEVICE, Workload, number, show_table, synchronize
-from _contenders import CONTENDERS, find_contender, loop_step, why_not_here
+from _contenders import CONTENDERS, Step, find_contender, loop_step, why_not_here
 from _results import RESULTS, ROOT, save_result
 
 LARGEST = 10
@@ -62,19 +62,24 @@ def profile_steps(name: str, workload: Workload, *, warmup: int, steps: int, tra
     if (reason := why_not_here(name, workload.device)) is not None:
         raise ValueError(f"{name!r} cannot be profiled here: {reason}")
     step = loop_step(contender, workload, compiled)
+    profiler = record(step, warmup=warmup, steps=steps, device=workload.device)
+    trace.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(trace))
+    return costs(profiler.key_averages(), on_gpu=workload.device == "cuda", steps=steps)
+
+
+def record(step: Step, *, warmup: int, steps: int, device: str) -> Any:
+    """torch's profiler, stopped, of ``steps`` calls of ``step`` that come after ``warmup`` others."""
     for _ in range(warmup):
         step()
-    on_gpu = workload.device == "cuda"
-    synchronize(workload.device)
+    synchronize(device)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it prints a line when it starts and when it stops
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     with profile(activities=activities) as profiler:
         for _ in range(steps):
             step()
-        synchronize(workload.device)
-    trace.parent.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(trace))
-    return costs(profiler.key_averages(), on_gpu=on_gpu, steps=steps)
+        synchronize(device)
+    return profiler
 
 
 def costs(events: Any, *, on_gpu: bool, steps: int) -> list[Cost]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 from torch.utils._pytree import tree_map_only
 
+from hf_mp.kernels.identity import is_ordinary
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 DEFERRED_ELEMENTS = 2**20  # smaller outputs are cast at once
@@ -27,7 +27,7 @@ def may_stay_unread(outputs: Any) -> bool:
 def can_be_deferred(output: Tensor) -> bool:
     """Whether ``output`` is worth a :class:`DeferredOutput`: ordinary tensors, and the fake ones of an estimate."""
     is_large = output.numel() >= DEFERRED_ELEMENTS
-    return is_large and output.dtype in LOWER_PRECISION_DTYPES and (type(output) is Tensor or is_fake(output))
+    return is_large and output.dtype in LOWER_PRECISION_DTYPES and is_ordinary(output)
 
 
 class DeferredOutput(Tensor):

@@ -1,9 +1,15 @@
-"""Whether a tensor is still the value that it was: its version counter, and who shares its memory."""
+"""What a tensor is: of torch's own class, still the value that it was, alone in its memory."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+
+def is_ordinary(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is of no subclass but that of fake tensors, which stand for others in estimates of memory."""
+    return type(tensor) is Tensor or is_fake(tensor)
 
 
 def is_shared(tensor: Tensor, owners: int = 1) -> bool:

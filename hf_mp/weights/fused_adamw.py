@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.optim import Adam, AdamW, Optimizer
 
 from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_, is_small
+from hf_mp.kernels.identity import is_ordinary
 from hf_mp.kernels.registry import chosen
 from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, halves_of, note_written_halves
 from hf_mp.weights.unwrapped_steps import has_hooks
@@ -173,8 +173,7 @@ def _whole_tensors(optimizer: Optimizer, parameter: nn.Parameter, copies: Workin
 
 
 def _is_plain(gradient: Tensor, parameter: Tensor) -> bool:
-    # a sparse gradient is refused by the optimizer itself; fake ones are those of an estimate of memory
-    is_dense = (type(gradient) is Tensor or is_fake(gradient)) and not gradient.is_sparse
+    is_dense = is_ordinary(gradient) and not gradient.is_sparse  # which the optimizer itself refuses
     return is_dense and gradient.shape == parameter.shape and gradient.device == parameter.device
 
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from hf_mp.casting.cpu.upcast import must_be_plain
 from hf_mp.casting.mode import PlannedCall, autocast
 from hf_mp.casting.tables import CastRule
 from hf_mp.kernels.cross_entropy import cross_entropy
+from hf_mp.kernels.identity import is_ordinary
+from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 _FUNCTION = torch._C._nn.cross_entropy_loss  # of F.cross_entropy, and of nn.CrossEntropyLoss
 _REDUCTIONS = {1: "mean", 2: "sum"}  # by torch's numbers
 _SMALLEST = 2**16  # logits: with fewer, torch's few calls cost less than ours save
-_16_BITS = (torch.float16, torch.bfloat16)
 
 
 def planned_losses(plan: Mapping[Callable[..., Any], PlannedCall]) -> dict[Callable[..., Any], PlannedCall]:
@@ -48,9 +48,8 @@ def _is_saving_elsewhere() -> bool:
 
 
 def _are_rows_of_classes(logits: Tensor, labels: Tensor) -> bool:
-    is_ordinary = type(logits) is Tensor or is_fake(logits)  # fake ones are those of an estimate of memory
-    if not is_ordinary or logits.dtype not in _16_BITS or logits.dim() != 2 or logits.numel() < _SMALLEST:
+    if not is_ordinary(logits) or logits.dtype not in LOWER_PRECISION_DTYPES:
         return False
-    if not logits.is_contiguous() or _is_saving_elsewhere():
+    if logits.dim() != 2 or logits.numel() < _SMALLEST or not logits.is_contiguous() or _is_saving_elsewhere():
         return False
     return labels.dtype is torch.int64 and labels.shape == logits.shape[:1]

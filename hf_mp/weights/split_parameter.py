@@ -110,11 +110,6 @@ class SplitParameter(nn.Parameter):
         true, gradient = unscaled(*self._scaled, like=self), _GRAD.__get__(self)
         return true if gradient is None else gradient.detach() + true
 
-    def settle_gradient(self) -> None:
-        """Have a ``.grad`` that was read be the gradient: it may have been written, through ``.data`` or NumPy too."""
-        if self._read is not None:
-            self.grad = self._read
-
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
         """As ``Tensor.register_hook``; from now on backward leaves true FP32 gradients, which the hook sees."""
         self._wants_true_gradients = True
@@ -341,10 +336,12 @@ def gradient_and_factor(parameter: nn.Parameter) -> tuple[Tensor | None, Tensor 
     """The gradient as backward left it, and the FP32 factor, of shape (1,), that makes it true; None for 1."""
     if not isinstance(parameter, SplitParameter):
         return parameter.grad, None
-    parameter.settle_gradient()
-    if parameter._scaled is None or _GRAD.__get__(parameter) is not None:
+    if parameter._scaled is None:
         return parameter.grad, None
-    return parameter._scaled
+    if parameter._read is None and _GRAD.__get__(parameter) is None:
+        return parameter._scaled
+    parameter.grad = parameter.grad  # it may have been written where it was read, through `.data` or NumPy too
+    return parameter.grad, None
 
 
 def has_gradient(parameter: nn.Parameter) -> bool:
@@ -388,9 +385,7 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> No
         if gradient is None:
             continue
         here = factors.setdefault(gradient.device, factor.to(gradient.device).reshape(1))
-        if isinstance(parameter, SplitParameter) and parameter._read is not None:
-            parameter.grad = parameter._read.mul_(here.squeeze())
-        elif isinstance(parameter, SplitParameter) and parameter._scaled is not None:
+        if isinstance(parameter, SplitParameter) and parameter._scaled is not None:
             if inverse is not None and inverse not in factors:
                 factors[inverse] = inverse * here
             parameter._scaled = ScaledGradient(gradient, here if inverse is None else factors[inverse])

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 
 from hf_mp.casting.cpu.upcast import must_be_plain
 from hf_mp.casting.replacements.base import ModelReplacement
 from hf_mp.kernels.cross_entropy import cross_entropy
+from hf_mp.kernels.identity import is_ordinary
 
 
 class MaskedLMLoss:
@@ -28,8 +28,7 @@ class MaskedLMLoss:
         self, logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Tensor | int | None = None,
         ignore_index: int = -100, shift_labels: Tensor | None = None, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        is_ordinary = type(logits) is Tensor or is_fake(logits)  # fake ones are those of an estimate of memory
-        if not is_ordinary or logits.dtype is torch.float64 or must_be_plain():
+        if not is_ordinary(logits) or logits.dtype is torch.float64 or must_be_plain():
             kwargs.update(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
             return _original(self.loss_type)(logits, labels, vocab_size, **kwargs)
         targets = self._targets(labels, ignore_index, shift_labels).reshape(-1).to(logits.device)
@@ -71,10 +70,10 @@ class LMLossReplacement(ModelReplacement):
         if modeling is None or losses is None:
             return
         ours = {_original(kind.loss_type): kind for kind in (MaskedLMLoss, CausalLMLoss)}
+        default = _original(CausalLMLoss.loss_type)
         for module in model.modules():
             if not isinstance(module, modeling.PreTrainedModel) or "_loss_function" in module.__dict__:
                 continue
-            default = _original(CausalLMLoss.loss_type)
             kind = ours.get(losses.LOSS_MAPPING.get(str(getattr(module, "loss_type", None)), default))
             if kind is not None:
                 module._loss_function = kind()
