@@ -55,8 +55,8 @@ class BareMode(TorchFunctionMode):
 Step = Callable[[], tuple[float, ...]]
 
 
-def make_step(contender: str, layers: int, width: int, tokens: int) -> Step:
-    """One training step; returns the times at its begin and after its parts."""
+def make_step(contender: str, layers: int, width: int, tokens: int, mode: BareMode | None = None) -> Step:
+    """One training step, its forward in ``mode``; returns the times at its begin and after its parts."""
     torch.manual_seed(0)
     config = GPT2Config(n_layer=layers, n_embd=width, n_head=4, vocab_size=512, n_positions=tokens, use_cache=False,
                         bos_token_id=0, eos_token_id=0)  # fmt: skip
@@ -66,13 +66,14 @@ def make_step(contender: str, layers: int, width: int, tokens: int) -> Step:
     scaler = torch.amp.GradScaler("cpu", enabled=contender in (PEER, FLOOR))
     if contender in OURS:
         model, optimizer = hf_mp.prepare(model, optimizer, OURS[contender])
-    is_cast, is_bare = contender in (UNSCALED, PEER, FLOOR), contender in (BARE, FLOOR)
+    is_cast = contender in (UNSCALED, PEER, FLOOR)
     casts: Any = torch.autocast("cpu", torch.bfloat16) if is_cast else contextlib.nullcontext()
-    mode: Any = BareMode() if is_bare else contextlib.nullcontext()
+    if mode is None and contender in (BARE, FLOOR):
+        mode = BareMode()
 
     def step() -> tuple[float, ...]:
         begin = time.perf_counter()
-        with casts, mode:
+        with casts, mode or contextlib.nullcontext():
             loss = model(input_ids=ids, labels=ids).loss
         forward = time.perf_counter()
         scaler.scale(loss).backward()
@@ -89,7 +90,7 @@ def make_step(contender: str, layers: int, width: int, tokens: int) -> Step:
 
 
 class _Calls(BareMode):
-    """Counts the torch calls that a model makes in Python."""
+    """Counts the torch calls that a forward makes in Python."""
 
     calls = 0
 
@@ -176,8 +177,7 @@ def main(
         for part, row in parts.items():
             row["ratio_to_torch_autocast"] = row["median_seconds"] / rows[PEER][part]["median_seconds"]
     counts = {c: count(step) for c, step in steps.items()}
-    with (seen := _Calls()):
-        steps["fp32"]()
+    make_step("fp32", layers, width, tokens, seen := _Calls())()
     workload = {"layers": layers, "width": width, "tokens": tokens, "threads": 1, "group_elements": group_elements,
                 "parameters": 4 + 12 * layers, "torch_calls": seen.calls}  # fmt: skip
     for parts in rows.values():  # above FP32

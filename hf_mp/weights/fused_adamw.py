@@ -43,13 +43,12 @@ def step_split(
             stepped.append(parameter)
             if parameter.device.type == "cpu" and not is_small(tensors.gradient):
                 adamw_([tensors], settings, factor, found_inf)
-                _finish_split(parameter, keeps_gradient=found_inf is not None)
+                _finish_split([parameter], keeps_gradients=found_inf is not None)
             else:
                 batches.setdefault((parameter.device, factor), []).append((parameter, tensors))
         for (_, factor), batch in batches.items():
             adamw_([tensors for _, tensors in batch], settings, factor, found_inf)
-            for parameter, _ in batch:
-                _finish_split(parameter, keeps_gradient=found_inf is not None)
+            _finish_split([parameter for parameter, _ in batch], keeps_gradients=found_inf is not None)
     if stepped:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # for LR schedulers made before
     return stepped
@@ -91,6 +90,8 @@ def step_whole(
     if not _is_fused_adam(optimizer, own_step) or has_hooks(optimizer):
         return False
     everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if chosen("adamw", everything[:1]) is None:
+        return False
     stepping = [parameter for parameter in everything if parameter.grad is not None]
     gradients = [parameter.grad for parameter in stepping]
     if not stepping or chosen("adamw", [*stepping, *gradients]) is None:  # before any state is made
@@ -195,8 +196,7 @@ def _moments(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[Tensor, Ten
     return moments if fit else None
 
 
-def _finish_split(parameter: nn.Parameter, *, keeps_gradient: bool) -> None:
-    assert isinstance(parameter, SplitParameter)
-    note_written_halves(parameter)
-    if not keeps_gradient:
+def _finish_split(parameters: Sequence[Any], *, keeps_gradients: bool) -> None:
+    note_written_halves(*parameters)
+    for parameter in () if keeps_gradients else parameters:
         parameter.grad = None

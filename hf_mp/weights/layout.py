@@ -58,7 +58,7 @@ class WeightLayout:
     def prepare(self, model: nn.Module) -> None:
         """Give the trainable parameters of ``model`` FP32 masters where they have none; called before each forward."""
         grown: list[Tensor] = []
-        for parameter in parameters_of(model):
+        for parameter in [p for p in parameters_of(model) if p.dtype is not torch.float32]:
             if parameter.requires_grad and parameter.dtype in LOWER_PRECISION_DTYPES:
                 grown.append(local_part(parameter.data))
                 _to_fp32(parameter)

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from hf_mp.casting.torch_patches import Patch, Patches, around
+from hf_mp.weights.split_parameter import SplitParameter
 from hf_mp.weights.working_copies import WatchedParameter
+
+_ATTACHED = (WatchedParameter, SplitParameter)
 
 
 class Seen:
@@ -95,7 +98,7 @@ def _clip(original: Any, parameters: Any, max_norm: float, total_norm: Tensor, *
     note, _in_clipping[0] = _in_clipping[0], _Note()
     if note.norm is not total_norm or not _is_noted(total_norm):
         return original(parameters, max_norm, total_norm, *args, **kwargs)
-    is_attached = any([type(parameter) is WatchedParameter for parameter in parameters])
+    is_attached = any([type(parameter) in _ATTACHED for parameter in parameters])
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     is_bound = is_attached and float(max_norm) >= 0 and note.seen.holds(gradients)
     if is_bound and multiplies_by_one(float(max_norm), total_norm):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -21,6 +22,7 @@ from hf_mp.casting.cpu.products import Operand
 from hf_mp.casting.mode import PlannedCall, autocast
 from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.casting.tables import OPS, CastRule
+from hf_mp.casting.uncompiled import uncompiled
 from hf_mp.weights.distributed import is_dtensor
 from hf_mp.weights.graph_inputs import lift_casts
 from hf_mp.weights.layout import WeightLayout
@@ -125,24 +127,35 @@ class Region(autocast):
         position = bisect.bisect_right(made, (number, math.inf)) - 1
         return position >= 0 and number < made[position][1]
 
+    @uncompiled
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # Most calls read no weight and let no gradient out: they go straight on.
+        if func not in self._plan and self.observer is None and not is_dynamo_compiling():
+            weights = self._thread.weights
+            if weights is None or not weights.has_borders or func in _OF_THE_TENSOR_ITSELF:
+                return func(*args, **kwargs) if kwargs else func(*args)
+            if not kwargs and not weights.has_outside(args):
+                return func(*args)
+        return super().__torch_function__(func, types, args, kwargs)
+
     def apply(
         self, entry: PlannedCall | None, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         if entry is None:
             return self.call_unlisted(func, args, kwargs)
         # In compiled code, what comes in from outside is the graph's input: see bring_in().
-        weights = None if torch.compiler.is_dynamo_compiling() else self._thread.weights
+        weights = None if is_dynamo_compiling() else self._thread.weights
         if weights is not None and weights.has_borders:
             args, kwargs = _brought_in(weights, func, args, kwargs)
         return entry.handler(self, entry.name, func, args, kwargs)
 
     def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             return super().call_unlisted(func, args, kwargs)
         weights = self._thread.weights
-        if weights is None or not weights.has_borders or func in _OF_THE_TENSOR_ITSELF:
-            return func(*args, **kwargs)
-        if kwargs or weights.has_outside(args):
+        if weights is not None and weights.has_borders and (kwargs or weights.has_outside(args)):
             args, kwargs = _brought_in(weights, func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -188,7 +201,7 @@ class Region(autocast):
         return tensor.detach().to(dtype) if copy is None else copy
 
     def convert(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        if dtype is not self.dtype or torch.compiler.is_dynamo_compiling():
+        if dtype is not self.dtype or is_dynamo_compiling():
             return tensor.to(dtype)
         weights = self._thread.weights
         if weights is None:  # without grad, or where no border is: under functorch
@@ -199,7 +212,7 @@ class Region(autocast):
         return tensor.to(dtype) if copy is None else copy
 
     def operand(self, tensor: Tensor) -> Operand:
-        weights = None if torch.compiler.is_dynamo_compiling() else self._thread.weights
+        weights = None if is_dynamo_compiling() else self._thread.weights
         found = None if weights is None else weights.operand(tensor)
         return super().operand(tensor) if found is None else found
 
@@ -208,7 +221,7 @@ class RegionOfUses(Region):
     """A region for weights that take their 16-bit gradients themselves: each use of one has a border of its own."""
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        weights = None if torch.compiler.is_dynamo_compiling() else self._thread.weights
+        weights = None if is_dynamo_compiling() else self._thread.weights
         if weights is not None and isinstance(value, Tensor):
             value = weights.use(value)
         return super().cast(value, dtype)

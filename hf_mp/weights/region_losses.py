@@ -12,13 +12,12 @@ from torch import Tensor
 from hf_mp.casting.cpu.upcast import must_be_plain
 from hf_mp.casting.mode import PlannedCall, autocast
 from hf_mp.casting.tables import CastRule
-from hf_mp.kernels.cross_entropy import cross_entropy
+from hf_mp.kernels.cross_entropy import FEW_ELEMENTS, cross_entropy
 from hf_mp.kernels.identity import is_ordinary
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 _FUNCTION = torch._C._nn.cross_entropy_loss  # of F.cross_entropy, and of nn.CrossEntropyLoss
 _REDUCTIONS = {1: "mean", 2: "sum"}  # by torch's numbers
-_SMALLEST = 2**16  # logits: with fewer, torch's few calls cost less than ours save
 
 
 def planned_losses(plan: Mapping[Callable[..., Any], PlannedCall]) -> dict[Callable[..., Any], PlannedCall]:
@@ -50,6 +49,6 @@ def _is_saving_elsewhere() -> bool:
 def _are_rows_of_classes(logits: Tensor, labels: Tensor) -> bool:
     if not is_ordinary(logits) or logits.dtype not in LOWER_PRECISION_DTYPES:
         return False
-    if logits.dim() != 2 or logits.numel() < _SMALLEST or not logits.is_contiguous() or _is_saving_elsewhere():
+    if logits.dim() != 2 or logits.numel() < FEW_ELEMENTS or not logits.is_contiguous() or _is_saving_elsewhere():
         return False
     return labels.dtype is torch.int64 and labels.shape == logits.shape[:1]

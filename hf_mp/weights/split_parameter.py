@@ -326,10 +326,11 @@ def halves_of(parameter: SplitParameter) -> Split | None:
     return Split(working, parameter.remainder_bits) if working.dtype in LOWER_PRECISION_DTYPES else None
 
 
-def note_written_halves(parameter: SplitParameter) -> None:
-    """Take in that both halves of the master weight were written."""
-    torch.autograd.graph.increment_version(parameter)
-    _mark_seen(parameter)
+def note_written_halves(*parameters: SplitParameter) -> None:
+    """Take in that both halves of their master weights were written."""
+    torch.autograd.graph.increment_version(parameters)
+    for parameter in parameters:
+        _mark_seen(parameter)
 
 
 def gradient_and_factor(parameter: nn.Parameter) -> tuple[Tensor | None, Tensor | None]:

@@ -222,24 +222,25 @@ class WorkingWeights:
 def _places(model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
     """Where trained weights are looked up: a module's attributes, a name, the weight."""
     return [
-        (module.__dict__, name, weight)
-        for module in modules_of(model)
-        for name, weight in module._parameters.items()
-        if weight is not None and weight.requires_grad and name not in module.__dict__
+        (names, name, weight)
+        for names in map(vars, modules_of(model))
+        for name, weight in names["_parameters"].items()
+        if weight is not None and weight.requires_grad and name not in names
     ]
 
 
 def _groups(weights: _Group, elements: int) -> Iterator[_Group]:
     """Weights of one device, of at most so many ``elements`` together; a larger one alone."""
     group: _Group = []
-    free = elements
+    free, device = elements, None
     for weight, copy in weights:
         if (size := weight.numel()) >= elements:
             yield [(weight, copy)]
             continue
-        if group and (size > free or group[0][0].device != weight.device):
-            yield group
-            group, free = [], elements
+        if size > free or weight.device != device:
+            if group:
+                yield group
+            group, free, device = [], elements, weight.device
         group.append((weight, copy))
         free -= size
     if group:

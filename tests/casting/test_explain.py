@@ -7,6 +7,7 @@ from transformers import GPT2LMHeadModel
 
 from hf_mp.casting.explain import ExplainedOp, Explanation
 from hf_mp.casting.mode import active_autocast, autocast
+from hf_mp.casting.replacements import lm_losses
 from hf_mp.scaling.scalers import StaticLossScaler
 from hf_mp.step.mixed_precision import MixedPrecision
 
@@ -133,7 +134,10 @@ def test_results_are_as_without_explaining(gpt2: GPT2LMHeadModel, batch: dict[st
     assert torch.equal(*logits)
 
 
-def test_an_attached_model_is_explained_as_it_runs(gpt2: GPT2LMHeadModel, batch: dict[str, Tensor]) -> None:
+def test_an_attached_model_is_explained_as_it_runs(
+    gpt2: GPT2LMHeadModel, batch: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lm_losses, "FEW_ELEMENTS", 0)
     plain = autocast.explain(gpt2, **batch, dtype=BF16)
     runtime = MixedPrecision("bf16", loss_scaler=StaticLossScaler(1.0), tables="cuda")
     runtime.attach(gpt2)

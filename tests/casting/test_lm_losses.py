@@ -17,9 +17,15 @@ from transformers import (
 )
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
+from hf_mp.casting.replacements import lm_losses
 from hf_mp.casting.replacements.lm_losses import CausalLMLoss, MaskedLMLoss
 from hf_mp.scaling.scalers import StaticLossScaler
 from hf_mp.step.mixed_precision import MixedPrecision
+
+
+@pytest.fixture(autouse=True)
+def few_logits_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lm_losses, "FEW_ELEMENTS", 0)
 
 
 def gpt2() -> GPT2LMHeadModel:
@@ -75,6 +81,19 @@ def test_value_and_gradients_are_those_of_the_original(make: Any, settings: dict
     for left, right in zip(gradients, expected, strict=True):
         assert left is not None and right is not None
         assert (left - right).norm() <= 2.0**-8 * right.norm()  # half a unit of BF16
+
+
+@pytest.mark.parametrize("make", [gpt2, llama, modern_bert])
+def test_few_logits_are_left_to_torch(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss() -> Tensor:
+        model = make()
+        MixedPrecision("bf16").attach(model)
+        return model(input_ids=IDS, labels=IDS).loss
+
+    ours = loss()
+    monkeypatch.setattr(lm_losses, "FEW_ELEMENTS", IDS.numel() * 64 + 1)
+    monkeypatch.setattr(lm_losses, "cross_entropy", None)  # not to be called
+    torch.testing.assert_close(loss(), ours, rtol=1e-6, atol=0)
 
 
 def test_logits_of_the_outputs_are_fp32_and_unchanged_by_backward() -> None:

@@ -13,11 +13,11 @@ from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
 
 # Of one more layer of GPT-2, at most: Python calls, autograd nodes written in Python, kernels, reads by the host.
 LIMITS = {
-    "hf_mp bf16": (710, 1, 92, 0),
-    "hf_mp bf16, loss scaled": (840, 1, 98, 0),
-    "hf_mp bf16-lean": (1360, 1, 118, 0),
-    "hf_mp fp16": (1200, 5, 200, 0),  # products of its own, where a CPU has none of FP16
-    "hf_mp fp16-lean": (1830, 5, 255, 0),
+    "hf_mp bf16": (640, 1, 92, 0),
+    "hf_mp bf16, loss scaled": (750, 1, 98, 0),
+    "hf_mp bf16-lean": (1250, 1, 118, 0),
+    "hf_mp fp16": (1140, 5, 200, 0),  # products of its own, where a CPU has none of FP16
+    "hf_mp fp16-lean": (1720, 5, 255, 0),
 }
 
 
@@ -36,7 +36,8 @@ def test_a_layer_costs_no_more_calls_nodes_kernels_and_reads(contender: str) -> 
 @pytest.mark.parametrize("contender", bench_host.OURS)
 def test_reads_of_a_step(contender: str) -> None:
     peer, ours = (bench_host.count(bench_host.make_step(c, 3, 32, 8)) for c in (bench_host.PEER, contender))
-    assert ours["host_reads"] == peer["host_reads"] + 2  # the verdict, and on a CPU whether clipping multiplies by 1
+    # The verdict, and on a CPU: whether clipping multiplies by 1, and whether a block of split masters is finite.
+    assert ours["host_reads"] == peer["host_reads"] + 2 + ("lean" in contender)
     if contender in ("hf_mp bf16", "hf_mp bf16, loss scaled"):
         assert ours["kernels"] < peer["kernels"]
 

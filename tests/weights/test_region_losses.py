@@ -43,7 +43,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 
     original = region_losses.cross_entropy
     monkeypatch.setattr(region_losses, "cross_entropy", recorded)
-    monkeypatch.setattr(region_losses, "_SMALLEST", 0)
+    monkeypatch.setattr(region_losses, "FEW_ELEMENTS", 0)
     return found
 
 
@@ -62,7 +62,7 @@ def test_value_and_gradients_are_those_of_torch(
     labels = LABELS.clamp(min=0) if "ignore_index" in settings else LABELS
     loss, gradients = loss_and_gradients(labels=labels, **settings)
     assert calls == [torch.bfloat16]
-    monkeypatch.setattr(region_losses, "_SMALLEST", ROWS * CLASSES + 1)
+    monkeypatch.setattr(region_losses, "FEW_ELEMENTS", ROWS * CLASSES + 1)
     expected_loss, expected = loss_and_gradients(labels=labels, **settings)
     assert len(calls) == 1
     torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
@@ -79,7 +79,7 @@ def test_special_values_give_what_torch_gives(
     x[5] = value
     loss, gradients = loss_and_gradients(x)
     assert len(calls) == 1
-    monkeypatch.setattr(region_losses, "_SMALLEST", ROWS * CLASSES + 1)
+    monkeypatch.setattr(region_losses, "FEW_ELEMENTS", ROWS * CLASSES + 1)
     expected_loss, expected = loss_and_gradients(x)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0, equal_nan=True)
     for left, right in zip(gradients, expected, strict=True):

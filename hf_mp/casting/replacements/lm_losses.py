@@ -11,15 +11,15 @@ from torch.nn import functional as F
 
 from hf_mp.casting.cpu.upcast import must_be_plain
 from hf_mp.casting.replacements.base import ModelReplacement
-from hf_mp.kernels.cross_entropy import cross_entropy
+from hf_mp.kernels.cross_entropy import FEW_ELEMENTS, cross_entropy
 from hf_mp.kernels.identity import is_ordinary
 
 
 class MaskedLMLoss:
     """Takes the place of ``transformers.loss.loss_utils.ForMaskedLMLoss``: same arguments, same value.
 
-    That one casts all logits to FP32 first. Here :func:`hf_mp.kernels.cross_entropy.cross_entropy` does without. Where
-    its autograd function cannot be used (compiled code, ``torch.func``), the original is called.
+    That one casts all logits to FP32 first. Here :func:`hf_mp.kernels.cross_entropy.cross_entropy` does without. Of
+    few logits, and where its autograd function cannot be used (compiled code, ``torch.func``), the original is called.
     """
 
     loss_type = "ForMaskedLM"  # Transformers' name
@@ -28,7 +28,8 @@ class MaskedLMLoss:
         self, logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Tensor | int | None = None,
         ignore_index: int = -100, shift_labels: Tensor | None = None, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        if not is_ordinary(logits) or logits.dtype is torch.float64 or must_be_plain():
+        is_left = not is_ordinary(logits) or logits.dtype is torch.float64 or logits.numel() < FEW_ELEMENTS
+        if is_left or must_be_plain():
             kwargs.update(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
             return _original(self.loss_type)(logits, labels, vocab_size, **kwargs)
         targets = self._targets(labels, ignore_index, shift_labels).reshape(-1).to(logits.device)
