@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,7 +69,7 @@ def profile_steps(name: str, workload: Workload, *, warmup: int, steps: int, tra
     return costs(profiler.key_averages(), on_gpu=workload.device == "cuda", steps=steps)
 
 
-def record(step: Step, *, warmup: int, steps: int, device: str) -> Any:
+def record(step: Step, *, warmup: int, steps: int, device: str) -> profile:
     """torch's profiler, stopped, of ``steps`` calls of ``step`` that come after ``warmup`` others."""
     for _ in range(warmup):
         step()
@@ -89,17 +90,15 @@ def costs(events: Any, *, on_gpu: bool, steps: int) -> list[Cost]:
         RuntimeError: where it saw nothing.
     """
     wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    kept = [event for event in events if event.device_type == wanted]
-    microseconds = {
-        event.key: (event.self_device_time_total if on_gpu else event.self_cpu_time_total) for event in kept
-    }
-    total = sum(microseconds.values())
-    if not total:
+    microseconds: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    for event in events:  # of one name there may be several, of annotations
+        if event.device_type == wanted:
+            microseconds[event.key] += event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            calls[event.key] += event.count
+    if not (total := microseconds.total()):
         raise RuntimeError(f"torch's profiler saw nothing on the {'GPU' if on_gpu else 'CPU'}")
-    found = [
-        Cost(event.key, microseconds[event.key] / 1e3 / steps, event.count / steps, microseconds[event.key] / total)
-        for event in kept
-    ]
+    found = [Cost(key, time / 1e3 / steps, calls[key] / steps, time / total) for key, time in microseconds.items()]
     return sorted(found, key=lambda cost: cost.milliseconds, reverse=True)
 
 

@@ -17,7 +17,7 @@ from hf_mp.kernels.registry import chosen
 # FP32 elements of one block of rows: on a CPU what stays in its cache, on a GPU what keeps it busy.
 _BLOCK_ELEMENTS = {"cpu": 2**19}
 _DEFAULT_BLOCK_ELEMENTS = 2**25
-FEW_ELEMENTS = 2**16  # of logits, that torch's loss had better have: its few calls cost less than ours save
+FEW_ELEMENTS = 2**16  # of logits: with fewer, torch's loss is faster, because our calls cost more than they save
 
 
 def cross_entropy_reference(logits: Tensor, labels: Tensor, **settings: Any) -> Tensor:

@@ -59,8 +59,7 @@ class _Passage:
         self._runtime = runtime = forward.runtime
         self._weights = weights = runtime.begin_forward()
         if weights is not None:
-            takers = [observer.forward(forward, args, kwargs) for observer in runtime.observers]
-            self._takers = [take for take in takers if take is not None]
+            self._takers = [take for one in runtime.observers if (take := one.forward(forward, args, kwargs))]
             args, kwargs = apply_to_tensors(weights.bring_in_argument, (args, kwargs))
         self.args, self.kwargs = args, kwargs
         self._inside = runtime.region.running(weights)

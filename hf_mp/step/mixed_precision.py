@@ -243,7 +243,8 @@ class MixedPrecision:
         """Take in that a step was applied or skipped; sets the next loss scale."""
         self.check.forget()
         self.step_was_skipped = was_skipped
-        self.layout.scale_changes(self.check.parameters) if self.check.is_scaled else None
+        if self.check.is_scaled:
+            self.layout.scale_changes(self.check.parameters)
         used_scale = self.scaler.get_scale()
         for observer in self.observers:
             observer.stepped(report)

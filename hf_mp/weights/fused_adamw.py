@@ -90,11 +90,11 @@ def step_whole(
     if not _is_fused_adam(optimizer, own_step) or has_hooks(optimizer):
         return False
     everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if chosen("adamw", everything[:1]) is None:
-        return False
     stepping = [parameter for parameter in everything if parameter.grad is not None]
+    if not stepping or chosen("adamw", stepping[:1]) is None:  # most often for all of them, as on a CPU
+        return False
     gradients = [parameter.grad for parameter in stepping]
-    if not stepping or chosen("adamw", [*stepping, *gradients]) is None:  # before any state is made
+    if chosen("adamw", [*stepping, *gradients]) is None:  # before any state is made
         return False
     batches: list[tuple[AdamWSettings, list[AdamWTensors]]] = []
     for settings, group in _groups(optimizer):
@@ -174,7 +174,7 @@ def _whole_tensors(optimizer: Optimizer, parameter: nn.Parameter, copies: Workin
 
 
 def _is_plain(gradient: Tensor, parameter: Tensor) -> bool:
-    is_dense = is_ordinary(gradient) and not gradient.is_sparse  # which the optimizer itself refuses
+    is_dense = is_ordinary(gradient) and not gradient.is_sparse  # a sparse one is refused by the optimizer itself
     return is_dense and gradient.shape == parameter.shape and gradient.device == parameter.device
 
 
@@ -196,7 +196,8 @@ def _moments(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[Tensor, Ten
     return moments if fit else None
 
 
-def _finish_split(parameters: Sequence[Any], *, keeps_gradients: bool) -> None:
-    note_written_halves(*parameters)
-    for parameter in () if keeps_gradients else parameters:
-        parameter.grad = None
+def _finish_split(parameters: Sequence[nn.Parameter], *, keeps_gradients: bool) -> None:
+    note_written_halves(*[parameter for parameter in parameters if isinstance(parameter, SplitParameter)])
+    if not keeps_gradients:
+        for parameter in parameters:
+            parameter.grad = None

@@ -58,8 +58,8 @@ class WeightLayout:
     def prepare(self, model: nn.Module) -> None:
         """Give the trainable parameters of ``model`` FP32 masters where they have none; called before each forward."""
         grown: list[Tensor] = []
-        for parameter in [p for p in parameters_of(model) if p.dtype is not torch.float32]:
-            if parameter.requires_grad and parameter.dtype in LOWER_PRECISION_DTYPES:
+        for parameter in parameters_of(model):
+            if parameter.dtype in LOWER_PRECISION_DTYPES and parameter.requires_grad:
                 grown.append(local_part(parameter.data))
                 _to_fp32(parameter)
         if grown:  # running statistics of a model loaded in FP16 would swamp their updates, as weights would

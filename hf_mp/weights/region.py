@@ -131,33 +131,22 @@ class Region(autocast):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # Most calls read no weight and let no gradient out: they go straight on.
-        if func not in self._plan and self.observer is None and not is_dynamo_compiling():
-            weights = self._thread.weights
-            if weights is None or not weights.has_borders or func in _OF_THE_TENSOR_ITSELF:
-                return func(*args, **kwargs) if kwargs else func(*args)
-            if not kwargs and not weights.has_outside(args):
-                return func(*args)
-        return super().__torch_function__(func, types, args, kwargs)
+        if func in self._plan or self.observer is not None or is_dynamo_compiling():
+            return super().__torch_function__(func, types, args, kwargs)
+        # Most calls of a model are in no table, and go straight on.
+        weights = self._thread.weights
+        if weights is not None and weights.has_borders:
+            args, kwargs = _brought_in(weights, func, args, kwargs)
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def apply(
         self, entry: PlannedCall | None, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        if entry is None:
-            return self.call_unlisted(func, args, kwargs)
         # In compiled code, what comes in from outside is the graph's input: see bring_in().
         weights = None if is_dynamo_compiling() else self._thread.weights
         if weights is not None and weights.has_borders:
             args, kwargs = _brought_in(weights, func, args, kwargs)
-        return entry.handler(self, entry.name, func, args, kwargs)
-
-    def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if is_dynamo_compiling():
-            return super().call_unlisted(func, args, kwargs)
-        weights = self._thread.weights
-        if weights is not None and weights.has_borders and (kwargs or weights.has_outside(args)):
-            args, kwargs = _brought_in(weights, func, args, kwargs)
-        return func(*args, **kwargs)
+        return super().apply(entry, func, args, kwargs)
 
     def shortcut(self, func: Callable[..., Any], tensors: Sequence[Any]) -> Callable[..., Any] | None:
         if (found := self._shortcuts.get(func)) is None or self.observer is not None or not self.is_alone:
@@ -248,9 +237,11 @@ def _call(entry: PlannedCall, region: Region, func: Callable[..., Any], *args: A
 
 def _brought_in(weights: WorkingWeights, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of a call, those that come from outside through a border."""
+    if func in _OF_THE_TENSOR_ITSELF:
+        return args, kwargs
     comes_in = weights.has_outside(args) or (kwargs and weights.has_outside(kwargs.values()))
-    if comes_in and func not in _OF_THE_TENSOR_ITSELF and torch.is_grad_enabled() and not _is_below_autograd(func):
-        return apply_to_tensors(weights.bring_in, (args, dict(kwargs)))
+    if comes_in and torch.is_grad_enabled() and not _is_below_autograd(func):
+        return apply_to_tensors(weights.bring_in, (args, dict(kwargs or {})))
     return args, kwargs
 
 

@@ -85,15 +85,18 @@ def test_value_and_gradients_are_those_of_the_original(make: Any, settings: dict
 
 @pytest.mark.parametrize("make", [gpt2, llama, modern_bert])
 def test_few_logits_are_left_to_torch(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def loss() -> Tensor:
+    def loss_and_norm() -> tuple[Tensor, Tensor]:
         model = make()
-        MixedPrecision("bf16").attach(model)
-        return model(input_ids=IDS, labels=IDS).loss
+        MixedPrecision("params=fp32,compute=bf16,loss_scale=1024").attach(model)
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        return loss.detach(), torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
-    ours = loss()
+    ours = loss_and_norm()
     monkeypatch.setattr(lm_losses, "FEW_ELEMENTS", IDS.numel() * 64 + 1)
     monkeypatch.setattr(lm_losses, "cross_entropy", None)  # not to be called
-    torch.testing.assert_close(loss(), ours, rtol=1e-6, atol=0)
+    for left, right, rtol in zip(loss_and_norm(), ours, (1e-6, 2.0**-8), strict=True):
+        torch.testing.assert_close(left, right, rtol=rtol, atol=0)
 
 
 def test_logits_of_the_outputs_are_fp32_and_unchanged_by_backward() -> None:
@@ -139,6 +142,23 @@ def test_copies_have_it_and_pickles_do_not() -> None:
     MixedPrecision("fp16").attach(model)
     assert isinstance(copy.deepcopy(model).loss_function, CausalLMLoss)
     assert pickle.loads(pickle.dumps(model)).loss_function is ForCausalLMLoss
+
+
+def test_compiled_code_does_not_ask_how_many_logits_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lm_losses, "FEW_ELEMENTS", 24 * 64)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph
+
+    model = gpt2()
+    MixedPrecision("bf16").attach(model)
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    for tokens in (16, 20, 28, 32):
+        ids = torch.arange(tokens)[None]
+        assert compiled(input_ids=ids, labels=ids).loss.isfinite()
+    assert len(graphs) == 1
 
 
 def test_compiled_models_and_transforms_use_the_original(monkeypatch: pytest.MonkeyPatch) -> None:

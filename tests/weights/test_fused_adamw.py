@@ -12,6 +12,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 import hf_mp
 from hf_mp import MasterWeightOptimizer
+from hf_mp.weights import fused_adamw
 from hf_mp.weights import optimizer as module
 from hf_mp.weights.fused_adamw import step_split, step_whole
 from hf_mp.weights.working_copies import WorkingCopies
@@ -124,6 +125,22 @@ def test_on_a_cpu_an_optimizer_of_fp32_parameters_steps_by_itself(
     weight.grad = torch.ones(3)
     assert not step_whole(optimizer, None, WorkingCopies(torch.float16))
     assert not optimizer.state and torch.equal(weight.detach(), torch.ones(3))
+
+
+def test_a_parameter_that_does_not_step_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen, weight = nn.Parameter(torch.ones(3, 4).t(), requires_grad=False), nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    stepped: list[int] = []
+
+    def kernel(batch: list[Any], *args: Any, **settings: Any) -> None:
+        stepped.append(len(batch))
+
+    def chosen(name: str, tensors: list[Tensor]) -> Any:
+        return kernel if all(tensor.is_contiguous() for tensor in tensors) else None
+
+    monkeypatch.setattr(fused_adamw, "chosen", chosen)
+    assert step_whole(AdamW([frozen, weight], fused=True), None, WorkingCopies(torch.float16))
+    assert stepped == [1]
 
 
 def test_a_scheduler_that_was_there_before_the_guard() -> None:

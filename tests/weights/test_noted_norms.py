@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,6 +19,7 @@ import hf_mp
 from hf_mp.weights import noted_norms, seen_gradients
 
 PRECISIONS = ["bf16", "fp16", "bf16-lean", "fp16-lean"]
+by_precision = pytest.mark.parametrize("precision", PRECISIONS)
 
 
 class Model(nn.Module):
@@ -58,23 +59,30 @@ def clip(model: nn.Module, optimizer: Any, max_norm: float = 1e-3) -> Tensor:
     return clip_grad_norm_(model.parameters(), max_norm)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+def clip_by_torch(model: nn.Module, optimizer: Any, max_norm: float = 1e-3) -> Tensor:
+    return clip_grad_norm_(model.parameters(), max_norm)
+
+
+@by_precision
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
-def test_the_norm_of_clipping_is_the_check(precision: str, max_norm: float, reads: list[int]) -> None:
+@pytest.mark.parametrize("by", [clip, clip_by_torch])
+def test_the_norm_of_clipping_is_the_check(
+    precision: str, max_norm: float, by: Callable[..., Tensor], reads: list[int]
+) -> None:
     model, optimizer = after_backward(precision)
-    assert clip(model, optimizer, max_norm) > 0
+    assert by(model, optimizer, max_norm) > 0
     optimizer.step()
     assert not optimizer.step_was_skipped and reads == []
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@by_precision
 def test_without_clipping_gradients_are_read(precision: str, reads: list[int]) -> None:
     _, optimizer = after_backward(precision)
     optimizer.step()
     assert reads == [4]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@by_precision
 @pytest.mark.parametrize("factor", [torch.inf, torch.nan])
 def test_a_norm_that_is_not_finite_skips_the_step(precision: str, factor: float) -> None:
     model, optimizer = after_backward(precision, factor)
@@ -99,19 +107,21 @@ def replace_gradient(weight: nn.Parameter) -> None:
     weight.grad = torch.full_like(weight, torch.nan)
 
 
+@by_precision
 @pytest.mark.parametrize("write", [lambda weight: weight.grad.fill_(torch.nan), replace_gradient])
-def test_what_is_written_after_clipping_is_seen(write: Callable[[nn.Parameter], None]) -> None:
-    model, optimizer = after_backward()
-    clip(model, optimizer)
+def test_what_is_written_after_clipping_is_seen(precision: str, write: Callable[[nn.Parameter], None]) -> None:
+    model, optimizer = after_backward(precision)
+    clip_by_torch(model, optimizer)
     write(model.second.weight)
     optimizer.step()
     assert optimizer.step_was_skipped
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-lean"])
-def test_another_backward_after_clipping_is_seen(precision: str) -> None:
+@by_precision
+@pytest.mark.parametrize("by", [clip, clip_by_torch])
+def test_another_backward_after_clipping_is_seen(precision: str, by: Callable[..., Tensor]) -> None:
     model, optimizer = after_backward(precision)
-    clip(model, optimizer)
+    by(model, optimizer)
     (model(torch.randn(3, 8)) * torch.inf).backward()
     optimizer.step()
     assert optimizer.step_was_skipped
@@ -125,9 +135,10 @@ def test_a_lean_gradient_that_was_read_and_written_after_clipping_is_seen() -> N
     assert optimizer.step_was_skipped
 
 
-def test_a_write_through_data_after_clipping_is_not_seen() -> None:
-    model, optimizer = after_backward()
-    clip(model, optimizer)
+@by_precision
+def test_a_write_through_data_after_clipping_is_not_seen(precision: str) -> None:
+    model, optimizer = after_backward(precision)
+    clip_by_torch(model, optimizer)
     model.second.weight.grad.data.fill_(torch.nan)
     optimizer.step()
     assert not optimizer.step_was_skipped and model.second.weight.isnan().all()
@@ -147,17 +158,19 @@ def scaled_to_nan(model: nn.Module) -> None:
     ],
     ids=["nan", "minus infinity", "norm of one's own"],
 )
-def test_clipping_that_spoils_gradients_is_seen(spoil: Callable[[nn.Module], Any]) -> None:
-    model, optimizer = after_backward()
+@by_precision
+def test_clipping_that_spoils_gradients_is_seen(precision: str, spoil: Callable[[nn.Module], Any]) -> None:
+    model, optimizer = after_backward(precision)
     model.first.bias.grad.zero_()
     spoil(model)
     optimizer.step()
     assert optimizer.step_was_skipped
 
 
+@by_precision
 @pytest.mark.parametrize("norm_type", [0.0, -torch.inf])
-def test_norms_that_bound_nothing_are_not_noted(norm_type: float) -> None:
-    model, optimizer = after_backward()
+def test_norms_that_bound_nothing_are_not_noted(precision: str, norm_type: float) -> None:
+    model, optimizer = after_backward(precision)
     model.first.weight.grad[0, 0] = torch.inf
     assert clip_grad_norm_(model.parameters(), 1e9, norm_type=norm_type).isfinite()
     optimizer.step()
@@ -299,9 +312,11 @@ def test_torch_gets_its_functions_back() -> None:
     st.lists(st.lists(st.floats(-(2.0**40), 2.0**40, width=32), min_size=1, max_size=5), min_size=1, max_size=4),
     st.floats(1, 8) | st.just(torch.inf),
 )
+@example([[0.0, 14310536192.0]], 3.170061389552847)
 def test_no_magnitude_exceeds_the_bound(values: list[list[float]], norm_type: float) -> None:
     tensors = [torch.tensor(row, dtype=torch.float32) for row in values]
     noted_norms.note_norm(noted_norms.Seen(tensors), get_total_norm(tensors, norm_type))
     bound, largest = noted_norms.take_noted(tensors), max(abs(value) for row in values for value in row)
     assert bound is not None
-    assert bound >= largest * (1 - 1e-6) or largest < 1  # whose powers may underflow
+    # The rounding of a power grows with its exponent; the powers of what is below 1 may underflow.
+    assert bound >= largest * (1 - 1e-5) or largest < 1
