@@ -8,7 +8,8 @@ Forward, backward, clipping and a fused AdamW update of models with random weigh
 configurations; the contenders take turns of two steps, of which the second is timed. The floor is the model in BF16
 throughout: no cast, no FP32 gradient, an update of half the bytes. Stores ``bench_architectures.json``, or
 ``bench_architectures_4.json``, in ``scripts/results/``: medians, spreads, ``bf16`` and the floor over
-``torch.autocast`` in BF16, ``fp16`` over FP32, and the time of a product alone in each dtype.
+``torch.autocast`` in BF16, ``fp16`` over FP32, the same of the peaks of all tensors in two steps, and the time of a
+product alone in each dtype.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 import hf_mp
-from _benchmarks import DEFAULT_DEVICE, DTYPES, number, show_table
+from _benchmarks import DEFAULT_DEVICE, DTYPES, number, peak_tensor_bytes, show_table
 from _contenders import COMPILED
 from _results import RESULTS, alternate, median_and_spread, save_result
 from hf_mp.casting.cpu.upcast import runs_natively
@@ -41,6 +42,8 @@ RATIOS = {
     "bf16_floor_to_torch_autocast": (f"{WHOLE}bf16", PEER),
     "fp16_to_fp32": ("hf_mp fp16", "fp32"),
 }
+PEAKS = {"bf16_peak_to_torch_autocast": ("hf_mp bf16", PEER), "fp16_peak_to_fp32": ("hf_mp fp16", "fp32")}
+COLUMNS = ("bf16 / torch.autocast", "its floor", "fp16 / FP32", "peak of bf16 / torch.autocast", "of fp16 / FP32")
 VOCABULARY = 8192
 _ROWS, _INNER, _COLUMNS = 256, 768, 3072  # of the products that are timed alone
 _PRODUCTS = 20  # in one timing
@@ -199,14 +202,28 @@ def make_step(
 
 
 def measure(name: str, rounds: int, device: str, times: int = 1) -> dict[str, Any]:
-    """Medians and spreads of all contenders and of the floor, and their ratios."""
+    """Medians and spreads of all contenders and of the floor, and their ratios; ratios of peaks."""
     names = (*CONTENDERS, f"{WHOLE}bf16")
+    peaks = {contender: peak_bytes(name, contender, device, times) for contender in CONTENDERS}
     steps = {contender: make_step(ARCHITECTURES[name], contender, device, times=times) for contender in names}
     seconds = alternate(steps, rounds=rounds, warmup=2, untimed=1)
     return {
         "contenders": {contender: median_and_spread(found)._asdict() for contender, found in seconds.items()},
         **ratios_of(seconds, RATIOS),
+        "peak_bytes": peaks,
+        **{ratio: peaks[one] / peaks[other] for ratio, (one, other) in PEAKS.items()},
     }
+
+
+def peak_bytes(name: str, contender: str, device: str, times: int) -> int:
+    """Bytes of all tensors of a training of two steps, at most at once: model, inputs and optimizer state too."""
+
+    def train() -> None:
+        step = make_step(ARCHITECTURES[name], contender, device, times=times)
+        step()
+        step()
+
+    return peak_tensor_bytes(train, torch.device(device))
 
 
 def ratios_of(seconds: Mapping[str, Sequence[float]], ratios: Mapping[str, tuple[str, str]]) -> dict[str, float]:
@@ -262,14 +279,18 @@ def main(
 ) -> None:
     """Train a step of each architecture the four ways, in turns; store medians, spreads and ratios."""
     logging.set_verbosity_error()
-    found = {one: measure(one, rounds, device, times) for one in choose(only, ARCHITECTURES)}
-    medians = {ratio: statistics.median(row[ratio] for row in found.values()) for ratio in RATIOS}
+    found = {}
+    for one in choose(only, ARCHITECTURES):
+        print(f"{one} ...", flush=True)
+        found[one] = measure(one, rounds, device, times)
+    ratios = (*RATIOS, *PEAKS)
+    medians = {ratio: statistics.median(row[ratio] for row in found.values()) for ratio in ratios}
     payload = {
         "architectures": found, "medians": medians, "times": times, "product_seconds": time_products(rounds, device)
     }  # fmt: skip
     path = save_result(name if times == 1 else f"{name}_{times}", payload, directory=output_dir)
-    rows = [(one, *(number(row[ratio], 2) for ratio in RATIOS)) for one, row in {**found, "median": medians}.items()]
-    show_table("A training step", ("model", *RATIOS), rows)
+    rows = [(one, *(number(row[ratio], 2) for ratio in ratios)) for one, row in {**found, "median": medians}.items()]
+    show_table("A training step", ("model", *COLUMNS), rows)
     print(f"stored in {path.name}")
 
 

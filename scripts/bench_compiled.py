@@ -107,12 +107,16 @@ def main(
     if device == "cpu" and not has_cpp_compiler():
         raise typer.BadParameter("torch.compile needs a C++ compiler on a CPU, and there is none")
     allow_recompilations()
-    found = {model: measure(MODELS[model], rounds, device) for model in choose(only, MODELS)}
+    found = {}
+    for model in choose(only, MODELS):
+        print(f"{model} ...", flush=True)
+        found[model] = measure(MODELS[model], rounds, device)
     payload = {"models": found, "counted_steps": COUNTED_STEPS, "product_seconds": time_products(rounds, device)}
     path = save_result(name, payload, directory=output_dir)
     rows = [(model, *(number(row.get(ratio), 2) for ratio in RATIOS), *map(str, row["counts"].values()))
             for model, row in found.items()]  # fmt: skip
-    show_table("A compiled step", ("model", *RATIOS, "graphs", "recompilations", "scales"), rows)
+    ratios = ("bf16 / torch.autocast", "fp16 / FP32", "floor of bf16", "floor of fp16")
+    show_table("A compiled step", ("model", *ratios, "graphs", "recompilations", "scales"), rows)
     print(f"stored in {path.name}")
 
 

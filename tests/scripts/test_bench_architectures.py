@@ -22,10 +22,14 @@ def test_ratios_and_the_floor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     result = json.loads((tmp_path / "bench_architectures_3.json").read_text())["result"]
     seconds = {name: row["median_seconds"] for name, row in result["architectures"]["tiny"]["contenders"].items()}
     peer = seconds["torch.autocast bf16"]
+    peaks = result["architectures"]["tiny"]["peak_bytes"]
+    assert all(peaks[name] > 14 * 8192 * 16 for name in ("hf_mp bf16", "torch.autocast bf16"))  # bytes a weight
     assert result["medians"] == {
         "bf16_to_torch_autocast": seconds["hf_mp bf16"] / peer,
         "bf16_floor_to_torch_autocast": seconds["whole bf16"] / peer,
         "fp16_to_fp32": seconds["hf_mp fp16"] / seconds["fp32"],
+        "bf16_peak_to_torch_autocast": peaks["hf_mp bf16"] / peaks["torch.autocast bf16"],
+        "fp16_peak_to_fp32": peaks["hf_mp fp16"] / peaks["fp32"],
     }
     assert result["architectures"]["tiny"]["bf16_to_torch_autocast_spread"] > 0 and result["times"] == 3
     assert one.batch(3)["input_ids"].shape == (3, 8)
