@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tempfile
@@ -24,6 +25,7 @@ def peak_tensor_bytes(training: Callable[[], Any], device: torch.device) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         training()
         return torch.cuda.max_memory_allocated(device) - before
+    gc.collect()  # what another profile saw made would be freed in this one
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it prints a line when it starts and when it stops
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         training()

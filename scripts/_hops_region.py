@@ -90,5 +90,9 @@ def host(results: StoredResults) -> str:
         ours, theirs = (found[contender]["step"]["median_seconds"].number for contender in (who, peer))
         return float(ours / theirs)
 
-    rows = [[label, *(f"{ratio(name, who):.2f}" for who in ours)] for name, label in kinds.items()]
-    return table(("way to the parameters", *(f"`{who.removeprefix('hf_mp ')}`" for who in ours)), rows)
+    def machine(name: str) -> str:
+        device = results(name).root["device"]
+        return f"{device['CPU'].text}, FP16 products {device['FP16 products on the CPU'].text}"
+
+    rows = [[label, *(f"{ratio(name, who):.2f}" for who in ours), machine(name)] for name, label in kinds.items()]
+    return table(("way to the parameters", *(f"`{who.removeprefix('hf_mp ')}`" for who in ours), "CPU"), rows)

@@ -7,11 +7,21 @@ from collections.abc import Callable
 
 from _ablation_region import lost_updates, techniques
 from _docs_regions import STRUCK_SAVES, checkpoint_cost, faults, footprints, llama_7b, scaler_traces, training_memory
+from _goals_region import goals
 from _hops_region import hops, host
 from _markdown import GIB, MIB, hardware, otherwise, paragraph, ratio, script, table, timing, torch_version, workload
 from _rl_regions import grpo, small_updates
 from _scaling_regions import communication, scaling, sharded_host, ways_to_spread
-from _speed_regions import architectures, compiled_models, generation, host_parts, kept_memory, profiles
+from _speed_regions import (
+    architectures,
+    compiled_models,
+    default_memory,
+    generation,
+    host_apart,
+    host_parts,
+    peaks,
+    profiles,
+)
 from _stored import Stored, StoredResults
 from hf_mp.policy import mixed_presets
 
@@ -309,10 +319,14 @@ def headline(results: StoredResults) -> str:
     share = {name: f"{row['ratio_to_fp32'].number:.2f}" for name, row in steps["contenders"].parts()}
     rows = [struck[title] for title in STRUCK_SAVES]
     cases, lost = (int(sum(row[key].number for row in rows)) for key in ("cases", "lost"))
+    kinds = results("bench_architectures"), results("bench_architectures_4")
+    small, large = (f"{one['medians']['bf16_to_torch_autocast'].number:.2f}" for one in kinds)
     return paragraph(
         f"On a CPU, a step of GPT-2 takes {share['hf_mp bf16']} of FP32's time in `bf16` (`torch.autocast` "
         f"{share['torch.autocast bf16']}) and {share['hf_mp fp16']} in `fp16`, and its loss is FP32's within "
-        f"{math.ceil(1e4 * off) / 100:.2f}% ([figures](#figures)). Of {cases:,.0f} trainings that were killed, or "
+        f"{math.ceil(1e4 * off) / 100:.2f}% ([figures](#figures)). Over {len(kinds[0]['architectures'].parts())} kinds "
+        f"of small models `bf16` takes {small} of `torch.autocast`'s time with small batches and {large} with larger "
+        f"ones ([medians](docs/benchmarks.md#every-kind-of-model)). Of {cases:,.0f} trainings that were killed, or "
         f"whose disk or checkpoint failed, {lost or 'none'} was lost ([how it is tested]"
         "(docs/faults.md#how-it-is-tested))."
     )
@@ -434,8 +448,11 @@ REGIONS: dict[str, Region] = {
     "hops": hops,
     "host": host,
     "host parts": host_parts,
+    "host apart": host_apart,
     "architectures": architectures,
-    "kept memory": kept_memory,
+    "default memory": default_memory,
+    "peaks": peaks,
+    "goals": goals,
     "profiles": profiles,
     "scaling": scaling,
     "ways to spread": ways_to_spread,

@@ -119,6 +119,17 @@ def _without_machine_path(argument: str, root: Path) -> str:
     return f"{option}{equals}{path.name}"
 
 
+def ratios_of(seconds: Mapping[str, Sequence[float]], ratios: Mapping[str, tuple[str, str]]) -> dict[str, float]:
+    """Ratios of medians, and under ``<name>_spread`` the interquartile range of those of single rounds."""
+    found = {}
+    for ratio, (one, other) in ratios.items():
+        if one in seconds and other in seconds:
+            rounds = [left / right for left, right in zip(seconds[one], seconds[other], strict=True)]
+            found[ratio] = statistics.median(seconds[one]) / statistics.median(seconds[other])
+            found[f"{ratio}_spread"] = median_and_spread(rounds).spread_seconds
+    return found
+
+
 def _time_one(call: Callable[[], None]) -> float:
     _wait_for_gpu()
     start = time.perf_counter()

@@ -58,36 +58,64 @@ def host_parts(results: StoredResults) -> str:
     return f"{text}\n\n{table(header, rows)}"
 
 
+def host_apart(results: StoredResults) -> str:
+    """What a step of ours costs the host in parts that torch.amp's has not, in shares of torch.amp's step."""
+    stored = results("bench_host")
+    whole = stored["contenders"][_PEER]["step"]["median_seconds"].number
+    parts = [name for name, _ in stored["apart"].parts()[0][1].parts()]
+    rows = [[name, *(f"{found[part].number / whole:.3f}" for part in parts)] for name, found in stored["apart"].parts()]
+    return table(("share of a step of torch.amp", *parts), rows)
+
+
 def architectures(results: StoredResults) -> str:
     """A step of many kinds of models at two batch sizes: bf16 and its floor over torch.autocast, fp16 over FP32."""
-    few, many = results("bench_architectures"), results("bench_architectures_4")
-    rows = [[*left, *right[1:]] for left, right in zip(_rows_of_ratios(few), _rows_of_ratios(many), strict=True)]
+    few, many = results("bench_architectures_kept"), results("bench_architectures_kept_4")
+    settings = " ".join(word for word in few.root["command"].text.split() if word.startswith("MALLOC_"))
     text = paragraph(
         f"A training step of small models of many kinds ({script('bench_architectures')}; {_where(few)}), with small "
         f"batches (two sequences of 128 tokens, four images) and with {many['times'].number:.0f} times as much. The "
-        f"floor is a model that is BF16 throughout, its optimizer's state too. {_fp16_product(few)}:"
+        f"floor is a model that is BF16 throughout, its optimizer's state too. {_fp16_product(few)}. The C library "
+        f"keeps the memory that a step frees (`{settings}`):"
     )
     first, *others = _RATIO_COLUMNS
     header = ("", *_RATIO_COLUMNS, f"{many['times'].number:.0f} times: {first}", *others)
-    return f"{text}\n\n{table(header, rows)}"
+    return f"{text}\n\n{table(header, _side_by_side(few, many, _RATIOS))}"
 
 
+_RATIOS = ("bf16_to_torch_autocast", "bf16_floor_to_torch_autocast", "fp16_to_fp32")
 _RATIO_COLUMNS = ("`bf16` / `torch.autocast`", "floor", "`fp16` / FP32")
 
 
-def _rows_of_ratios(stored: Stored) -> list[list[str]]:
-    """A row of each architecture, and their medians."""
-    ratios = ("bf16_to_torch_autocast", "bf16_floor_to_torch_autocast", "fp16_to_fp32")
-    rows = [*stored["architectures"].parts(), ("median", stored["medians"])]
-    return [[name, *(_ratio(row, ratio) for ratio in ratios)] for name, row in rows]
+def _side_by_side(few: Stored, many: Stored, ratios: tuple[str, ...]) -> list[list[str]]:
+    """A row of each architecture, and their medians: with small batches, then with large ones."""
+    left, right = ([*one["architectures"].parts(), ("median", one["medians"])] for one in (few, many))
+    return [
+        [name, *(_ratio(one, ratio) for one in (row, other) for ratio in ratios)]
+        for (name, row), (_, other) in zip(left, right, strict=True)
+    ]
 
 
-def kept_memory(results: StoredResults) -> str:
-    """The larger batches again, where the C library keeps the memory that is freed."""
-    kept = results("bench_architectures_kept_4")
-    settings = " ".join(word for word in kept.root["command"].text.split() if word.startswith("MALLOC_"))
-    text = paragraph(f"The larger batches again, where the C library keeps freed memory (`{settings}`):")
-    return f"{text}\n\n{table(('', *_RATIO_COLUMNS), _rows_of_ratios(kept))}"
+def default_memory(results: StoredResults) -> str:
+    """The medians where the C library gives freed memory back, as it does by itself."""
+    by_size = {
+        "small batches": ("bench_architectures", "bench_architectures_kept"),
+        "large batches": ("bench_architectures_4", "bench_architectures_kept_4"),
+    }
+    rows = [
+        [size, *(f"{results(name)['medians'][ratio].number:.2f}" for name in names for ratio in _RATIOS)]
+        for size, names in by_size.items()
+    ]
+    header = ("median of all", *_RATIO_COLUMNS, *(f"kept: {column}" for column in _RATIO_COLUMNS))
+    return table(header, rows)
+
+
+def peaks(results: StoredResults) -> str:
+    """The most bytes of tensors at once in two training steps, over the peers'."""
+    few, many = results("bench_architectures_kept"), results("bench_architectures_kept_4")
+    ratios = ("bf16_peak_to_torch_autocast", "fp16_peak_to_fp32")
+    columns = ("`bf16` / `torch.autocast`", "`fp16` / FP32")
+    header = ("peak of all tensors", *columns, *(f"large batches: {column}" for column in columns))
+    return table(header, _side_by_side(few, many, ratios))
 
 
 def profiles(results: StoredResults) -> str:
@@ -144,16 +172,16 @@ def generation(results: StoredResults) -> str:
     text = paragraph(
         f"`generate()` of {stored['tokens'].number:.0f} tokens one after the other, {stored['layers'].number:.0f} "
         f"layers of width {stored['width'].number:.0f} ({script('bench_generate')}; {_where(stored)}): the time of a "
-        "token over that of `torch.autocast` in BF16 entered once around it, and over the floor, a model that is BF16 "
-        "throughout. The floor in Python is that model with a function mode that does nothing. Calls are those that "
-        "Python makes for a token under `bf16`. Under `torch.autocast`, Llama fails with a static cache:"
+        "token over that of `torch.autocast` in BF16 entered once around it, and over that of a model that is BF16 "
+        "throughout; `Python` is that model with a function mode that does nothing. Calls are those that Python makes "
+        "for a token under `bf16`. Under `torch.autocast`, Llama fails with a static cache:"
     )
     columns = (
         "`bf16` / `torch.autocast`",
-        "/ floor",
+        "/ BF16",
         "`fp16` / `torch.autocast`",
-        "/ floor",
-        "Python / floor",
+        "/ BF16",
+        "Python / BF16",
         "calls",
     )
     return f"{text}\n\n{table(('', *columns), rows)}"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,7 +30,7 @@ from transformers.utils import logging
 import hf_mp
 from _benchmarks import DEFAULT_DEVICE, DTYPES, number, peak_tensor_bytes, show_table
 from _contenders import COMPILED
-from _results import RESULTS, alternate, median_and_spread, save_result
+from _results import RESULTS, alternate, median_and_spread, ratios_of, save_result
 from hf_mp.casting.cpu.upcast import runs_natively
 
 Inputs = dict[str, Tensor]
@@ -224,17 +224,6 @@ def peak_bytes(name: str, contender: str, device: str, times: int) -> int:
         step()
 
     return peak_tensor_bytes(train, torch.device(device))
-
-
-def ratios_of(seconds: Mapping[str, Sequence[float]], ratios: Mapping[str, tuple[str, str]]) -> dict[str, float]:
-    """Ratios of medians, and under ``<name>_spread`` the interquartile range of those of single rounds."""
-    found = {}
-    for ratio, (one, other) in ratios.items():
-        if one in seconds and other in seconds:
-            rounds = [left / right for left, right in zip(seconds[one], seconds[other], strict=True)]
-            found[ratio] = statistics.median(seconds[one]) / statistics.median(seconds[other])
-            found[f"{ratio}_spread"] = median_and_spread(rounds).spread_seconds
-    return found
 
 
 def native_dtypes(device: str) -> list[str]:

@@ -22,7 +22,7 @@ from transformers.utils import logging
 import hf_mp
 from _benchmarks import DEFAULT_DEVICE, number, show_table
 from _contenders import COMPILED, allow_recompilations, has_cpp_compiler
-from _results import RESULTS, alternate, median_and_spread, save_result
+from _results import RESULTS, alternate, median_and_spread, ratios_of, save_result
 from bench_architectures import (
     CONTENDERS,
     PEER,
@@ -37,7 +37,6 @@ from bench_architectures import (
     make_step,
     native_dtypes,
     padded,
-    ratios_of,
     time_products,
 )
 

@@ -30,7 +30,7 @@ from transformers.utils import logging
 
 import hf_mp
 from _benchmarks import DEFAULT_DEVICE, number, show_table
-from _results import RESULTS, alternate, median_and_spread, save_result
+from _results import RESULTS, alternate, median_and_spread, ratios_of, save_result
 from bench_host import BareMode
 
 PEER, WHOLE, FP32 = "torch.autocast bf16", "BF16 throughout", "fp32"
@@ -154,11 +154,7 @@ def measure(case: Case, layers: int, width: int, vocab: int, tokens: int, rounds
         name: {
             **timing._asdict(),
             "tokens_per_second": case.batch / timing.median_seconds,
-            **{
-                ratio: timing.median_seconds / timings[other].median_seconds
-                for ratio, other in RATIOS.items()
-                if other in timings
-            },
+            **ratios_of(seconds, {ratio: (name, other) for ratio, other in RATIOS.items()}),
             "python_calls": python_calls(calls[name], tokens),
         }
         for name, timing in timings.items()
@@ -184,7 +180,10 @@ def main(
         names = "; ".join(case.name for case in CASES)
         raise typer.BadParameter(f"--only {', '.join(sorted(unknown))} is not known: use some of {names}")
     cases = [case for case in CASES if case.name in wanted or not wanted]
-    found = {case.name: measure(case, layers, width, vocab, tokens, rounds, device) for case in cases}
+    found = {}
+    for case in cases:
+        print(f"{case.name} ...", flush=True)
+        found[case.name] = measure(case, layers, width, vocab, tokens, rounds, device)
     result = {"layers": layers, "width": width, "vocab": vocab, "tokens": tokens, "prompt": PROMPT,
               "threads": torch.get_num_threads(), "cases": found}  # fmt: skip
     path = save_result(name, result, directory=output_dir)

@@ -15,9 +15,10 @@ import gc
 import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 import typer
@@ -31,6 +32,11 @@ import hf_mp
 from _benchmarks import number, show_table
 from _results import RESULTS, median_and_spread, save_result
 from hf_mp.policy import mixed_presets
+from hf_mp.step.forward import _Passage
+from hf_mp.step.gradients import GradientCheck
+from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.weights import fused_adamw
+from hf_mp.weights.layout import WeightLayout
 
 BARE = "fp32, bare function mode"
 FLOOR = "torch.autocast bf16, GradScaler, bare function mode"
@@ -51,6 +57,17 @@ class BareMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
+
+# What a step of ours does that torch's has not, or does elsewhere.
+PLACES: dict[str, tuple[Any, str]] = {
+    "weights brought in": (MixedPrecision, "begin_forward"),
+    "outputs brought out": (_Passage, "bring_out"),
+    "gradients measured": (GradientCheck, "measure"),
+    "verdict": (MixedPrecision, "verdict"),
+    "lean kernels": (fused_adamw, "adamw_"),
+    "weights rounded": (WeightLayout, "updated"),
+    "step finished": (MixedPrecision, "finish_step"),
+}
 
 Step = Callable[[], tuple[float, ...]]
 
@@ -145,6 +162,37 @@ def count(step: Step) -> dict[str, int]:
     return {"python_calls": calls, "python_nodes": nodes, "kernels": kernels.kernels, "host_reads": reads}
 
 
+@contextlib.contextmanager
+def timed(places: Mapping[str, tuple[Any, str]]) -> Iterator[dict[str, list[float]]]:
+    """Seconds of every call of some functions, by the owner and the name of each."""
+    found: dict[str, list[float]] = {place: [] for place in places}
+
+    def timing(place: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            result = function(*args, **kwargs)
+            found[place].append(time.perf_counter() - begin)
+            return result
+
+        return call
+
+    with contextlib.ExitStack() as patches:
+        for place, (owner, name) in places.items():
+            patches.enter_context(mock.patch.object(owner, name, timing(place, getattr(owner, name))))
+        yield found
+
+
+def take_apart(contender: str, layers: int, width: int, tokens: int, rounds: int) -> dict[str, float]:
+    """Seconds that a step of ours spends in its own parts, which torch's has not."""
+    step = make_step(contender, layers, width, tokens)
+    for _ in range(5):
+        step()
+    with timed(PLACES) as found:
+        for _ in range(rounds):
+            step()
+    return {place: sum(seconds) / rounds for place, seconds in found.items()}
+
+
 def main(
     layers: int = 12,
     width: int = 64,
@@ -177,6 +225,7 @@ def main(
         for part, row in parts.items():
             row["ratio_to_torch_autocast"] = row["median_seconds"] / rows[PEER][part]["median_seconds"]
     counts = {c: count(step) for c, step in steps.items()}
+    apart = {c: take_apart(c, layers, width, tokens, rounds) for c in OURS}
     make_step("fp32", layers, width, tokens, seen := _Calls())()
     workload = {"layers": layers, "width": width, "tokens": tokens, "threads": 1, "group_elements": group_elements,
                 "parameters": 4 + 12 * layers, "torch_calls": seen.calls}  # fmt: skip
@@ -184,7 +233,8 @@ def main(
         above = {part: row["median_seconds"] - rows["fp32"][part]["median_seconds"] for part, row in parts.items()}
         parts["forward"]["seconds_per_torch_call"] = above["forward"] / seen.calls
         parts["step"]["seconds_per_parameter"] = (above["step"] - above["forward"]) / workload["parameters"]
-    path = save_result(name, {"workload": workload, "contenders": rows, "counts": counts}, directory=output_dir)
+    result = {"workload": workload, "contenders": rows, "counts": counts, "apart": apart}
+    path = save_result(name, result, directory=output_dir)
     show_table(
         "Milliseconds of the host (times torch.autocast)",
         ("contender", *PARTS),
@@ -194,6 +244,11 @@ def main(
         "One step",
         ("contender", "Python calls", "nodes in Python", "kernels", "reads by the host"),
         [(contender, *map(str, found.values())) for contender, found in counts.items()],
+    )
+    show_table(
+        "Milliseconds of ours, in parts that torch's step has not",
+        ("contender", *PLACES),
+        [(contender, *(f"{1e3 * seconds:.2f}" for seconds in found.values())) for contender, found in apart.items()],
     )
     print(f"stored in {path.name}")
 

@@ -51,6 +51,53 @@ def test_each_line_names_a_test_that_there_is() -> None:
 # Limits of several parts together
 
 
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def test_a_part_of_a_lean_model_that_is_called_by_itself_needs_autocast() -> None:
+    model: Any = TwoLayers()
+    model, _ = hf_mp.prepare(model, torch.optim.SGD(model.parameters()), "bf16-lean")
+    x = torch.randn(4, 8)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        model.first(x)
+    with hf_mp.autocast(torch.bfloat16):
+        assert model.first(x).dtype is torch.bfloat16
+
+
+def test_the_graph_of_an_attached_model_is_not_the_full_one() -> None:
+    model, _ = hf_mp.prepare(layer := nn.Linear(8, 8), torch.optim.SGD(layer.parameters()), "bf16")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
+        torch.compile(model, backend="eager", fullgraph=True)(torch.randn(4, 8))
+    assert torch.compile(model, backend="eager")(torch.randn(4, 8)).requires_grad
+
+
+class Inverse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.inv(self.layer(x)).sum()
+
+
+def test_an_op_without_a_kernel_of_16_bits_needs_a_rule() -> None:
+    def loss(**settings: Any) -> Tensor:
+        model = Inverse()
+        model, _ = hf_mp.prepare(model, torch.optim.SGD(model.parameters()), "bf16", **settings)
+        return model(torch.eye(8) + 1)
+
+    with pytest.raises(RuntimeError, match="Low precision dtypes not supported"):
+        loss()
+    assert loss(rules={torch.linalg.inv: "fp32"}).isfinite()
+    assert loss(tables="cpu").isfinite()
+
+
 def test_transforms_of_functorch_have_autocast_and_no_loss_scale() -> None:
     model, _ = hf_mp.prepare(layer := nn.Linear(8, 8), torch.optim.SGD(layer.parameters()), "fp16")
     x = torch.randn(4, 8)

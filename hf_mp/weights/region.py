@@ -135,7 +135,7 @@ class Region(autocast):
             return super().__torch_function__(func, types, args, kwargs)
         # Most calls of a model are in no table, and go straight on.
         weights = self._thread.weights
-        if weights is not None and weights.has_borders:
+        if weights is not None and weights.has_borders and func not in _OF_THE_TENSOR_ITSELF:
             args, kwargs = _brought_in(weights, func, args, kwargs)
         return func(*args, **kwargs) if kwargs else func(*args)
 
@@ -144,7 +144,7 @@ class Region(autocast):
     ) -> Any:
         # In compiled code, what comes in from outside is the graph's input: see bring_in().
         weights = None if is_dynamo_compiling() else self._thread.weights
-        if weights is not None and weights.has_borders:
+        if weights is not None and weights.has_borders and func not in _OF_THE_TENSOR_ITSELF:
             args, kwargs = _brought_in(weights, func, args, kwargs)
         return super().apply(entry, func, args, kwargs)
 
@@ -237,8 +237,6 @@ def _call(entry: PlannedCall, region: Region, func: Callable[..., Any], *args: A
 
 def _brought_in(weights: WorkingWeights, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of a call, those that come from outside through a border."""
-    if func in _OF_THE_TENSOR_ITSELF:
-        return args, kwargs
     comes_in = weights.has_outside(args) or (kwargs and weights.has_outside(kwargs.values()))
     if comes_in and torch.is_grad_enabled() and not _is_below_autograd(func):
         return apply_to_tensors(weights.bring_in, (args, dict(kwargs or {})))
