@@ -15,6 +15,7 @@ from _scaling_regions import communication, scaling, sharded_host, ways_to_sprea
 from _speed_regions import (
     architectures,
     compiled_models,
+    compiled_parts,
     default_memory,
     generation,
     host_apart,
@@ -450,6 +451,7 @@ REGIONS: dict[str, Region] = {
     "host parts": host_parts,
     "host apart": host_apart,
     "architectures": architectures,
+    "compiled parts": compiled_parts,
     "default memory": default_memory,
     "peaks": peaks,
     "goals": goals,

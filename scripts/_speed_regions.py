@@ -158,6 +158,19 @@ def compiled_models(results: StoredResults) -> str:
     return f"{text}\n\n{table(header, rows)}"
 
 
+def compiled_parts(results: StoredResults) -> str:
+    """Where a compiled step of ours, of torch.autocast and of the floor spends its time."""
+    models = results("bench_compiled")["models"].parts()
+    names = ("torch.autocast bf16", "hf_mp bf16", "whole bf16")
+    parts = [part for part, _ in models[0][1]["parts"][names[0]].parts()]
+    rows = [
+        [model, part, *(f"{1e3 * row['parts'][name][part].number:.1f}" for name in names)]
+        for model, row in models
+        for part in parts
+    ]
+    return table(("milliseconds, compiled", "", "`torch.autocast`", "`bf16`", "floor"), rows)
+
+
 def generation(results: StoredResults) -> str:
     """A token of generate(), over torch.autocast's time and over that of a model in BF16 throughout."""
     stored = results("bench_generate")

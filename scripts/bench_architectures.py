@@ -15,7 +15,9 @@ product alone in each dtype.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +46,7 @@ RATIOS = {
 }
 PEAKS = {"bf16_peak_to_torch_autocast": ("hf_mp bf16", PEER), "fp16_peak_to_fp32": ("hf_mp fp16", "fp32")}
 COLUMNS = ("bf16 / torch.autocast", "its floor", "fp16 / FP32", "peak of bf16 / torch.autocast", "of fp16 / FP32")
+PARTS = ("forward", "backward", "clipping", "update")
 VOCABULARY = 8192
 _ROWS, _INNER, _COLUMNS = 256, 768, 3072  # of the products that are timed alone
 _PRODUCTS = 20  # in one timing
@@ -168,11 +171,13 @@ def make_step(
     *,
     times: int = 1,
     backend: str = "inductor",
+    parts: list[tuple[float, ...]] | None = None,
     **settings: Any,
 ) -> Callable[[], None]:
     """One training step of a fresh model: forward, backward, clipping, update; ``times`` as for its batch.
 
     Compiled by ``backend`` where ``contender`` ends in ``" compiled"``; ``settings`` are those of ``hf_mp.prepare``.
+    Each step adds the seconds of its :data:`PARTS` to ``parts``, where the device does not run behind the host.
     """
     torch.manual_seed(0)
     base = contender.removesuffix(COMPILED)
@@ -191,12 +196,19 @@ def make_step(
     forward = model if base == contender else torch.compile(model, backend=backend)
 
     def step() -> None:
+        moments = [time.perf_counter()]
         with context:
             loss = forward(**inputs).loss
+        moments.append(time.perf_counter())
         loss.backward()
+        moments.append(time.perf_counter())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        moments.append(time.perf_counter())
         optimizer.step()
         optimizer.zero_grad()
+        moments.append(time.perf_counter())
+        if parts is not None:
+            parts.append(tuple(end - begin for begin, end in itertools.pairwise(moments)))
 
     return step
 

@@ -11,6 +11,7 @@ and recompilations are counted over steps in FP16 whose loss scale changes every
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ from _contenders import COMPILED, allow_recompilations, has_cpp_compiler
 from _results import RESULTS, alternate, median_and_spread, ratios_of, save_result
 from bench_architectures import (
     CONTENDERS,
+    PARTS,
     PEER,
     VOCABULARY,
     WHOLE,
@@ -70,14 +72,22 @@ def measure(architecture: Architecture, rounds: int, device: str) -> dict[str, A
     torch._dynamo.reset()
     floors = [f"{WHOLE}{dtype}" for dtype in native_dtypes(device) if dtype != "fp32"]
     names = [*CONTENDERS, *(contender + COMPILED for contender in (*CONTENDERS, *floors))]
-    steps = {name: make_step(architecture, name, device) for name in names}
+    parts: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
+    steps = {name: make_step(architecture, name, device, parts=parts[name]) for name in names}
     seconds = alternate(steps, rounds=rounds, warmup=3, untimed=1)
     compiled = {name.removesuffix(COMPILED): found for name, found in seconds.items() if name.endswith(COMPILED)}
     return {
         "contenders": {name: median_and_spread(found)._asdict() for name, found in seconds.items()},
         **ratios_of(compiled, RATIOS),
+        "parts": {name: _medians(parts[name + COMPILED], rounds) for name in compiled},
         "counts": count_graphs(architecture, device),
     }
+
+
+def _medians(steps: list[tuple[float, ...]], rounds: int) -> dict[str, float]:
+    """Of each part of the steps that were timed: every second one of the last."""
+    timed = steps[-2 * rounds + 1 :: 2]
+    return {part: statistics.median(found) for part, found in zip(PARTS, zip(*timed, strict=True), strict=True)}
 
 
 def count_graphs(architecture: Architecture, device: str, steps: int = COUNTED_STEPS) -> dict[str, int]:

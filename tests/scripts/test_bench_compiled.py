@@ -42,6 +42,8 @@ def test_graphs_and_ratios(
         row["contenders"][name + COMPILED]["median_seconds"] for name in ("hf_mp bf16", "torch.autocast bf16")
     )
     assert row["bf16_to_torch_autocast"] == mine / peer
+    parts = row["parts"]["hf_mp bf16"]
+    assert set(parts) == set(bench_architectures.PARTS) and 0 < sum(parts.values()) < 2 * mine
     # one graph, and none is compiled again when the loss scale changes
     assert row["counts"]["graphs"] == 1 and row["counts"]["recompilations"] == 0 and row["counts"]["scales"] > 2
 

@@ -268,7 +268,7 @@ def _faults() -> list[Fault]:
         Fault("buffer-mlp-eval", "mlp", "weight", "norm", "", "norm.running_var",
               lambda m: (set_element("norm.running_var", float("nan"))(m), m.eval())),
         Fault("innocent-inf-first", "gpt2", "forward", "transformer.h.1.mlp.act", "div", "", both),
-        Fault("scale-gpt2", "gpt2", "backward", "", "cross_entropy", scale=2.0**40),
+        Fault("scale-gpt2", "gpt2", "backward", "", "cross_entropy_loss", scale=2.0**40),
         Fault("scale-mlp", "mlp", "backward", "", "loss scaling", scale=2.0**40),
         Fault("data-embeddings", "gpt2", "input", "", "", "inputs_embeds", spoil=as_embeddings),
         Fault("data-x", "mlp", "input", "", "", "x", spoil=spoil("x", float("nan"))),

@@ -18,9 +18,9 @@ from hf_mp.kernels.identity import is_ordinary
 class MaskedLMLoss:
     """Takes the place of ``transformers.loss.loss_utils.ForMaskedLMLoss``: same arguments, same value.
 
-    That one casts all logits to FP32 first. Here :func:`hf_mp.kernels.cross_entropy.cross_entropy` does without. For
-    few logits, FP64, and where its autograd function cannot be used (compiled code, ``torch.func``, subclasses of
-    tensors), the original is called.
+    That one casts all logits to FP32 first. Here :func:`hf_mp.kernels.cross_entropy.cross_entropy` does without; few
+    logits are left to autocast and torch's. For FP64, and where its autograd function cannot be used (compiled code,
+    ``torch.func``, subclasses of tensors), the original is called.
     """
 
     loss_type = "ForMaskedLM"  # Transformers' name
@@ -29,12 +29,13 @@ class MaskedLMLoss:
         self, logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Tensor | int | None = None,
         ignore_index: int = -100, shift_labels: Tensor | None = None, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        if must_be_plain() or not _is_worth_it(logits):  # in this order: the compiler would guard on their number
+        if not is_ordinary(logits) or logits.dtype is torch.float64 or must_be_plain():
             kwargs.update(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
             return _original(self.loss_type)(logits, labels, vocab_size, **kwargs)
         targets = self._targets(labels, ignore_index, shift_labels).reshape(-1).to(logits.device)
         reduction = "mean" if num_items_in_batch is None else "sum"
-        loss = cross_entropy(logits.view(-1, vocab_size), targets, ignore_index=ignore_index, reduction=reduction)
+        of_rows = F.cross_entropy if logits.numel() < FEW_ELEMENTS else cross_entropy
+        loss = of_rows(logits.view(-1, vocab_size), targets, ignore_index=ignore_index, reduction=reduction)
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(loss.device)
         return loss if num_items_in_batch is None else loss / num_items_in_batch
@@ -57,10 +58,6 @@ class CausalLMLoss(MaskedLMLoss):
 
     def _targets(self, labels: Tensor, ignore_index: int, shift_labels: Tensor | None) -> Tensor:
         return F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
-
-
-def _is_worth_it(logits: Tensor) -> bool:
-    return is_ordinary(logits) and logits.dtype is not torch.float64 and logits.numel() >= FEW_ELEMENTS
 
 
 def _original(loss_type: str) -> Any:
