@@ -7,7 +7,7 @@ torch: GradScaler's unscaling (in FP16), ``clip_grad_norm_``, fused AdamW, and t
 makes in the next forward; the same with bitsandbytes' AdamW8bit in AdamW's place. FlashOptim's FlashAdamW (arXiv
 2602.23349), on a GPU where it is installed: 16-bit gradients clipped by their global norm, and its update of 24-bit
 weights with 8-bit state. Ours: the measurement when backward ends, the Trainer's clipping, the guarded step, the
-refreshed working copies.
+refreshed working copies. And the arithmetic of a lean update as one kernel that torch's compiler writes.
 
 The floor is what each has to move in two passes (one for the norm, one for the update), at the bandwidth of a copy
 measured in the same run. Stores ``scripts/results/bench_update.json``.
@@ -38,13 +38,15 @@ from _benchmarks import (
     show_left_out,
     show_table,
 )
-from _contenders import LEAN_UPDATE, MIXED_UPDATE
+from _contenders import LEAN_UPDATE, MIXED_UPDATE, has_cpp_compiler
 from _results import RESULTS, Timing, alternate, median_and_spread, save_result
+from hf_mp.kernels.gradient_scan import total_norm
 from hf_mp.weights.split_parameter import SplitParameter
 
 Step = Callable[[], None]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 _LR = 1e-5
+_BETAS, _EPS, _DECAY = (0.9, 0.999), 1e-8, 1e-2  # AdamW's defaults
 
 
 def fused_adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -137,6 +139,45 @@ def flash_step(workload: Workload) -> Step:
     return step
 
 
+def one_pass(
+    working: Tensor, remainder: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
+    factor: Tensor, step_size: Tensor, root: Tensor,
+) -> None:  # fmt: skip
+    """AdamW's arithmetic on BF16 working copies, what they lack, and BF16 gradients: as one kernel where compiled."""
+    bits = (working.view(torch.int16).to(torch.int32) << 16) + remainder
+    true = gradient.float() * factor
+    exp_avg.lerp_(true, 1.0 - _BETAS[0])
+    exp_avg_sq.mul_(_BETAS[1]).addcmul_(true, true, value=1.0 - _BETAS[1])
+    master = bits.view(torch.float32) * (1.0 - _LR * _DECAY)
+    bits = (master - step_size * exp_avg / (exp_avg_sq.sqrt() / root + _EPS)).view(torch.int32)
+    remainder.copy_(bits.to(torch.int16))
+    working.view(torch.int16).copy_(((bits + 0x8000) >> 16).to(torch.int16))
+
+
+def compiled_step(workload: Workload) -> Step:
+    """A lean update in one pass over each parameter, by the kernel that torch's compiler writes; nothing is checked."""
+    model = workload.model()
+    given = [gradient.bfloat16().flatten() for gradient in gradients(model)]
+    tensors = [
+        (parameter.detach().bfloat16().flatten(), torch.zeros_like(gradient, dtype=torch.int16), gradient,
+         *(torch.zeros_like(gradient, dtype=torch.float32) for _ in range(2)))
+        for parameter, gradient in zip(model.parameters(), given, strict=True)
+    ]  # fmt: skip
+    update: Any = torch.compile(one_pass, dynamic=True)
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+        norm = total_norm(given)
+        factor = (1.0 / (norm + 1e-6)).clamp(max=1.0)
+        numbers = torch.tensor([_LR / (1.0 - _BETAS[0] ** steps), (1.0 - _BETAS[1] ** steps) ** 0.5]).to(norm.device)
+        for of_one in tensors:
+            update(*of_one, factor, *numbers.unbind())
+
+    return step
+
+
 @dataclass(frozen=True)
 class UpdateContender:
     """One way to update.
@@ -146,6 +187,7 @@ class UpdateContender:
         update: what it has to move.
         package: what it needs besides torch.
         needs_gpu: whether it runs on a GPU alone.
+        is_compiled: whether it needs a compiler.
         peer: the contender of torch's that does the same.
     """
 
@@ -153,12 +195,15 @@ class UpdateContender:
     update: UpdateBytes
     package: str | None = None
     needs_gpu: bool = False
+    is_compiled: bool = False
     peer: str = "torch.amp"
 
     def why_not_here(self, device: str) -> str | None:
         """None where it can run."""
         if self.needs_gpu and device == "cpu":
             return "runs on a GPU alone"
+        if self.is_compiled and device == "cpu" and not has_cpp_compiler():
+            return "torch.compile needs a C++ compiler on a CPU, and there is none"
         if self.package is not None:
             try:
                 importlib.import_module(self.package)
@@ -177,6 +222,7 @@ CONTENDERS = {
     _IN_BF16: UpdateContender(lambda w: torch_step(w, fused_adamw, torch.bfloat16), MIXED_UPDATE, peer=_IN_BF16),
     "hf_mp bf16": UpdateContender(lambda w: our_step(w, "bf16", fused_adamw), MIXED_UPDATE, peer=_IN_BF16),
     "hf_mp bf16-lean": UpdateContender(lambda w: our_step(w, "bf16-lean", fused_adamw), LEAN_UPDATE, peer=_IN_BF16),
+    "bf16-lean in one compiled pass": UpdateContender(compiled_step, LEAN_UPDATE, is_compiled=True, peer=_IN_BF16),
     _IN_8BIT: UpdateContender(lambda w: torch_step(w, adamw_8bit), _MIXED_8BIT, _BNB, peer=_IN_8BIT),
     "hf_mp fp16 + AdamW8bit": UpdateContender(
         lambda w: our_step(w, "fp16", adamw_8bit), _MIXED_8BIT, _BNB, peer=_IN_8BIT
