@@ -86,10 +86,17 @@ def why_not_here(name: str, device: str) -> str | None:
     native = runs_natively(DTYPES[contender.dtype], device)
     if name.removesuffix(COMPILED) == "Trainer fp16=True" and device == "cpu":
         return "on a CPU, fp16=True trains in FP32"
-    if compiled and device == "cpu" and not has_cpp_compiler():
-        return "torch.compile needs a C++ compiler on a CPU, and there is none"
+    if compiled and (reason := why_not_compiled(device)) is not None:
+        return reason
     if contender.dtype == "fp16" and contender.autocast == "torch" and not native:
         return "takes about 50 times FP32's time on a CPU without FP16 arithmetic: only when asked for"
+    return None
+
+
+def why_not_compiled(device: str) -> str | None:
+    """Why ``torch.compile`` cannot be used on a device of this type; None where it can."""
+    if device == "cpu" and not has_cpp_compiler():
+        return "torch.compile needs a C++ compiler on a CPU, and there is none"
     return None
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from _markdown import table
+from _speed_regions import BARE, FLOOR
 from _stored import Stored, StoredResults
-
-_AUTOCAST, _AMP = "torch.autocast bf16", "torch.autocast bf16, GradScaler"
 
 
 class _Goal(NamedTuple):
@@ -40,7 +38,7 @@ def _host(results: StoredResults) -> Iterator[_Goal]:
     def ratio(name: str) -> float:
         return contenders[name]["step"]["ratio_to_torch_autocast"].number
 
-    floor = ratio(f"{_AMP}, bare function mode")
+    floor = ratio(FLOOR)
     for name, most in (("bf16", 1.1), ("bf16, loss scaled", 1.1), ("bf16-lean", 1.25)):
         yield _Goal(
             f"[the host's part of a step](#the-hosts-time), `{name}` / `torch.amp`", most, ratio(f"hf_mp {name}"), floor
@@ -53,14 +51,14 @@ def _architectures(results: StoredResults) -> Iterator[_Goal]:
         stored = results(name)
         medians, models = stored["medians"], [row for _, row in stored["architectures"].parts()]
         where = f"[many kinds of models](#every-kind-of-model), {size}"
-        ratios = [row["bf16_to_torch_autocast"].number for row in models]
-        floors = [row["bf16_floor_to_torch_autocast"].number for row in models]
-        yield _Goal(
-            f"{where}: median of `bf16` / `torch.autocast`", 0.9, statistics.median(ratios), statistics.median(floors)
+        bf16, floor, fp16 = (
+            (medians[ratio].number, max(row[ratio].number for row in models))
+            for ratio in ("bf16_to_torch_autocast", "bf16_floor_to_torch_autocast", "fp16_to_fp32")
         )
-        yield _Goal(f"{where}: the largest of them", 1.0, max(ratios), max(floors))
-        yield _Goal(f"{where}: median of `fp16` / FP32", 0.85, medians["fp16_to_fp32"].number)
-        yield _Goal(f"{where}: the largest of them", 0.95, max(row["fp16_to_fp32"].number for row in models))
+        yield _Goal(f"{where}: median of `bf16` / `torch.autocast`", 0.9, bf16[0], floor[0])
+        yield _Goal(f"{where}: the largest of them", 1.0, bf16[1], floor[1])
+        yield _Goal(f"{where}: median of `fp16` / FP32", 0.85, fp16[0])
+        yield _Goal(f"{where}: the largest of them", 0.95, fp16[1])
 
 
 def _compiled(results: StoredResults) -> Iterator[_Goal]:
@@ -82,7 +80,9 @@ def _lean(results: StoredResults) -> Iterator[_Goal]:
         return stored[f"hf_mp {ours}"]["median_seconds"].number / stored[peer]["median_seconds"].number
 
     yield _Goal(
-        "[a step of GPT-2](#a-training-step), `bf16-lean` / `torch.autocast`", 0.8, ratio(step, "bf16-lean", _AUTOCAST)
+        "[a step of GPT-2](#a-training-step), `bf16-lean` / `torch.autocast`",
+        0.8,
+        ratio(step, "bf16-lean", "torch.autocast bf16"),
     )
     yield _Goal("a step of GPT-2, `fp16-lean` / FP32", 0.75, ratio(step, "fp16-lean", "fp32"))
     of_update = (("bf16-lean", "torch.amp bf16", 0.6), ("fp16-lean", "torch.amp", 0.6),
@@ -93,8 +93,7 @@ def _lean(results: StoredResults) -> Iterator[_Goal]:
 
 def _generation(results: StoredResults) -> Iterator[_Goal]:
     for name, row in results("bench_generate")["cases"].parts():
-        bare = "BF16 throughout, bare function mode"
-        floor = row[bare]["ratio_to_floor"].number if bare in row else None
+        floor = row[BARE]["ratio_to_floor"].number if BARE in row else None
         yield _Goal(
             f"[a token](#generation) of {name}, `bf16` / BF16 throughout",
             1.05,

@@ -6,6 +6,7 @@ import ast
 
 from _markdown import table
 from _results import ROOT
+from _speed_regions import PEER
 from _stored import StoredResults
 
 # (what happens, where: a file below hf_mp/ and the name of a function, method or class in it)
@@ -83,11 +84,11 @@ def host(results: StoredResults) -> str:
         "bench_host_slots": "slots, small weights in groups of 16",
         "bench_host": "now",
     }
-    peer, ours = "torch.autocast bf16, GradScaler", ("hf_mp bf16", "hf_mp fp16", "hf_mp fp16-lean")
+    ours = ("hf_mp bf16", "hf_mp fp16", "hf_mp fp16-lean")
 
     def ratio(name: str, who: str) -> float:
         found = results(name)["contenders"]
-        ours, theirs = (found[contender]["step"]["median_seconds"].number for contender in (who, peer))
+        ours, theirs = (found[contender]["step"]["median_seconds"].number for contender in (who, PEER))
         return float(ours / theirs)
 
     def machine(name: str) -> str:

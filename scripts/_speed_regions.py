@@ -5,8 +5,9 @@ from __future__ import annotations
 from _markdown import hardware, paragraph, script, table, torch_version
 from _stored import Stored, StoredResults
 
-_PEER = "torch.autocast bf16, GradScaler"
-_FLOOR = f"{_PEER}, bare function mode"
+PEER = "torch.autocast bf16, GradScaler"
+FLOOR = f"{PEER}, bare function mode"
+BARE = "BF16 throughout, bare function mode"
 _PARTS = ("forward", "backward", "clipping", "update", "step")
 _COUNTS = {
     "python_calls": "Python calls",
@@ -49,10 +50,10 @@ def host_parts(results: StoredResults) -> str:
     text = paragraph(
         f"GPT-2 of {workload['layers'].number:.0f} layers of width {workload['width'].number:.0f}, "
         f"{workload['tokens'].number:.0f} tokens, one thread: kernels take next to no time, and what is left is the "
-        f"host's ({script('bench_host')}; {_where(stored)}). Times are multiples of `{_PEER}`; microseconds are those "
+        f"host's ({script('bench_host')}; {_where(stored)}). Times are multiples of `{PEER}`; microseconds are those "
         "above FP32, of a torch call in the forward and of a parameter in the rest of the step. The floor of an "
         "autocast that is written in Python is torch's own with a function mode that does nothing, "
-        f"{stored['contenders'][_FLOOR]['step']['ratio_to_torch_autocast'].number:.2f}:"
+        f"{stored['contenders'][FLOOR]['step']['ratio_to_torch_autocast'].number:.2f}:"
     )
     header = ("", *_PARTS, "µs a call", "µs a parameter", *_COUNTS.values())
     return f"{text}\n\n{table(header, rows)}"
@@ -61,7 +62,7 @@ def host_parts(results: StoredResults) -> str:
 def host_apart(results: StoredResults) -> str:
     """What a step of ours costs the host in parts that torch.amp's has not, in shares of torch.amp's step."""
     stored = results("bench_host")
-    whole = stored["contenders"][_PEER]["step"]["median_seconds"].number
+    whole = stored["contenders"][PEER]["step"]["median_seconds"].number
     parts = [name for name, _ in stored["apart"].parts()[0][1].parts()]
     rows = [[name, *(f"{found[part].number / whole:.3f}" for part in parts)] for name, found in stored["apart"].parts()]
     return table(("share of a step of torch.amp", *parts), rows)
@@ -179,8 +180,7 @@ def generation(results: StoredResults) -> str:
     for name, row in stored["cases"].parts():
         peer, floor = "ratio_to_torch_autocast", "ratio_to_floor"
         found = [_ratio(row[one], ratio) if one in row else "" for one in ours for ratio in (peer, floor)]
-        bare = "BF16 throughout, bare function mode"
-        in_python = _ratio(row[bare], floor) if bare in row else ""
+        in_python = _ratio(row[BARE], floor) if BARE in row else ""
         rows.append([name, *found, in_python, f"{row[ours[0]]['python_calls'].number:,.0f}"])
     text = paragraph(
         f"`generate()` of {stored['tokens'].number:.0f} tokens one after the other, {stored['layers'].number:.0f} "

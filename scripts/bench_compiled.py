@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 import hf_mp
 from _benchmarks import DEFAULT_DEVICE, number, show_table
-from _contenders import COMPILED, allow_recompilations, has_cpp_compiler
+from _contenders import COMPILED, allow_recompilations, why_not_compiled
 from _results import RESULTS, alternate, median_and_spread, ratios_of, save_result
 from bench_architectures import (
     CONTENDERS,
@@ -113,8 +113,8 @@ def main(
 ) -> None:
     """Train a compiled step of each model, in turns; store medians, spreads, ratios and counts."""
     logging.set_verbosity_error()
-    if device == "cpu" and not has_cpp_compiler():
-        raise typer.BadParameter("torch.compile needs a C++ compiler on a CPU, and there is none")
+    if (reason := why_not_compiled(device)) is not None:
+        raise typer.BadParameter(reason)
     allow_recompilations()
     found = {}
     for model in choose(only, MODELS):

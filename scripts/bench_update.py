@@ -38,15 +38,17 @@ from _benchmarks import (
     show_left_out,
     show_table,
 )
-from _contenders import LEAN_UPDATE, MIXED_UPDATE, has_cpp_compiler
+from _contenders import LEAN_UPDATE, MIXED_UPDATE, why_not_compiled
 from _results import RESULTS, Timing, alternate, median_and_spread, save_result
+from hf_mp.kernels.adamw import AdamWSettings
 from hf_mp.kernels.gradient_scan import total_norm
+from hf_mp.weights.optimizer import clip_factor
 from hf_mp.weights.split_parameter import SplitParameter
 
 Step = Callable[[], None]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 _LR = 1e-5
-_BETAS, _EPS, _DECAY = (0.9, 0.999), 1e-8, 1e-2  # AdamW's defaults
+_ADAMW = AdamWSettings(_LR)
 
 
 def fused_adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -146,10 +148,10 @@ def one_pass(
     """AdamW's arithmetic on BF16 working copies, what they lack, and BF16 gradients: as one kernel where compiled."""
     bits = (working.view(torch.int16).to(torch.int32) << 16) + remainder
     true = gradient.float() * factor
-    exp_avg.lerp_(true, 1.0 - _BETAS[0])
-    exp_avg_sq.mul_(_BETAS[1]).addcmul_(true, true, value=1.0 - _BETAS[1])
-    master = bits.view(torch.float32) * (1.0 - _LR * _DECAY)
-    bits = (master - step_size * exp_avg / (exp_avg_sq.sqrt() / root + _EPS)).view(torch.int32)
+    exp_avg.lerp_(true, 1.0 - _ADAMW.beta1)
+    exp_avg_sq.mul_(_ADAMW.beta2).addcmul_(true, true, value=1.0 - _ADAMW.beta2)
+    master = bits.view(torch.float32) * (1.0 - _LR * _ADAMW.weight_decay)
+    bits = (master - step_size * exp_avg / (exp_avg_sq.sqrt() / root + _ADAMW.eps)).view(torch.int32)
     remainder.copy_(bits.to(torch.int16))
     working.view(torch.int16).copy_(((bits + 0x8000) >> 16).to(torch.int16))
 
@@ -169,9 +171,10 @@ def compiled_step(workload: Workload) -> Step:
     def step() -> None:
         nonlocal steps
         steps += 1
-        norm = total_norm(given)
-        factor = (1.0 / (norm + 1e-6)).clamp(max=1.0)
-        numbers = torch.tensor([_LR / (1.0 - _BETAS[0] ** steps), (1.0 - _BETAS[1] ** steps) ** 0.5]).to(norm.device)
+        factor = clip_factor(total_norm(given), 1.0)
+        numbers = torch.tensor([_LR / (1.0 - _ADAMW.beta1**steps), (1.0 - _ADAMW.beta2**steps) ** 0.5]).to(
+            given[0].device
+        )
         for of_one in tensors:
             update(*of_one, factor, *numbers.unbind())
 
@@ -202,8 +205,8 @@ class UpdateContender:
         """None where it can run."""
         if self.needs_gpu and device == "cpu":
             return "runs on a GPU alone"
-        if self.is_compiled and device == "cpu" and not has_cpp_compiler():
-            return "torch.compile needs a C++ compiler on a CPU, and there is none"
+        if self.is_compiled and (reason := why_not_compiled(device)) is not None:
+            return reason
         if self.package is not None:
             try:
                 importlib.import_module(self.package)

@@ -51,23 +51,14 @@ def test_each_line_names_a_test_that_there_is() -> None:
 # Limits of several parts together
 
 
-class TwoLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
-
-
 def test_a_part_of_a_lean_model_that_is_called_by_itself_needs_autocast() -> None:
-    model: Any = TwoLayers()
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model, _ = hf_mp.prepare(model, torch.optim.SGD(model.parameters()), "bf16-lean")
     x = torch.randn(4, 8)
     with pytest.raises(RuntimeError, match="same dtype"):
-        model.first(x)
+        model[0](x)
     with hf_mp.autocast(torch.bfloat16):
-        assert model.first(x).dtype is torch.bfloat16
+        assert model[0](x).dtype is torch.bfloat16
 
 
 def test_the_graph_of_an_attached_model_is_not_the_full_one() -> None:

@@ -91,7 +91,7 @@ def step_whole(
         return False
     everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     stepping = [parameter for parameter in everything if parameter.grad is not None]
-    if not stepping or chosen("adamw", stepping[:1]) is None:  # most often for all of them, as on a CPU
+    if not stepping or chosen("adamw", stepping[:1]) is None:  # one answers for all on a CPU
         return False
     gradients = [parameter.grad for parameter in stepping]
     if chosen("adamw", [*stepping, *gradients]) is None:  # before any state is made

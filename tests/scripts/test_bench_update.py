@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import bench_update
-from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_reference
+from hf_mp.kernels.adamw import AdamWTensors, adamw_reference
 from hf_mp.kernels.split import merge, split
 
 
@@ -20,11 +20,13 @@ def test_one_pass_is_a_lean_update_of_adamw() -> None:
         gradient, *(moment.clone() for moment in moments), torch.zeros(()),
         working=halves.working.clone(), remainder=halves.remainder.clone(),
     )  # fmt: skip
-    (beta1, beta2), factor = bench_update._BETAS, torch.tensor(0.5)
+    settings, factor = bench_update._ADAMW, torch.tensor(0.5)
     for step in (1, 2, 3):
-        adamw_reference([expected], AdamWSettings(lr=bench_update._LR), factor)
-        step_size = torch.tensor(bench_update._LR / (1.0 - beta1**step))
-        bench_update.one_pass(*halves, gradient, *moments, factor, step_size, torch.tensor((1.0 - beta2**step) ** 0.5))
+        adamw_reference([expected], settings, factor)
+        step_size = torch.tensor(settings.lr / (1.0 - settings.beta1**step))
+        bench_update.one_pass(
+            *halves, gradient, *moments, factor, step_size, torch.tensor((1.0 - settings.beta2**step) ** 0.5)
+        )
     assert expected.working is not None and expected.remainder is not None
     torch.testing.assert_close(merge(*halves), merge(expected.working, expected.remainder), rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(moments, (expected.exp_avg, expected.exp_avg_sq), rtol=1e-6, atol=0.0)
