@@ -4,9 +4,8 @@
     python scripts/bench_checkpoints.py --layers 2 --rounds 1 --not-stored
 
 The stock Trainer and ours save the same model and optimizer in FP32, in turns, each into a directory of its own that
-keeps one checkpoint. Ours at a save: the same files, then all of them synced to disk, read for their SHA-256, and
-renamed into place. Ours at a resume: all files read and compared before the same loading. Stores
-``scripts/results/bench_checkpoints.json``.
+keeps one checkpoint. Ours at a save: the same files, then all of them synced to disk and read for their SHA-256. Ours
+at a resume: all files read and compared before the same loading. Stores ``scripts/results/bench_checkpoints.json``.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, get_args
 
 import torch
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
 from hf_mp.diagnostics.healing import MAX_FP32_SHARE
@@ -15,6 +16,7 @@ from hf_mp.scaling.events import ON_OVERFLOW
 from hf_mp.scaling.rules import RULES, STATIC
 from hf_mp.trainer.checkpoints.crash_safe_trainer import SAVE_FAILURES
 from hf_mp.trainer.refusals import refuse_other_precision
+from hf_mp.trainer.session import OfSession
 from hf_mp.trainer.settings import SessionSettings
 from hf_mp.weights.optimizer_in_backward import FreeGradients
 
@@ -31,7 +33,9 @@ class MixedPrecisionArguments(TrainingArguments):
 
     Raises:
         ValueError: for an unknown precision or loss scale, settings that the loss scaler does not have, and settings
-            that switch another mixed precision on (``fp16``, ``bf16``, ``ACCELERATE_MIXED_PRECISION``).
+            that switch another mixed precision on (``fp16``, ``bf16``, ``ACCELERATE_MIXED_PRECISION``). From the
+            ``train()`` of a Trainer that would train in FP32 all the same: neither a :class:`MixedPrecisionTrainer`,
+            nor with a :class:`MixedPrecisionCallback`.
     """
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [  # type: ignore[misc]
@@ -86,8 +90,8 @@ class MixedPrecisionArguments(TrainingArguments):
     )
     save_in_background: bool = _option(
         False,
-        "Once the files of a checkpoint are written, sync them, take their checksums and put it in its place in a "
-        "thread, while training goes on; the next save and the end of training wait for it.",
+        "Once the files of a checkpoint are written, sync them and write the manifest (their checksums) in a thread, "
+        "while training goes on; the next save and the end of training wait for it.",
     )
     handle_preemption: bool = _option(True, "Have SIGTERM and SIGUSR1 end the run in a checkpoint, with exit code 75.")
     # On by default: good steps pay nothing for it, and the need for it shows only after the overflow.
@@ -144,3 +148,22 @@ class MixedPrecisionArguments(TrainingArguments):
         """The policy that ``precision`` and ``loss_scale`` name."""
         policy = PrecisionPolicy.parse(self.precision, **{name: getattr(self, name) for name in SWITCHES})
         return policy if self.loss_scale is None else replace(policy, loss_scale=parse_loss_scale(self.loss_scale))
+
+    @property
+    def device(self) -> torch.device:
+        """As the stock property, which every training reads: one that would not be in mixed precision ends here."""
+        caller = sys._getframe(1).f_locals.get("self")
+        if isinstance(caller, Trainer) and getattr(caller, "is_in_train", False):  # which it has not from the start
+            self._refuse_fp32(caller)
+        return super().device
+
+    def _refuse_fp32(self, trainer: Trainer) -> None:
+        is_ours = any(isinstance(one, OfSession) for one in (trainer, *trainer.callback_handler.callbacks))
+        if is_ours or not self.precision_policy.is_mixed:
+            return
+        trainer.is_in_train = False  # it can still evaluate
+        raise ValueError(
+            f"{type(trainer).__name__} does not read precision={self.precision!r}, and would train in FP32: use "
+            "MixedPrecisionTrainer, or give it callbacks=[hf_mp.MixedPrecisionCallback()]; if FP32 is what you want, "
+            "say precision='fp32'"
+        )

@@ -22,8 +22,7 @@ from hf_mp.trainer.calling_trainer import (
     forget_prepared,
     refuse_compiled_whole,
 )
-from hf_mp.trainer.checkpoints.in_place import InPlaceSaves, checkpoint_of, clear_up, refuse_damaged
-from hf_mp.trainer.checkpoints.manifest import finish
+from hf_mp.trainer.checkpoints.stock_trainer import checkpoint_of, clear_up, extend_saves, refuse_damaged
 from hf_mp.trainer.model_card import extend_card
 from hf_mp.trainer.refusals import (
     refuse_late_masters,
@@ -93,7 +92,8 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
         self._saved_settings = {name: value for name, value in saved.items() if name not in unsaved}
         self.precision, self.rules, self.keep_attached = precision, rules, keep_attached
         self._callbacks: list[TrainerCallback] = []  # of the Trainer, while it trains
-        self._saves, self._warned_of_order = InPlaceSaves(), False
+        self._trains_with: TrainingArguments | None = None
+        self._warned_of_order = False
         json.dumps(self._saved_settings)  # the Trainer writes them into its checkpoints; refuse what it cannot now
         settings = SessionSettings.of(None, precision, self._saved_settings)
         refuse_lean(settings.policy)
@@ -131,6 +131,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
     ) -> None:
         """Guard the optimizer, attach a model that ``model_init`` made, and load the state of a checkpoint."""
         trainer, session = calling_trainer(self), self._session_for(args)
+        self._trains_with = args
         self._come_first(trainer)
         # The Trainer expects an entry here for each callback, also in the state of a checkpoint that has none.
         entry = state.stateful_callbacks.setdefault(type(self).__name__, {})
@@ -146,13 +147,27 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
             refuse_late_masters(model, args, resumed=state.global_step > 0)
         session.begin(model)
         session.take_optimizer(optimizer)
-        self._saves.come_last(self._callbacks)
         if trainer is not None:
             session.take_reference(getattr(trainer, "ref_model", None))
             session.check_first_backward(trainer.accelerator)
         if state.global_step > 0:
             saved = entry.get("attributes", {}).get("saved_state")
             session.resume(saved, checkpoint_of(args, state), state.global_step)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse to do nothing, where training had begun before this callback was added."""
+        if self._trains_with is not args and self._session_for(args).runtime is not None:
+            raise ValueError(
+                f"MixedPrecisionCallback was added after step {state.global_step} of a training that had begun without "
+                "it: give it to the Trainer before train(), as in Trainer(..., callbacks=[MixedPrecisionCallback()])"
+            )
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        """Have the step that the stock loop takes when it is resumed at its end change no weight."""
+        is_at_end = 0 < state.max_steps <= state.global_step
+        if self.mixed_precision is not None and is_at_end and optimizer is not None:
+            logger.warning(f"training is at its end, step {state.max_steps}: a further step changes no weight")
+            optimizer.zero_grad()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Report the loss scale of the step that has just ended."""
@@ -168,23 +183,11 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
         if "loss" in latest and latest.get("step") == state.global_step:
             latest.update(entries)
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the file that :class:`MixedPrecisionTrainer` resumes from, and the manifest of the checkpoint."""
-        if self.session is None or self.session.runtime is None or args.save_only_model:
-            return
-        if args.world_size > 1:
-            torch.distributed.barrier()  # the others may still be writing their random numbers
-        if args.should_save and (checkpoint := checkpoint_of(args, state)) is not None:
-            self.session.save(checkpoint)
-            precision = str(self.session.settings.policy)
-            finish(checkpoint, step=state.global_step, world_size=args.world_size, precision=precision)
-
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the run's report, if asked; leave an ordinary FP32 model, unless ``keep_attached``."""
         if self.session is not None:
             self.session.end(keep_attached=self.keep_attached)
-        self._saves.leave(args, self._callbacks)
-        self._callbacks = []
+        self._callbacks, self._trains_with = [], None
 
     def detach(self) -> None:
         """Leave the model as an ordinary FP32 model; a later ``train()`` attaches it again."""
@@ -202,6 +205,17 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
         if trainer is not None:
             self._callbacks = come_first(self, trainer)
             extend_card(trainer, self)
+            extend_saves(trainer, _session_of)
         elif not self._warned_of_order:
             self._warned_of_order = True
-            logger.warning("not called by a Trainer: reporters before this callback will not see the loss scale")
+            logger.warning(
+                "not called by a Trainer: reporters before this callback will not see the loss scale, and checkpoints "
+                "get no manifest"
+            )
+
+
+def _session_of(trainer: Trainer) -> TrainerSession | None:
+    """That of the callback that ``trainer`` has now, which it may have made anew from a checkpoint; None with FP32."""
+    callbacks = trainer.callback_handler.callbacks
+    found = next((callback for callback in callbacks if isinstance(callback, MixedPrecisionCallback)), None)
+    return None if found is None or found.mixed_precision is None else found.session

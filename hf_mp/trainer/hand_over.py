@@ -16,6 +16,7 @@ from hf_mp.diagnostics.overflow import attached_runtime, runtime_of
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.checkpoints.atomic import discard, make_staging_folder, publish, sync_tree
 from hf_mp.weights.distributed import get_rank, is_dtensor, is_sharded
+from hf_mp.weights.outside_reads import stores_16_bits
 from hf_mp.weights.split_parameter import SplitParameter, open_master
 
 _OF_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of activation checkpointing and torch.compile
@@ -153,6 +154,7 @@ def plain_name(name: str) -> str:
     return name
 
 
+@stores_16_bits
 def _copy_of(runtime: MixedPrecision, parameter: nn.Parameter) -> Tensor:
     layout = runtime.layout
     if layout.keeps_copies and parameter in layout.copies:

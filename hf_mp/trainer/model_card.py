@@ -15,6 +15,7 @@ from hf_mp import __version__
 from hf_mp.diagnostics.report import PAGE_NAME
 from hf_mp.memory.footprint import memory_footprint
 from hf_mp.memory.sizes import largest_first
+from hf_mp.scaling.rules import scale_text
 from hf_mp.trainer.session import OfSession, TrainerSession
 
 TITLE = "### Mixed precision"
@@ -67,8 +68,9 @@ def _lines(session: TrainerSession, model: nn.Module, directory: Path) -> Iterat
     yield f"precision: `{policy}`, by hf_mp {__version__} (the Trainer's own `fp16` and `bf16` are off)"
     if scaler.is_scaling:
         yield (
-            f"loss scaling: {scaler.kind}, at {stats.loss_scale_first:,g} first, from {stats.loss_scale_min:,g} to "
-            f"{stats.loss_scale_max:,g}, and {stats.loss_scale:,g} at the end"
+            f"loss scaling: {scaler.kind}, at {scale_text(stats.loss_scale_first)} first, from "
+            f"{scale_text(stats.loss_scale_min)} to {scale_text(stats.loss_scale_max)}, and "
+            f"{scale_text(stats.loss_scale)} at the end"
         )
     else:
         yield "loss scaling: none"

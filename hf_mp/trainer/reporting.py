@@ -13,6 +13,7 @@ from transformers.utils import logging
 from hf_mp.diagnostics.precision_recorder import PrecisionRecorder, record_precision
 from hf_mp.diagnostics.run_log import NoRunError
 from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, TensorMagnitudes
+from hf_mp.scaling.rules import scale_text
 from hf_mp.step.mixed_precision import MixedPrecision, PrecisionStats
 from hf_mp.trainer.settings import SessionSettings
 
@@ -107,9 +108,9 @@ def _readable(value: Any) -> Any:
 
 
 def live_line(stats: PrecisionStats) -> str:
-    """The stats in a few words: ``loss scale 2,048, headroom 5.3, skipped 1``."""
+    """The stats in a few words: ``loss scale 2048, headroom 5.3, skipped 1``."""
     headroom = [] if stats.headroom is None else [f"headroom {stats.headroom:.1f}"]
-    return ", ".join([f"loss scale {stats.loss_scale:,g}", *headroom, f"skipped {stats.skipped_steps}"])
+    return ", ".join([f"loss scale {scale_text(stats.loss_scale)}", *headroom, f"skipped {stats.skipped_steps}"])
 
 
 def _add_histograms(writer: Any, magnitudes: StepMagnitudes, step: int) -> None:

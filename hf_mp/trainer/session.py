@@ -30,16 +30,13 @@ from hf_mp.trainer.fused_head import keep_fused_heads_in_fp32
 from hf_mp.trainer.logged_gap import LoggedGap
 from hf_mp.trainer.reporting import TrainerReporting
 from hf_mp.trainer.settings import SessionSettings
-from hf_mp.weights.attachable import check_attachable
+from hf_mp.weights.attachable import check_attachable, runtimes_of
 from hf_mp.weights.reading_layout import ReadingLayout
 
 logger = logging.get_logger(__name__)
 
 STATE_NAME = "mixed_precision.json"  # in each checkpoint directory
 OVERFLOWS_NAME = "overflows"  # in the output directory
-
-# The runtimes that sessions made: the session of a newer Trainer takes their models over.
-_runtimes: weakref.WeakSet[MixedPrecision] = weakref.WeakSet()
 
 
 class TrainerSession:
@@ -96,7 +93,7 @@ class TrainerSession:
             release(model)
             self.runtime.attach(model)
             self._model = weakref.ref(model)
-            _runtimes.add(self.runtime)
+            self.runtime.is_of_session = True
         self.runtime.check.trusts_clipping = trusts_clipping
         # On a CPU, the norm that clipping takes is enough where there is no headroom to measure along with it.
         on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
@@ -141,7 +138,7 @@ class TrainerSession:
         runtime = MixedPrecision(policy, tables=settings.tables, rules=rules, layout=layout)
         runtime.attach(model)
         self._keep_head(model)
-        _runtimes.add(runtime)
+        runtime.is_of_session = True
         return runtime
 
     def _keep_head(self, model: nn.Module) -> None:
@@ -316,5 +313,5 @@ def release(model: nn.Module) -> None:
 
 
 def _runtimes_of(model: nn.Module) -> list[MixedPrecision]:
-    modules = {id(module) for module in model.modules()}
-    return [runtime for runtime in _runtimes if id(runtime.model) in modules]
+    # What a user attached is left alone: attaching again says what to do.
+    return [runtime for runtime in runtimes_of(model) if runtime.is_of_session]

@@ -49,8 +49,8 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
 
     The model is attached while ``train()`` runs, and an ordinary FP32 model afterwards, also when it raises.
     ``evaluate()`` and ``predict()`` run in autocast at any time, with the weights as they are. A reference model in the
-    attribute ``ref_model`` (TRL) runs in the same autocast during training. Checkpoints are whole or not there
-    (:class:`CrashSafe`).
+    attribute ``ref_model`` (TRL) runs in the same autocast during training. A checkpoint is whole, or marked as
+    unfinished (:class:`CrashSafe`).
 
     All arguments of ``Trainer``, and:
 

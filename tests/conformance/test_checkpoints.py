@@ -104,6 +104,31 @@ def test_the_best_model_is_the_same_for_subclass_and_callback(tmp_path: Path) ->
     assert same(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1]
 
 
+@pytest.mark.parametrize("greater_is_better", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "fp16-lean"])
+def test_the_best_checkpoint_stays_where_evaluations_are_rarer_than_saves(
+    tmp_path: Path, precision: str, greater_is_better: bool
+) -> None:
+    """It was saved before it was known to be the best: the Trainer finds it next to the one that it saves later."""
+    settings = {"eval_strategy": "epoch", "save_steps": 1, "save_total_limit": 2, "max_steps": 12}
+    settings |= {"metric_for_best_model": "loss", "greater_is_better": greater_is_better}
+    ends = {}
+    for contender in ("stock", "subclass") if precision == "fp16-lean" else ("stock", *OURS):
+        trainer = make(contender, tmp_path, precision, **settings, eval_dataset=token_rows(8))
+        trainer.train_dataset = token_rows(16)  # an epoch has four steps
+        trainer.args.load_best_model_at_end = True  # refused when arguments are made: the best may not be saved
+        trainer.train()
+        best = trainer.state.best_model_checkpoint
+        kept = sorted(path.name for path in Path(trainer.args.output_dir).iterdir())
+        in_state = json.loads((checkpoint(trainer, 12) / "trainer_state.json").read_text())["best_model_checkpoint"]
+        assert best == in_state
+        place = 0 if greater_is_better else 1  # the last is the lowest, and was saved before it was evaluated
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(logged(trainer, "eval_loss")[place], rel=1e-3)
+        ends[contender] = Path(best).name, trainer.state.best_global_step, kept
+    expected = ("checkpoint-4", 4) if greater_is_better else ("checkpoint-8", 12)
+    assert ends["stock"][:2] == expected and set(map(str, ends.values())) == {str(ends["stock"])}
+
+
 @pytest.mark.parametrize(("before", "after"), [OURS, OURS[::-1]], ids=["callback last", "subclass last"])
 def test_subclass_and_callback_resume_from_each_other(tmp_path: Path, before: str, after: str) -> None:
     trainer = poisoned(Trainer, (1,))

@@ -281,6 +281,31 @@ def test_tensorboard_gets_the_scale(tmp_path: Path) -> None:
     accumulator = event_accumulator.EventAccumulator(str(events))
     accumulator.Reload()
     assert {"train/loss_scale", "train/skipped_steps", "train/headroom"} <= set(accumulator.Tags()["scalars"])
+    assert accumulator.Scalars("train/loss_scale")[0].value == 8192.0
+
+
+def test_a_loss_of_zero_in_the_log_is_explained_on_the_page_about_nan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_gpt2()
+    model.lm_head.weight.data.mul_(1e6)
+    trainer_with(MixedPrecisionCallback("fp16"), tmp_path, model=model, max_steps=2).train()
+    logged_line = "{'loss': '0', 'grad_norm': 'nan', 'learning_rate': '"
+    said = "".join(capsys.readouterr())
+    assert logged_line in said and "'skipped_steps': 2" in said
+    page = Path(hf_mp.__file__).parent.parent / "docs" / "why_is_my_loss_nan.md"
+    assert logged_line in page.read_text()
+
+
+@pytest.mark.parametrize("disable_tqdm", [True, False])
+def test_the_scale_is_readable_where_the_trainer_prints_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], disable_tqdm: bool
+) -> None:
+    callback = MixedPrecisionCallback("params=fp32,compute=fp16,loss_scale=16384")
+    trainer = trainer_with(callback, tmp_path, max_steps=1, disable_tqdm=disable_tqdm)
+    trainer.train()
+    assert "'loss_scale': 16384," in "".join(capsys.readouterr())
+    assert logged(trainer, "loss_scale") == [16384]
 
 
 def test_where_the_callbacks_order_cannot_be_seen_it_says_so_once(
@@ -352,7 +377,9 @@ def test_an_instance_or_the_class(tmp_path: Path) -> None:
 
 def test_the_settings_in_the_documentation() -> None:
     page = (Path(__file__).parents[2] / "docs" / "migrate.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(MixedPrecisionCallback.*?)```", page, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(
+        r"^```python\n(?:from [^\n]*\n+)*(MixedPrecisionCallback.*?)```", page, re.DOTALL | re.MULTILINE
+    )
     assert len(blocks) == 2
     for block in blocks:
         assert isinstance(eval(block), MixedPrecisionCallback)
@@ -439,8 +466,16 @@ def test_our_own_trainer_is_refused(tmp_path: Path, given: Any) -> None:
 def test_a_model_that_is_attached_by_hand_is_refused(tmp_path: Path) -> None:
     model = tiny_gpt2()
     prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match=r"attached to a MixedPrecision already: detach\(\) that first"):
+    with pytest.raises(ValueError, match=r"attached to a MixedPrecision already: call hf_mp\.detach\(model\) first"):
         trainer_with(MixedPrecisionCallback("fp16"), tmp_path, model)
+    hf_mp.detach(model)
+    trainer = trainer_with(MixedPrecisionCallback("fp16"), tmp_path, model)
+    copied = copy.deepcopy(model)  # of one that a Trainer attached
+    with pytest.raises(ValueError, match=r"call hf_mp\.detach\(model\) first"):
+        trainer_with(MixedPrecisionCallback("fp16"), tmp_path, copied)
+    trainer_with(MixedPrecisionCallback("fp16"), tmp_path, hf_mp.detach(copied)).train()
+    trainer.train()
+    assert all(map(torch.equal, model.parameters(), copied.parameters()))
 
 
 def test_a_trainer_that_hands_no_optimizer_to_its_callbacks(tmp_path: Path) -> None:

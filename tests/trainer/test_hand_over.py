@@ -110,7 +110,7 @@ def test_what_is_saved_loads_in_its_dtype(tmp_path: Path, batch: dict[str, Tenso
     for name, parameter in loaded.named_parameters():
         assert parameter.dtype is dtype and torch.equal(parameter, copies[name]), name
     assert loaded.lm_head.weight is loaded.transformer.wte.weight
-    assert not (tmp_path / ".saving").exists()
+    assert not (tmp_path / "_saving").exists()
     # the training goes on as if nothing had been: its own checkpoints are in FP32
     model.save_pretrained(tmp_path / "own")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "own").dtype is torch.float32
@@ -141,7 +141,7 @@ def test_a_directory_is_replaced_whole(tmp_path: Path, batch: dict[str, Tensor],
     assert (target / "model.safetensors").read_bytes() != first
     assert (target / "tokenizer.json").read_text() == "{}"
     assert not (target / "model-00001-of-00002.safetensors").exists()
-    assert not (tmp_path / ".saving").exists()
+    assert not (tmp_path / "_saving").exists()
 
 
 class Client:

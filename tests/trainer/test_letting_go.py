@@ -278,5 +278,5 @@ def test_nothing_of_accelerate_stays_replaced(tmp_path: Path) -> None:
 def test_a_model_that_is_attached_by_hand_is_refused(tmp_path: Path) -> None:
     model = tiny_gpt2()
     prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match=r"attached to a MixedPrecision already: detach\(\) that first"):
+    with pytest.raises(ValueError, match=r"attached to a MixedPrecision already: call hf_mp\.detach\(model\) first"):
         MixedPrecisionTrainer(model, arguments(tmp_path), train_dataset=token_rows())

@@ -229,9 +229,9 @@ def test_a_line_of_somebody_else_stays(contender: str, tmp_path: Path) -> None:
 
 def test_the_live_line_says_what_is_known() -> None:
     assert live_line(PrecisionStats(loss_scale=2048.0, headroom=5.26, skipped_steps=1)) == (
-        "loss scale 2,048, headroom 5.3, skipped 1"
+        "loss scale 2048, headroom 5.3, skipped 1"
     )
-    assert live_line(PrecisionStats(loss_scale=2.0**-3)) == "loss scale 0.125, skipped 0"
+    assert live_line(PrecisionStats(loss_scale=2.0**-3)) == "loss scale 2^-3, skipped 0"
 
 
 # Settings

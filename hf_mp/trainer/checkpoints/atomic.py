@@ -1,10 +1,10 @@
 """A directory that is there whole or not at all: written aside, synced to disk, renamed into place.
 
-The folder ``.saving`` lies next to the checkpoints while one is written::
+The folder ``_saving`` lies next to the directory while it is written::
 
-    run/.saving/checkpoint-20             being written
-    run/.saving/replaced-checkpoint-20    the older one of that name, for the moment between two renames
-    run/.saving/removed-checkpoint-10     being removed
+    run/_saving/checkpoint-20             being written
+    run/_saving/replaced-checkpoint-20    the older one of that name, for the moment between two renames
+    run/_saving/removed-checkpoint-10     being removed
 
 What a killed run leaves there, :func:`recover` brings to its end. Where the disk fails, all of this raises OSError.
 """
@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-STAGING_FOLDER = ".saving"
+STAGING_FOLDER = "_saving"  # a name that the Trainer does not push to the hub
 REPLACED, _REMOVED = "replaced-", "removed-"
 
 
@@ -118,15 +118,10 @@ def recover(run_directory: Path, is_whole: Callable[[Path], bool]) -> list[Path]
         if is_ours and is_whole(staged) and not target.exists():
             os.rename(staged, target)
             recovered.append(target)
-    clear(run_directory)
+    _remove_tree(folder)
     if recovered:
         sync_folder(run_directory)
     return recovered
-
-
-def clear(run_directory: Path) -> None:
-    """Remove the staging folder with all that is in it, as far as that goes."""
-    _remove_tree(staging_folder(run_directory))
 
 
 def _remove_tree(directory: Path) -> None:

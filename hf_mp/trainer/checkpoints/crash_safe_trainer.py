@@ -1,7 +1,8 @@
-"""``CrashSafe``: a mixin for a Trainer whose checkpoints are whole or absent, and whose runs survive signals."""
+"""``CrashSafe``: a mixin for a Trainer that resumes from whole checkpoints only, and whose runs survive signals."""
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -14,18 +15,15 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import Trainer
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
-from hf_mp.trainer.checkpoints import inspection, loaded_state
-from hf_mp.trainer.checkpoints.atomic import clear, make_staging_folder, publish, recover, staging_folder
+from hf_mp.trainer.checkpoints import in_place, inspection, loaded_state
 from hf_mp.trainer.checkpoints.lock import DirectoryLock
 from hf_mp.trainer.checkpoints.manifest import (
     MANIFEST_NAME,
     CheckpointError,
     NoCheckpointError,
-    finish,
     read_manifest,
 )
 from hf_mp.trainer.checkpoints.preemption import Preempted, PreemptionCallback, SignalWatch
@@ -38,10 +36,9 @@ _OTHER_PROCESS = "the process that saves said why"
 
 
 class _Saving(NamedTuple):
-    """A save in progress: where it is written, where it will be, and what went wrong in this process."""
+    """A save in progress, and what went wrong in this process."""
 
-    staged: Path
-    target: Path
+    checkpoint: Path
     errors: list[BaseException]
     best_before: str | None
     is_stuck: bool
@@ -119,8 +116,7 @@ class CrashSafe(_Base):
         def begin() -> int:
             lock.__enter__()
             try:
-                for path in recover(run_directory, inspection.is_finished):
-                    logger.warning(f"{path} was saved by a run that was killed before it could be put in its place")
+                in_place.clear_up(run_directory)
             except OSError as error:
                 logger.warning(f"{run_directory} cannot be cleared of what a killed run left ({error})")
             if wanted is True:
@@ -144,7 +140,7 @@ class CrashSafe(_Base):
         """That of the last step; where it is not there, it is saved or None."""
         self._settle()
         step = Path(str(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        is_missing = bool(self._largest(int(not step.is_dir())))
+        is_missing = bool(self._largest(int(not step.is_dir() or inspection.is_damaged(step))))
         if is_missing and save:
             assert self.model is not None
             self._save_checkpoint(self.model, None)
@@ -217,19 +213,17 @@ class CrashSafe(_Base):
 
     # Saving
 
-    def _get_output_dir(self, trial: Any) -> str:
-        if self._saving is not None:
-            return str(self._saving.staged.parent)
-        return str(super()._get_output_dir(trial))
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the stock Trainer's."""
         # During a save, a process that left here would leave the others at the barrier that follows.
         with self._noting_failures() if _internal_call and self._saving is not None else nullcontext():
             super().save_model(output_dir, _internal_call=_internal_call)
+        if _internal_call and self._saving is not None:
+            # From here on, when training_args.bin has it: the Trainer would remove older ones before this one is whole.
+            self.args.save_total_limit = None
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._saving is None:  # else once it is in place
+        if self._saving is None:  # else once it is whole
             super()._push_from_checkpoint(checkpoint_folder)
 
     @contextmanager
@@ -244,26 +238,23 @@ class CrashSafe(_Base):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self._settle()
-        run_directory = Path(self._get_output_dir(trial))
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        staged, target = staging_folder(run_directory) / name, run_directory / name
-        best_before, save = self.state.best_model_checkpoint, super()._save_checkpoint
-        self._saving = saving = _Saving(staged, target, [], best_before, self.is_stuck)
+        checkpoint = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        limit, save, world_size = self.args.save_total_limit, super()._save_checkpoint, self.args.world_size
+        self._saving = saving = _Saving(checkpoint, [], self.state.best_model_checkpoint, self.is_stuck)
+        # It reads nothing that training changes.
+        about = {"step": self.state.global_step, "world_size": world_size, "precision": str(self.precision_policy)}
+        complete = functools.partial(in_place.complete, checkpoint, **about)
         try:
-            is_written = (
-                self._went_well(self._clear_staging, self.args.should_save)
-                and self._went_well(lambda saving: save(model, trial))
-                and self._went_well(self._name_best, self.args.should_save)
-            )
-            put_in_place = self._finisher(saving)
+            is_begun = self._went_well(lambda: in_place.begin(checkpoint, world_size), self.args.should_save)
+            is_written = is_begun and self._went_well(lambda: save(model, trial))
             if is_written and not self.save_in_background:
-                self._went_well(lambda saving: put_in_place(), self.args.should_save)
+                self._went_well(complete, self.args.should_save)
         finally:
-            self._saving = None
+            self._saving, self.args.save_total_limit = None, limit
         thread = None
         if is_written and self.save_in_background and self.args.should_save:
             pool = ThreadPoolExecutor(1, thread_name_prefix="hf_mp checkpoint")
-            thread = pool.submit(put_in_place)
+            thread = pool.submit(complete)
             pool.shutdown(wait=False)
         self._written = saving, thread
         # A preempted run forgets its best checkpoint when the epoch ends: rotated after that, it would be removed.
@@ -284,55 +275,33 @@ class CrashSafe(_Base):
             self.state.best_model_checkpoint = saving.best_before
             self._report_failure(saving)
             return
-        if self.state.best_model_checkpoint == str(saving.staged):
-            self.state.best_model_checkpoint = str(saving.target)
         if self.args.push_to_hub:
-            self._push_from_checkpoint(str(saving.target))
+            self._push_from_checkpoint(str(saving.checkpoint))
         if not saving.is_stuck:
-            self._before_trouble = saving.target
+            self._before_trouble = saving.checkpoint
         if self.args.should_save:
-            self._rotate(saving.target)
+            self._rotate(saving.checkpoint)
 
     def _leave_thread(self) -> None:
         """Wait for a save's thread when an error ends training, and the other processes are not there to agree."""
         written, self._written = self._written, None
         if written is not None and written[1] is not None and (error := written[1].exception()) is not None:
-            logger.error(f"{written[0].target} could not be saved: {error}")
+            logger.error(f"{written[0].checkpoint} could not be saved: {error}")
 
-    def _went_well(self, part: Callable[[_Saving], None], is_mine: bool = True) -> bool:
+    def _went_well(self, part: Callable[[], None], is_mine: bool = True) -> bool:
         """Do a part of a save, if it is this process's; whether all parts so far went well in every process."""
         assert self._saving is not None
         if is_mine:
             with self._noting_failures():
-                part(self._saving)
+                part()
         return not self._largest(int(bool(self._saving.errors)))
-
-    def _clear_staging(self, saving: _Saving) -> None:
-        clear(saving.target.parent)
-        (make_staging_folder(saving.target.parent) / saving.staged.name).mkdir(exist_ok=True)
-
-    def _name_best(self, saving: _Saving) -> None:
-        if self.state.best_model_checkpoint == str(saving.staged):  # where it lies while it is being saved
-            self.state.best_model_checkpoint = str(saving.target)
-            self.state.save_to_json(str(saving.staged / TRAINER_STATE_NAME))
-
-    def _finisher(self, saving: _Saving) -> Callable[[], None]:
-        """The last part of a save, which reads nothing that training changes."""
-        about = {"step": self.state.global_step, "world_size": self.args.world_size}
-        precision = str(self.precision_policy)
-
-        def put_in_place() -> None:
-            finish(saving.staged, precision=precision, **about)
-            publish(saving.staged, saving.target)
-
-        return put_in_place
 
     def _report_failure(self, saving: _Saving) -> None:
         first = next(iter(saving.errors), None)
-        message = f"{saving.target} could not be saved: {first or _OTHER_PROCESS}"
+        message = f"{saving.checkpoint} could not be saved: {first or _OTHER_PROCESS}"
         if self.args.should_save:
-            clear(saving.target.parent)
-            message += f". The last whole checkpoint is {_last_whole(saving.target.parent)}"
+            in_place.take_back(saving.checkpoint)
+            message += f". The last whole checkpoint is {_last_whole(saving.checkpoint.parent)}"
         if self.save_failure == "stop":
             raise CheckpointError(f"{message}. The run ends here (save_failure='stop')") from first
         logger.error(f"{message}. Training goes on and tries again at the next save (save_failure='stop' would end it)")

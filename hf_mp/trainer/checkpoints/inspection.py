@@ -14,25 +14,35 @@ from transformers.utils import logging
 
 from hf_mp.trainer.checkpoints.atomic import remove
 from hf_mp.trainer.checkpoints.json_files import read_json
-from hf_mp.trainer.checkpoints.manifest import (
-    UNFINISHED_NAME,
-    CheckpointError,
-    find_damage,
-    read_manifest,
-)
+from hf_mp.trainer.checkpoints.manifest import CheckpointError, find_damage, read_manifest
 from hf_mp.trainer.checkpoints.untrusted import find_hazards, find_in_files, find_out_of_place
 
 logger = logging.get_logger(__name__)
 
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(0|[1-9][0-9]{{0,17}})")  # \d has the digits of every script
-# There while Transformers' JITCheckpointCallback saves, and while a Trainer with our callback does.
-_MARKS = ("checkpoint-is-incomplete.txt", UNFINISHED_NAME)
+_MARK = ".unfinished"
+_JIT_MARK = "checkpoint-is-incomplete.txt"  # there while Transformers' JITCheckpointCallback saves
 
 
 def step_of(checkpoint: Path) -> int | None:
     """The step in the name of a checkpoint; None where it has another name."""
     match = _NAME.fullmatch(checkpoint.name)
     return int(match[1]) if match else None
+
+
+def mark_of(checkpoint: Path) -> Path:
+    """The file that is there while a Trainer of ours writes ``checkpoint``.
+
+    It lies next to the checkpoint, which may be pushed to the hub meanwhile; its own name is among those that the
+    Trainer does not push.
+    """
+    return checkpoint.with_name(checkpoint.name + _MARK)
+
+
+def marked_in(run_directory: Path) -> list[Path]:
+    """The checkpoints of a run that have a mark; they need not be there."""
+    found = (mark.with_suffix("") for mark in run_directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*{_MARK}"))
+    return sorted(checkpoint for checkpoint in found if step_of(checkpoint) is not None)
 
 
 def list_checkpoints(run_directory: Path) -> list[Path]:
@@ -55,9 +65,9 @@ def find_problems(checkpoint: Path, *, marked: bool = False) -> list[str]:
         return [str(error)]
     if manifest is not None:
         return find_damage(checkpoint, manifest) or find_hazards(checkpoint)
-    mark = next((name for name in _MARKS if (checkpoint / name).exists()), None)
+    mark = next((path for path in (mark_of(checkpoint), checkpoint / _JIT_MARK) if path.exists()), None)
     if mark is not None and not marked:
-        return [f"{mark} is there: it was never finished"]
+        return [f"{mark.name} is there: it was never finished"]
     if not (checkpoint / TRAINER_STATE_NAME).is_file():
         return [f"{TRAINER_STATE_NAME} is missing, which is written last"]
     return find_in_files(checkpoint, _damage_without_manifest) or find_hazards(checkpoint)
@@ -120,12 +130,12 @@ def rotate(run_directory: Path, limit: int | None, *, written: Path, keep: Colle
 
 
 def is_damaged(checkpoint: Path) -> bool:
-    """Whether a checkpoint differs from its manifest, as far as sizes tell; without a manifest, no."""
+    """Whether a checkpoint differs from its manifest, as far as sizes tell; without a manifest, if it has a mark."""
     try:
         manifest = read_manifest(checkpoint)
-        return manifest is not None and any(
-            (checkpoint / name).stat().st_size != entry.size_bytes for name, entry in manifest.files.items()
-        )
+        if manifest is None:
+            return mark_of(checkpoint).exists()
+        return any((checkpoint / name).stat().st_size != entry.size_bytes for name, entry in manifest.files.items())
     except (CheckpointError, OSError):
         return True
 

@@ -16,8 +16,9 @@ from hf_mp.trainer.checkpoints.manifest import CheckpointError
 
 logger = logging.get_logger(__name__)
 
-LOCK_NAME = ".hf_mp.lock"
-HOLDER_NAME = ".hf_mp.lock.json"
+# Names that the Trainer does not push to the hub.
+LOCK_NAME = "_hf_mp.lock"
+HOLDER_NAME = "_hf_mp.lock.json"
 _FORK_SECONDS = 1.0  # a process that a killed run had just forked lets go of its lock when it first runs
 # A DataLoader's worker holds its run's lock as well, and looks every five seconds whether the run is there.
 _ORPHAN_SECONDS = 15.0

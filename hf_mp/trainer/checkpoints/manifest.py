@@ -18,7 +18,6 @@ from hf_mp.environment.machine import package_versions
 from hf_mp.trainer.checkpoints.atomic import sync_folder, sync_tree, write_synced
 
 MANIFEST_NAME = "hf_mp_manifest.json"
-UNFINISHED_NAME = "hf_mp_unfinished.json"  # there while a Trainer writes a checkpoint in place
 FORMAT = 1
 MAX_MANIFEST_BYTES = 16 * 2**20  # a file takes about 150 bytes of it
 
@@ -151,7 +150,7 @@ def build_manifest(directory: Path, known: Mapping[str, FileEntry] = _NONE, **ab
     entries = {
         name: known.get(name) or FileEntry(path.stat().st_size, sha256(path))
         for name, path in sorted(files.items())
-        if name not in (MANIFEST_NAME, UNFINISHED_NAME)
+        if name != MANIFEST_NAME
     }
     return Manifest(files=entries, **about)
 

@@ -27,9 +27,10 @@ from trainer_runs import arguments, make_trainer, same, tiny_gpt2, token_rows, w
 from transformers import TrainerCallback
 
 import hf_mp.trainer.checkpoints.crash_safe_trainer as crash_safe_trainer
+import hf_mp.trainer.checkpoints.in_place as in_place
 from hf_mp import CheckpointError, LossScaleError, MixedPrecisionArguments, NoCheckpointError, Preempted
 from hf_mp.trainer.checkpoints import shards
-from hf_mp.trainer.checkpoints.inspection import find_problems, list_checkpoints, rotate
+from hf_mp.trainer.checkpoints.inspection import find_problems, list_checkpoints, mark_of, rotate
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from hf_mp.trainer.checkpoints.preemption import PREEMPTED_EXIT_CODE, SIGNALS, SignalWatch
 
@@ -100,7 +101,7 @@ def test_the_newest_whole_one_is_taken_and_the_others_are_named(
 
 
 def test_a_checkpoint_of_the_stock_trainer_resumes(tmp_path: Path, told: list[str]) -> None:
-    make(tmp_path, "stock").train()
+    make(tmp_path, "stock", "fp32").train()
     resumed = make(tmp_path, precision="fp32", max_steps=8)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 8 and told == []
@@ -168,7 +169,7 @@ def test_the_best_model_is_not_loaded_where_it_is_damaged(tmp_path: Path) -> Non
 
 
 class Failing(TrainerCallback):
-    """Has the rename into place fail in the save of one step."""
+    """Has the manifest fail to be written in the save of one step."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
         self._patch, self._step = monkeypatch, step
@@ -176,12 +177,12 @@ class Failing(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self._step:
-            self._patch.setattr(crash_safe_trainer, "publish", self._fail)
+            self._patch.setattr(in_place, "finish", self._fail)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._patch.undo()
 
-    def _fail(self, *args: Any) -> None:
+    def _fail(self, *args: Any, **kwargs: Any) -> None:
         raise self._error
 
 
@@ -203,8 +204,7 @@ def test_a_run_stops_after_a_save_that_failed_where_it_is_to(tmp_path: Path, mon
     failing = Failing(monkeypatch, 4, errno.ENOSPC)
     with pytest.raises(CheckpointError, match=r"No space left.*last whole checkpoint is .*checkpoint-2.*ends here"):
         make(tmp_path, callbacks=[failing], save_failure="stop").train()
-    assert names(tmp_path) == ["checkpoint-2"]
-    assert not (tmp_path / ".saving").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 
 
 # Saves that a thread finishes
@@ -214,26 +214,27 @@ def test_training_goes_on_while_a_save_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: list[str], trained: Trained
 ) -> None:
     straight, seen = trained()[0], []  # trained before `finish` is replaced
-    finish, may_finish = crash_safe_trainer.finish, threading.Event()
+    finish, may_finish = in_place.finish, threading.Event()
 
-    def slow(staged: Path, *, step: int, **about: Any) -> None:
+    def slow(checkpoint: Path, *, step: int, **about: Any) -> None:
         assert threading.current_thread() is not threading.main_thread()
         if step == 2:
             assert may_finish.wait(60)
         if step == 4:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        finish(staged, step=step, **about)
+        finish(checkpoint, step=step, **about)
 
     class Look(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 3:
-                seen.append(names(tmp_path))
+                seen.append(find_problems(tmp_path / "checkpoint-2"))
                 may_finish.set()
 
-    monkeypatch.setattr(crash_safe_trainer, "finish", slow)
+    monkeypatch.setattr(in_place, "finish", slow)
     trainer = make(tmp_path, save_in_background=True, callbacks=[Look()])
     trainer.train()
-    assert seen == [[]] and names(tmp_path) == ["checkpoint-2", "checkpoint-6"]
+    assert seen == [["checkpoint-2.unfinished is there: it was never finished"]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-6"]
     assert not any(find_problems(path) for path in list_checkpoints(tmp_path))
     (message,) = told
     assert re.search("checkpoint-4 could not be saved: .*No space left.* is .*checkpoint-2. Training goes on", message)
@@ -259,18 +260,19 @@ sys.path[:0] = [{shared!r}, {here!r}]
 import test_crash_safe_trainer as tests
 from transformers import TrainerCallback
 
-write = tests.crash_safe_trainer.finish
-def killed(staged, *, step, **about):
+write = tests.in_place.finish
+def killed(checkpoint, *, step, **about):
     if step == 4:
+        (checkpoint / "optimizer.pt").write_bytes(b"not on disk yet")
         threading.Event().wait()
-    write(staged, step=step, **about)
+    write(checkpoint, step=step, **about)
 
 class Kill(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 5:
             os.kill(os.getpid(), signal.SIGKILL)
 
-tests.crash_safe_trainer.finish = killed
+tests.in_place.finish = killed
 tests.make(Path({folder!r}), save_in_background=True, callbacks=[Kill()]).train()
 """
 
@@ -280,12 +282,11 @@ def test_a_kill_while_a_save_is_finished_costs_that_save_only(tmp_path: Path) ->
     here = Path(__file__).parent
     code = KILLED.format(shared=str(here.parents[1] / "shared"), here=str(here), folder=str(tmp_path))
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == -signal.SIGKILL
-    assert (tmp_path / ".saving" / "checkpoint-4" / "model.safetensors").is_file()
-    assert names(tmp_path) == ["checkpoint-2"]
+    assert (tmp_path / "checkpoint-4" / "model.safetensors").is_file() and mark_of(tmp_path / "checkpoint-4").exists()
     resumed = make(tmp_path, save_in_background=True)
     resumed.train(resume_from_checkpoint=True)
     assert resumed._resumed_from == tmp_path / "checkpoint-2"
-    assert names(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"] and not (tmp_path / ".saving").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
 
 
 def test_an_error_of_the_program_is_no_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,6 +309,24 @@ def test_another_save_failure_is_refused(tmp_path: Path) -> None:
 
 
 # Rotation
+
+
+def test_older_ones_are_removed_only_when_the_newer_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish, seen = in_place.finish, []
+
+    def look(checkpoint: Path, **about: Any) -> None:
+        seen.append(names(tmp_path))
+        finish(checkpoint, **about)
+
+    monkeypatch.setattr(in_place, "finish", look)
+    trainer = make(tmp_path, save_total_limit=1)
+    trainer.train()
+    assert seen == [["checkpoint-2"], ["checkpoint-2", "checkpoint-4"], ["checkpoint-4", "checkpoint-6"]]
+    assert names(tmp_path) == ["checkpoint-6"]
+    saved = torch.load(tmp_path / "checkpoint-6" / "training_args.bin", weights_only=False)
+    assert saved.save_total_limit == trainer.args.save_total_limit == 1
 
 
 @pytest.fixture
@@ -428,7 +447,8 @@ def test_a_handler_of_the_program_stays(tmp_path: Path) -> None:
     assert caught == [signal.SIGTERM] and trainer.state.global_step == 6
 
 
-def test_a_checkpoint_of_transformers_jit_callback_is_put_in_place_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("contender", ["subclass", "callback"])
+def test_a_checkpoint_of_transformers_jit_callback_is_whole(tmp_path: Path, contender: str) -> None:
     class Request(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 3:
@@ -436,12 +456,12 @@ def test_a_checkpoint_of_transformers_jit_callback_is_put_in_place_whole(tmp_pat
 
     before = signal.getsignal(signal.SIGTERM)
     try:
-        trainer = make(tmp_path, enable_jit_checkpoint=True, save_strategy="no", callbacks=[Request()])
+        trainer = make(tmp_path, contender, enable_jit_checkpoint=True, save_strategy="no", callbacks=[Request()])
         (jit,) = (cb for cb in trainer.callback_handler.callbacks if hasattr(cb, "jit_manager"))
         trainer.train()
     finally:
         signal.signal(signal.SIGTERM, before)
-    (checkpoint,) = list_checkpoints(tmp_path)
+    (checkpoint,) = tmp_path.iterdir()
     assert read_manifest(checkpoint) is not None and find_problems(checkpoint) == []
     assert not (checkpoint / "checkpoint-is-incomplete.txt").exists()
 

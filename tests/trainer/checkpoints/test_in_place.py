@@ -1,4 +1,4 @@
-"""Checkpoints that a stock Trainer writes in place: whole, or seen to be half-written, whenever a kill comes."""
+"""Checkpoints that are written in place: whole, or seen to be half-written, whenever a kill comes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from trainer_runs import arguments, make_trainer, same, tiny_gpt2, token_rows, weights
-from transformers import Trainer, TrainerControl, TrainerState
+from transformers import Trainer
 
+import hf_mp.trainer.callback as callback
 import hf_mp.trainer.checkpoints.in_place as in_place
 import hf_mp.trainer.checkpoints.inspection as inspection
 from hf_mp import CheckpointError
-from hf_mp.trainer.checkpoints.in_place import InPlaceSaves, clear_up
-from hf_mp.trainer.checkpoints.inspection import find_problems
+from hf_mp.trainer.checkpoints import stock_trainer
+from hf_mp.trainer.checkpoints.in_place import begin, complete, take_back
+from hf_mp.trainer.checkpoints.inspection import find_problems, mark_of
 from hf_mp.trainer.checkpoints.lock import DirectoryLock
-from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, UNFINISHED_NAME, finish, read_manifest
+from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, read_manifest
+from hf_mp.trainer.checkpoints.stock_trainer import clear_up
 
 pytestmark = pytest.mark.usefixtures("without_first_check")
 
@@ -42,7 +46,7 @@ def make(folder: Path, contender: str = "callback", **settings: Any) -> Any:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is logged."""
     found: list[str] = []
-    for module in (in_place, inspection):
+    for module in (in_place, inspection, stock_trainer, callback):
         monkeypatch.setattr(module.logger, "warning", found.append)
     return found
 
@@ -74,12 +78,10 @@ def write(checkpoint: Path, content: str) -> None:
 
 def save(folder: Path, content: str) -> None:
     """A save of step 4, with the calls that a Trainer makes."""
-    saves, state, control = InPlaceSaves(), TrainerState(global_step=4), TrainerControl(should_save=True)
-    args = run_arguments(folder)
-    saves.on_step_end(args, state, control)
-    write(folder / "checkpoint-4", content)
-    finish(folder / "checkpoint-4", step=4, world_size=1, precision="fp16")
-    saves.on_save(args, state, control)
+    checkpoint = folder / "checkpoint-4"
+    begin(checkpoint, 1)
+    write(checkpoint, content)
+    complete(checkpoint, step=4, world_size=1, precision="fp16")
 
 
 def kill_at(patch: pytest.MonkeyPatch, number: int) -> list[str]:
@@ -113,15 +115,11 @@ def test_a_kill_at_any_call_leaves_the_old_or_the_new_one(tmp_path: Path, replac
         with pytest.MonkeyPatch.context() as patch, suppress(Killed):
             calls = kill_at(patch, number)
             save(folder, "new")
-        for _, lock in in_place._announced.values():  # a killed process holds no lock
-            lock._lock.release(force=True)
-        in_place._announced.clear()
         clear_up(run_arguments(folder))
-        left = [name for name in entries(folder) if not name.startswith(".hf_mp.lock")]
+        left = entries(folder)
         assert left == ["checkpoint-4"] or (left == [] and not replaces), (number, calls)
         if left:
             assert find_problems(folder / "checkpoint-4") == []
-            assert not (folder / "checkpoint-4" / UNFINISHED_NAME).exists()
             texts = [(folder / "checkpoint-4" / name).read_text() for name in ("config.json", "tokenizer.json")]
             content = {json.loads(text)["content"] for text in texts}
             assert len(content) == 1, number
@@ -131,23 +129,34 @@ def test_a_kill_at_any_call_leaves_the_old_or_the_new_one(tmp_path: Path, replac
     assert number > 20 and found == ({"old", "new"} if replaces else {"new"})
 
 
-def test_a_save_that_was_announced_and_did_not_come(tmp_path: Path) -> None:
+def test_a_save_that_fails_puts_back_what_it_was_to_replace(tmp_path: Path) -> None:
     write(tmp_path / "checkpoint-4", "old")
-    saves, state, control = InPlaceSaves(), TrainerState(global_step=4), TrainerControl(should_save=True)
-    saves.on_step_end(run_arguments(tmp_path), state, control)
-    assert entries(tmp_path / "checkpoint-4") == [UNFINISHED_NAME]
-    saves.on_step_begin(run_arguments(tmp_path), state, control)
+    begin(tmp_path / "checkpoint-4", 1)
+    assert entries(tmp_path / "checkpoint-4") == []
+    assert find_problems(tmp_path / "checkpoint-4") == ["checkpoint-4.unfinished is there: it was never finished"]
+    (tmp_path / "checkpoint-4" / "config.json").write_text("{}")
+    take_back(tmp_path / "checkpoint-4")
+    assert entries(tmp_path) == ["checkpoint-4"] and find_problems(tmp_path / "checkpoint-4") == []
+    assert "old" in (tmp_path / "checkpoint-4" / "config.json").read_text()
+
+
+def test_what_a_failing_disk_keeps_stays_marked_until_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(tmp_path / "checkpoint-4", 1)
+    (tmp_path / "checkpoint-4" / "config.json").write_text("{}")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
+        take_back(tmp_path / "checkpoint-4")
+    assert inspection.is_damaged(tmp_path / "checkpoint-4") and find_problems(tmp_path / "checkpoint-4")
+    save(tmp_path, "new")
     assert entries(tmp_path) == ["checkpoint-4"] and find_problems(tmp_path / "checkpoint-4") == []
 
 
-def test_one_process_announces_and_the_others_wait_for_it_to_clear_up(
+def test_the_processes_that_do_not_save_wait_until_it_is_cleared_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saves, state, control = InPlaceSaves(), TrainerState(global_step=4), TrainerControl(should_save=True)
-    saves.on_step_end(run_arguments(tmp_path, should_save=False), state, control)
-    assert entries(tmp_path) == []
-    (tmp_path / "checkpoint-4").mkdir()
-    (tmp_path / "checkpoint-4" / UNFINISHED_NAME).write_text("{}")
+    begin(tmp_path / "checkpoint-4", 1)
     slept: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -155,26 +164,25 @@ def test_one_process_announces_and_the_others_wait_for_it_to_clear_up(
         if len(slept) == 3:
             clear_up(run_arguments(tmp_path))
 
-    monkeypatch.setattr(in_place.time, "sleep", sleep)
+    monkeypatch.setattr(stock_trainer.time, "sleep", sleep)
     clear_up(run_arguments(tmp_path, should_save=False))
     assert len(slept) == 3 and entries(tmp_path) == []
 
 
 def test_random_numbers_of_a_process_that_was_killed_before_it_wrote_them(tmp_path: Path, told: list[str]) -> None:
     write(tmp_path / "checkpoint-4", "new")
-    (tmp_path / "checkpoint-4" / UNFINISHED_NAME).write_text('{"world_size": 2}')
+    mark_of(tmp_path / "checkpoint-4").write_text('{"world_size": 2}')
     torch.save({}, tmp_path / "checkpoint-4" / "rng_state_0.pth")
     clear_up(run_arguments(tmp_path))
     assert entries(tmp_path) == [] and "it has 1 of 2 rng_state files" in told[0]
 
 
 def test_what_another_run_is_writing_stays(tmp_path: Path, told: list[str]) -> None:
-    (tmp_path / "checkpoint-4").mkdir()
-    (tmp_path / "checkpoint-4" / UNFINISHED_NAME).write_text("{}")
+    begin(tmp_path / "checkpoint-4", 1)
     with DirectoryLock(tmp_path):
         clear_up(run_arguments(tmp_path))
     assert "are left as they are" in told[0] and "in use by another run" in told[0]
-    assert (tmp_path / "checkpoint-4" / UNFINISHED_NAME).exists()
+    assert mark_of(tmp_path / "checkpoint-4").exists()
 
 
 def test_a_directory_without_a_mark_is_not_ours_to_remove(tmp_path: Path) -> None:
@@ -187,39 +195,28 @@ def test_a_directory_without_a_mark_is_not_ours_to_remove(tmp_path: Path) -> Non
 # In a Trainer
 
 
-def test_a_checkpoint_is_marked_from_its_first_file_to_its_last(tmp_path: Path) -> None:
-    seen = []
-
+@pytest.mark.parametrize("contender", ["callback", "subclass"])
+@pytest.mark.parametrize("strategy", ["steps", "epoch", "best"])
+def test_a_checkpoint_is_marked_from_its_first_file_to_its_last(tmp_path: Path, contender: str, strategy: str) -> None:
     class Look(Trainer):
         def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
             checkpoint = tmp_path / f"checkpoint-{self.state.global_step}"
-            seen.append((checkpoint / UNFINISHED_NAME).is_file())
+            assert mark_of(checkpoint).is_file()
             super()._save_checkpoint(*args, **kwargs)
-            seen.append((checkpoint / UNFINISHED_NAME).is_file())
-            assert find_problems(checkpoint) == [f"{UNFINISHED_NAME} is there: it was never finished"]
+            assert find_problems(checkpoint) == [f"{checkpoint.name}.unfinished is there: it was never finished"]
+            assert find_problems(checkpoint, marked=True) == []
+            seen.append(checkpoint.name)
 
-    trainer = make(tmp_path, base=Look)
-    trainer.train()
-    assert seen == [True] * 6
-    assert entries(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
-    for path in tmp_path.iterdir():
-        manifest = read_manifest(path)
-        assert manifest is not None and UNFINISHED_NAME not in manifest.files and find_problems(path) == []
-        assert not (path / UNFINISHED_NAME).exists()
-    assert not any(isinstance(callback, InPlaceSaves) for callback in trainer.callback_handler.callbacks)
-
-
-@pytest.mark.parametrize("strategy", ["epoch", "best"])
-def test_other_strategies_are_announced_too(tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = []
-    real = in_place._begin
-    monkeypatch.setattr(in_place, "_begin", lambda path, size: begun.append(path.name) or real(path, size))
+    seen: list[str] = []
     best = {"eval_strategy": "steps", "eval_steps": 3, "metric_for_best_model": "loss", "greater_is_better": False}
     settings = best if strategy == "best" else {}
-    make(tmp_path, save_strategy=strategy, eval_dataset=token_rows(4), **settings).train()
-    expected = ["checkpoint-3", "checkpoint-6"] if strategy == "best" else ["checkpoint-6"]
-    assert begun == expected
-    assert entries(tmp_path) == expected  # the loss falls, so both are the best when they are saved
+    trainer = make(tmp_path, contender, base=Look, save_strategy=strategy, eval_dataset=token_rows(4), **settings)
+    trainer.train()
+    # The loss falls, so both are the best when they are saved.
+    steps = {"steps": (2, 4, 6), "epoch": (6,), "best": (3, 6)}[strategy]
+    assert entries(tmp_path) == seen == [f"checkpoint-{step}" for step in steps]
+    for path in tmp_path.iterdir():
+        assert read_manifest(path) is not None and find_problems(path) == []
 
 
 def test_resuming_after_a_kill_passes_the_half_written_one_over(tmp_path: Path, told: list[str]) -> None:
@@ -228,7 +225,7 @@ def test_resuming_after_a_kill_passes_the_half_written_one_over(tmp_path: Path, 
     half = tmp_path / "checkpoint-6"
     (half / "trainer_state.json").unlink()
     (half / MANIFEST_NAME).unlink()
-    (half / UNFINISHED_NAME).write_text('{"world_size": 1}')
+    mark_of(half).write_text('{"world_size": 1}')
     resumed = make(tmp_path)
     assert "checkpoint-6 is half-written by a run that was killed (trainer_state.json is missing" in told[0]
     assert told[1] == f"the newest whole checkpoint in {tmp_path} is checkpoint-4"
@@ -246,7 +243,7 @@ def test_a_run_that_is_resumed_at_its_end_changes_no_weight(tmp_path: Path, told
     assert same(weights(straight.model), weights(resumed.model))
 
 
-def test_a_save_that_raises_leaves_nothing_that_a_new_trainer_does_not_clear(tmp_path: Path, told: list[str]) -> None:
+def test_a_save_that_raises_leaves_nothing(tmp_path: Path) -> None:
     class Full(Trainer):
         def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
             if self.state.global_step == 4:
@@ -256,14 +253,13 @@ def test_a_save_that_raises_leaves_nothing_that_a_new_trainer_does_not_clear(tmp
     trainer = make(tmp_path, base=Full)
     with pytest.raises(OSError, match="No space left"):
         trainer.train()
-    assert (tmp_path / "checkpoint-4" / UNFINISHED_NAME).is_file()
-    resumed = make(tmp_path)  # while the first one is still there
     assert entries(tmp_path) == ["checkpoint-2"]
+    resumed = make(tmp_path)  # while the first one is still there
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 6
 
 
-def test_saves_under_another_name_leave_no_empty_directory(tmp_path: Path) -> None:
+def test_saves_in_another_directory_are_whole_too(tmp_path: Path) -> None:
     class Elsewhere(Trainer):
         def _get_output_dir(self, trial: Any) -> str:
             return str(tmp_path / "elsewhere")
@@ -271,6 +267,27 @@ def test_saves_under_another_name_leave_no_empty_directory(tmp_path: Path) -> No
     make(tmp_path / "run", base=Elsewhere).train()
     assert entries(tmp_path / "run") == []
     assert entries(tmp_path / "elsewhere") == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert all(read_manifest(path) is not None for path in (tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("contender", ["callback", "subclass"])
+def test_nothing_that_goes_away_again_is_pushed_to_the_hub(tmp_path: Path, contender: str) -> None:
+    class Pushing(Trainer):
+        def init_hf_repo(self, token: str | None = None) -> None:
+            pass
+
+        def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+            # As the stock Trainer: the checkpoint, and the directory of the run without some names.
+            pushed.append(set(entries(Path(checkpoint_folder))))
+            pushed.append(set(filter_repo_objects(entries(tmp_path), ignore_patterns=["_*", "checkpoint-*"])))
+
+        def _finish_current_push(self) -> None:
+            pass
+
+    pushed: list[set[str]] = []
+    write(tmp_path / "checkpoint-2", "old")
+    make(tmp_path, contender, base=Pushing, max_steps=2, push_to_hub=True, hub_strategy="checkpoint").train()
+    assert len(pushed) == 2 and pushed[0] <= set(entries(tmp_path / "checkpoint-2")) and pushed[1] == set()
 
 
 def test_a_damaged_checkpoint_is_refused_with_the_newest_whole_one(tmp_path: Path) -> None:

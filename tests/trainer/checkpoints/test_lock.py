@@ -23,7 +23,7 @@ from hf_mp.trainer.checkpoints.lock import HOLDER_NAME, DirectoryLock
 HOLD = """
 import os, sys, time
 from filelock import FileLock
-held = FileLock(sys.argv[1] + "/.hf_mp.lock")
+held = FileLock(sys.argv[1] + "/_hf_mp.lock")
 held.acquire(timeout=0)
 child = os.fork()
 if child == 0:

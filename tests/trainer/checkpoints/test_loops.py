@@ -138,8 +138,8 @@ def test_the_older_one_stays_where_a_save_fails(tmp_path: Path, monkeypatch: pyt
 def test_a_kill_between_two_renames_costs_nothing(tmp_path: Path) -> None:
     model, optimizer = made()
     hf_mp.save_checkpoint(tmp_path / "c", model, optimizer, 4)
-    (tmp_path / ".saving").mkdir()
-    (tmp_path / "c").rename(tmp_path / ".saving/replaced-c")
+    (tmp_path / "_saving").mkdir()
+    (tmp_path / "c").rename(tmp_path / "_saving/replaced-c")
     assert hf_mp.load_checkpoint(tmp_path / "c", model, optimizer)[0] == 4
 
 

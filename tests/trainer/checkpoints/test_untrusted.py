@@ -251,7 +251,7 @@ class Unknown:
 
 
 def test_a_finished_checkpoint_that_is_unsafe_to_load_is_put_back_after_a_kill(tmp_path: Path) -> None:
-    staged = tmp_path / ".saving" / "checkpoint-5"
+    staged = tmp_path / "_saving" / "checkpoint-5"
     staged.mkdir(parents=True)
     torch.save({"state": Unknown()}, staged / "optimizer.pt")
     finish(staged, step=5, world_size=1, precision="fp16")

@@ -1,0 +1,101 @@
+"""``MixedPrecisionArguments`` in a Trainer that is not ours: what would train in FP32 without a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_runs import arguments, callback_of, make_trainer, same, tiny_gpt2, token_rows, weights
+from transformers import Trainer, TrainerCallback
+
+from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer
+
+pytestmark = pytest.mark.usefixtures("without_first_check")
+
+
+def make(folder: Path, base: type[Trainer] = Trainer, precision: str = "fp16", **named: Any) -> Trainer:
+    args = arguments(folder, MixedPrecisionArguments, precision=precision)
+    named = {"train_dataset": token_rows(), "eval_dataset": token_rows(4), **named}
+    return base(**{"model": tiny_gpt2(), "args": args, **named})
+
+
+def given_optimizers(model: Any) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp16-lean"])
+@pytest.mark.parametrize("given", ["model", "model_init", "optimizers", "evaluated"])
+def test_the_stock_trainer_refuses_to_train_in_fp32(tmp_path: Path, precision: str, given: str) -> None:
+    model = tiny_gpt2()
+    before = weights(model)
+    named: dict[str, Any] = {"model": model}
+    if given == "model_init":
+        named = {"model": None, "model_init": lambda: model}
+    elif given == "optimizers":
+        named["optimizers"] = given_optimizers(model)
+    trainer = make(tmp_path, precision=precision, **named)
+    if given == "evaluated":
+        trainer.evaluate()
+    message = (
+        rf"^Trainer does not read precision='{precision}', and would train in FP32: use MixedPrecisionTrainer, or "
+        r"give it callbacks=\[hf_mp.MixedPrecisionCallback\(\)\]"
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            trainer.train()
+    assert same(before, weights(model)) and list(tmp_path.glob("checkpoint-*")) == []
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_evaluation_alone_and_fp32_are_left_alone(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    assert trainer.evaluate()["eval_loss"] > 0 and len(trainer.predict(token_rows(4)).predictions) == 4
+    for args in (trainer.args, torch.load(saved(trainer, tmp_path), weights_only=False)):
+        assert args.device == torch.device("cpu") and args.to_dict()["precision"] == "fp16"
+    trainer = make(tmp_path, precision="fp32")
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
+def saved(trainer: Trainer, folder: Path) -> Path:
+    trainer.save_model(str(folder))
+    return folder / "training_args.bin"
+
+
+def test_the_same_arguments_train_where_they_are_read(tmp_path: Path) -> None:
+    ours = make(tmp_path, MixedPrecisionTrainer)
+    ours.train()
+    args: Any = ours.args
+    with pytest.raises(ValueError, match="does not read precision"):
+        Trainer(tiny_gpt2(), args, train_dataset=token_rows()).train()
+    other = Trainer(tiny_gpt2(), args, train_dataset=token_rows(), callbacks=[MixedPrecisionCallback()])
+    other.train()
+    assert same(weights(ours.model), weights(other.model))
+    late = Trainer(tiny_gpt2(), args, train_dataset=token_rows())
+    late.add_callback(MixedPrecisionCallback)
+    late.train()
+    assert callback_of(late).mixed_precision is not None and same(weights(ours.model), weights(late.model))
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end"])
+def test_a_callback_that_comes_when_training_has_begun_is_refused(tmp_path: Path, event: str) -> None:
+    class Adds(TrainerCallback):
+        pass
+
+    def add(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2 and added not in trainer.callback_handler.callbacks:
+            trainer.add_callback(added)
+
+    setattr(Adds, event, add)
+    added = MixedPrecisionCallback("fp16")
+    trainer = make_trainer(
+        "stock", "", tiny_gpt2(), arguments(tmp_path), train_dataset=token_rows(), callbacks=[Adds()]
+    )
+    with pytest.raises(ValueError, match=r"added after step 2 of a training that had begun without it: .*before train"):
+        trainer.train()
+    trainer.remove_callback(Adds)
+    trainer.train()  # from its start, it trains in FP16
+    assert added.mixed_precision is not None and added.mixed_precision.stats.steps == 4
