@@ -14,7 +14,31 @@ app = typer.Typer(
     help="Mixed precision for the Hugging Face Trainer and plain PyTorch loops.",
     no_args_is_help=True,
     add_completion=False,
+    pretty_exceptions_enable=False,
 )
+
+WithTraceback = Annotated[
+    bool, typer.Option("--traceback", help="Where something fails, show the traceback, not one sentence.")
+]
+
+
+@contextmanager
+def _errors_in_one_line(command: str, with_traceback: bool) -> Iterator[None]:
+    """Print an error in one sentence and exit: with 2 where a message of ours says what to change, with 1 elsewhere."""
+    try:
+        yield
+    except Exception as error:
+        if with_traceback:
+            raise
+        if isinstance(error, (ValueError, OSError, ImportError)):
+            sentence, code = str(error), 2
+        else:
+            from hf_mp.environment.libraries import first_line
+
+            sentence = f"{type(error).__name__}: {first_line(error)} (--traceback shows where it came from)"
+            code = 1
+        typer.echo(f"hf-mp {command}: error: {sentence}", err=True)
+        raise typer.Exit(code) from error
 
 
 def _print_version(wanted: bool) -> None:
@@ -36,29 +60,21 @@ def main(
 @app.command()
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the tables.")] = False,
+    traceback: WithTraceback = False,
 ) -> None:
     """Show what this machine supports and which preset suits it. Include it in bug reports."""
-    from hf_mp.environment.report import examine_machine, screen
+    with _errors_in_one_line("env", traceback):
+        from rich.console import Console
 
-    machine = examine_machine()
-    if as_json:
-        typer.echo(machine.to_json())
-        return
+        from hf_mp.environment.report import examine_machine, screen
 
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    for part in screen(machine):
-        console.print(part)
-
-
-@contextmanager
-def _errors_in_one_line(command: str) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, OSError, ImportError) as error:
-        typer.echo(f"hf-mp {command}: error: {error}", err=True)
-        raise typer.Exit(2) from error
+        machine = examine_machine()
+        if as_json:
+            typer.echo(machine.to_json())
+            return
+        console = Console(highlight=False)
+        for part in screen(machine):
+            console.print(part)
 
 
 @app.command()
@@ -66,14 +82,16 @@ def memory(
     model: Annotated[
         str, typer.Argument(help="Directory, config.json, model on the Hub, or gpt2, gpt2-medium, gpt2-large, gpt2-xl.")
     ],
-    train: Annotated[bool, typer.Option("--train", help="Also predict a training step in every precision.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="Also predict a training step.")] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Also take that step and measure it here.")] = False,
     batch_size: Annotated[int, typer.Option(help="Sequences in one forward.")] = 1,
     seq_len: Annotated[int | None, typer.Option(help="Tokens in a sequence. Default: up to 1024.")] = None,
     accumulation_steps: Annotated[int, typer.Option(help="Micro-batches in one update.")] = 1,
     gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="Recompute blocks.")] = False,
     optimizer: Annotated[str | None, typer.Option(help="As in TrainingArguments(optim=...).")] = None,
-    precision: Annotated[list[str] | None, typer.Option(help="Preset to train in; repeatable. Default: all.")] = None,
+    precision: Annotated[
+        list[str] | None, typer.Option(help="Preset to train in; repeatable, or all. Default: four.")
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="cuda or cpu. Default: cuda; with --measure, the device of this machine.")
     ] = None,
@@ -89,15 +107,16 @@ def memory(
     config_only: Annotated[bool, typer.Option("--config-only", help="Count without loading any weights.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     html: Annotated[
-        Path | None, typer.Option(help="Write one HTML page with pictures, which needs no network.")
+        Path | None, typer.Option(help="Also write one HTML page with pictures, which needs no network.")
     ] = None,
+    traceback: WithTraceback = False,
 ) -> None:
     """Show the memory that MODEL takes: loaded in six precisions and, with --train, during fine-tuning."""
-    options = locals()  # all of the above, by name
+    options = {name: value for name, value in locals().items() if name != "traceback"}
 
-    from hf_mp.memory.command import run
+    with _errors_in_one_line("memory", traceback):
+        from hf_mp.memory.command import run
 
-    with _errors_in_one_line("memory"):
         typer.echo(run(**options), nl=False)
 
 
@@ -107,11 +126,12 @@ def report(
     html: Annotated[
         Path | None, typer.Option(help="Where to write the page. Default: RUN_DIR/precision_report.html.")
     ] = None,
+    traceback: WithTraceback = False,
 ) -> None:
     """Write an HTML page about the precision of a run: loss scale, overflows, and where its values lie."""
-    from hf_mp.diagnostics.report import report_command
+    with _errors_in_one_line("report", traceback):
+        from hf_mp.diagnostics.report import report_command
 
-    with _errors_in_one_line("report"):
         typer.echo(report_command(run_directory, html), nl=False)
 
 
@@ -127,13 +147,14 @@ def calibrate(
         Path | None, typer.Option(help="Where to write the rules. Default: precision_rules.json beside the model.")
     ] = None,
     every_op: Annotated[bool, typer.Option("--every-op", help="Also show what lies well in FP16's range.")] = False,
+    traceback: WithTraceback = False,
 ) -> None:
     """Find what of MODEL leaves FP16's range, and write the rules that keep it in."""
-    options = locals()  # all of the above, by name
+    options = {name: value for name, value in locals().items() if name != "traceback"}
 
-    from hf_mp.diagnostics.calibrate_command import run
+    with _errors_in_one_line("calibrate", traceback):
+        from hf_mp.diagnostics.calibrate_command import run
 
-    with _errors_in_one_line("calibrate"):
         typer.echo(run(**options), nl=False)
 
 

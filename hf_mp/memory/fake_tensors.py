@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp import autocast_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_mp.casting.nested import tensors_in
@@ -39,8 +41,12 @@ def kernels_of_a_gpu() -> Iterator[None]:
     library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
     dropout = torch.native_dropout
     library.impl("dropout", lambda x, p, train: dropout(x, p, True)[0] if train and p else x, "AutogradMeta")
+    # An attached model makes torch.autocast(x.device.type, enabled=False) an island of ours, if torch lets it be made.
+    is_available = autocast_mode.is_autocast_available
+    let_meta = lambda device_type: device_type == STAND_IN.type or is_available(device_type)  # noqa: E731
     try:
-        yield
+        with mock.patch.object(autocast_mode, "is_autocast_available", let_meta):
+            yield
     finally:
         library._destroy()
 
@@ -78,6 +84,8 @@ def _attention(
 class FakeSplitParameter(SplitParameter, FakeTensor):
     """A split parameter without memory."""
 
+    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
+
 
 SPLIT_CLASSES[FakeTensor] = FakeSplitParameter
 
@@ -103,6 +111,8 @@ class AnswerAsIfAllWentWell(TorchDispatchMode):
             return _scalar(args[0])
         if func is _aten.equal.default and isinstance(args[0], FakeTensor):
             return not args[1].is_floating_point() or args[1].untyped_storage()._cdata in self._exact_in_16_bits
+        if func is _aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            return _grouped_product(*args, **(kwargs or {}))
         if func.namespace == "bitsandbytes" and (found := _without_outliers(func, args)) is not None:
             return found
         result = func(*args, **(kwargs or {}))
@@ -135,6 +145,12 @@ def _scalar(tensor: FakeTensor) -> bool | float:
         f"the model reads a value of a {tensor.dtype} tensor and decides by it, so that its memory cannot be known "
         "without its data: measure it (hf_mp.measure_training_memory)"
     )
+
+
+def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """The result of ``torch._grouped_mm`` in FP32 and FP16, which its kernels take and its meta function refuses."""
+    groups = () if a.dim() != b.dim() else a.shape[:1] if a.dim() == 3 or offs is None else offs.shape[:1]
+    return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
 
 
 def _without_outliers(func: Any, args: Any) -> tuple[Tensor, ...] | None:

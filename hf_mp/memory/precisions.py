@@ -10,7 +10,7 @@ import torch
 from transformers import BitsAndBytesConfig
 
 from hf_mp.environment.libraries import quiet_bitsandbytes
-from hf_mp.policy import mixed_presets, spell
+from hf_mp.policy import did_you_mean, mixed_presets, spell
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,10 @@ PRECISIONS: dict[str, LoadPrecision] = {
 def parse_precision(precision: str | torch.dtype) -> LoadPrecision:
     """The entry of :data:`PRECISIONS`; raises ValueError with the allowed names."""
     if spell(precision) not in PRECISIONS:
-        raise ValueError(f"precision={precision!r} is not known for loading: use one of {', '.join(PRECISIONS)}")
+        raise ValueError(
+            f"precision={precision!r} is not known for loading: use one of {', '.join(PRECISIONS)}"
+            f"{did_you_mean(precision, PRECISIONS)}"
+        )
     return PRECISIONS[spell(precision)]
 
 
@@ -103,9 +106,15 @@ TRAINING_PRESETS: dict[str, TrainingPreset] = {
 }
 """What can be estimated and measured, by the value of ``precision``."""
 
+SHOWN_PRESETS = ("fp32", "trainer-fp16", "fp16", "fp16-lean")
+"""What ``hf-mp memory --train`` predicts unless it is told: each preset takes a training step, or several."""
+
 
 def parse_preset(name: str | torch.dtype) -> TrainingPreset:
     """The entry of :data:`TRAINING_PRESETS`; raises ValueError with the allowed names."""
     if spell(name) not in TRAINING_PRESETS:
-        raise ValueError(f"precision={name!r} is not known for training: use one of {', '.join(TRAINING_PRESETS)}")
+        raise ValueError(
+            f"precision={name!r} is not known for training: use one of {', '.join(TRAINING_PRESETS)}"
+            f"{did_you_mean(name, TRAINING_PRESETS)}"
+        )
     return TRAINING_PRESETS[spell(name)]

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
@@ -155,7 +155,8 @@ def estimate_training_memory(
 
     Raises:
         ValueError: for an unknown model, precision, optimizer or device, an impossible batch, sequence or number of
-            micro-batches, or a precision or model that cannot be trained on these ranks.
+            micro-batches, a precision or model that cannot be trained on these ranks, or a model whose shapes depend on
+            its data.
         RuntimeError: for several ranks in a process that is one of several itself.
     """
     config = find_config(model)
@@ -217,7 +218,13 @@ def _fake_tensors(device: torch.device) -> Iterator[None]:
     ):
         # Working copies compare addresses, which are 0 for all fake tensors.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        yield
+        try:
+            yield
+        except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            raise ValueError(
+                f"the model makes shapes or decisions of its data (in {error.func}), so that its memory cannot be "
+                "known without them: measure it (hf_mp.measure_training_memory)"
+            ) from error
 
 
 def make_settings(

@@ -1,0 +1,105 @@
+"""``hf-mp memory`` on a mixture of experts, and what every command shows of an error."""
+
+import json
+import re
+
+import pytest
+from transformers import MixtralConfig
+from typer.testing import CliRunner
+
+import hf_mp
+from hf_mp import cli
+from hf_mp.memory.fitting import LargestBatch
+from hf_mp.memory.precisions import SHOWN_PRESETS, TRAINING_PRESETS
+
+STEP = {"batch_size": 2, "seq_len": 32}
+
+
+def experts():
+    return MixtralConfig(
+        num_hidden_layers=1, hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=128, max_position_embeddings=64, num_local_experts=4, architectures=["MixtralForCausalLM"],
+    )  # fmt: skip
+
+
+@pytest.fixture
+def saved(tmp_path):
+    experts().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.app, list(map(str, arguments)))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16-lean"])
+def test_experts_are_predicted_as_they_are_measured(precision):
+    predicted = hf_mp.estimate_training_memory(experts(), precision, **STEP, device="cpu")
+    measured = hf_mp.measure_training_memory(experts(), precision, **STEP, device="cpu")
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=1e-3)
+    assert predicted.peak_phase == measured.peak_phase
+
+
+def test_the_command_shows_four_ways_to_train_experts_and_names_the_others(saved, monkeypatch):
+    found = LargestBatch(7, 2**19, 2**21, 2**20)
+    monkeypatch.setattr("hf_mp.memory.report.largest_batch_size", lambda *args, **kwargs: found)  # the search is slow
+    page = saved / "page.html"
+    result = run("memory", saved, "--config-only", "--train", "--seq-len", 16, "--gpu", "1MiB", "--html", page)
+    assert result.exit_code == 0, result.output
+    told = " ".join(result.stdout.split())
+    assert "4 of 4" in result.stderr
+    assert "trained in this batch largest batch its peak" in told
+    assert all(f"{TRAINING_PRESETS[name].label} fits" in told for name in SHOWN_PRESETS)
+    others = ", ".join(name for name in TRAINING_PRESETS if name not in SHOWN_PRESETS)
+    assert f"8 more with --precision all, or one by its name: {others} {page} is written" in told
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_all_presets_are_one_word(saved, monkeypatch):
+    asked = []
+    monkeypatch.setattr("hf_mp.memory.report._training_row", lambda model, preset, *_: asked.append(preset))
+    monkeypatch.setattr("hf_mp.memory.command.report_as_json", lambda report: {})
+    run("memory", saved, "--config-only", "--json", "--precision", "all")
+    run("memory", saved, "--config-only", "--json", "--precision", "FP16", "--precision", "bf16")
+    assert asked == [*TRAINING_PRESETS, "fp16", "bf16"]
+
+
+def test_adapters_of_experts_are_predicted_for_a_gpu(saved):
+    result = run("memory", saved, "--config-only", "--seq-len", 16, "--precision", "int8-lora", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["training"]["int8-lora"]["estimate"]["peak_bytes"] > 0
+
+
+def test_experts_that_are_chosen_by_value_cannot_be_predicted():
+    config = experts()
+    config._experts_implementation = "eager"
+    with pytest.raises(ValueError, match=r"shapes or decisions of its data \(in aten.nonzero.default\).*measure it"):
+        hf_mp.estimate_training_memory(config, "fp32", **STEP)
+
+
+INSIDES = {
+    "env": ("hf_mp.environment.report.examine_machine", ["env"]),
+    "memory": ("hf_mp.memory.command.gather_report", ["memory", "gpt2", "--config-only"]),
+    "report": ("hf_mp.diagnostics.report.report_command", ["report", "."]),
+    "calibrate": ("hf_mp.diagnostics.calibrate_command.run", ["calibrate", "gpt2", "--train-file", "x"]),
+}
+
+
+@pytest.mark.parametrize("command", INSIDES)
+def test_no_command_shows_a_traceback_unless_asked(command, monkeypatch):
+    place, arguments = INSIDES[command]
+
+    def break_down(*args, **kwargs):
+        raise RuntimeError("expected inputs of BF16\nand more lines")
+
+    monkeypatch.setattr(place, break_down)
+    result = run(*arguments)
+    assert result.exit_code == 1 and "Traceback" not in result.output
+    sentence = r"error: RuntimeError: expected inputs of BF16 \(--traceback shows where it came from\)\n"
+    assert re.fullmatch(f"hf-mp {command}: {sentence}", result.stderr)
+    assert isinstance(run(*arguments, "--traceback").exception, RuntimeError)
+
+
+def test_every_command_takes_the_option():
+    for command in cli.app.registered_commands:
+        assert "--traceback" in run(command.callback.__name__, "--help").stdout
