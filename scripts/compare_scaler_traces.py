@@ -43,12 +43,12 @@ OURS = "HeadroomLossScaler"
 PEERS: dict[str, tuple[ScaleRule[Any], dict[str, Any]]] = {
     "torch.amp.GradScaler": (DYNAMIC, {"min_scale": 0.0}),
     "Apex": (DYNAMIC, {"min_scale": 0.0, "max_scale": 2.0**24}),
-    "DeepSpeed": (DYNAMIC, {"growth_interval": 1000, "growth_delay": 1, "hysteresis": 2}),
+    "DeepSpeed": (DYNAMIC, {"growth_interval": 1000, "min_scale": 1.0, "growth_delay": 1, "hysteresis": 2}),
     "DeepSpeed, consecutive_hysteresis": (
         DYNAMIC,
-        {"growth_interval": 1000, "growth_delay": 1, "hysteresis": 2, "consecutive_hysteresis": True},
+        {"growth_interval": 1000, "min_scale": 1.0, "growth_delay": 1, "hysteresis": 2, "consecutive_hysteresis": True},
     ),
-    "Megatron-LM": (DYNAMIC, {"init_scale": 2.0**32, "growth_interval": 1000, "hysteresis": 2}),
+    "Megatron-LM": (DYNAMIC, {"init_scale": 2.0**32, "growth_interval": 1000, "min_scale": 1.0, "hysteresis": 2}),
 }
 CONTENDERS = {OURS: (HEADROOM, dict[str, Any]()), **PEERS}
 SPREAD_MEAN, SPREAD_DEVIATION = 16.0, 8.0

@@ -89,7 +89,9 @@ class PrecisionStats:
 
     def log_entries(self) -> dict[str, float]:
         """The entries for a training log: ``loss_scale``, ``skipped_steps``, and ``remedies``, ``headroom`` if any."""
-        entries = {"loss_scale": self.loss_scale, "skipped_steps": self.skipped_steps}
+        # An int where it is whole: the Trainer prints floats with four digits, 16384 as 1.638e+04.
+        scale = int(self.loss_scale) if self.loss_scale.is_integer() else self.loss_scale
+        entries = {"loss_scale": scale, "skipped_steps": self.skipped_steps}
         if self.remedies:
             entries["remedies"] = len(self.remedies)
         return entries if self.headroom is None else {**entries, "headroom": round(self.headroom, 2)}

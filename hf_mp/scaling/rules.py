@@ -18,6 +18,9 @@ import torch
 FP16_MAX = torch.finfo(torch.float16).max  # 65504
 FP32_MAX = torch.finfo(torch.float32).max
 SMALLEST_SCALE = 2.0**-126  # its inverse is finite in FP32
+# Where overflows stop lowering a scale by default: there FP16's largest number is a gradient of 2**64, whose square
+# leaves FP32, so that the step is skipped in any case.
+LEAST_USEFUL_SCALE = 2.0**-48
 LARGEST_SCALE = 2.0**127
 
 
@@ -124,7 +127,7 @@ class DynamicState(ScalerState):
 
     def is_finding_its_level(self, clean_scale: float | None) -> bool:
         was_clean = clean_scale is not None and self.scale <= clean_scale
-        return not was_clean and self.growth_tracker <= 0
+        return self.scale > 1.0 and not was_clean and self.growth_tracker <= 0
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class DynamicSettings:
     hysteresis: int = 1
     consecutive_hysteresis: bool = False
     growth_delay: int = 0
-    min_scale: float = 1.0
+    min_scale: float = LEAST_USEFUL_SCALE
     max_scale: float | None = None
 
     def __post_init__(self) -> None:
@@ -182,12 +185,13 @@ def adjust_dynamic(state: DynamicState, settings: DynamicSettings, report: StepR
 # The scale that follows the gradients
 
 _LEAST_HEADROOM = 1.0  # doublings; learned headroom sinks no further
+_FAST_ABOVE, _FAST = 4.0, 2.0  # above so many doublings headroom sinks the faster, by so much for each doubling
 _ABOVE_SEEN = 0.5  # doublings that are kept above a rise that was seen
 _ABOVE_UNSEEN = 1.25  # the headroom that an overflow adds whose gradient nothing shows
-_FUTILE_HEADROOM = 12.0  # doublings at which overflows that go on are not the scale's
-_CALM_HEADROOM = 3.0  # doublings to go on with after it
+_FUTILE_HEADROOM = 12.0  # doublings at which an overflow is not the scale's, unless it returns at once
 _AT_ONCE = 16  # an overflow that returns within so many clean steps is the scale's, whatever its headroom
 _LARGEST_FALL = 8.0  # doublings that one step may count for: a batch of next to no gradient says little
+_FIRST_SCALE = 2.0**16  # torch's; gradients of activations may be far above those of weights that ask for more
 
 
 @dataclass(frozen=True)
@@ -196,7 +200,7 @@ class HeadroomState(ScalerState):
 
     level: float | None = None  # running geometric mean of the largest unscaled gradients; None until one was finite
     headroom: float = 5.0  # doublings that are kept between the level and FP16's largest number
-    is_futile: bool = False  # whether more headroom did not help against the overflows that go on
+    is_futile: bool = False  # whether overflows were seen that headroom does not help against
     quiet_steps: int = 0  # clean steps since the last overflow that no gradient explained
 
     def __post_init__(self) -> None:
@@ -209,7 +213,7 @@ class HeadroomState(ScalerState):
             check(lambda x: 0.0 < x < math.inf, "a positive, finite number or None", level=self.level)
 
     def is_finding_its_level(self, clean_scale: float | None) -> bool:
-        return self.level is None
+        return self.scale > 1.0 and self.level is None
 
 
 @dataclass(frozen=True)
@@ -222,7 +226,7 @@ class HeadroomSettings:
     half_life: float = 25
     backoff_factor: float = 2.0**-20
     patience: int = 250
-    min_scale: float = 1.0
+    min_scale: float = LEAST_USEFUL_SCALE
     max_scale: float | None = 2.0**40
 
     def __post_init__(self) -> None:
@@ -249,8 +253,10 @@ class HeadroomSettings:
 def adjust_headroom(state: HeadroomState, settings: HeadroomSettings, report: StepReport) -> HeadroomState:
     """One update of the algorithm in :class:`HeadroomLossScaler`'s docstring."""
     if report.overflow:
+        # From above 1 no further than to 1, where next to all gradients fit.
+        least = max(settings.floor, 1.0 if state.scale > 1.0 else SMALLEST_SCALE)
         fallen = power_of_two_below(max(state.scale * settings.backoff_factor, SMALLEST_SCALE))
-        return state.counted(report, scale=max(fallen, min(settings.floor, state.scale)))
+        return state.counted(report, scale=max(fallen, min(least, state.scale)))
     largest = report.largest_gradient
     if largest is not None and 0.0 < largest < math.inf:
         state = _learned(state, settings, largest)
@@ -266,7 +272,9 @@ def adjust_headroom(state: HeadroomState, settings: HeadroomSettings, report: St
 def _learned(state: HeadroomState, settings: HeadroomSettings, largest: float) -> HeadroomState:
     """The state with a measured gradient taken in; the scale is not set yet."""
     if state.level is None:
-        return replace(state, level=float(largest))
+        # A hair less headroom than the cap asks for, so that rounding does not halve the scale.
+        capped = headroom_left(max(_FIRST_SCALE, settings.init_scale), largest) - 2.0**-20
+        return replace(state, level=float(largest), headroom=max(state.headroom, capped))
     rise = math.log2(largest / state.level)
     if state.consecutive_skips and rise > state.headroom:
         return replace(state, level=float(largest))
@@ -276,18 +284,18 @@ def _learned(state: HeadroomState, settings: HeadroomSettings, largest: float) -
         quiet_steps = state.quiet_steps + 1
         is_futile = state.is_futile and quiet_steps < 16 * settings.patience
         state = replace(state, quiet_steps=quiet_steps, is_futile=is_futile)
-    sunk = state.headroom - 1.0 / (settings.patience * (1 + 8 * state.skipped_steps))
+    sinking = 1.0 / (1 + 8 * state.skipped_steps)
+    if state.is_futile or not state.skipped_steps:
+        sinking = max(sinking, _FAST * (state.headroom - _FAST_ABOVE))
+    sunk = state.headroom - sinking / settings.patience
     headroom = max(sunk, rise + _ABOVE_SEEN, min(_LEAST_HEADROOM, settings.headroom))
     weight = 1.0 - 0.5 ** (1.0 / settings.half_life)
     return replace(state, level=state.level * 2.0 ** (weight * max(rise, -_LARGEST_FALL)), headroom=headroom)
 
 
 def _after_unexplained_overflow(state: HeadroomState) -> HeadroomState:
-    at_once = state.quiet_steps < _AT_ONCE
-    if state.headroom >= _FUTILE_HEADROOM and not at_once:
-        return replace(state, headroom=_CALM_HEADROOM, is_futile=True, quiet_steps=0)
-    if state.is_futile and not at_once:
-        return replace(state, quiet_steps=0)
+    if state.quiet_steps >= _AT_ONCE and (state.is_futile or state.headroom >= _FUTILE_HEADROOM):
+        return replace(state, is_futile=True, quiet_steps=0)
     return replace(state, headroom=state.headroom + _ABOVE_UNSEEN, quiet_steps=0)
 
 
@@ -316,6 +324,14 @@ def to_fp32(value: float) -> float:
 def headroom_left(scale: float, magnitude: float) -> float:
     """How many doublings ``scale`` could still take before a finite ``magnitude`` overflows: log2(65504 / (S * m))."""
     return math.log2(FP16_MAX / (scale * magnitude)) if magnitude > 0.0 else math.inf
+
+
+def scale_text(scale: float) -> str:
+    """A loss scale as all messages and pages write it: ``16384``, or ``2^20`` and ``2^-14`` where digits are many."""
+    if float(scale).is_integer() and scale < 1e6:
+        return f"{scale:.0f}"
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

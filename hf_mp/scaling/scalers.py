@@ -22,6 +22,7 @@ from hf_mp.scaling.explicit import ExplicitScaling
 from hf_mp.scaling.rules import (
     DYNAMIC,
     HEADROOM,
+    LEAST_USEFUL_SCALE,
     RULES,
     STATIC,
     DynamicSettings,
@@ -36,6 +37,7 @@ from hf_mp.scaling.rules import (
     check_scale,
     check_whole,
     power_of_two_below,
+    scale_text,
 )
 
 
@@ -144,7 +146,7 @@ class LossScaler(ExplicitScaling, Generic[State]):
         self.state = self.rule.adjust(self.state, self.settings, report)
         if gives_up:
             skips, scale = self.state.consecutive_skips, self.state.scale
-            where = f" even at loss scale {scale:g}, the smallest allowed"
+            where = f" even at loss scale {scale_text(scale)}, the smallest allowed"
             if scale == 1.0 and self.kind == STATIC.name:
                 where = " without loss scaling"
             raise LossScaleError(
@@ -153,13 +155,21 @@ class LossScaler(ExplicitScaling, Generic[State]):
                 "for NaN in the inputs, lower the learning rate, or train in a precision of wider range"
             )
 
-    def back_off(self) -> bool:
-        """Take the scale that an overflow leads to, for a step that runs again: none is counted; False if it stays."""
+    def back_off(self, scale: float | None = None) -> bool:
+        """Take the scale that an overflow leads to, for a step that runs again: none is counted; False if it stays.
+
+        With ``scale``, take that one, if this scaler goes as low. The rule learns from the step as from one that
+        follows an overflow.
+        """
         before = self.state
         after = self.rule.adjust(before, self.settings, StepReport(overflow=True))
-        counts = {name: getattr(before, name) for name in ("steps", "skipped_steps", "consecutive_skips")}
+        is_lower = self._enabled and after.scale < before.scale
+        if scale is not None and is_lower:
+            after = replace(after, scale=max(scale, min(self.smallest_scale, before.scale)))
+        skips = max(before.consecutive_skips, int(is_lower))
+        counts = {"steps": before.steps, "skipped_steps": before.skipped_steps, "consecutive_skips": skips}
         self.state = replace(after, **counts)
-        return self._enabled and after.scale < before.scale
+        return is_lower
 
     def _skips_once_too_often(self) -> bool:
         skips = self.state.consecutive_skips + 1
@@ -283,7 +293,7 @@ class StaticLossScaler(LossScaler[ScalerState]):
 
     def _take_over_torch(self, state_dict: Mapping[str, Any]) -> None:
         kept, saved = self.state.scale, state_dict["scale"]
-        _warn(f"a constant loss scale of {kept:g} stays: the saved one of {saved:g} is dropped")
+        _warn(f"a constant loss scale of {scale_text(kept)} stays: the saved one of {scale_text(saved)} is dropped")
 
 
 class DynamicLossScaler(LossScaler[DynamicState]):
@@ -307,7 +317,8 @@ class DynamicLossScaler(LossScaler[DynamicState]):
             scale, as DeepSpeed's setting of that name and NeMo's scaler do; default False.
         growth_delay: clean steps that do not count towards growth, at the beginning and after each overflow; default
             0. DeepSpeed leaves 1 out.
-        min_scale: the scale is not lowered below this; default 1. With 0 only FP32 ends the fall, at 2**-126.
+        min_scale: the scale is not lowered below this; default 2**-48, where FP16's largest number is a gradient of
+            2**64, which no step is taken with. With 0 only FP32 ends the fall, at 2**-126.
         max_scale: the scale does not grow above this; default None, no bound but FP32's.
         max_consecutive_skips: skipped steps in a row at ``min_scale`` after which :class:`LossScaleError` is raised;
             default 50.
@@ -333,7 +344,7 @@ class DynamicLossScaler(LossScaler[DynamicState]):
         hysteresis: int = 1,
         consecutive_hysteresis: bool = False,
         growth_delay: int = 0,
-        min_scale: float = 1.0,
+        min_scale: float = LEAST_USEFUL_SCALE,
         max_scale: float | None = None,
         max_consecutive_skips: int = 50,
     ) -> None:
@@ -407,20 +418,23 @@ class HeadroomLossScaler(LossScaler[HeadroomState]):
     guide). Here that choice is made at every step, and how much headroom gradients need is learned from them::
 
         clean step with largest unscaled gradient g:
+            if it is the first: level = g; headroom = what keeps the scale at 2**16 or below, at least 5; done
             rise = log2(g / level)                      # doublings above what is usual
             if an overflow came before it:
                 if rise > headroom:                     # a jump: g is the new level
                     level = g; done
                 elif fewer than 16 clean steps lie between it and the last overflow: headroom += 1.25
-                elif headroom >= 12: headroom = 3; futile = True    # such overflows are not the scale's
-                elif not futile: headroom += 1.25
+                elif futile or headroom >= 12: futile = True    # such overflows are not the scale's
+                else: headroom += 1.25
             futile = False after 16 * patience steps without an overflow
-            headroom -= 1 / (patience * (1 + 8 * skipped steps so far))
+            sinking = 1 / (1 + 8 * skipped steps so far)
+            if futile or no step was skipped: sinking = max(sinking, 2 * (headroom - 4))
+            headroom -= sinking / patience
             headroom = max(headroom, rise + 0.5, 1)
             level moves towards g, half the way (of their logarithms) in half_life steps
         scale = largest power of two with scale * level * 2**headroom <= 65504
         overflow:
-            scale *= backoff_factor
+            scale *= backoff_factor, from above 1 no further than to 1
 
     A scale that is far too low after an overflow is low for one step. If the gradient that follows is larger, that
     was the reason; a usual one tells of a spike, of a gradient of activations that is larger than any of weights, or of
@@ -428,13 +442,13 @@ class HeadroomLossScaler(LossScaler[HeadroomState]):
 
     Args:
         init_scale: scale of the first step, which is low, as nothing was measured yet; default 2**10.
-        headroom: doublings between the level and FP16's largest number, to begin with; default 5. It sinks to 1 while
-            gradients need no more.
+        headroom: doublings between the level and FP16's largest number, to begin with, at least; default 5.
+            It sinks to 1 while gradients need no more.
         half_life: steps in which the level goes half the way to another one; default 25.
         backoff_factor: factor on an overflow; default 2**-20.
-        patience: steps in which headroom sinks by a doubling as long as no step was skipped; default 250.
-        min_scale: the scale is not lowered below this; default 1. Gradients above 65504 need a smaller one; 0 is no
-            bound but FP32's.
+        patience: steps in which the last doublings of headroom sink by one as long as no step was skipped; default 250.
+        min_scale: the scale is not lowered below this; default 2**-48, where FP16's largest number is a gradient of
+            2**64, which no step is taken with; 0 is no bound but FP32's.
         max_scale: the scale does not grow above this; default 2**40, None for no bound but FP32's.
         max_consecutive_skips: skipped steps in a row at ``min_scale`` after which :class:`LossScaleError` is raised;
             default 50.
@@ -455,7 +469,7 @@ class HeadroomLossScaler(LossScaler[HeadroomState]):
         *,
         backoff_factor: float = 2.0**-20,
         patience: int = 250,
-        min_scale: float = 1.0,
+        min_scale: float = LEAST_USEFUL_SCALE,
         max_scale: float | None = 2.0**40,
         max_consecutive_skips: int = 50,
         enabled: bool = True,

@@ -129,7 +129,7 @@ class GradScaler:
 PAIRS: dict[str, tuple[Callable[[], Rule], Callable[[], DynamicLossScaler]]] = {
     "DeepSpeed": (
         lambda: DeepSpeed(2.0**8, 3),
-        lambda: DynamicLossScaler("cpu", 2.0**8, growth_interval=3, growth_delay=1),
+        lambda: DynamicLossScaler("cpu", 2.0**8, growth_interval=3, growth_delay=1, min_scale=1.0),
     ),
     "DeepSpeed, min_loss_scale 0.25": (
         lambda: DeepSpeed(2.0**4, 2, 0.25),
@@ -139,7 +139,7 @@ PAIRS: dict[str, tuple[Callable[[], Rule], Callable[[], DynamicLossScaler]]] = {
         f"DeepSpeed, hysteresis {hysteresis}, consecutive {consecutive}": (
             lambda h=hysteresis, c=consecutive: DeepSpeedWithHysteresis(2.0**8, 3, h, c),
             lambda h=hysteresis, c=consecutive: DynamicLossScaler(
-                "cpu", 2.0**8, growth_interval=3, hysteresis=h, consecutive_hysteresis=c
+                "cpu", 2.0**8, growth_interval=3, hysteresis=h, consecutive_hysteresis=c, min_scale=1.0
             ),
         )
         for hysteresis, consecutive in itertools.product((1, 2, 4), (False, True))
@@ -152,7 +152,7 @@ PAIRS: dict[str, tuple[Callable[[], Rule], Callable[[], DynamicLossScaler]]] = {
         lambda: Apex(2.0**16, 4, floor=128.0),
         lambda: DynamicLossScaler("cpu", 2.0**16, growth_interval=4, min_scale=128, max_scale=2.0**24),
     ),
-    "jmp": (lambda: Jmp(2.0**10, 3), lambda: DynamicLossScaler("cpu", 2.0**10, growth_interval=3)),
+    "jmp": (lambda: Jmp(2.0**10, 3), lambda: DynamicLossScaler("cpu", 2.0**10, growth_interval=3, min_scale=1.0)),
     "jmp, factor 4, floor 2": (
         lambda: Jmp(2.0**10, 2, 4, 2.0),
         lambda: DynamicLossScaler("cpu", 2.0**10, 4.0, 0.25, 2, min_scale=2.0),
@@ -213,7 +213,7 @@ def scales(scaler: DynamicLossScaler, *runs: tuple[bool, int]) -> list[float]:
 
 class TestSequencesOfTheSuites:
     def test_deepspeeds_default_window_first_grows_after_1001_clean_steps(self) -> None:
-        scaler = DynamicLossScaler("cpu", 2.0**16, growth_interval=1000, growth_delay=1, hysteresis=2)
+        scaler = DynamicLossScaler("cpu", 2.0**16, growth_interval=1000, growth_delay=1, hysteresis=2, min_scale=1.0)
         runs = [(False, 1000), (False, 1), (False, 999), (False, 1), (True, 2), (False, 1000), (False, 1)]
         assert scales(scaler, *runs) == [2.0**exponent for exponent in (16, 17, 17, 18, 17, 17, 18)]
 
@@ -224,7 +224,7 @@ class TestSequencesOfTheSuites:
         assert scales(scaler, *[(True, 1)] * 8) == [8.0, 4.0, 2.0, 1.0, 0.5, 0.25, 0.25, 0.25]
 
     def test_deepspeeds_some_overflow(self) -> None:
-        scaler = DynamicLossScaler("cpu", 2.0**8, growth_interval=2, growth_delay=1)
+        scaler = DynamicLossScaler("cpu", 2.0**8, growth_interval=2, growth_delay=1, min_scale=1.0)
         assert scales(scaler, (True, 2), (False, 3), (True, 1)) == [2.0**6, 2.0**7, 2.0**6]
 
     def test_apexs_growth_after_2000_unskipped_steps_up_to_its_ceiling(self) -> None:

@@ -16,6 +16,7 @@ from step_reports import CLEAN, FP32_MAX, OVERFLOW, SMALLEST_FP32, is_power_of_t
 
 from hf_mp.scaling.rules import (
     FP16_MAX,
+    LEAST_USEFUL_SCALE,
     DynamicSettings,
     DynamicState,
     HeadroomSettings,
@@ -26,10 +27,11 @@ from hf_mp.scaling.rules import (
     adjust_headroom,
     headroom_left,
     power_of_two_below,
+    scale_text,
     scale_with_headroom,
     to_fp32,
 )
-from hf_mp.scaling.scalers import DynamicLossScaler, HeadroomLossScaler
+from hf_mp.scaling.scalers import DynamicLossScaler, HeadroomLossScaler, LossScaleError
 
 
 class TestDynamic:
@@ -214,7 +216,7 @@ class TestHeadroom:
             HeadroomState(1.0, 6, 2, 1, level=2.0**2.5, headroom=max(first - 1 / 9, seen), quiet_steps=2),
             HeadroomState(2.0**7, 7, 2, 0, level=usual, headroom=first - 1 / 9 + 1.25 - 1 / 17),
             HeadroomState(1.0, 8, 3, 1, level=usual, headroom=first - 1 / 9 + 1.25 - 1 / 17),
-            HeadroomState(1.0, 9, 3, 0, level=2.0**12, headroom=first - 1 / 9 + 1.25 - 1 / 17),
+            HeadroomState(0.5, 9, 3, 0, level=2.0**12, headroom=first - 1 / 9 + 1.25 - 1 / 17),
         ]
 
     @settings(deadline=None, derandomize=True, max_examples=300)
@@ -222,9 +224,7 @@ class TestHeadroom:
     def test_the_first_clean_step_sets_the_scale(self, largest: float, headroom: int) -> None:
         rules = HeadroomSettings(headroom=headroom, min_scale=0.0, max_scale=None)
         state = adjust_headroom(rules.start(), rules, saw(largest))
-        # exact in FP64: the factors are powers of two
-        assert state.scale * largest * 2.0**headroom <= 65504 < 2.0 * state.scale * largest * 2.0**headroom
-        assert is_power_of_two(state.scale)
+        assert state.scale == min(scale_with_headroom(largest, headroom), 2.0**16)
         assert state.level == largest
 
     @settings(deadline=None, derandomize=True, max_examples=200)
@@ -297,7 +297,7 @@ class TestHeadroom:
 
     def test_a_scale_that_fell_so_far_that_gradients_become_zero_comes_back(self) -> None:
         states = record(HeadroomLossScaler(), [OVERFLOW, saw(0.0), saw(1e-7)])
-        assert [s.scale for s in states] == [1.0, 2.0**10, scale_with_headroom(1e-7, 5.0)]
+        assert [s.scale for s in states] == [1.0, 2.0**10, 2.0**16]
 
     def test_an_overflow_unannounced_comes_back_less_and_less_often(self) -> None:
         """Activations overflow from scale 1024 on, while weight gradients of 1.0 ask for more."""
@@ -315,11 +315,27 @@ class TestHeadroom:
         scaler = HeadroomLossScaler(min_scale=0.25, max_scale=2.0**20)
         states = record(scaler, [saw(1e30), OVERFLOW, saw(1e30)])
         assert [s.scale for s in states] == [0.25] * 3
-        states = record(HeadroomLossScaler(max_scale=2.0**20), [saw(1e-30), OVERFLOW, saw(1e-30)])
-        assert [s.scale for s in states] == [2.0**20, 1.0, 2.0**20]
+        states = record(HeadroomLossScaler(max_scale=2.0**12), [saw(1e-30), OVERFLOW, saw(1e-30)])
+        assert [s.scale for s in states] == [2.0**12, 1.0, 2.0**12]
 
-    def test_the_floor_is_torchs_of_1(self) -> None:
-        assert [s.scale for s in record(HeadroomLossScaler(), [saw(1e9), OVERFLOW, OVERFLOW])] == [1.0] * 3
+    def test_overflows_lead_to_1_first_and_to_the_floor_then(self) -> None:
+        states = record(HeadroomLossScaler(), [OVERFLOW] * 5)
+        assert [s.scale for s in states] == [1.0, 2.0**-20, 2.0**-40, LEAST_USEFUL_SCALE, LEAST_USEFUL_SCALE]
+
+    @pytest.mark.parametrize("make", [HeadroomLossScaler, DynamicLossScaler])
+    def test_gradients_of_1e12_are_trained_on_at_a_scale_below_1(self, make: Callable[..., Any]) -> None:
+        scaler = make()
+        for _ in range(100):
+            scaler.record_step(OVERFLOW if scaler.get_scale() * 1e12 > FP16_MAX else saw(1e12))
+        assert scaler.state.skipped_steps == {HeadroomLossScaler: 3, DynamicLossScaler: 40}[make]
+        assert scaler.get_scale() * 1e12 <= FP16_MAX
+
+    @pytest.mark.parametrize(("make", "skips"), [(HeadroomLossScaler, 50), (DynamicLossScaler, 65)])
+    def test_where_no_scale_helps_it_ends_at_the_floor(self, make: Callable[..., Any], skips: int) -> None:
+        scaler = make()
+        with pytest.raises(LossScaleError, match=r"even at loss scale 2\^-48, the smallest allowed"):
+            record(scaler, [OVERFLOW] * 99)
+        assert scaler.state.skipped_steps == skips and scaler.get_scale() == LEAST_USEFUL_SCALE
 
     def test_min_scale_0_is_no_bound_but_fp32s(self) -> None:
         states = record(HeadroomLossScaler(min_scale=0.0), [OVERFLOW] * 9)
@@ -330,8 +346,8 @@ class TestHeadroom:
         assert [s.scale for s in states] == [0.125, 1.0]
 
     def test_without_max_scale_fp32_bounds_it(self) -> None:
-        assert record(HeadroomLossScaler(max_scale=None), [saw(2.0**-90)])[0].scale == 2.0**100
-        assert record(HeadroomLossScaler(max_scale=None), [saw(SMALLEST_FP32)])[0].scale == 2.0**127
+        scaler = HeadroomLossScaler(2.0**127, max_scale=None)
+        assert record(scaler, [saw(SMALLEST_FP32)])[0].scale == 2.0**127
 
     def test_an_infinite_max_scale_is_none(self) -> None:
         assert record(HeadroomLossScaler(max_scale=math.inf), [saw(1.0)])[0].scale == 1024.0
@@ -350,14 +366,14 @@ class TestHeadroom:
         assert record(HeadroomLossScaler(min_scale=bound), [saw(1e5)])[0].scale == scale
 
     def test_an_overflow_leads_to_a_power_of_two_whatever_the_settings(self) -> None:
-        scaler = HeadroomLossScaler(backoff_factor=0.4, min_scale=3.0)
+        scaler = HeadroomLossScaler(headroom=5, backoff_factor=0.4, min_scale=3.0)
         states = record(scaler, [saw(16.0), OVERFLOW, OVERFLOW, OVERFLOW, OVERFLOW])
         assert [s.scale for s in states] == [64.0, 16.0, 4.0, 4.0, 4.0]
 
     def test_an_overflow_before_anything_was_measured_does_not_cap_the_scale(self) -> None:
         """The first batch holds a NaN; the gradients of the others are small and ask for a large scale."""
         states = record(HeadroomLossScaler(), [OVERFLOW, saw(1e-5)])
-        assert states[-1].scale == scale_with_headroom(1e-5, 5.0)
+        assert states[-1].scale == 2.0**16
 
     def test_one_inf_in_500_steps_does_not_lower_the_scale_for_good(self) -> None:
         """What collapsed to 2**-14 with a rule that took every overflow for the scale's."""
@@ -381,7 +397,7 @@ class TestHeadroom:
 
     def test_an_overflow_that_returns_at_once_is_the_scales_however_much_headroom_there_is(self) -> None:
         """Activations overflow from scale 1 on, 15 doublings below what weight gradients of 1.0 ask for."""
-        scaler = HeadroomLossScaler(min_scale=0.0)
+        scaler = HeadroomLossScaler(headroom=12.0, min_scale=0.0)
         for _ in range(200):
             overflow = scaler.get_scale() >= 1.0 and scaler.state.level is not None
             scaler.record_step(OVERFLOW if overflow else saw(1.0))
@@ -390,14 +406,28 @@ class TestHeadroom:
     def test_the_more_steps_were_skipped_the_longer_headroom_is_kept(self) -> None:
         few, many = (HeadroomState(1024.0, skipped_steps=skips, level=1.0, headroom=6.0) for skips in (0, 2))
         sunk = [6.0 - adjust_headroom(each, HeadroomSettings(), saw(1.0)).headroom for each in (few, many)]
-        assert sunk == pytest.approx([1 / 250, 1 / 250 / 17])
+        assert sunk == pytest.approx([2 * (6 - 4) / 250, 1 / 250 / 17])
+
+    def test_the_first_doublings_of_headroom_sink_fast_and_the_last_slowly(self) -> None:
+        # Gradients so small that torch's first scale leaves them 12 doublings.
+        states = record(HeadroomLossScaler(), [saw(2.0**-12)] * 1001)
+        assert [round(states[step].headroom, 1) for step in (0, 60, 250, 1000)] == [12.0, 8.9, 5.1, 1.9]
+
+    def test_gradients_of_activations_8_doublings_above_those_of_weights_cost_no_early_step(self) -> None:
+        """Adapters: gradients of 2**-12, and an overflow from 2**20 on, where dynamic scaling from 2**16 loses none."""
+        scaler = HeadroomLossScaler()
+        for _ in range(60):
+            assert scaler.get_scale() < 2.0**20
+            scaler.record_step(saw(2.0**-12))
 
     def test_futile_overflows_are_forgiven_until_there_were_none_for_long(self) -> None:
         state = HeadroomState(64.0, 1, 1, 1, level=1.0, headroom=12.0, quiet_steps=400)
         futile = adjust_headroom(state, HeadroomSettings(patience=10), saw(1.0))
-        assert (futile.is_futile, futile.quiet_steps) == (True, 0) and futile.headroom < 3.0
-        again = adjust_headroom(replace(futile, consecutive_skips=1, quiet_steps=99), HeadroomSettings(), saw(1.0))
-        assert again.is_futile and again.headroom < 3.0
+        assert (futile.is_futile, futile.quiet_steps) == (True, 0) and futile.headroom == 12.0 - 2 * 8 / 10
+        again = adjust_headroom(
+            replace(futile, consecutive_skips=1, quiet_steps=99), HeadroomSettings(patience=10), saw(1.0)
+        )
+        assert again.is_futile and again.headroom < futile.headroom
         states = record_from(again, HeadroomSettings(patience=10), [saw(1.0)] * 160)
         assert [s.is_futile for s in states] == [True] * 159 + [False]
 
@@ -477,3 +507,14 @@ def test_powers_of_two_enclose_every_number(value: float) -> None:
 @given(st.floats(-1e40, 1e40))
 def test_rounding_to_fp32_is_torchs(value: float) -> None:
     assert to_fp32(value) == torch.tensor(value, dtype=torch.float64).float().item()
+
+
+@pytest.mark.parametrize(
+    ("scale", "text"),
+    [
+        (1.0, "1"), (16384.0, "16384"), (65536, "65536"), (524288.0, "524288"), (2.0**20, "2^20"), (2.0**127, "2^127"),
+        (0.5, "2^-1"), (2.0**-14, "2^-14"), (1000.0, "1000"), (1e7, "1e+07"), (0.1, "0.1"), (math.inf, "inf"),
+    ],
+)  # fmt: skip
+def test_a_scale_is_readable(scale: float, text: str) -> None:
+    assert scale_text(scale) == text
