@@ -19,7 +19,7 @@ from hf_mp.diagnostics.kept_state import eagerly, gradients_set_aside, untouched
 from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.diagnostics.range_report import CLOSE_DOUBLINGS, RangeReport
 from hf_mp.diagnostics.ranges import STAND_IN, OpRange, RangeRecorder
-from hf_mp.diagnostics.remedies import CannotHealError, Planned, next_remedies
+from hf_mp.diagnostics.remedies import CannotHealError, Planned, leaving_range, next_remedies
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.rules import FP16_MAX
 from hf_mp.step.mixed_precision import MixedPrecision
@@ -75,17 +75,22 @@ def calibrate(
 
 
 def find_rules(
-    runtime: MixedPrecision, ops: Sequence[OpRange], look: Callable[[], Sequence[OpRange]], **situation: Any
+    runtime: MixedPrecision,
+    ops: Sequence[OpRange],
+    look: Callable[[], Sequence[OpRange]],
+    places: Callable[[Sequence[OpRange]], list[OpRange]] = leaving_range,
+    **situation: Any,
 ) -> tuple[Sequence[OpRange], list[Planned]]:
-    """Add rules to ``runtime`` until ``look`` finds everything in range; returns what it finds then, and the remedies.
+    """Add rules to ``runtime`` until ``look`` finds no more ``places``; returns what it finds then, and the remedies.
 
     Raises:
         CannotHealError: where no rules help.
     """
     names = [name for name, _ in runtime.model.named_modules()] if runtime.model is not None else []
     placed: list[Planned] = []
+    situation["is_lean"] = runtime.policy.is_lean
     for _ in range(MOST_LOOKS):
-        if not (planned := next_remedies(ops, runtime.remedies, names, **situation)):
+        if not (planned := next_remedies(places(ops), runtime.remedies, names, **situation)):
             return ops, placed
         for remedy in planned:
             runtime.add_rules(remedy.rules)
@@ -110,7 +115,7 @@ def _check(model: Any, batches: Iterable[Any], precision: Any) -> tuple[Precisio
     if policy.compute is not torch.float16:
         raise ValueError(f"precision={str(policy)!r} has FP32's range, which nothing leaves: calibrate is for FP16")
     if attached_runtime(model) is not None:
-        raise ValueError("mixed precision is attached to this model: detach() it, or calibrate it before")
+        raise ValueError("mixed precision is attached to this model: call hf_mp.detach(model), or calibrate it before")
     return policy, checked(batches)
 
 

@@ -30,8 +30,8 @@ from hf_mp.diagnostics.given_batches import call, checked
 from hf_mp.diagnostics.kept_state import eagerly, gradients_set_aside, untouched, weights_kept
 from hf_mp.diagnostics.ranges import MASK, max_of
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
-from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.weights.attachable import detach, runtimes_of
 
 Precision = PrecisionPolicy | torch.dtype | str
 ROWS_ELEMENTS = 2**22  # logits that are compared at once, in FP64
@@ -148,11 +148,8 @@ def _plain_model(model: nn.Module) -> Iterator[nn.Module]:
     """``model`` in evaluation mode and FP32, or a copy of it where mixed precision is attached; restores it."""
     with ExitStack() as restored:
         restored.enter_context(gradients_set_aside(list(model.parameters())))
-        if any(isinstance(module.__dict__.get("forward"), AttachedForward) for module in model.modules()):
-            model = copy.deepcopy(model)
-            forwards = [module.__dict__.get("forward") for module in model.modules()]
-            for runtime in {forward.runtime for forward in forwards if isinstance(forward, AttachedForward)}:
-                runtime.detach()
+        if runtimes_of(model):
+            model = detach(copy.deepcopy(model))
         restored.enter_context(untouched(model))
         restored.enter_context(weights_kept(model))
         for tensor in (*model.parameters(), *model.buffers()):

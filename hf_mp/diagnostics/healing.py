@@ -1,4 +1,4 @@
-"""``heal_overflows``: keeps in range the values that left FP16's range in a forward, and runs the step again."""
+"""``heal_overflows``: keeps in range the values and gradients that left FP16's range, and runs the step again."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers.utils import logging
 
-from hf_mp.casting.mode import autocast
 from hf_mp.casting.nested import named_tensors
 from hf_mp.diagnostics.calibration import find_rules, fp32_share
-from hf_mp.diagnostics.kept_state import (
-    KeptBackward,
-    KeptCall,
-    RandomStates,
-    eagerly,
-    masters_in_place,
-    untouched,
-)
+from hf_mp.diagnostics.kept_state import KeptBackward, KeptCall, RandomStates
+from hf_mp.diagnostics.looks import look
 from hf_mp.diagnostics.overflow import OverflowExplainer, explain_overflows, runtime_of, suspects_of
-from hf_mp.diagnostics.ranges import STAND_IN, OpRange, RangeRecorder
-from hf_mp.diagnostics.remedies import CannotHealError, Planned, merged
+from hf_mp.diagnostics.ranges import OpRange
+from hf_mp.diagnostics.remedies import (
+    CannotHealError,
+    Planned,
+    cutting,
+    leaving_range,
+    leaving_range_in_backward,
+    merged,
+    scale_range,
+)
 from hf_mp.diagnostics.values import Finiteness, finiteness
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.events import StepObserver, check_on_overflow
-from hf_mp.scaling.rules import FP16_MAX, StepReport
+from hf_mp.scaling.rules import FP16_MAX, StepReport, scale_with_headroom
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.distributed import ddp_of, is_sharded
 
@@ -40,6 +41,7 @@ logger = logging.get_logger(__name__)
 
 MAX_FP32_SHARE = 0.25
 MOST_TRIES = 40  # of one step: for another place that leaves the range, or a smaller loss scale
+MOST_GUESSES = 4  # of these: a smaller loss scale, although no gradient was seen to leave the range
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Healed:
         module, op: where values left FP16's range.
         largest: their largest magnitude; FP16 ends at 65504.
         fp32_share: share of the forward's floating point operations that are out of 16 bits since.
+        scale: for gradients, the loss scale at which they came to ``largest``; None for values of the forward.
     """
 
     step: int
@@ -62,11 +65,22 @@ class Healed:
     op: str
     largest: float
     fp32_share: float
+    scale: float | None = None
 
     def __str__(self) -> str:
         where = f"{self.op!r} in {f'module {self.module!r}' if self.module else 'the model itself'}"
         rules = ", ".join(f"{key!r}: {value!r}" for key, value in self.rules.items())
+        if self.scale is not None:
+            where = f"the gradient of {where}, at loss scale {self.scale:g},"
         return f"{where} came to {self.largest:g}, and FP16 ends at {FP16_MAX:g}: {self.remedy} ({{{rules}}})"
+
+
+class _Found(NamedTuple):
+    """What helps against an overflow: rules, a loss scale (None if none does), or why nothing does."""
+
+    rules: dict[str, str]
+    scale: float | None
+    error: str | None = None
 
 
 class Healer(StepObserver):
@@ -92,7 +106,7 @@ class Healer(StepObserver):
         self._ddp = ddp_of(self._runtime.model) if self._runtime.model is not None else None
 
     def overflowed(self, optimizer: Optimizer) -> StepReport | None:
-        """Heal the forward of a step that overflowed, and run it again.
+        """Heal a step that overflowed, and run it again.
 
         Raises:
             CannotHealError: if no remedy helps, or more than ``max_fp32_share`` would be out of 16 bits.
@@ -102,43 +116,49 @@ class Healer(StepObserver):
         if model is None or is_sharded(model):
             self._say("the model is sharded, and one forward needs all processes")
             return None
-        report = None
-        for _ in range(MOST_TRIES):
-            # The gradients of values that are in range now may want a smaller scale.
-            is_new = self._heal() or (report is not None and runtime.scaler.back_off())
-            if not is_new or not self._can_run_again():
+        report, state = None, runtime.scaler.state
+        for tries in range(MOST_TRIES):
+            if not self._heal(may_guess=tries < MOST_GUESSES):
                 break
             self._run_again()
             report = runtime.verdict(optimizer).report()
             if not report.overflow:
-                break
+                return report
+        runtime.scaler.state = state  # the step is skipped as any other
         return report
 
-    def _heal(self) -> bool:
-        """Put in place what helps, on all ranks alike; False where nothing left the range."""
+    def _heal(self, *, may_guess: bool) -> bool:
+        """Put in place what helps, on all ranks alike; whether the step can run again with it."""
         runtime = self._runtime
-        found, error = self._find(list(self._explainer.backwards))
-        everywhere = runtime.ranks.gather((merged(one.rules for one in found), error))
-        if first := next((error for _, error in everywhere if error), None):
+        before = runtime.scaler.get_scale()
+        found = runtime.ranks.gather(self._find(list(self._explainer.backwards)))
+        if first := next((one.error for one in found if one.error), None):
             raise CannotHealError(first)
-        if not (rules := merged(rules for rules, _ in everywhere)):
+        if rules := merged(one.rules for one in found):
+            runtime.add_rules(rules)
+            if "torch._dynamo" in sys.modules:
+                torch.compiler.reset()  # what was compiled has no hook for the new rules
+        if not self._can_run_again(is_healed=bool(rules)):
             return False
-        runtime.add_rules(rules)
-        if "torch._dynamo" in sys.modules:
-            torch.compiler.reset()  # what was compiled has no hook for the new rules
-        return True
+        scale = min(before if one.scale is None else one.scale for one in found)
+        is_known = all(one.scale is not None for one in found)
+        if is_known and not rules and scale == before and may_guess:  # what was seen in BF16 may be off by a little
+            scale = before / 2.0
+        is_lower = is_known and scale < before and runtime.scaler.back_off(scale)
+        return bool(rules) or is_lower
 
-    def _can_run_again(self) -> bool:
+    def _can_run_again(self, *, is_healed: bool) -> bool:
         check = self._runtime.check
         is_as_left = self.clip is not None or check.hold(check.gradients(check.parameters()))
         is_known = all(map(_has_known_gradients, self._explainer.backwards))
         if all(self._runtime.ranks.gather(is_as_left and is_known)):
             return True
-        logger.warning(
-            "on_overflow='heal': this step is skipped, because the loop has changed its gradients since the backward, "
-            "or has read those of a lean layout (clipping: say how, with hf_mp.heal_overflows(model, clip=...)), or "
-            "computes its loss outside the model; the next one runs with the remedy"
-        )
+        if is_healed:
+            logger.warning(
+                "on_overflow='heal': this step is skipped, because the loop has changed its gradients since the "
+                "backward, or has read those of a lean layout (clipping: say how, with hf_mp.heal_overflows(model, "
+                "clip=...)), or computes its loss outside the model; the next one runs with the remedy"
+            )
         return False
 
     def _say(self, reason: str) -> None:
@@ -148,56 +168,89 @@ class Healer(StepObserver):
 
     # What overflowed, and what helps
 
-    def _find(self, backwards: list[KeptBackward]) -> tuple[list[Planned], str | None]:
-        """The remedies for what leaves the range in these micro-batches, put in place; and why there are none."""
+    def _find(self, backwards: list[KeptBackward]) -> _Found:
+        """What helps against the overflow of these micro-batches; rules are put in place."""
         for backward in suspects_of(backwards):
-            for call in backward.calls:
-                for name, tensor in call.inputs():
-                    if finiteness(tensor) is Finiteness.NOT_FINITE:
-                        self._say(f"the batch contains inf or NaN: {name!r}. Clean the data")
-                        return [], None
-                ops, look = self._look(call), functools.partial(self._look, call)
-                try:
-                    after, placed = find_rules(self._runtime, ops, look, has_bf16=_has_bf16(call))
-                    if placed:
-                        self._take(placed, fp32_share(after))
-                        return placed, None
-                except CannotHealError as error:
-                    return [], str(error)
-                if any(math.isnan(op.largest) for op in ops):
-                    self._say("the forward is inf or NaN in FP32's range, too: the cause is the model or its data")
-        return [], None
+            for name, tensor in (named for call in backward.calls for named in call.inputs()):
+                if finiteness(tensor) is Finiteness.NOT_FINITE:
+                    self._say(f"the batch contains inf or NaN: {name!r}. Clean the data")
+                    return _Found({}, None)
+            try:
+                found = self._in_forward(backward) or self._in_backward(backward)
+            except CannotHealError as error:
+                return _Found({}, None, str(error))
+            if found is not None:
+                return found
+        return _Found({}, None)
 
-    def _look(self, call: KeptCall) -> Sequence[OpRange]:
-        """One forward of a kept call with BF16 in FP16's place, without side effects."""
-        runtime, module = self._runtime, call.forward.module()
-        model, recorder = runtime.model, RangeRecorder()
-        assert model is not None  # it was called
-        with untouched(model), masters_in_place(model, STAND_IN), torch.no_grad(), eagerly():
-            mode = autocast(STAND_IN, tables=runtime.region.tables, rules=runtime.rules, model=model)
-            module.train(call.is_training)
-            call.random_states.restore()
-            with runtime.region.running(None), mode, recorder.recording(mode, model):
-                module(*call.args, **call.kwargs)
-        return recorder.ranges()
+    def _in_forward(self, backward: KeptBackward) -> _Found | None:
+        """What keeps the forward of a micro-batch in range; None where it is."""
+        runtime = self._runtime
+        seen, scale = look(runtime, backward), runtime.scaler.get_scale()
 
-    def _take(self, placed: list[Planned], share: float) -> None:
-        step = self._runtime.stats.steps + 1
+        def find(places: Callable[[Sequence[OpRange]], list[OpRange]]) -> dict[str, str]:
+            after, placed = find_rules(
+                runtime, seen.ranges, lambda: look(runtime, backward).ranges, places, has_bf16=_has_bf16(backward)
+            )
+            return self._take(placed, after)
+
+        if rules := find(leaving_range):
+            return _Found(rules, scale)
+        if seen.is_finite:
+            return None
+        if not look(runtime, backward, dtype=torch.float32).is_finite:
+            self._say("the forward is inf or NaN in FP32, too: the cause is the model or its data")
+        elif rules := find(cutting):
+            return _Found(rules, scale)
+        else:
+            self._say("the forward is finite in FP32 and not in BF16, and nothing was rounded to -inf: train in FP32")
+        return _Found({}, None)
+
+    def _in_backward(self, backward: KeptBackward) -> _Found | None:
+        """The loss scale that keeps the backward in range, with rules where it does not alone; None if unknown."""
+        if any(incoming.gradient is None or finiteness(incoming.gradient) for incoming in backward.incoming):
+            return None
+        runtime, scaler = self._runtime, self._runtime.scaler
+        seen = look(runtime, backward, with_gradients=True)
+        if not seen.is_finite:
+            self._say("the backward is inf or NaN in FP32's range, too: the cause is the model or its data")
+            return _Found({}, None)
+        scale = scale_range(seen.ranges, scaler.get_scale()).best(scaler.get_scale(), scaler.smallest_scale)
+        if runtime.policy.is_lean:  # the weights' gradients themselves are in 16 bits
+            scale = min(scale, scale_with_headroom(seen.largest_gradient or 1.0, 1.0))
+        after, placed = find_rules(
+            runtime,
+            seen.ranges,
+            lambda: look(runtime, backward, with_gradients=True).ranges,
+            functools.partial(leaving_range_in_backward, scale=scale),
+            has_bf16=_has_bf16(backward),
+            scale=scale,
+        )
+        return _Found(self._take(placed, after, scale), scale)
+
+    def _take(self, placed: list[Planned], after: Sequence[OpRange], scale: float | None = None) -> dict[str, str]:
+        """Log the remedies that were put in place; returns their rules."""
+        if not placed:
+            return {}
+        step, share = self._runtime.stats.steps + 1, fp32_share(after)
         new = [
-            Healed(step, one.remedy, one.rules, one.found.module, one.found.op, one.found.largest, share)
+            Healed(
+                step, one.remedy, one.rules, one.found.module, one.found.op, _largest(one.found, scale), share, scale
+            )
             for one in placed
         ]
         self.healed += new
         lines = "\n".join(f"  {one}" for one in new)
         logger.warning(
-            f"Step {step} left FP16's range in its forward, and is run again with:\n{lines}\n"
-            f"  {share:.2%} of the forward's FLOPs are out of 16 bits now."
+            f"Step {step} left FP16's range in its {'forward' if scale is None else 'backward'}, and is run again "
+            f"with:\n{lines}\n  {share:.2%} of the forward's FLOPs are out of 16 bits now."
         )
         if share > self.max_fp32_share:
             raise CannotHealError(
                 f"{share:.1%} of the forward's FLOPs would be out of 16 bits, and max_fp32_share="
                 f"{self.max_fp32_share:g} allows less: this model wants precision='bf16'. What overflowed:\n{lines}"
             )
+        return merged(one.rules for one in placed)
 
     # The step again
 
@@ -241,8 +294,15 @@ def _has_known_gradients(backward: KeptBackward) -> bool:
     )
 
 
-def _has_bf16(call: KeptCall) -> bool:
-    device = next((tensor.device for _, tensor in call.inputs()), torch.device("cpu"))
+def _largest(found: OpRange, scale: float | None) -> float:
+    if scale is not None:
+        return scale * (found.fp16_gradient or 0.0)
+    return math.inf if found.cuts and not found.is_origin else found.largest
+
+
+def _has_bf16(backward: KeptBackward) -> bool:
+    inputs = (tensor for call in backward.calls for _, tensor in call.inputs())
+    device = next((tensor.device for tensor in inputs), torch.device("cpu"))
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
@@ -271,14 +331,15 @@ def heal_overflows(
     max_fp32_share: float | None = None,
     clip: Callable[[Optimizer], Any] | None = None,
 ) -> Healer:
-    """Keep in range what leaves FP16's range in a forward, which no loss scale can.
+    """Keep FP16's range in forward and backward, and lose no step to an overflow.
 
-    When a step is about to be skipped, its micro-batches run once with BF16 in FP16's place. Where values came out
-    beyond 65504, the smallest remedy that keeps them in range is put in place as a rule of autocast
-    (:data:`hf_mp.diagnostics.remedies.REMEDIES`), and the step runs again: none is lost. A loop that changes gradients
-    before it steps, and does not give this as ``clip``, or that computes its loss outside the model, skips that one
-    step. A good step does nothing for it. The rules are in ``state_dict()``, the stats and the log, and the same on all
-    ranks.
+    When a step is about to be skipped, its micro-batches run once with BF16 in FP16's place. Where values of the
+    forward came out beyond 65504, the smallest remedy that keeps them in range is put in place as a rule of autocast
+    (:data:`hf_mp.diagnostics.remedies.REMEDIES`). Where the forward is in range, the loss scale is lowered to what no
+    gradient overflows at; where others would be lost there, the ops with the large ones get a remedy instead. The step
+    runs again: none is lost. A loop that changes gradients before it steps, and does not give this as ``clip``, or that
+    computes its loss outside the model, skips that one step. A good step does nothing for it. The rules are in
+    ``state_dict()``, the stats and the log, and the same on all ranks.
 
     Args:
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.

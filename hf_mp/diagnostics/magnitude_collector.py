@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import functools
 import traceback
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.casting.nested import tensors_in
+from hf_mp.casting.rules import nearest_modules
 from hf_mp.diagnostics.magnitudes import histogram, sample, sampling_stride, swamped
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
 from hf_mp.scaling.rules import StepReport
@@ -109,7 +109,7 @@ class MagnitudeCollector:
         key = (Kind.ACTIVATION_GRADIENTS, name, "")
         if gradient is not None and self.is_active and key not in self._samples:
             with torch._C.DisableTorchFunction(), torch.no_grad():
-                inverse = self._runtime.inverse(gradient.device, None, 0)
+                inverse = self._runtime.inverse(gradient.device, None, ())
                 self._samples[key] = _Sampled.of(gradient, inverse)
 
     def backward_ended(self) -> None:
@@ -189,7 +189,7 @@ def select_layers(model: nn.Module, patterns: Sequence[str] | None = None) -> di
         raise TypeError(f"layers are several patterns, not one string: write [{patterns!r}]")
     for pattern in patterns:
         if not fnmatch.filter(named, pattern):
-            close = difflib.get_close_matches(pattern, named, n=5, cutoff=0.4) or list(named)[:5]
+            close = nearest_modules(pattern, named, most=5)
             raise ValueError(
                 f"layer pattern {pattern!r} matches no module of {type(model).__name__}; close to it are "
                 f"{', '.join(map(repr, close))}"

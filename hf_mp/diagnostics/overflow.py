@@ -24,11 +24,16 @@ from hf_mp.scaling.rules import ScalerState, StepReport
 from hf_mp.scaling.scalers import LossScaleError, LossScaler
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.weights.attachable import runtimes_of
 from hf_mp.weights.distributed import get_rank, is_running
 
 logger = logging.get_logger(__name__)
 
 MOST_SKIPS = 10_000  # beyond that, training does not stop in any practical sense
+TRIED = (  # of a replay
+    *("nonfinite_gradients", "smaller_scale_helps", "largest_finite_scale", "needed_scale"),
+    *("finite_in_fp32", "finite_in_bf16", "rules"),
+)
 KEPT_ELEMENTS = 2**16  # incoming gradients up to this size are kept: 256 KiB in FP32
 
 
@@ -136,6 +141,7 @@ class OverflowExplainer(StepObserver):
             rank=get_rank(),
             phase="not found",
             loss_scale=scaler.get_scale(),
+            smallest_scale=scaler.smallest_scale,
             skips_until_stop=skips_until_error(scaler),
         )
         try:
@@ -145,8 +151,7 @@ class OverflowExplainer(StepObserver):
             return replace(place, notes=(f"the replay failed: {type(error).__name__}: {error}",))
         # What was not kept may be why: it is, for the next failure.
         self._keeps_all = self._keeps_all or replay.origin is None
-        tried = ("nonfinite_gradients", "smaller_scale_helps", "largest_finite_scale", "finite_in_fp32")
-        found = {name: getattr(replay, name) for name in tried}
+        found = {name: getattr(replay, name) for name in TRIED}
         if (origin := replay.origin) is not None:
             found.update(
                 (name, getattr(origin, name)) for name in ("phase", "module", "op", "tensor", "inputs", "outputs")
@@ -242,8 +247,7 @@ def attached_runtime(model: nn.Module) -> MixedPrecision | None:
     """The runtime attached to ``model`` or to a model inside; None without, a TypeError for what is no module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is of type {type(model).__name__}: pass the nn.Module that is trained")
-    forwards = [module.__dict__.get("forward") for module in model.modules()]
-    return next((forward.runtime for forward in forwards if isinstance(forward, AttachedForward)), None)
+    return next(iter(runtimes_of(model)), None)
 
 
 def suspects_of(backwards: list[KeptBackward]) -> list[KeptBackward]:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from hf_mp.diagnostics.values import TensorRange
+from hf_mp.scaling.rules import scale_text
 
 Phase = Literal["input", "weight", "forward", "backward", "loss outside of the model", "not found"]
 
@@ -33,9 +34,16 @@ class OverflowReport:
         outputs: the range of each output tensor.
         nonfinite_gradients: names of the parameters whose gradient is inf, NaN or too large in this micro-batch.
         loss_scale: the loss scale of the step.
-        smaller_scale_helps: whether the same backward is finite at a smaller loss scale; None if not tried.
-        largest_finite_scale: the largest such power of two, by trial; None if not tried.
+        smaller_scale_helps: whether the same backward is finite at a smaller loss scale that loses no gradient; None if
+            not tried.
+        largest_finite_scale: the largest power of two at which it is finite, by trial; None if not tried, or for none.
+        needed_scale: the smallest power of two at which no op loses its gradients that FP16 held at ``loss_scale``: the
+            largest of them is at 2**-20, where four bits are left; None if not measured.
+        smallest_scale: the smallest loss scale that overflows can lead to.
         finite_in_fp32: whether the same micro-batch is finite without autocast; None if not tried.
+        finite_in_bf16: whether it is finite under autocast in BF16; None if not tried.
+        rules: rules with which it is finite in FP16, by trial, empty where none of FP32 for the module or its branch
+            help; None if not tried.
         skips_until_stop: consecutive skipped steps, including this one, until ``LossScaleError``; None for never.
         notes: further observations.
     """
@@ -54,7 +62,11 @@ class OverflowReport:
     loss_scale: float = 1.0
     smaller_scale_helps: bool | None = None
     largest_finite_scale: float | None = None
+    needed_scale: float | None = None
+    smallest_scale: float = 0.0
     finite_in_fp32: bool | None = None
+    finite_in_bf16: bool | None = None
+    rules: dict[str, str] | None = None
     skips_until_stop: int | None = None
     notes: tuple[str, ...] = ()
 
@@ -98,12 +110,23 @@ class OverflowReport:
         """What to do; empty if nothing."""
         if self.phase == "not found":
             return ""
+        until = self.largest_finite_scale
         if self.smaller_scale_helps:
-            until = "" if self.largest_finite_scale is None else f", up to {self.largest_finite_scale:g}"
-            return f"A smaller loss scale helps: the same backward is finite{until}, and the scaler goes there."
-        is_fp16 = any(found.dtype == "float16" for found in (*self.inputs, *self.outputs))
-        rule = f"rules={{{self.module!r}: 'fp32'}}" if self.module else "a rule for that op"
-        in_fp32 = f"Compute it in FP32 ({rule}){' or train in bf16' if is_fp16 else ''}."
+            ends = "and the scaler goes there"
+            if until is not None and until < self.smallest_scale:
+                ends = f"and the scaler goes no lower than {scale_text(self.smallest_scale)}: give it a smaller one"
+            at = "" if until is None else f", up to {scale_text(until)}"
+            return f"A smaller loss scale helps: the same backward is finite{at}, {ends}."
+        stops = ""
+        if self.skips_until_stop is not None:
+            stops = f" Training stops after {self.skips_until_stop} such steps in a row, this one included."
+        if until is not None and self.needed_scale is not None:
+            return (
+                f"No loss scale holds this backward as a whole: it is finite up to {scale_text(until)}, and other "
+                f"gradients are lost below {scale_text(self.needed_scale)}. on_overflow='heal' gives modules scales of "
+                f"their own.{stops}"
+            )
+        in_fp32 = self._way_out
         what = {
             "input": "Clean the data.",
             "weight": in_fp32 if self._in_16_bits else "Go back to an earlier checkpoint, or load other weights.",
@@ -115,15 +138,29 @@ class OverflowReport:
             what = f"In FP32 the same micro-batch is finite. {in_fp32}"
         elif self.finite_in_fp32 is not None:
             what = "In FP32 the same micro-batch is not finite either: the cause is the model or its data."
-        stops = ""
-        if self.skips_until_stop is not None:
-            stops = f" Training stops after {self.skips_until_stop} such steps in a row, this one included."
         return f"No smaller loss scale helps. {what}{stops}"
+
+    @property
+    def _way_out(self) -> str:
+        """The ways out of FP16's range that were not tried in vain."""
+        rules = ({self.module: "fp32"} if self.module else None) if self.rules is None else self.rules
+        ways = (
+            ["let on_overflow='heal' keep it in range"]
+            if rules == {}
+            else [f"compute it in FP32 ({f'rules={rules}' if rules else 'a rule for that op'})"]
+        )
+        is_fp16 = any(found.dtype == "float16" for found in (*self.inputs, *self.outputs))
+        if is_fp16 and self.finite_in_bf16 is not False:
+            ways.append("train in bf16")
+        found = " or ".join(ways)
+        also = " In BF16 it is not finite." if self.finite_in_bf16 is False else ""
+        return f"{found[0].upper()}{found[1:]}.{also}"
 
     def to_text(self) -> str:
         rank = f", rank {self.rank}" if self.rank else ""
         where = f"micro-batch {self.micro_batch} of {self.micro_batches}{rank}"
-        lines = [f"Step {self.step} ({where}) was skipped at loss scale {self.loss_scale:g}. {self.headline}."]
+        scale = scale_text(self.loss_scale)
+        lines = [f"Step {self.step} ({where}) was skipped at loss scale {scale}. {self.headline}."]
         lines += [f"  in:  {found}" for found in self.inputs]
         lines += [f"  out: {found}" for found in self.outputs]
         if self.nonfinite_gradients:

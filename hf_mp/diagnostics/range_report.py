@@ -62,8 +62,9 @@ class RangeReport:
         values = {"kind": _KIND, "version": _VERSION, **asdict(self)}
         for op in values["ops"]:
             op["largest"] = op["largest"] if math.isfinite(op["largest"]) else None
-            if op["gradient"] is not None and not math.isfinite(op["gradient"]):
-                op["gradient"] = None
+            for name in ("gradient", "fp16_gradient", "least", "largest_weight"):
+                if op[name] is not None and not math.isfinite(op[name]):
+                    op[name] = None
         return json.dumps(values, indent=2, allow_nan=False)
 
     def save(self, path: str | Path) -> Path:
@@ -107,7 +108,10 @@ class RangeReport:
 
     @classmethod
     def _of(cls, values: Mapping[str, Any]) -> RangeReport:
-        ops = tuple(OpRange(**{**op, "largest": _finite(op["largest"])}) for op in values["ops"])
+        finite = ("largest", "least", "largest_weight")
+        ops = tuple(
+            OpRange(**{**op, **{name: _finite(op[name]) for name in finite if name in op}}) for op in values["ops"]
+        )
         read = {"rules": dict(values["rules"]), "notes": tuple(values["notes"])}
         return cls(**{**values, "ops": ops, "fp32_share": float(values["fp32_share"]), **read})
 

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
 
 from hf_mp.casting.explain import watching_modules
 from hf_mp.casting.nested import tensors_in
-from hf_mp.casting.rules import SCALABLE
+from hf_mp.casting.rules import SCALABLE, WITH_WEIGHTS, Product
 from hf_mp.casting.tables import CastRule, called_name
 from hf_mp.kernels.gradient_scan import real_values
 from hf_mp.scaling.rules import FP16_MAX
@@ -36,9 +37,13 @@ class OpRange:
         op: torch's name of it.
         largest: the largest magnitude of its results and, for a product, of what it reads; NaN for NaN or inf.
         is_fp16: whether FP16 has to hold that.
-        largest_weight: of a product with a weight, the largest magnitude of that; else 0.
+        least: the same of the call where it is smallest, of results alone; 0 where they are in FP32.
+        largest_weight: of a product, the largest magnitude of its weight and bias, or other factors; else 0.
         is_origin: whether it is beyond the limit in a call whose inputs in 16 bits are not.
         gradient: the largest magnitude of the true gradient of its results; None without one.
+        fp16_gradient: the largest magnitude of the true gradients that FP16 has to hold, times the loss scale: of
+            results in 16 bits and, for a product, of what it reads; None without one.
+        cuts: whether rounding to 16 bits made -inf of a finite number, as of ``finfo(float32).min`` in a mask.
         flops: floating point operations of all calls.
         fp32_flops: of these, the ones that are not in 16 bits.
     """
@@ -47,9 +52,12 @@ class OpRange:
     op: str
     largest: float = 0.0
     is_fp16: bool = False
+    least: float = 0.0
     largest_weight: float = 0.0
     is_origin: bool = False
     gradient: float | None = None
+    fp16_gradient: float | None = None
+    cuts: bool = False
     flops: int = 0
     fp32_flops: int = 0
 
@@ -81,6 +89,7 @@ class RangeRecorder:
         self._rows: dict[tuple[str, str], dict[str, Any]] = {}
         self._modules: list[str] = []  # that run, innermost last
         self._flops = FlopCounterMode(display=False)
+        self._hooks: list[RemovableHandle] = []
 
     @contextmanager
     def recording(self, mode: Any, model: nn.Module) -> Iterator[None]:
@@ -93,7 +102,10 @@ class RangeRecorder:
             mode.observer = before
 
     def ranges(self) -> tuple[OpRange, ...]:
-        """What was recorded, in the order of the first calls."""
+        """What was recorded, in the order of the first calls; ends the recording of gradients."""
+        for hook in self._hooks:  # parameters keep theirs else
+            hook.remove()
+        self._hooks.clear()
         return tuple(OpRange(module, op, **row) for (module, op), row in self._rows.items())
 
     def _observe(
@@ -111,56 +123,78 @@ class RangeRecorder:
             outputs = _made(result, () if is_in_place(name) else (args, kwargs))
             if outputs or is_product:
                 flops = self._flops.get_total_flops() - flops
-                self._take(name, max(read, weight), weight, outputs, (args, kwargs), is_product, flops)
+                self._take(name, (read, weight), outputs, (args, kwargs), is_product, flops)
         return result
 
     def _take(
-        self, op: str, read: float, weight: float, outputs: list[Tensor], inputs: Any, is_product: bool, flops: int
+        self,
+        op: str,
+        operands: tuple[float, float],
+        outputs: list[Tensor],
+        inputs: Any,
+        is_product: bool,
+        flops: int,
     ) -> None:
         row = self._rows.setdefault((self._modules[-1] if self._modules else "", op), {})
-        held = max_of([read, _largest(output for output in outputs if output.dtype is STAND_IN)])
+        made = _largest(output for output in outputs if output.dtype is STAND_IN)
+        held = max_of([*operands, made])
+        row["least"] = min(row.get("least", made), made)
         is_fp16 = is_product or any(output.dtype is STAND_IN for output in outputs)
         if is_fp16 and not row.get("is_fp16"):
             row.update(is_fp16=True, largest=0.0)  # what FP16 does not have to hold is of no account
         if is_fp16 or not row.get("is_fp16"):
             row["largest"] = max_of([row.get("largest", 0.0), held if is_fp16 else _largest(outputs)])
-        row["largest_weight"] = max(row.get("largest_weight", 0.0), weight)
+        row["largest_weight"] = max(row.get("largest_weight", 0.0), operands[1])
         if not held <= self._limit and not row.get("is_origin"):
             came = _largest(t for t in tensors_in(_activations(op, inputs)) if t.dtype is STAND_IN)
             row["is_origin"] = came <= self._limit
+        if not row.get("cuts") and any(
+            output.dtype is STAND_IN and bool(output.isneginf().any()) for output in outputs
+        ):
+            row["cuts"] = not any(bool(tensor.isneginf().any()) for tensor in _floating(inputs))
         row["flops"] = row.get("flops", 0) + flops
         in_fp32 = flops if outputs and all(output.dtype is not STAND_IN for output in outputs) else 0
         row["fp32_flops"] = row.get("fp32_flops", 0) + in_fp32
-        for output in outputs if self._backward else ():
-            if output.requires_grad:
-                output.register_hook(lambda gradient: self._take_gradient(row, gradient))
+        if self._backward:
+            self._watch(row, "gradient", outputs)
+            self._watch(row, "fp16_gradient", [output for output in outputs if output.dtype is STAND_IN])
+            self._watch(row, "fp16_gradient", _floating(inputs) if is_product else [])
 
-    def _take_gradient(self, row: dict[str, Any], gradient: Tensor | None) -> None:
-        if gradient is not None:
-            with torch._C.DisableTorchFunction(), torch.no_grad():
-                row["gradient"] = max_of([row.get("gradient") or 0.0, _largest([gradient])])
+    def _watch(self, row: dict[str, Any], name: str, tensors: Iterable[Tensor]) -> None:
+        def take(gradient: Tensor | None) -> None:
+            if gradient is not None:
+                with torch._C.DisableTorchFunction(), torch.no_grad():
+                    row[name] = max_of([row.get(name) or 0.0, _largest([gradient])])
+
+        for tensor in tensors:
+            if tensor.requires_grad:
+                self._hooks.append(tensor.register_hook(take))
 
 
 def _operands(op: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[float, float]:
-    """The largest magnitudes of what a product reads: of its input, and of its weight and bias."""
+    """The largest magnitudes of what a product reads: of its input, and of all else."""
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        read, weight = tensors_in(_activations(op, (args, kwargs))), tensors_in(_parameters(op, (args, kwargs)))
-        return _largest(read), _largest(weight)
+        read = _activations(op, (args, kwargs), SCALABLE)
+        others = [tensor for tensor in tensors_in((args, kwargs)) if tensor is not read] if op in SCALABLE else []
+        return _largest(tensors_in(read)), _largest(others)
 
 
-def _activations(op: str, inputs: tuple[Any, Any]) -> Any:
-    """What an op is given, without the weight and bias of a product."""
-    if op not in SCALABLE:
+def _activations(op: str, inputs: tuple[Any, Any], products: Mapping[str, Product] = WITH_WEIGHTS) -> Any:
+    """What an op is given; of ``products`` the input alone, without the weight and bias."""
+    if op not in products:
         return inputs
-    (args, kwargs), place = inputs, int(op == "addmm")
-    return args[place] if len(args) > place else kwargs[SCALABLE[op][place]]
+    (args, kwargs), (place, name) = inputs, products[op].input
+    if op == "einsum" and isinstance(args[1], (list, tuple)):
+        return args[1][0]
+    return args[place] if len(args) > place else kwargs[name]
 
 
-def _parameters(op: str, inputs: tuple[Any, Any]) -> list[Tensor]:
-    if op not in SCALABLE:
-        return []
-    activation = _activations(op, inputs)
-    return [tensor for tensor in tensors_in(inputs) if tensor is not activation]
+def _has_minus_inf(tensors: Iterable[Tensor]) -> bool:
+    return any(bool(tensor.isneginf().any()) for tensor in tensors)
+
+
+def _floating(given: Any) -> list[Tensor]:
+    return [tensor for tensor in tensors_in(given) if tensor.is_floating_point() and tensor.layout is torch.strided]
 
 
 def is_in_place(op: str) -> bool:
@@ -170,7 +204,7 @@ def is_in_place(op: str) -> bool:
 
 def _made(result: Any, given: Any) -> list[Tensor]:
     """The floating tensors in ``result`` that are no views of what the call was given."""
-    found = [t for t in tensors_in(result) if t.is_floating_point() and t.layout is torch.strided and t.numel()]
+    found = [tensor for tensor in _floating(result) if tensor.numel()]
     known = {t.untyped_storage()._cdata for t in tensors_in(given) if t.layout is torch.strided} if found else ()
     return [t for t in found if t.untyped_storage()._cdata not in known]
 

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hf_mp.casting.rules import SCALABLE
+from hf_mp.casting.rules import MOST_SCALED, SCALABLE, Divisors
 from hf_mp.diagnostics.ranges import OpRange, is_in_place
-from hf_mp.scaling.rules import FP16_MAX
+from hf_mp.scaling.rules import FP16_MAX, power_of_two_below, scale_with_headroom
 from hf_mp.scaling.scalers import LossScaleError
 
+FP16_NORMAL = 2.0**-14  # the smallest number that FP16 holds with all its bits
+FP16_LOST = 2.0**-20  # of a tensor whose largest number is smaller, four bits are left at most, and most of it is zero
 SPARE_DOUBLINGS = 4  # that a divided product may still grow
-MOST_DIVIDED = 2**12  # a larger divisor takes numbers of magnitude 1 near FP16's smallest normal one, 2**-14
+MOST_DIVIDED = 2**12  # a larger divisor takes results of magnitude 1 near FP16's smallest normal number, 2**-14
 
 
 class Situation(NamedTuple):
@@ -23,6 +25,13 @@ class Situation(NamedTuple):
     rules: Mapping[str, str]  # that hold already
     modules: Sequence[str]  # names of all modules
     has_bf16: bool  # whether the device computes in BF16
+    is_lean: bool = False  # whether weights are in FP16
+    scale: float = 0.0  # that gradients in 16 bits are to be held at; 0 where the forward is looked at
+
+    @property
+    def excess(self) -> float:
+        """By how much numbers are beyond FP16's end: those of the forward, or else scaled gradients."""
+        return (self.scale * (self.found.fp16_gradient or 0.0) if self.scale else self.found.largest) / FP16_MAX
 
 
 @dataclass(frozen=True)
@@ -42,15 +51,26 @@ class Planned(NamedTuple):
 
 
 def _divided_product(at: Situation) -> dict[str, str]:
+    """The product, or its backward, of numbers divided by powers of two."""
     key, found = f"{at.found.module}:{at.found.op}", at.found
-    if found.op not in SCALABLE or found.largest_weight > FP16_MAX or not math.isfinite(found.largest):
+    before = Divisors.parse(at.rules.get(key, "")) or Divisors()
+    is_taken = key in at.rules and before == Divisors()
+    if found.op not in SCALABLE or is_taken or not math.isfinite(at.excess):
         return {}
-    before = at.rules.get(key, "scaled/1")
-    if not before.startswith("scaled/"):
-        return {}
-    doublings = max(math.ceil(found.largest / FP16_MAX).bit_length() + SPARE_DOUBLINGS, 1)
-    divisor = int(before.removeprefix("scaled/")) * 2**doublings
-    return {key: f"scaled/{divisor}"} if divisor <= MOST_DIVIDED else {}
+    if at.scale:
+        by = before._replace(gradient=before.gradient * _power_for(at.excess))
+    elif found.largest_weight > FP16_MAX:
+        by = before._replace(weight=before.weight * _power_for(found.largest_weight / FP16_MAX))
+    else:
+        by = before._replace(input=before.input * _power_for(at.excess))
+    # What is divided already was larger. The smallest results are to stay normal in FP16.
+    is_normal = by.input * by.weight <= MOST_DIVIDED * max(1.0, found.least * before.input * before.weight)
+    is_held = not at.is_lean or by.weight == 1  # a weight in FP16 is inf already
+    return {key: str(by)} if is_normal and is_held and max(by) <= MOST_SCALED else {}
+
+
+def _power_for(excess: float) -> int:
+    return 2 ** (max(math.ceil(excess).bit_length(), 1) + SPARE_DOUBLINGS)
 
 
 def _op_in_fp32(at: Situation) -> dict[str, str]:
@@ -88,6 +108,12 @@ REMEDIES = (
 )
 
 
+def rules_in_fp32(module: str) -> list[dict[str, str]]:
+    """Rules by which a module runs in FP32, the smallest first."""
+    at = Situation(OpRange(module, ""), {}, (), has_bf16=False)
+    return [rules for remedy in (_module_in_fp32, _branch_in_fp32) if (rules := remedy(at))]
+
+
 def next_remedy(at: Situation) -> Planned | None:
     """The smallest remedy that was not tried for this place; None where none is left."""
     offers = [(remedy.name, remedy.rules(at)) for remedy in REMEDIES]
@@ -97,26 +123,70 @@ def next_remedy(at: Situation) -> Planned | None:
 
 
 def next_remedies(
-    ranges: Iterable[OpRange], rules: Mapping[str, str], modules: Sequence[str], *, has_bf16: bool = False
+    places: Iterable[OpRange],
+    rules: Mapping[str, str],
+    modules: Sequence[str],
+    *,
+    has_bf16: bool = False,
+    is_lean: bool = False,
+    scale: float = 0.0,
 ) -> list[Planned]:
-    """A remedy for each place of ``ranges`` where values leave the range that were in it before.
-
-    What such a place feeds is left for the next look: it may be in range then.
+    """A remedy for each of ``places``; :class:`Situation` says what the arguments mean.
 
     Raises:
         CannotHealError: for a place whose remedies have all been tried.
     """
     planned = []
-    for found in ranges:
-        if found.is_origin and math.isfinite(found.largest):
-            remedy = next_remedy(Situation(found, rules, modules, has_bf16))
-            if remedy is None:
-                raise CannotHealError(
-                    f"{found.op!r} in {found.module!r} stays out of FP16's range with every remedy: use "
-                    "precision='bf16'"
-                )
-            planned.append(remedy)
+    for found in places:
+        remedy = next_remedy(Situation(found, rules, modules, has_bf16, is_lean, scale))
+        if remedy is None:
+            what = f" in its backward at loss scale {scale:g}" if scale else ""
+            raise CannotHealError(
+                f"{found.op!r} in {found.module!r} stays out of FP16's range{what} with every remedy: use "
+                "precision='bf16'"
+            )
+        planned.append(remedy)
     return planned
+
+
+def leaving_range(ranges: Iterable[OpRange]) -> list[OpRange]:
+    """The places where values leave the range that were in it before.
+
+    What such a place feeds is left for the next look: it may be in range then.
+    """
+    return [found for found in ranges if found.is_origin and math.isfinite(found.largest)]
+
+
+def cutting(ranges: Iterable[OpRange]) -> list[OpRange]:
+    """The places where a finite number became -inf."""
+    return [found for found in ranges if found.cuts]
+
+
+def leaving_range_in_backward(ranges: Iterable[OpRange], scale: float) -> list[OpRange]:
+    """The places where gradients leave the range at a loss scale, or are within a doubling of it."""
+    return [found for found in ranges if 2.0 * scale * (found.fp16_gradient or 0.0) > FP16_MAX]
+
+
+class ScaleRange(NamedTuple):
+    """The loss scales that suit a backward; where ``fits`` is below ``needs``, no single one does."""
+
+    fits: float  # the largest at which no gradient leaves FP16's range
+    needs: float  # the smallest at which none is lost that was normal in FP16 at the scale so far
+
+    def best(self, scale: float, floor: float) -> float:
+        """The scale to go down to from ``scale``, not below ``floor``: that fits, or where what is lost is normal."""
+        wanted = self.fits if self.fits >= self.needs else self.needs * FP16_NORMAL / FP16_LOST
+        return min(scale, max(wanted, floor))
+
+
+def scale_range(ranges: Iterable[OpRange], scale: float) -> ScaleRange:
+    """The loss scales for a backward of these gradients, which overflowed at ``scale``."""
+    sizes = [found.fp16_gradient for found in ranges if found.fp16_gradient]
+    if not sizes:
+        return ScaleRange(scale, 0.0)
+    held = [size for size in sizes if scale * size >= FP16_NORMAL]
+    needs = -power_of_two_below(-FP16_LOST / min(held)) if held else 0.0
+    return ScaleRange(scale_with_headroom(max(sizes), 1.0), needs)
 
 
 def merged(several: Iterable[Mapping[str, str]]) -> dict[str, str]:
@@ -124,12 +194,15 @@ def merged(several: Iterable[Mapping[str, str]]) -> dict[str, str]:
     found: dict[str, str] = {}
     for rules in several:
         for key, value in rules.items():
-            found[key] = max(found.get(key, value), value, key=_reach)
+            found[key] = _wider(found.get(key, value), value)
     return found
 
 
-def _reach(value: str) -> float:
-    return float(value.removeprefix("scaled/")) if value.startswith("scaled/") else math.inf
+def _wider(one: str, other: str) -> str:
+    divisors, others = Divisors.parse(one), Divisors.parse(other)
+    if divisors is None or others is None:  # FP32 and BF16 have the wider range
+        return other if others is None and divisors is not None else one
+    return str(Divisors(*map(max, divisors, others)))
 
 
 class CannotHealError(LossScaleError):

@@ -6,7 +6,7 @@ import bisect
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
@@ -15,12 +15,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
 from hf_mp.casting.nested import apply_to_tensors, named_tensors
-from hf_mp.diagnostics.kept_state import KeptBackward, KeptCall, gradients_set_aside, masters_in_place, untouched
+from hf_mp.diagnostics.kept_state import KeptBackward, KeptCall, masters_in_place, untouched
+from hf_mp.diagnostics.looks import differentiate
+from hf_mp.diagnostics.looks import look as look_at
 from hf_mp.diagnostics.origins import CallSites, Origin, OriginTracker
+from hf_mp.diagnostics.remedies import rules_in_fp32, scale_range
 from hf_mp.diagnostics.values import Finiteness, finiteness, ranges_of
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.scaling.borders import output_border
-from hf_mp.scaling.rules import FP16_MAX
+from hf_mp.scaling.rules import FP16_MAX, SMALLEST_SCALE
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.distributed import is_dtensor, is_running, is_sharded
 from hf_mp.weights.split_parameter import raw_gradient
@@ -49,7 +52,10 @@ class Replay:
         self.nonfinite_gradients: tuple[str, ...] = ()
         self.smaller_scale_helps: bool | None = None
         self.largest_finite_scale: float | None = None
+        self.needed_scale: float | None = None
         self.finite_in_fp32: bool | None = None
+        self.finite_in_bf16: bool | None = None
+        self.rules: dict[str, str] | None = None
         self.notes: list[str] = []
 
     def run(self) -> None:
@@ -101,6 +107,8 @@ class Replay:
         if self.origin is not None and self.origin.phase in ("forward", "backward"):
             del outputs, leaving  # their graph is as large as that of the training step
             self._try_fp32(calls)
+            if self.finite_in_fp32 and not self.smaller_scale_helps:
+                self._try_rules(calls)
 
     def _take(self, origin: Origin | None) -> None:
         if origin is not None and (self.origin is None or origin.order < self.origin.order):
@@ -117,9 +125,10 @@ class Replay:
 
         args, kwargs = apply_to_tensors(enter, call.args), apply_to_tensors(enter, call.kwargs)
         region = self._runtime.region
-        weights = self._runtime.weights_for(self._model, self)
+        weights = self._runtime.weights_for(self._model, self, in_fp32=not autocast)
         with region.running(weights), nullcontext() if autocast else region.island():
-            outputs = call.forward.original(*args, **kwargs)
+            forward = call.forward.original
+            outputs = (region.ruled(module, forward) if autocast else forward)(*args, **kwargs)
         return [(name, output_border(found, self)) for name, found in named_tensors(outputs)]
 
     # What the borders ask (hf_mp.scaling.borders.Crossings)
@@ -129,7 +138,9 @@ class Replay:
         scale = self._runtime.scale(device)
         return None if scale is None else self._scales.setdefault(device, scale.clone())
 
-    def inverse(self, device: torch.device, node: Any, index: int) -> Tensor | None:
+    takes_gradients = False
+
+    def inverse(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
         """None: finiteness does not depend on it."""
         return None
 
@@ -137,7 +148,7 @@ class Replay:
         """Ignored."""
 
     def take(self, weight: Tensor, gradients: Sequence[Tensor], node: Any, index: int) -> bool:
-        """No gradient is kept."""
+        """Never called."""
         return False
 
     @contextmanager
@@ -215,25 +226,14 @@ class Replay:
         handles = [outputs[0].register_hook(note_task)]
         handles += [Tensor.register_hook(p, functools.partial(look, p)) for p in self._parameters]
         try:
-            self._differentiate(outputs, gradients, look)
+            found = differentiate(outputs, gradients, self._parameters, raw_gradient)
+            if found.by_backward:  # split parameters take a scaled gradient past their hooks
+                for parameter, gradient in zip(self._parameters, found.gradients, strict=True):
+                    look(parameter, gradient)
         finally:
             for handle in handles:
                 handle.remove()
         self.nonfinite_gradients = tuple(name for name in dict.fromkeys(self._names.values()) if name in names)
-
-    def _differentiate(
-        self, outputs: list[Tensor], gradients: list[Tensor], look: Callable[[nn.Parameter, Tensor], Any]
-    ) -> None:
-        try:
-            torch.autograd.grad(outputs, self._parameters, gradients, retain_graph=True, allow_unused=True)
-        except RuntimeError as error:
-            if "use_reentrant" not in str(error):
-                raise
-            with gradients_set_aside(self._parameters):
-                torch.autograd.backward(outputs, gradients, retain_graph=True)
-                for parameter in self._parameters:  # split ones take a scaled gradient past their hooks
-                    if (gradient := raw_gradient(parameter)) is not None:
-                        look(parameter, gradient)
 
     def _find_too_large(self, sites: CallSites, outputs: list[Tensor], gradients: list[Tensor]) -> None:
         """Find the origin of a gradient that is finite but too large to be squared."""
@@ -252,7 +252,7 @@ class Replay:
         if self._limit < math.inf:  # the true gradient is too large, at any scale
             self.smaller_scale_helps = False
             return
-        used, smallest = self._runtime.scaler.get_scale(), min(1.0, self._runtime.scaler.smallest_scale)
+        used = self._runtime.scaler.get_scale()
         names = self.nonfinite_gradients
 
         def is_finite_at(scale: float) -> bool:
@@ -261,12 +261,17 @@ class Replay:
             self._backward_through(outputs, gradients, None)
             return not self.nonfinite_gradients
 
-        self.smaller_scale_helps = smallest < used and is_finite_at(smallest)
-        if self.smaller_scale_helps:
-            exponents = range(math.ceil(math.log2(smallest)), math.ceil(math.log2(used)))
-            finite = bisect.bisect_left(exponents, True, key=lambda exponent: not is_finite_at(2.0**exponent))
-            self.largest_finite_scale = 2.0 ** exponents[finite - 1] if finite else None
-        self.nonfinite_gradients = names
+        # At the smallest scales of all, every gradient is zero: whether it helps depends on what is left of them.
+        exponents = range(math.ceil(math.log2(SMALLEST_SCALE)), math.ceil(math.log2(used)))
+        finite = bisect.bisect_left(exponents, True, key=lambda exponent: not is_finite_at(2.0**exponent))
+        self.nonfinite_gradients, self.smaller_scale_helps = names, False
+        if not finite:
+            return
+        self.largest_finite_scale = 2.0 ** exponents[finite - 1]
+        if all(incoming.gradient is not None for incoming in self._backward.incoming):
+            seen = look_at(self._runtime, self._backward, with_gradients=True)
+            self.needed_scale = scale_range(seen.ranges, used).needs
+        self.smaller_scale_helps = self.largest_finite_scale >= (self.needed_scale or 0.0)
 
     def _try_fp32(self, calls: list[KeptCall]) -> None:
         """Run the same micro-batch without autocast: does the model overflow in FP32, too?"""
@@ -287,11 +292,38 @@ class Replay:
             self.nonfinite_gradients, self._parameters = names, parameters
 
     def _run_in_fp32(self, calls: list[KeptCall]) -> None:
-        outputs = {(id(call), name): found for call in calls for name, found in self._forward(call, autocast=False)}
+        self.finite_in_fp32 = self._is_finite(calls, autocast=False)
+        if self.finite_in_fp32 and self._runtime.policy.compute is torch.float16:
+            with_gradients = self.origin is not None and self.origin.phase == "backward"
+            self.finite_in_bf16 = look_at(self._runtime, self._backward, with_gradients=with_gradients).is_finite
+
+    def _is_finite(self, calls: list[KeptCall], *, autocast: bool) -> bool:
+        outputs = {(id(call), name): found for call in calls for name, found in self._forward(call, autocast=autocast)}
         leaving = [outputs[id(incoming.call), incoming.output] for incoming in self._backward.incoming]
-        self.finite_in_fp32 = not any(map(finiteness, leaving))
         gradients = [g for incoming in self._backward.incoming if (g := incoming.gradient) is not None]
+        if any(map(finiteness, leaving)):
+            return False
         # A loss outside the model was computed from the failing outputs: its gradient says nothing about these.
-        if self.finite_in_fp32 and not any(map(finiteness, gradients)):
-            self._backward_through(leaving, gradients, None)
-            self.finite_in_fp32 = not self.nonfinite_gradients
+        if any(map(finiteness, gradients)):
+            return True
+        self._backward_through(leaving, gradients, None)
+        return not self.nonfinite_gradients
+
+    def _try_rules(self, calls: list[KeptCall]) -> None:
+        """Run the same micro-batch with the module in FP32 that overflowed, or its branch: does it help?"""
+        if self.origin is None:
+            return
+        names, self._limit = self.nonfinite_gradients, math.inf
+        for tensor in self._scales.values():
+            tensor.fill_(self._runtime.scaler.get_scale())
+        for rules in rules_in_fp32(self.origin.module):
+            try:
+                with self._runtime.region.trying(rules, self._model):
+                    helps = self._is_finite(calls, autocast=True)
+            except Exception as error:
+                self.notes.append(f"not tried with the rules {rules}: {type(error).__name__}: {error}")
+                break
+            self.rules = rules if helps else {}
+            if helps:
+                break
+        self.nonfinite_gradients = names

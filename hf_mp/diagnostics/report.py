@@ -16,7 +16,7 @@ from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, StepShares
 from hf_mp.memory import page as memory_page
 from hf_mp.memory.html_page import check_writable, page_template, write_whole
 from hf_mp.memory.ledger import Category
-from hf_mp.scaling.rules import FP16_MAX
+from hf_mp.scaling.rules import FP16_MAX, scale_text
 
 PAGE_NAME = "precision_report.html"
 OPEN_ROWS = 20  # of a table or a list of layers; the rest is folded
@@ -77,6 +77,7 @@ def render_report(run: RunRecords) -> str:
         ranges=run.ranges,
         range_bars=charts.range_bars(run.ranges) if run.ranges else [],
         fp16_max=FP16_MAX,
+        scale_text=scale_text,
         latest=latest,
         galleries=[] if latest is None else list(_galleries(latest)),
         shares=charts.share_history(_shares_over_time(list(run.shares.values()))),
@@ -107,8 +108,8 @@ def findings(
         scales = [step.loss_scale for step in steps.values()]
         headrooms = [step.headroom for step in steps.values() if step.headroom is not None]
         found.append(f"{sum(step.skipped for step in steps.values()):,} of {len(steps):,} steps skipped.")
-        limits = f"range {min(scales):,g} to {max(scales):,g}"
-        found.append(f"Loss scale from {scales[0]:,g} to {scales[-1]:,g} ({limits}).")
+        first, last, least, most = map(scale_text, (scales[0], scales[-1], min(scales), max(scales)))
+        found.append(f"Loss scale from {first} to {last} (range {least} to {most}).")
         if headrooms:
             found.append(
                 f"Headroom {headrooms[-1]:.1f} at the end, {min(headrooms):.1f} at its smallest: doublings of the "
@@ -124,7 +125,7 @@ def findings(
         found.append(
             f"Of the weight gradients of step {latest.step}, FP16 would lose {percent(gradients.share_underflowed())} "
             f"without loss scaling and {percent(gradients.share_underflowed(latest.log2_scale))} at the scale of "
-            f"{latest.loss_scale:,g}."
+            f"{scale_text(latest.loss_scale)}."
         )
     if updated is not None and updated.swamped()[0].updates:
         fp16, bf16 = updated.swamped()

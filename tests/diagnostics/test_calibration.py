@@ -161,7 +161,7 @@ def test_bad_input(model: Gated, given: dict[str, Any], error: type, message: st
 
 def test_an_attached_model_is_refused(model: Gated) -> None:
     MixedPrecision("fp16").attach(model)
-    with pytest.raises(ValueError, match=r"mixed precision is attached to this model: detach\(\) it"):
+    with pytest.raises(ValueError, match=r"mixed precision is attached to this model: call hf_mp.detach"):
         calibrate(model, batches(1))
 
 

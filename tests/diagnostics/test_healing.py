@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,15 @@ import hf_mp
 from hf_mp import CannotHealError, MixedPrecision, heal_overflows
 from hf_mp.diagnostics.healing import Healer
 from hf_mp.diagnostics.ranges import OpRange
-from hf_mp.diagnostics.remedies import Situation, merged, next_remedies, next_remedy
+from hf_mp.diagnostics.remedies import (
+    Situation,
+    leaving_range,
+    leaving_range_in_backward,
+    merged,
+    next_remedies,
+    next_remedy,
+    scale_range,
+)
 
 FACTOR = 2.0**18
 RULES = {"up:linear": "scaled/256", "down:linear": "scaled/256"}
@@ -107,7 +116,7 @@ def test_no_step_is_lost(precision: str, warned: list[str]) -> None:
 
 
 def test_a_good_step_does_nothing_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Healer, "_look", pytest.fail)
+    monkeypatch.setattr("hf_mp.diagnostics.healing.look", pytest.fail)
     healing, skipping = Loop(factor=1.0), Loop(factor=1.0, on_overflow="skip")
     assert healing.run(5) == skipping.run(5)
     for one, other in zip(healing.model.parameters(), skipping.model.parameters(), strict=True):
@@ -115,10 +124,11 @@ def test_a_good_step_does_nothing_for_it(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not healing.healer.healed and "remedies" not in healing.runtime.state_dict()
 
 
-def test_a_scale_that_is_too_large_is_no_reason_to_heal() -> None:
+def test_a_scale_that_is_too_large_is_lowered_and_the_step_runs_again() -> None:
     loop = Loop("params=fp32,loss_scale=dynamic", factor=1.0, loss_scaler=hf_mp.DynamicLossScaler(init_scale=2.0**30))
-    loop.run(1)
-    assert loop.skipped == [True] and not loop.healer.healed
+    loop.run(3)
+    assert loop.skipped == [False] * 3 and not loop.healer.healed and not loop.runtime.remedies
+    assert 2.0**8 <= loop.runtime.scaler.get_scale() < 2.0**30 and loop.runtime.scaler.state.consecutive_skips == 0
 
 
 def test_with_accumulation_all_micro_batches_run_again() -> None:
@@ -227,8 +237,7 @@ def test_a_model_that_is_nan_in_fp32_is_not_healed(warned: list[str]) -> None:
     loop.run(2)
     assert loop.skipped == [True, True] and not loop.runtime.remedies
     assert warned == [
-        "on_overflow='heal': not healed: the forward is inf or NaN in FP32's range, too: the cause is the model or "
-        "its data"
+        "on_overflow='heal': not healed: the forward is inf or NaN in FP32, too: the cause is the model or its data"
     ]
 
 
@@ -241,16 +250,16 @@ def test_a_batch_with_inf_is_blamed_on_the_data(warned: list[str]) -> None:
 
 
 def test_a_model_that_wants_bf16_stops(warned: list[str]) -> None:
-    """An op without a parameter is healed in FP32, and here it is most of the FLOPs."""
+    """What no divisor keeps in range is healed in FP32, and here it is most of the FLOPs."""
 
     class Scores(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.scale = nn.Parameter(torch.full((1,), 500.0))
+            self.scale = nn.Parameter(torch.full((1,), 1e9))
 
         def forward(self, x: Tensor) -> Tensor:
             x = x * self.scale
-            return torch.softmax(torch.matmul(x, x.mT) * 1e-6, -1).square().mean()
+            return torch.softmax(torch.matmul(x, x.mT) * 1e-19, -1).square().mean()
 
     loop = Scores()
     loop, optimizer = hf_mp.prepare(loop, torch.optim.SGD(loop.parameters(), 0.1), on_overflow="heal")
@@ -328,7 +337,7 @@ def test_the_remedies_of_one_place_the_smallest_first() -> None:
         (found("layers.1.mlp", "mul"), {"layers.1.mlp:mul": "fp32"}),
         (found("layers.1.mlp", "mul_"), {"layers.1.mlp": "fp32"}),
         (found("layers.1.mlp", "iadd"), {"layers.1.mlp": "fp32"}),
-        (found("embed", "linear", weight=1e5), {"embed:linear": "fp32"}),
+        (found("embed", "linear", weight=1e5), {"embed:linear": "scaled/1/1/64"}),
         (found("embed", "linear", largest=1e10), {"embed:linear": "fp32"}),
         (found("", "add"), {":add": "fp32"}),
     ],
@@ -340,7 +349,43 @@ def test_the_first_remedy(place: OpRange, rules: dict[str, str]) -> None:
 
 def test_what_was_out_of_range_before_and_nan_get_no_remedy() -> None:
     carried = OpRange("layers.1", "gelu", 1e6, is_fp16=True)
-    assert next_remedies([carried, found("embed", "linear", largest=float("nan"))], {}, NAMES) == []
+    assert leaving_range([carried, found("embed", "linear", largest=float("nan"))]) == []
+
+
+def test_a_divisor_is_not_offered_that_takes_small_results_of_the_same_op_below_fp16() -> None:
+    place = replace(found("", "einsum", 2.0**30), least=2.0**30)
+    assert next_remedies([place], {}, NAMES)[0].rules == {":einsum": "fp32"}  # 2**16 is the largest divisor
+    place = replace(place, largest=2.0**25)
+    assert next_remedies([place], {}, NAMES)[0].rules == {":einsum": "scaled/16384"}
+    assert next_remedies([replace(place, least=1.0)], {}, NAMES)[0].rules == {":einsum": "fp32"}
+
+
+def test_a_weight_that_a_lean_layout_has_in_16_bits_is_not_divided() -> None:
+    assert next_remedies([found("up", "linear", weight=1e5)], {}, NAMES, is_lean=True)[0].rules == {"up:linear": "fp32"}
+
+
+def test_the_remedies_of_a_gradient() -> None:
+    place, rules = OpRange("up", "linear", 10.0, is_fp16=True, fp16_gradient=65504.0), {"up:linear": "scaled/8"}
+    assert leaving_range_in_backward([place], 2.0**-2) == [] and leaving_range_in_backward([place], 1.0) == [place]
+    assert next_remedies([place], rules, NAMES, scale=4.0)[0].rules == {"up:linear": "scaled/8/128"}
+    assert next_remedies([place], {"up:linear": "fp32"}, NAMES, scale=4.0)[0].rules == {"up": "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("gradients", "suits", "best"),
+    [
+        ((2.0**10, 2.0**0), (2.0**4, 2.0**-20), 2.0**4),  # a smaller scale does
+        ((2.0**10, 2.0**-16), (2.0**4, 2.0**-4), 2.0**4),
+        ((2.0**10, 2.0**-30), (2.0**4, 2.0**10), 2.0**16),  # none does for both
+        ((2.0**10, 2.0**-36), (2.0**4, 2.0**-30), 2.0**4),  # the second was lost before
+        ((), (2.0**16, 0.0), 2.0**16),
+    ],
+)
+def test_which_loss_scales_suit(gradients: tuple[float, ...], suits: tuple[float, float], best: float) -> None:
+    ops = [OpRange("a", "linear", fp16_gradient=gradient) for gradient in gradients]
+    found = scale_range(ops, 2.0**16)
+    assert tuple(found) == suits and found.best(2.0**16, 0.0) == best
+    assert found.best(2.0**16, 2.0**12) == max(best, 2.0**12)
 
 
 def test_where_the_device_has_it_the_stream_goes_on_in_bf16() -> None:
@@ -353,3 +398,4 @@ def test_rules_of_several_processes() -> None:
     one, two = {"a:linear": "scaled/8", "b": "fp32"}, {"a:linear": "scaled/128", "c:linear": "scaled/16"}
     assert merged([one, two]) == merged([two, one]) == {"a:linear": "scaled/128", "b": "fp32", "c:linear": "scaled/16"}
     assert merged([{"a:linear": "fp32"}, {"a:linear": "scaled/128"}]) == {"a:linear": "fp32"}
+    assert merged([{"a:linear": "scaled/8/1/4"}, {"a:linear": "scaled/2/16"}]) == {"a:linear": "scaled/8/16/4"}

@@ -258,13 +258,22 @@ def test_how_large_a_scale_may_be() -> None:
 
 def test_in_fp32_it_would_be_finite() -> None:
     loop = Loop(scaler=StaticLossScaler(2.0**8))
-    put("act", lambda x: (x + 300) * (x + 300))(loop.model)
+    put("act", lambda x: (x + 300) * (x + 300) * 1e-3)(loop.model)
     loop.step(vectors(0))
-    assert loop.reports[0].finite_in_fp32
+    assert loop.reports[0].finite_in_fp32 and loop.reports[0].finite_in_bf16
     assert "rules={'act': 'fp32'}" in loop.reports[0].to_text()
     put("act", lambda x: x / (x - x))(loop.model)
     loop.step(vectors(0))
     assert loop.reports[1].finite_in_fp32 is False
+
+
+def test_a_rule_that_does_not_help_is_not_proposed() -> None:
+    """The next product reads what FP16 does not hold."""
+    loop = Loop(scaler=StaticLossScaler(2.0**8))
+    put("act", lambda x: (x + 300) * (x + 300))(loop.model)
+    loop.step(vectors(0))
+    assert loop.reports[0].finite_in_fp32 and loop.reports[0].rules == {}
+    assert "Let on_overflow='heal' keep it in range or train in bf16." in loop.reports[0].to_text()
 
 
 def test_lean_layouts_are_tried_in_fp32_with_their_masters() -> None:

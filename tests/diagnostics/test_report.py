@@ -162,7 +162,7 @@ def test_findings_say_what_16_bits_would_lose() -> None:
         "Loss scale from 2 to 4 (range 2 to 4).",
         "Headroom 3.0 at the end, 3.0 at its smallest: doublings of the scale between the largest gradient "
         "and an overflow.",
-        "Of the weight gradients of step 7, FP16 would lose 75% without loss scaling and 0% at the scale of 1,024.",
+        "Of the weight gradients of step 7, FP16 would lose 75% without loss scaling and 0% at the scale of 1024.",
         "Of the updates of step 7, weights stored in FP16 without masters would lose 25%, weights in BF16 50%.",
     ]
     assert findings({}, None, None) == []

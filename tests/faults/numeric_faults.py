@@ -29,6 +29,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 from hf_mp import LossScaleError, MasterWeightOptimizer, MixedPrecision, PrecisionPolicy
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.scaling.scalers import make_loss_scaler
+from hf_mp.weights.outside_reads import as_stored
 
 SCALERS: dict[str, dict[str, Any]] = {
     "headroom": {"half_life": 5, "patience": 7, "min_scale": 2.0**-4, "max_scale": 2.0**20},
@@ -227,7 +228,8 @@ class Run:
         masters, copies = self._masters(), {}
         for name, parameter in self.net.named_parameters():
             lean = PrecisionPolicy.parse(self.segment.precision).is_lean
-            copies[name] = parameter.detach() if lean else self.runtime.layout.copies.get(parameter)
+            with as_stored():  # the 16 bits of a lean parameter
+                copies[name] = parameter.detach() if lean else self.runtime.layout.copies.get(parameter)
             rounded = masters[name].to(copies[name].dtype)
             distance = (copies[name].float() - rounded.float()).abs()
             # the split BF16 rounds ties away from zero: half a unit, and not both ways
