@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_mp.casting.positions import positions_of
 from hf_mp.diagnostics.fp32_reference import IGNORED
 from hf_mp.diagnostics.kept_state import RandomStates
 from hf_mp.diagnostics.overflow import attached_runtime
@@ -83,8 +84,9 @@ def log_probability_gap(
     Raises:
         ValueError: for arguments of generation where nothing is generated; for log-probabilities of another shape,
             positive or infinite ones, and where no token counts; for a ``batch`` with labels of another shape, or with
-            tensors that generation does not see (``position_ids`` of packed sequences, images); for another model whose
-            weights are stale, or of another dtype than its config says (the message names the first).
+            tensors that generation does not see (images, and ``position_ids`` other than those that the mask gives, as
+            of packed sequences); for another model whose weights are stale, or of another dtype than its config says
+            (the message names the first).
     """
     drawing = generation if new_tokens is None else {"new_tokens": new_tokens, **generation}
     if drawing and ("labels" in batch or isinstance(generated, Tensor)):
@@ -193,12 +195,20 @@ def check_labels(batch: Mapping[str, Any]) -> None:
             f"{IGNORED} where it does not count"
         )
     others = [name for name, one in batch.items() if isinstance(one, Tensor) and one.dim() and name not in _SEEN]
+    if "position_ids" in others and _count_padding_alone(batch):
+        others.remove("position_ids")
     if others:
         raise ValueError(
             f"batch has {', '.join(others)}, of which generation token by token knows nothing: sequences packed into "
             "one row must be unpacked (packing=False, padding_free=False), and models of more than text are not "
             "measured"
         )
+
+
+def _count_padding_alone(batch: Mapping[str, Any]) -> bool:
+    """Whether ``position_ids`` are those of generation, wherever there is no padding."""
+    mask = _mask(batch)
+    return not ((batch["position_ids"] != positions_of(mask)) & (mask != 0)).any()
 
 
 def _generated_again(model: Any, ids: Tensor, mask: Tensor, first: int, temperature: float) -> Tensor:
@@ -228,9 +238,8 @@ def _trained(model: Any, ids: Tensor, mask: Tensor, tokens: int) -> Tensor:
 
 
 def _positions(model: Any, mask: Tensor, start: int = 0) -> dict[str, Tensor]:
-    # As generate() counts them: padding on the left has none.
     takes_positions = "position_ids" in _takes(model)
-    return {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)[:, start:]} if takes_positions else {}
+    return {"position_ids": positions_of(mask)[:, start:]} if takes_positions else {}
 
 
 def _takes(model: Any) -> Mapping[str, Any]:

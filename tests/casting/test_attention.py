@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import hf_mp
-from hf_mp.casting import mode
+from hf_mp.casting import plans
 from hf_mp.casting.cpu import attention as module
+from hf_mp.casting.cpu import handlers
 from hf_mp.casting.cpu.attention import (
     Attention,
     attend,
@@ -79,10 +80,16 @@ def check(given: Attention) -> None:
         check_close(ours, theirs, terms)
 
 
-@pytest.fixture(params=["one block", "many blocks", "flash"])
+@pytest.fixture(params=["one block", "many blocks", "flash", "small flash"])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "flash":
+    monkeypatch.setattr(module, "HAS_AMX", False)
+    if "flash" in request.param:
         monkeypatch.setattr(sys.modules[__name__], "VALUE_WIDTH", 8)
+    if request.param == "small flash":
+        monkeypatch.setitem(CPU_PRODUCTS, FP16, True)
+        monkeypatch.setitem(CPU_PRODUCTS, BF16, True)
+    else:
+        monkeypatch.setattr(module, "SMALL_SCORES", 0)
     if request.param == "many blocks":
         monkeypatch.setattr(module, "ROW_BLOCK_ELEMENTS", 7 * 24)
         monkeypatch.setattr(module, "HEAD_BLOCK_ELEMENTS", 24 * 24)
@@ -309,36 +316,31 @@ class TestWhichCallsAreTaken:
         assert read_attention(inputs, {"attn_mask": torch.zeros(1, 24)}) is not None
 
     @pytest.mark.parametrize(
-        "dtype, dropout, rows, native, taken",
+        "dtype, dropout, rows, native, amx, taken, of_a_token",
         [
-            (FP16, 0.0, 24, False, True),
-            (FP16, 0.3, 24, False, True),
-            (FP16, 0.0, 300, True, True),
-            (BF16, 0.0, 300, True, False),
-            (BF16, 0.0, 200, True, True),
-            (FP16, 0.0, 24, True, False),
-            (BF16, 0.3, 256, True, True),
-            (BF16, 0.3, 24, True, False),
-        ],
-        ids=[
-            "FP16",
-            "FP16, dropout",
-            "native FP16",
-            "native BF16, many scores",
-            "native BF16, few scores",
-            "native, next to no scores",
-            "native BF16, dropout, many probabilities",
-            "native BF16, dropout, few probabilities",
+            pytest.param(FP16, 0.0, 24, False, False, True, True, id="FP16"),
+            pytest.param(FP16, 0.3, 24, False, False, True, True, id="FP16, dropout"),
+            pytest.param(FP16, 0.0, 300, True, True, True, True, id="native FP16"),
+            pytest.param(BF16, 0.0, 300, True, False, True, True, id="native BF16, many scores"),
+            pytest.param(BF16, 0.0, 200, True, False, True, True, id="native BF16, few scores"),
+            pytest.param(BF16, 0.0, 24, True, False, True, True, id="native BF16, next to no scores"),
+            pytest.param(BF16, 0.0, 300, True, True, False, False, id="AMX, many scores"),
+            pytest.param(BF16, 0.0, 200, True, True, True, False, id="AMX, few scores"),
+            pytest.param(BF16, 0.0, 24, True, True, False, False, id="AMX, next to no scores"),
+            pytest.param(BF16, 0.3, 256, True, False, True, False, id="native BF16, dropout, many probabilities"),
+            pytest.param(BF16, 0.3, 24, True, False, False, False, id="native BF16, dropout, few probabilities"),
         ],
     )
     def test_by_the_mode(
-        self, dtype: torch.dtype, dropout: float, rows: int, native: bool, taken: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, dtype: torch.dtype, dropout: float, rows: int, native: bool, amx: bool, taken: bool, of_a_token: bool,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
         calls: list[Attention] = []
-        monkeypatch.setattr(mode, "runs_natively", lambda *_: native)
+        monkeypatch.setattr(module, "HAS_AMX", amx)
+        monkeypatch.setattr(plans, "runs_natively", lambda *_: native)
         monkeypatch.setattr(module, "OWN_SCORES", 2**18)
         monkeypatch.setattr(module, "SMALL_SCORES", 2**13)
-        monkeypatch.setattr(mode, "attend", lambda given: calls.append(given) or attend(given))
+        monkeypatch.setattr(handlers, "attend", lambda given: calls.append(given) or attend(given))
 
         class Attending(torch.nn.Module):
             def __init__(self) -> None:
@@ -359,7 +361,66 @@ class TestWhichCallsAreTaken:
         calls.clear()
         with torch.no_grad():  # as a token is generated
             model(random(2, 4, rows, 8).float(), queries=1)
-        assert bool(calls) == (bool(dropout) and not native)
+        assert bool(calls) == of_a_token
+
+
+@pytest.mark.parametrize("amx", [False, True])
+@pytest.mark.parametrize("rows", [24, 80, 300])
+def test_a_token_that_is_generated_is_rounded_as_it_is_in_training(
+    rows: int, amx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "HAS_AMX", amx)
+    monkeypatch.setitem(CPU_PRODUCTS, BF16, True)
+    model = torch.nn.Linear(8, 8)
+    model.forward = lambda q, k, v, **kwargs: F.scaled_dot_product_attention(  # type: ignore[method-assign]
+        q + 0 * model.weight[0], k, v, **kwargs
+    )
+    hf_mp.MixedPrecision("bf16").attach(model)
+    query, key, value = (random(2, 4, rows, 8, dtype=BF16, seed=seed) for seed in range(3))
+    trained = model(query, key, value, is_causal=True).detach()
+    stock = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    assert torch.equal(trained, stock.float()) == amx
+    with torch.no_grad():
+        tokens = [model(query[:, :, t : t + 1], key[:, :, : t + 1], value[:, :, : t + 1]) for t in range(rows)]
+    with torch.autocast("cpu", BF16):
+        alone = [
+            F.scaled_dot_product_attention(query[:, :, t : t + 1], key[:, :, : t + 1], value[:, :, : t + 1])
+            for t in range(rows)
+        ]
+    ours = (torch.cat(tokens, 2) != trained).double().mean()
+    theirs = (torch.cat(alone, 2) != stock).double().mean()
+    assert ours == theirs if amx else ours < theirs / 20
+
+
+@pytest.mark.parametrize("mask", masks())
+@pytest.mark.parametrize("shared", [1, 4])
+@pytest.mark.parametrize("elements", [1, 2 * 24 * 8, 2**18])
+def test_flash_of_one_row_by_heads(elements: int, shared: int, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SMALL_SCORES", 0)
+    monkeypatch.setattr(module, "FLASH_ELEMENTS", elements)
+    monkeypatch.setattr(sys.modules[__name__], "VALUE_WIDTH", 8)
+    hidden = masks()[mask]
+    check(make(rows=1, shared=shared, mask=None if hidden is None else hidden[:, :, :1]))
+
+
+@pytest.mark.parametrize("amx", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bool, BF16, None], ids=str)
+def test_flash_of_many_scores_in_bf16(dtype: torch.dtype | None, amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HAS_AMX", amx)
+    monkeypatch.setitem(CPU_PRODUCTS, BF16, True)
+    backward = module._FLASH_BACKWARD
+    dtypes: list[torch.dtype] = []
+    monkeypatch.setattr(module, "_FLASH_BACKWARD", lambda *a, **k: dtypes.append(a[0].dtype) or backward(*a, **k))
+    monkeypatch.setattr(module, "FLASH_SCORES", 64 * 64)
+    for rows, expected in ((96, BF16), (48, torch.float32)):
+        inputs = [random(7, 8, rows, 8, dtype=BF16, seed=seed).requires_grad_() for seed in range(3)]
+        hidden = None if dtype is None else (torch.arange(rows) < 40).to(dtype).expand(7, 8, rows, rows)
+        given = Attention(*inputs, hidden, 0.0, False, 8**-0.5)
+        found, exact = attend(given), attention_reference(given)
+        for ours, theirs in zip((found, *gradients(found, given)), (exact, *gradients(exact, given)), strict=True):
+            assert (ours.float() - theirs.float()).abs().max() < 0.02 * theirs.float().abs().max()
+        assert set(dtypes) == {expected}
+        dtypes.clear()
 
 
 def test_flash_keeps_what_torchs_keeps() -> None:
@@ -388,6 +449,7 @@ def test_flash_keeps_an_expanded_mask_as_it_is(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("elements", [1, 3 * 4 * 24 * 8, 2**18])
 def test_flash_of_some_sequences_at_a_time(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SMALL_SCORES", 0)
     monkeypatch.setattr(module, "FLASH_ELEMENTS", elements)
     inputs = [random(7, 4, 24, 8, seed=seed).requires_grad_() for seed in range(3)]
     hidden = (torch.arange(24) < 20).expand(7, 4, 24, 24)

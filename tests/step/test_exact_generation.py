@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -68,6 +71,54 @@ def test_the_gap_is_zero(kind: str, precision: str) -> None:
     assert gap.maximum == 0.0 and gap.tokens == 36
 
 
+def padded() -> dict[str, Tensor]:
+    """As TRL gives them: prompts padded on the left, completions on the right, and a mask alone."""
+    ids = torch.randint(2, 96, (3, 21), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :4], mask[1, :2], mask[2, -3:] = 0, 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_gap_is_zero_behind_padding(kind: str) -> None:
+    model, batch = attached(kind, "fp16", exact_generation=True), padded()
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    labels[:, :9] = -100
+    gap = hf_mp.log_probability_gap(model, {**batch, "labels": labels})
+    assert gap.maximum == 0.0 and gap.tokens == 33
+    model.eval()
+    behind = batch["input_ids"][:1, 4:]  # nor do bits depend on padding itself
+    assert torch.equal(model(**batch).logits[:1, 4:], model(input_ids=behind).logits)
+
+
+def test_positions_are_counted_where_none_are_given() -> None:
+    batch = padded()
+    model = attached("gpt2", "fp16", exact_generation=True)
+    seen: list[Tensor] = []
+    model.transformer.wpe.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    columns = torch.arange(21).expand(3, 21)
+    counted = (columns - torch.tensor([[4], [2], [0]])).clamp(min=0)
+    real = batch["attention_mask"] != 0
+    embedded = model.transformer.wte.weight[batch["input_ids"]]
+    for inputs in (batch, {"inputs_embeds": embedded, "attention_mask": batch["attention_mask"]}):
+        model(**inputs)
+        assert torch.equal(seen[-1][real], counted[real])
+    model(batch["input_ids"], None, batch["attention_mask"])  # by position
+    assert torch.equal(seen[-1][real], counted[real])
+    model(**batch, position_ids=columns)
+    assert torch.equal(seen[-1], columns)
+    with torch.no_grad():
+        cache = model(**{name: one[:, :20] for name, one in batch.items()}).past_key_values
+        model(batch["input_ids"][:, 20:], past_key_values=cache, attention_mask=batch["attention_mask"])
+    assert torch.equal(seen[-1][:2], counted[:2, 20:])
+    model.transformer(**batch)  # generates nothing
+    assert torch.equal(seen[-1].expand(3, 21), columns)
+    plain = attached("gpt2", "fp16")
+    plain.transformer.wpe.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    plain(**batch)
+    assert torch.equal(seen[-1].expand(3, 21), columns)
+
+
 @pytest.mark.parametrize("precision", ["fp16", "fp16-lean", "bf16-lean"])
 def test_the_forward_that_trains_has_these_bits_too(precision: str) -> None:
     model, ids = attached("llama", precision, exact_generation=True), prompts()
@@ -123,8 +174,16 @@ def test_what_cannot_be_exact_is_named() -> None:
     eager = LlamaForCausalLM._from_config(LlamaConfig(**SIZES), attn_implementation="eager")
     experts = MixtralForCausalLM(MixtralConfig(num_local_experts=2, num_experts_per_tok=1, **SIZES))
     recurrent = MambaForCausalLM(MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, state_size=4))
+    capped = Gemma2ForCausalLM(Gemma2Config(head_dim=12, **SIZES))
+
+    class WithImages(LlamaForCausalLM):
+        def _prepare_position_ids_for_generation(self, *args: Any) -> None:
+            raise NotImplementedError
+
     for model, message in (
         (eager, r"not be exact for LlamaForCausalLM: its attention is 'eager'.*attn_implementation='sdpa'"),
+        (capped, r"its attention is 'eager'.* Transformers has no 'sdpa' for it, so leave exact_generation out"),
+        (WithImages(LlamaConfig(**SIZES)), r"generate\(\) counts its positions in a way of its own"),
         (experts, r"model\.layers\.0\..*experts.* has the weights of several experts in one"),
         (recurrent, "a recurrent state"),
     ):

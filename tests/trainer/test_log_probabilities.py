@@ -76,6 +76,19 @@ def test_attached_models_run_as_they_train() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_gap_of_bf16_is_no_larger_than_torchs(kind: str) -> None:
+    stock, ours = [], []
+    for seed in range(3):
+        ids = torch.randint(2, 64, (8, 40), generator=torch.Generator().manual_seed(seed))
+        model = tiny(kind)
+        with torch.autocast("cpu", torch.bfloat16):
+            stock.append(hf_mp.log_probability_gap(model, labelled(ids)).mean)
+        hf_mp.MixedPrecision("bf16").attach(model)
+        ours.append(hf_mp.log_probability_gap(model, labelled(ids)).mean)
+    assert sum(ours) <= sum(stock)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_padding_on_the_left_changes_nothing(kind: str) -> None:
     model, ids = tiny(kind), prompts()
     padded = torch.cat([torch.zeros(3, 4, dtype=ids.dtype), ids], 1)
@@ -161,6 +174,23 @@ def test_rows_padded_by_different_lengths(pads: tuple[int, ...]) -> None:
     assert gap.maximum < 1e-5
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_positions_that_only_say_where_padding_ends(kind: str) -> None:
+    ids, mask = prompts(), torch.ones(3, 7, dtype=torch.int64)
+    mask[0, :3], mask[1, -2:] = 0, 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :4] = -100  # the first token behind padding is predicted from padding
+    positions = torch.arange(7) - torch.tensor([[3], [0], [0]])
+    for of_padding in (0, 1):  # any will do there
+        batch = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+        batch["position_ids"] = positions.masked_fill(mask == 0, of_padding)
+        assert hf_mp.log_probability_gap(tiny(kind), batch).maximum < 1e-5
+    whole = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(7)[None]}
+    assert hf_mp.log_probability_gap(tiny(kind), whole).maximum < 1e-5
+    with pytest.raises(ValueError, match="batch has position_ids, of which"):
+        hf_mp.log_probability_gap(tiny(kind), {**batch, "position_ids": torch.arange(7)[None]})
+
+
 def test_a_part_in_evaluation_mode_stays_there() -> None:
     model = tiny()
     model.transformer.h[0].eval()
@@ -172,7 +202,7 @@ def test_a_part_in_evaluation_mode_stays_there() -> None:
 def test_labels_that_cannot_be_generated() -> None:
     model, ids = tiny(), prompts()
     with pytest.raises(ValueError, match="batch has position_ids, of which generation token by token knows nothing"):
-        hf_mp.log_probability_gap(model, {**labelled(ids), "position_ids": torch.arange(7).expand(3, 7)})
+        hf_mp.log_probability_gap(model, {**labelled(ids), "position_ids": torch.arange(7).expand(3, 7) % 4})
     with pytest.raises(ValueError, match=r"labels have shape \(3,\), and input_ids \(3, 7\): one label for each token"):
         hf_mp.log_probability_gap(model, {"input_ids": ids, "labels": torch.ones(3, dtype=torch.int64)})
     with pytest.raises(ValueError, match=r"labels of shape \(3, 7\) are -100 throughout"):

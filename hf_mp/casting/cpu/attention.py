@@ -3,7 +3,9 @@
 With dropout or a mask, torch's CPU attention keeps scores, probabilities and dropout masks whole. Here a block of
 scores lives in the cache, is softmaxed in FP32, and is computed again in backward from the 16-bit query and key, as
 FlashAttention does (Dao et al. 2022, arXiv 2205.14135, section 3.1). What is kept is one bit an element, where dropout
-needs it. Where torch has a flash kernel, that runs in FP32: its backward in 16 bits takes up to three times as long.
+needs it. Where torch has a flash kernel, that runs in FP32, for all tokens at once and for one that is generated: in 16
+bits it rounds probabilities otherwise for each number of rows, and its backward takes up to three times as long. With
+AMX its forward runs in BF16 for both.
 :func:`attention_reference` is the reference of :func:`attend`; both drop what torch's own would drop.
 """
 
@@ -22,14 +24,18 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_mp.casting.cpu.fp32_products import fp32_product
+from hf_mp.casting.cpu.upcast import runs_natively
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 ROW_BLOCK_ELEMENTS = 2**17  # scores in one block: 512 KiB in FP32. Causal rows leave out the keys behind their block
 SMALL_SCORES = 2**15  # in one call: fewer cost the host more than the kernels
-FLASH_ELEMENTS = 2**18  # of a query, of which there are FP32 copies at a time
-FLASH_SCORES = 2**16  # of a head: with more, a CPU that multiplies BF16 is faster in BF16
+FLASH_ELEMENTS = 2**18  # of a query or key, of which there are FP32 copies at a time
+FLASH_SCORES = 2**16  # of a head: with more, the backward of a CPU that multiplies BF16 is faster in BF16
 OWN_SCORES = 2**22  # in one call: fewer are left to torch where the CPU multiplies in 16 bits, in half of the time
 HEAD_BLOCK_ELEMENTS = 2**16  # heads whose scores are smaller are taken several at once
+
+# Whether the forward of flash attention is faster in BF16 than in FP32; a torch that does not tell keeps its own.
+HAS_AMX = bool(getattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})().get("amx_bf16"))
 
 ATTENTION = frozenset({F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention})
 
@@ -49,27 +55,35 @@ class Attention(NamedTuple):
 def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any], native: bool = False) -> Attention | None:
     """The attention that a call computes; None to leave it to torch's own.
 
-    ``native``: whether the CPU multiplies in 16 bits. Then torch's is better but for flash in FP32, and where it keeps
-    many probabilities.
+    ``native``: whether the CPU multiplies in 16 bits. Then torch's is better where it is no flash attention and keeps
+    few probabilities, and with AMX where BF16 is.
     """
     try:
-        found = None if native and _is_small(*args, **kwargs) else _read(*args, **kwargs)
+        found = _read(*args, **kwargs)
     except (TypeError, AttributeError, RuntimeError):
         return None  # not a valid call: torch's own error is the better one
-    return found if found is None or not native or _is_better(found) else None
+    return None if found is None or _is_torchs(found, native) else found
 
 
-def _is_small(query: Tensor, key: Tensor, *_: Any, **__: Any) -> bool:
-    if query.is_nested or query.dim() != 4 or key.dim() != 4:  # torch knows what to do with them
-        return True
-    return math.prod(query.shape[:-1]) * key.shape[-2] < SMALL_SCORES
-
-
-def _is_better(attention: Attention) -> bool:
+def _is_torchs(attention: Attention, native: bool) -> bool:
     query, keys = attention.query, attention.key.shape[2]
-    if attention.dropout:
-        return math.prod(query.shape[:3]) * keys >= OWN_SCORES
-    return (query.dtype is torch.float16 or query.shape[2] * keys <= FLASH_SCORES) and _has_flash(attention)
+    if native and attention.dropout:
+        return math.prod(query.shape[:3]) * keys < OWN_SCORES
+    if attention.dropout or (_has_flash(attention) and not _runs_in_16_bits(query.dtype)):
+        return False
+    if not native:  # a token that is generated is too small for blocks
+        return query.shape[2] == 1 and not torch.is_grad_enabled()
+    return not _has_flash(attention) or _is_small(attention) or query.shape[2] * keys > FLASH_SCORES
+
+
+def _runs_in_16_bits(dtype: torch.dtype) -> bool:
+    """Whether the forward of flash attention does; for all numbers of rows, so that generation rounds as training."""
+    return dtype is torch.bfloat16 and HAS_AMX and runs_natively(dtype, "cpu")
+
+
+def _is_small(attention: Attention) -> bool:
+    query, key = attention.query, attention.key
+    return math.prod(query.shape[:3]) * key.shape[2] < SMALL_SCORES and key.numel() <= FLASH_ELEMENTS
 
 
 def _has_flash(attention: Attention) -> bool:
@@ -87,13 +101,13 @@ def _read(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Attention | None:  # fmt: skip
-    tensors = (query, key, value)
-    # Nested tensors and DTensors have rows that only their own ops find.
-    if any(t.is_nested or is_traceable_wrapper_subclass(t) for t in tensors):
-        return None
-    if any(t.device.type != "cpu" or t.dtype not in LOWER_PRECISION_DTYPES or t.numel() == 0 for t in tensors):
-        return None
-    if any(t.dim() != 4 or t.dtype is not query.dtype for t in tensors) or not 0.0 <= dropout_p < 1.0:
+    refused = [
+        # Nested tensors and DTensors have rows that only their own ops find.
+        t.is_nested or t.device.type != "cpu" or t.numel() == 0 or t.dim() != 4 or t.dtype is not query.dtype
+        or t.dtype not in LOWER_PRECISION_DTYPES or is_traceable_wrapper_subclass(t)
+        for t in (query, key, value)
+    ]  # fmt: skip
+    if any(refused) or not 0.0 <= dropout_p < 1.0:
         return None
     if attn_mask is not None:
         if is_causal or attn_mask.requires_grad or attn_mask.dim() < 2:
@@ -116,10 +130,35 @@ def attend(attention: Attention) -> Tensor:
 
     Computed in FP32. Dropout draws from torch's generator what torch's own attention would draw.
     """
+    query, is_plain = attention.query, not attention.dropout
+    if is_plain and _is_small(attention) and runs_natively(query.dtype, "cpu"):
+        return _in_fp32(attention)
+    if is_plain and _has_flash(attention):
+        given = _by_heads(attention) if query.shape[2] == 1 else attention
+        found: Tensor = _Flash.apply(*given[:4], None, given[4:])
+        return found.view(query.shape) if given is not attention else found
     kept = draw_kept(attention) if attention.dropout else None
-    function = _Flash if _has_flash(attention) else _Attention
-    result: Tensor = function.apply(*attention[:4], kept, attention[4:])
+    result: Tensor = _Attention.apply(*attention[:4], kept, attention[4:])
     return result
+
+
+def _in_fp32(attention: Attention) -> Tensor:
+    """Torch's own, of FP32 copies: for the host, less than a function of ours."""
+    query, key, value, mask, _, is_causal, scale = attention
+    mask = mask.float() if mask is not None and mask.dtype in LOWER_PRECISION_DTYPES else mask
+    settings: Any = {"is_causal": is_causal, "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    result = F.scaled_dot_product_attention(query.float(), key.float(), value.float(), mask, **settings)
+    return result.to(query.dtype)
+
+
+def _by_heads(attention: Attention) -> Attention:
+    """One row a head, with each head of the key as a sequence of its own, of which some are computed at a time."""
+    query, key, value, mask = attention[:4]
+    readers = (-1, query.shape[1] // key.shape[1], 1)
+    mask = None if mask is None else mask.reshape(*readers, mask.shape[3])
+    key, value = (tensor.reshape(-1, 1, *tensor.shape[2:]) for tensor in (key, value))
+    query = query.reshape(*readers, query.shape[3])
+    return attention._replace(query=query, key=key, value=value, mask=mask)
 
 
 def attention_reference(attention: Attention, kept: Tensor | None = None) -> Tensor:
@@ -299,8 +338,9 @@ class _Flash(Function):
     ) -> Tensor:
         ctx.settings = settings
         result, sums = torch.empty_like(query), []
-        for batch in _batches(query):
-            operands = [tensor[batch].float() for tensor in (query, key, value)]
+        dtype = query.dtype if _runs_in_16_bits(query.dtype) else torch.float32
+        for batch in _batches(query, key):
+            operands = [tensor[batch].to(dtype) for tensor in (query, key, value)]
             found, of_rows = _FLASH(*operands, 0.0, settings[1], attn_mask=_added(mask, batch), scale=settings[2])
             result[batch].copy_(found)
             sums.append(of_rows)
@@ -313,8 +353,10 @@ class _Flash(Function):
         if torch.is_grad_enabled():  # create_graph=True
             return _differentiable_backward(ctx, Attention(query, key, value, mask, *ctx.settings), None, gradient)
         gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        for batch, of_rows in zip(_batches(query), sums, strict=True):
-            tensors = [tensor[batch].float() for tensor in (gradient, query, key, value, result)]
+        is_large = query.shape[2] * key.shape[2] > FLASH_SCORES and query.dtype is torch.bfloat16
+        dtype = query.dtype if is_large and runs_natively(query.dtype, "cpu") else torch.float32
+        for batch, of_rows in zip(_batches(query, key), sums, strict=True):
+            tensors = [tensor[batch].to(dtype) for tensor in (gradient, query, key, value, result)]
             settings = {"attn_mask": _added(mask, batch), "scale": ctx.settings[2]}
             found = _FLASH_BACKWARD(*tensors, of_rows, 0.0, ctx.settings[1], **settings)
             for whole, part in zip(gradients, found, strict=True):
@@ -322,8 +364,9 @@ class _Flash(Function):
         return *gradients, None, None, None
 
 
-def _batches(query: Tensor) -> list[slice]:
-    size = max(1, FLASH_ELEMENTS // query[0].numel())
+def _batches(query: Tensor, key: Tensor) -> list[slice]:
+    threads = torch.get_num_threads() if query.shape[2] == 1 else 1  # which share heads, and not one row
+    size = max(1, FLASH_ELEMENTS * threads // max(query[0].numel(), key[0].numel()))
     return [slice(start, start + size) for start in range(0, query.shape[0], size)]
 
 

@@ -1,0 +1,59 @@
+"""Products and attention summed in FP64, so that no bit of a result depends on the order in which a kernel sums."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_mp.casting.cpu.upcast import map_tensors, run_through_fp32
+from hf_mp.casting.handlers import CASTABLE, Plan
+from hf_mp.casting.nested import tensors_in
+from hf_mp.casting.tables import OPS, CastRule, TableName
+
+if TYPE_CHECKING:
+    from hf_mp.casting.mode import autocast
+
+
+def exact_plan(plan: Plan, tables: TableName) -> Plan:
+    """``plan`` with all products and attention in FP64.
+
+    Raises:
+        ValueError: where a rule has one of them run as it is called.
+    """
+    found = {}
+    for func, (rule, name) in OPS[tables].items():
+        if rule is CastRule.LOWER_PRECISION:
+            entry = plan.get(func)
+            if entry is None or entry.rule not in _HANDLERS:
+                raise ValueError(
+                    f"exact_generation=True sums {name} in FP64, and a rule has it run as it is called: leave that "
+                    "rule out, or make it 'fp32'"
+                )
+            found[func] = entry._replace(handler=_HANDLERS[entry.rule])
+    return {**plan, **found}
+
+
+def sum_in_fp64(
+    mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any],
+    dtype: torch.dtype | None = None,
+) -> Any:  # fmt: skip
+    """Make a call of the lower-precision table in FP64, of operands and with a result in ``dtype``, or the mode's."""
+    dtype = mode.dtype if dtype is None else dtype
+    if (out := kwargs.get("out")) is not None:  # as it is, like every call with one; autograd takes none
+        wide = functools.partial(map_tensors, lambda one: one.double() if one.dtype in CASTABLE else one)
+        given = {key: wide(value) for key, value in kwargs.items() if key != "out"}
+        return out.copy_(mode.call_unlisted(func, tuple(map(wide, args)), given))
+    if any(one.dtype is torch.float64 for one in tensors_in((args, kwargs))):  # as it is, like every call with FP64
+        return func(*args, **kwargs)
+    args = [mode.cast(arg, dtype) for arg in args]
+    kwargs = {key: mode.cast(arg, dtype) for key, arg in kwargs.items()}
+    return run_through_fp32(func, args, kwargs, dtype, torch.float64)
+
+
+_HANDLERS: dict[CastRule, Callable[..., Any]] = {
+    CastRule.LOWER_PRECISION: sum_in_fp64,
+    CastRule.FP32: functools.partial(sum_in_fp64, dtype=torch.float32),
+}
