@@ -3,27 +3,68 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from hf_mp.casting.replacements.base import ReplacedForward
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.weights.distributed import check_masters, check_parallelism, updates
 from hf_mp.weights.split_parameter import SplitParameter
 
 UNKNOWN_OPTIMIZER = (
     "this model is attached to a MixedPrecision, and an optimizer that it does not know updates its weights: updates "
-    "that overflow are not skipped, and the loss scale stands still. Call attach_optimizer(optimizer), or detach()"
+    "that overflow are not skipped, and the loss scale stands still. Call attach_optimizer(optimizer), or "
+    "hf_mp.detach(model)"
+)
+REPAIRED = (
+    "gradients were inf or NaN when the backward ended, and are finite at optimizer.step(): the step is taken with "
+    "what is there now, and the loss scale does not learn of the overflow"
 )
 NO_BORDER = (
     "gradients reached the parameters of an attached model, but none came in through its outputs, so the loss scale "
     "was not applied and small ones may be lost. The loss was computed from a tensor that forward() did not return (a "
     "hook, an attribute, a closure): return it, in a tuple, a mapping, a dataclass or an object"
 )
+
+RUNTIMES: weakref.WeakSet[Any] = weakref.WeakSet()  # each MixedPrecision there is; a model is found by what it says
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def runtimes_of(model: nn.Module) -> list[Any]:
+    """Each MixedPrecision that is attached to ``model``, to a model inside, or to one whose forward reaches into it."""
+    modules = list(model.modules())
+    forwards = [module.__dict__.get("forward") for module in modules]
+    # A library may have put its own forward over ours, with a copy of its attributes.
+    of_forwards = [one.runtime for one in forwards if isinstance(one, ReplacedForward) and hasattr(one, "runtime")]
+    within = set(map(id, modules))
+    return list(dict.fromkeys([*of_forwards, *(one for one in RUNTIMES if id(one.model) in within)]))
+
+
+def detach(model: _Module) -> _Module:
+    """Take back what attached mixed precision to ``model``: ``prepare``, ``attach``, a Trainer, or a deep copy.
+
+    Afterwards it is an ordinary FP32 model, and its optimizers are as they were: no hook, wrapper or copy stays. What
+    is attached to a model inside it, or to a larger one of which it is the Transformers model, is taken back as well;
+    where nothing is attached, nothing happens. In a lean layout, step the optimizer that you made, and no longer the
+    one that ``prepare`` gave.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: for anything but a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"detach takes a model, not {type(model).__name__}: what hf_mp.prepare(...) returned first")
+    for runtime in runtimes_of(model):
+        runtime.detach()
+    return model
 
 
 def check_attachable(model: nn.Module) -> None:
@@ -35,8 +76,11 @@ def check_attachable(model: nn.Module) -> None:
             f"{type(model).__name__} has no floating parameters, so there is nothing to train in mixed precision"
         )
     check_parallelism(model)
-    if any(hasattr(module.__dict__.get("forward"), "runtime") for module in model.modules()):
-        raise ValueError(f"this {type(model).__name__} is attached to a MixedPrecision already: detach() that first")
+    if runtimes_of(model):
+        raise ValueError(
+            f"this {type(model).__name__}, or a part of it, is attached to a MixedPrecision already: call "
+            "hf_mp.detach(model) first"
+        )
 
 
 def check_layout(model: nn.Module, policy: PrecisionPolicy, *, is_scaled: bool) -> None:
@@ -73,9 +117,15 @@ def _inexact(model: nn.Module) -> Iterator[str]:
     for name, part in model.named_modules():
         if getattr(part, "_is_stateful", False):
             yield "it has a recurrent state, which training computes in another order than generation"
+        positions = getattr(type(part), "_prepare_position_ids_for_generation", None)
+        if positions is not None and not positions.__qualname__.startswith("GenerationMixin."):
+            yield "generate() counts its positions in a way of its own, over text and images"
         attention = getattr(getattr(part, "config", None), "_attn_implementation", None)
         if attention not in (None, "sdpa"):
-            yield f"its attention is {attention!r}, with a softmax in FP32; load it with attn_implementation='sdpa'"
+            way_out = "load it with attn_implementation='sdpa'"
+            if not getattr(part, "_supports_sdpa", True):
+                way_out = "Transformers has no 'sdpa' for it, so leave exact_generation out: fp16 has a small gap"
+            yield f"its attention is {attention!r}, with a softmax in FP32; {way_out}"
         is_convolution = isinstance(part, torch.nn.modules.conv._ConvNd)
         for key, weight in part._parameters.items():
             if weight is not None and weight.dim() > 2 and not is_convolution:
@@ -125,7 +175,8 @@ def check_step(optimizer: Any, *, in_scaled_backward: bool) -> None:
             "optimizer.step() was called in a backward, of which the other gradients would be divided by the next loss "
             "scale: use free_gradients='backward' in a lean layout, or a precision that scales nothing (bf16)"
         )
-    if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
+    told = vars(optimizer)
+    if told.get("found_inf") is not None or told.get("grad_scale") is not None:
         optimizer.found_inf = optimizer.grad_scale = None
         raise RuntimeError(
             "a torch.amp.GradScaler steps the optimizer of an attached model, whose gradients are unscaled already: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import warnings
@@ -21,6 +22,7 @@ from hf_mp.weights.distributed import is_dtensor, mesh_of
 from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.fused_adamw import replaces_step, step_split
 from hf_mp.weights.noted_norms import Seen, note_norm
+from hf_mp.weights.outside_reads import as_stored, stores_16_bits
 from hf_mp.weights.split_parameter import (
     SplitParameter,
     gradient_and_factor,
@@ -151,6 +153,30 @@ class MasterWeightOptimizer(Optimizer):
     state: Any = _of_wrapped("state", "That of the wrapped optimizer, by the model's parameters; it is FP32.")
     defaults: Any = _of_wrapped("defaults", "Those of the wrapped optimizer.")
 
+    def __getattr__(self, name: str) -> Any:
+        """What the wrapped optimizer has besides; its methods run on the masters (``eval()`` of schedule-free)."""
+        optimizer = vars(self).get("optimizer")
+        if optimizer is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(optimizer, name)
+        is_own_method = inspect.ismethod(value) and value.__self__ is optimizer
+        return functools.partial(self._call_on_masters, value) if is_own_method and not self._is_stepping else value
+
+    @torch.no_grad()
+    def _call_on_masters(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        is_training = {"train": True, "eval": False}.get(method.__name__)
+        if is_training is not None and all(group.get("train_mode") is is_training for group in self.param_groups):
+            return None  # schedule-free has nothing to do, and the Trainer calls train() for each micro-batch
+        masters = {parameter: self._open(parameter) for parameter in self._parameters()}
+        for parameter, master in masters.items():
+            if master is not parameter:
+                master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
+        versions = {master: master._version for master in masters.values()}
+        with self._in_place_of_parameters(masters):
+            result = method(*args, **kwargs)
+        self._close({p: master for p, master in masters.items() if master._version != versions[master]})
+        return result
+
     def __repr__(self) -> str:
         return f"MasterWeightOptimizer({self.optimizer!r}, layout={self.layout!r})"
 
@@ -168,6 +194,7 @@ class MasterWeightOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
         self._adopt(self.param_groups[-1]["params"])
 
+    @stores_16_bits
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``torch.optim.Optimizer.zero_grad``."""
         if set_to_none:
@@ -200,7 +227,9 @@ class MasterWeightOptimizer(Optimizer):
         if (found_inf := vars(self).get("found_inf")) is not None:
             return self._step_unless(found_inf, parameters)
         stepped = self._step_in_place(parameters)
-        if not stepped or any(map(has_gradient, parameters)):
+        with as_stored():
+            is_left = not stepped or any(map(has_gradient, parameters))
+        if is_left:
             for bucket in self._buckets(parameters):
                 result = self._step_on(bucket)
         return result
@@ -214,6 +243,7 @@ class MasterWeightOptimizer(Optimizer):
         if left := [parameter for parameter in parameters if has_gradient(parameter)]:
             self._step_on(left)
 
+    @stores_16_bits
     def free_gradients(self) -> None:
         """Let go of the gradients of split masters, which a step that the device may skip has left."""
         for parameter in self._parameters():
@@ -231,6 +261,7 @@ class MasterWeightOptimizer(Optimizer):
             for bucket in self._buckets(left):
                 self._step_on(bucket)
 
+    @stores_16_bits
     def _step_in_place(self, parameters: list[nn.Parameter]) -> bool:
         """Update what needs no whole master for it, and free its gradients; tells whether anything was."""
         if step_split(self.optimizer, parameters):

@@ -27,8 +27,7 @@ def split_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> bool:
     """Split what is trainable and not split yet, in ``dtype``; tells whether there was anything to split.
 
     Normalizations with running statistics become FP32: torch takes no 16-bit weights with FP32 statistics. What the
-    model and its parts save is FP32 then. Code that computes with the parameters themselves
-    (``torch.optim.swa_utils.AveragedModel``) computes in 16 bits: average :func:`master_value` instead.
+    model and its parts save is FP32 then, and so is what code outside of a forward reads of the parameters.
     """
     is_known = put_masters_into_state_dict in model._state_dict_hooks.values()
     others = [p for p in parameters_of(model) if p.requires_grad and not getattr(p, "is_saved_in_full", False)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hf_mp.kernels.identity import is_shared, version_of
 from hf_mp.kernels.split import REMAINDER_DTYPE, Split, cache_blocks, merge, split, split_into
 from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.weights.outside_reads import MasterView, OutsideReads, as_stored, stores_16_bits, view_of
 from hf_mp.weights.working_copies import WatchedParameter, let_optimizers_be_fast, unwatch
 
 _DATA: Any = Tensor.data  # the properties themselves, which the class below overrides
@@ -40,8 +41,11 @@ class SplitParameter(nn.Parameter):
       dtype, still multiplied by the loss scale, next to ``.grad``. ``.grad`` gives it in FP32 and unscaled; who
       reads it may write it, so that from then on it is the gradient. The wrapper reads what nobody else read as it is
       (:func:`gradient_and_factor`), without the FP32 copy. A second gradient (of the next micro-batch) adds in FP32.
-    - Copies and pickles: a deep copy is split as well; a pickle holds an ordinary FP32 parameter.
+    - **Values are FP32 for their readers** outside of a forward (:mod:`hf_mp.weights.outside_reads`).
+    - Deep copies and pickles are ordinary FP32 parameters.
     """
+
+    __torch_function__: ClassVar[Any] = OutsideReads()
 
     remainder_bits: Tensor
     is_saved_in_full: bool = False
@@ -52,14 +56,26 @@ class SplitParameter(nn.Parameter):
     _snapshot: Tensor | None = None
     _wants_true_gradients: bool
     _merged: tuple[weakref.ref[Tensor], int] | None = None  # the master value that a reader was given, and its version
+    _cast: weakref.ref[Tensor] | None = None  # what float() or the like gave
 
     @property
     def data(self) -> Tensor:
-        self._take_snapshot()
-        return _DATA.__get__(self)
+        with as_stored():
+            self.take_snapshot()
+            working = _DATA.__get__(self)
+            return view_of(working, self.remainder_bits, self) if working.dtype in LOWER_PRECISION_DTYPES else working
 
     @data.setter
+    @stores_16_bits
     def data(self, value: Tensor) -> None:
+        is_cast = self._cast is not None and self._cast() is value
+        if value.dtype is torch.float32 and self.dtype in LOWER_PRECISION_DTYPES and not is_cast:
+            halves = split(value, self.dtype)
+            _DATA.__set__(self, torch.empty_like(value, dtype=self.dtype).copy_(halves.working))  # in memory as `value`
+            self.remainder_bits = halves.remainder
+            _mark_seen(self)
+            return
+        value = value.as_subclass(Tensor) if isinstance(value, MasterView) else value
         master, before = open_master(self), _DATA.__get__(self)
         _DATA.__set__(self, value)
         self._merged = None
@@ -87,19 +103,21 @@ class SplitParameter(nn.Parameter):
     def grad(self) -> Tensor | None:
         if self._read is not None:
             return self._read
-        gradient = _GRAD.__get__(self)
-        if gradient is not None and gradient.dtype in LOWER_PRECISION_DTYPES:
-            gradient = gradient.to(torch.float32)
-            _GRAD.__set__(self, gradient)
-        if self._scaled is None:
-            return gradient
-        self._read = self._true_gradient()
+        with as_stored():
+            gradient = _GRAD.__get__(self)
+            if gradient is not None and gradient.dtype in LOWER_PRECISION_DTYPES:
+                gradient = gradient.to(torch.float32)
+                _GRAD.__set__(self, gradient)
+            if self._scaled is None:
+                return gradient
+            self._read = self._true_gradient()
         return self._read
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         self._scaled = self._read = None
-        _GRAD.__set__(self, gradient)
+        with as_stored():
+            _GRAD.__set__(self, gradient)
 
     @grad.deleter
     def grad(self) -> None:
@@ -142,8 +160,11 @@ class SplitParameter(nn.Parameter):
             self._scaled = ScaledGradient(total, None) if aside else None
         return True
 
+    @stores_16_bits
     def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
-        """As ``Tensor.copy_``; the bits of an FP32 or FP64 ``source`` are kept in the remainder."""
+        """As ``Tensor.copy_``; the bits of an FP32, FP64 or split ``source`` are kept in the remainder."""
+        if isinstance(source, (SplitParameter, MasterView)):
+            source = source.fp32_value()
         if source.dtype not in (torch.float32, torch.float64) or self.dtype is torch.float32:
             return _noticed("copy_")(self, source, non_blocking)
         value = source.detach().to(self.device, torch.float32).expand(self.shape).contiguous()
@@ -153,6 +174,7 @@ class SplitParameter(nn.Parameter):
         _mark_seen(self)
         return self
 
+    @stores_16_bits
     def put_gradient_into(self, bucket: Tensor, factor: Tensor | None, inverse: Tensor | None) -> None:
         """Write the gradient to ``bucket``, FP16/BF16, times ``factor`` (None for 1), and let go of it.
 
@@ -168,6 +190,7 @@ class SplitParameter(nn.Parameter):
         bucket.copy_(gradient)
         self.grad = None
 
+    @stores_16_bits
     def take_from_bucket(self, inverse: Tensor | None) -> None:
         """Take ``.grad`` for scaled, if it is what DDP has left there: FP16/BF16."""
         self._drop_mark()
@@ -176,6 +199,7 @@ class SplitParameter(nn.Parameter):
             self.grad = None
             self._scaled = ScaledGradient(gradient, inverse)
 
+    @stores_16_bits
     def mark_used(self) -> None:
         """Have a ``.grad`` for autograd, of zeros: DDP takes a parameter without one for unused."""
         if _GRAD.__get__(self) is None:
@@ -185,19 +209,38 @@ class SplitParameter(nn.Parameter):
         if self._scaled is not None:
             _GRAD.__set__(self, None)
 
-    def _take_snapshot(self) -> None:
+    def note_cast(self, value: Tensor) -> None:
+        """Take in that ``value`` is what somebody has cast the parameter to, perhaps to have it in its place."""
+        self._cast = weakref.ref(value)
+
+    @stores_16_bits
+    def fp32_value(self) -> Tensor:
+        """The FP32 master weight as a new tensor."""
+        return open_master(self)
+
+    @stores_16_bits
+    def write_fp32(self, value: Tensor) -> None:
+        """Set the FP32 master weight."""
+        write_master(self, value)
+
+    def note_written(self) -> None:
+        """Take in that both halves were written."""
+        note_written_halves(self)
+
+    def reconcile(self) -> None:
+        """Let writes from outside win."""
+        _reconcile(self)
+
+    def take_snapshot(self) -> None:
+        """Notice, element by element, what is about to be written."""
         if self._snapshot is None:
             _reconcile(self)
             self._snapshot = _DATA.__get__(self).clone()
         self._merged = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SplitParameter:
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
-            _reconcile(self)
-            clone = nn.Parameter(_DATA.__get__(self).clone(), self.requires_grad)
-            copied = become_split(clone, self.remainder_bits.clone())
-            copied.is_saved_in_full = self.is_saved_in_full
-            memo[id(self)] = copied
+            memo[id(self)] = nn.Parameter(open_master(self), self.requires_grad)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -205,7 +248,9 @@ class SplitParameter(nn.Parameter):
         plain.__dict__.update({k: v for k, v in self.__dict__.items() if k not in SplitParameter.__annotations__})
         return plain.__reduce_ex__(protocol)
 
-    __repr__ = WatchedParameter.__repr__  # type: ignore[assignment]
+    @stores_16_bits
+    def __repr__(self) -> str:  # type: ignore[override]
+        return WatchedParameter.__repr__(self)  # type: ignore[arg-type]
 
 
 # What a parameter becomes, by its class. The estimation of memory adds one for fake tensors.
@@ -217,7 +262,7 @@ def _noticed(name: str) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def write(self: SplitParameter, *args: Any, **kwargs: Any) -> Any:
-        self._take_snapshot()
+        self.take_snapshot()
         return original(self, *args, **kwargs)
 
     return write

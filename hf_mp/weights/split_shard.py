@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_mp.kernels.split import split
 from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.weights.outside_reads import stores_16_bits
 from hf_mp.weights.split_parameter import SplitParameter, become_split, master_value, remainder_where_equal, unscaled
 from hf_mp.weights.wire import Arrivals, fsdp_groups
 
@@ -93,6 +94,7 @@ def _trained(model: nn.Module) -> Iterator[Any]:
                 yield one
 
 
+@stores_16_bits
 def _remainder_of(whole: SplitParameter | None, one: Any) -> Tensor:
     local, name = one.sharded_param._local_tensor, one._param_fqn or one._module_info.param_name
     if whole is None or whole.is_meta or local.dtype not in LOWER_PRECISION_DTYPES:

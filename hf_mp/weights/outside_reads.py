@@ -1,0 +1,226 @@
+"""What somebody reads of a split parameter outside of a forward: its FP32 value, and not the 16 bits that are stored.
+
+Averages of weights (``AveragedModel``, an EMA over ``named_parameters()``), penalties and distances compute with the
+parameters themselves. While an autocast of hf_mp is active in a thread, a split parameter is its working copy; else
+torch hands each call that takes one to :func:`read_in_fp32`. Calls that carry no value (shapes, hooks, storage) and
+writes mean what is stored.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_mp.casting.active import state as autocasts
+from hf_mp.casting.nested import apply_to_tensors, tensors_in
+from hf_mp.kernels.split import merge, split_into
+from hf_mp.policy import LOWER_PRECISION_DTYPES
+
+as_stored = torch._C.DisableTorchFunctionSubclass  # to look at split parameters in, as nothing but tensors
+
+
+def stores_16_bits(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run ``function`` in :class:`as_stored`."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with as_stored():
+            return function(*args, **kwargs)
+
+    return run
+
+
+class OutsideReads:
+    """The ``__torch_function__`` of a class whose values are read in FP32 where no autocast is active."""
+
+    def __get__(self, tensor: Any, kind: type | None = None) -> Callable[..., Any]:
+        return torch._C._disabled_torch_function_impl if autocasts.active else read_in_fp32
+
+
+class MasterView(Tensor):
+    """A view of a split parameter, as ``.data``, ``detach()`` and views of it are: 16 bits that are read in FP32.
+
+    What is written into it is written into the parameter.
+    """
+
+    __torch_function__: ClassVar[Any] = OutsideReads()
+    owner: Any
+    remainder_bits: Tensor
+
+    @stores_16_bits
+    def fp32_value(self) -> Tensor:
+        """The FP32 value, a new tensor."""
+        self.owner.reconcile()
+        working = self.as_subclass(Tensor)
+        return merge(working, self.remainder_bits) if working.dtype in LOWER_PRECISION_DTYPES else working.clone()
+
+    @stores_16_bits
+    def write_fp32(self, value: Tensor) -> None:
+        """Write FP32 ``value``, of its shape, into the parameter."""
+        if self.dtype in LOWER_PRECISION_DTYPES:
+            split_into(value, self.as_subclass(Tensor), self.remainder_bits)
+        else:
+            self.as_subclass(Tensor).copy_(value)
+        self.owner.note_written()
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self.detach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self.clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self.clone())
+
+
+def view_of(working: Tensor, remainder: Tensor, owner: Any) -> MasterView:
+    """``working``, which shares the memory of the split parameter ``owner``, and the same view of its remainder."""
+    view = working.as_subclass(MasterView)
+    view.owner, view.remainder_bits = owner, remainder
+    return view
+
+
+def read_in_fp32(
+    func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Call ``func`` with the FP32 values of split parameters and of views of them; in FP32, gradients reach them.
+
+    With tensors of their own 16 bits and none that is wider, the 16 bits are meant.
+    """
+    kwargs = kwargs or {}
+    first = args[0] if args else None
+    with as_stored():
+        if func in _VIEWS and _is_split(first) and (func in _DETACHES or not _needs_graph(first)):
+            if (view := _view(func, first, args[1:], kwargs)) is not None:
+                return view
+        elif func in _OF_THE_TENSOR_ITSELF or (func in _FINDS_NODES and len(args) == 2 and args[1] is first):
+            return func(*args, **kwargs)
+        targets = _targets(func, args, kwargs)
+        everything = list(tensors_in((args, kwargs)))
+        least = min([1, *[tensor.dim() for tensor in everything if _is_split(tensor)]])  # numbers decide no dtype
+        company = {tensor.dtype for tensor in everything if not _is_split(tensor) and tensor.dim() >= least}
+        is_narrow = any([_is_split(t) and t.dtype in company for t in everything]) and not company & _WIDE
+        if is_narrow or any(map(_needs_graph, targets)):  # torch refuses to write to a leaf that wants a gradient
+            for tensor in targets:
+                _owner(tensor).take_snapshot()
+            return func(*args, **kwargs)
+        values = {id(tensor): tensor.fp32_value() for tensor in targets}
+        values |= {id(t): _value(t) for t in everything if _is_split(t) and id(t) not in values}
+        read, named = apply_to_tensors(lambda tensor: values.get(id(tensor), tensor), (args, dict(kwargs)))
+    result = func(*read, **named)
+    for tensor in targets:
+        tensor.write_fp32(values[id(tensor)])
+    if func in _CASTS and (func not in _MOVES or _names_dtype(args, kwargs)):  # the whole model may be cast
+        _owner(first).note_cast(result)
+    return next((tensor for tensor in targets if result is values[id(tensor)]), result)
+
+
+def _value(tensor: Any) -> Tensor:
+    return _Read.apply(tensor) if _needs_graph(tensor) else tensor.fp32_value()
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Any) -> Tensor:
+        ctx.dtype = parameter.dtype
+        return parameter.fp32_value()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        is_reduced = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return gradient.to(ctx.dtype) if is_reduced else gradient  # DDP takes gradients of the parameter's dtype
+
+
+def _view(func: Callable[..., Any], tensor: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Views of both halves; None where ``func`` has made a copy."""
+    storage = tensor.untyped_storage()._cdata
+    working = func(tensor, *args, **kwargs)
+    views = working if isinstance(working, (tuple, list)) else [working]
+    if any(view.untyped_storage()._cdata != storage for view in views):
+        return None
+    if any(view.dtype is not tensor.dtype for view in views):
+        return working
+    remainder = func(tensor.remainder_bits, *args, **kwargs)
+    if isinstance(working, Tensor):
+        return view_of(working, remainder, _owner(tensor))
+    return type(working)(view_of(*halves, _owner(tensor)) for halves in zip(working, remainder, strict=True))
+
+
+def _is_split(tensor: Any) -> bool:
+    return type(type(tensor).__dict__.get("__torch_function__")) is OutsideReads
+
+
+def _owner(tensor: Any) -> Any:
+    return tensor.owner if isinstance(tensor, MasterView) else tensor
+
+
+def _needs_graph(tensor: Any) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _targets(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The split parameters, and views of them, that ``func`` writes values into."""
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
+    written = (args[:1] if in_place else (), kwargs.get("tensor") if in_place else None, kwargs.get("out"))
+    return list({id(tensor): tensor for tensor in tensors_in(written) if _is_split(tensor)}.values())
+
+
+def _names_dtype(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, (torch.dtype, Tensor)) for value in (*args[1:], *kwargs.values()))
+
+
+def _named(names: str) -> frozenset[Callable[..., Any]]:
+    homes = (Tensor, torch)
+    return frozenset(getattr(home, name) for name in names.split() for home in homes if hasattr(home, name))
+
+
+_WIDE = {torch.float32, torch.float64}
+_DETACHES = _named("detach")
+_FINDS_NODES = _named("view_as expand_as")  # of a tensor with itself: how code finds the node that accumulates .grad
+_MOVES = _named("to")
+_CASTS = _MOVES | _named("float type type_as")
+_VIEWS = (
+    _DETACHES
+    | _named(
+        "view view_as reshape flatten ravel unflatten narrow select unsqueeze squeeze t transpose permute movedim "
+        "swapaxes expand expand_as diagonal chunk split tensor_split unbind unfold as_strided __getitem__"
+    )
+    | {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
+)
+
+
+def _of_the_tensor_itself() -> frozenset[Callable[..., Any]]:
+    """Calls that carry no gradient, or mean the tensor that they are given: properties, writers, hooks."""
+    names = """
+        register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad backward set_ share_memory_
+        size dim ndimension stride numel nelement element_size data_ptr storage untyped_storage storage_offset
+        is_contiguous is_floating_point is_complex is_shared is_pinned get_device type __len__ __hash__ __repr__
+        __format__ __deepcopy__ __reduce_ex__ __setstate__ __dir__ detach
+    """
+    calls = {getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name)}
+    carries_gradient = {"T", "mT", "H", "mH", "real", "imag"}
+    for name in dir(Tensor):
+        descriptor = getattr(Tensor, name)
+        if hasattr(descriptor, "__set__") and not callable(descriptor):
+            calls.add(descriptor.__set__)
+            if name not in carries_gradient:
+                calls.add(descriptor.__get__)
+    return frozenset(calls | {torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel})
+
+
+OF_THE_TENSOR_ITSELF = _of_the_tensor_itself()
+_OF_THE_TENSOR_ITSELF = OF_THE_TENSOR_ITSELF | {
+    torch.autograd.grad,
+    torch.autograd.backward,
+    *_named("resize_ resize_as_ detach_ t_ transpose_ squeeze_ unsqueeze_ as_strided_ swapaxes_ swapdims_ rename_"),
+    *_named("numpy __array__ is_inference is_set_to is_same_size as_subclass __dlpack__ __dlpack_device__"),
+}

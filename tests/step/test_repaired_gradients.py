@@ -1,0 +1,113 @@
+"""Gradients repaired between ``backward()`` and ``step()``: the step follows what is there when it runs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_mp
+from hf_mp import StaticLossScaler
+from hf_mp.step.mixed_precision import MixedPrecision
+
+X = torch.ones(4, 8)
+
+
+def each_gradient(repair: Callable[[Tensor], Any]) -> Callable[[nn.Module], None]:
+    def run(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            repair(parameter.grad)
+
+    return run
+
+
+def give_new_ones(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.full(parameter.shape, 0.5)
+
+
+REPAIRS = {
+    "nan_to_num_": each_gradient(lambda gradient: gradient.nan_to_num_(0.5, 0.5, 0.5)),
+    "fill_": each_gradient(lambda gradient: gradient.fill_(0.5)),
+    "clamp_ by hand": each_gradient(lambda gradient: gradient.copy_(gradient.nan_to_num(0.0).clamp(-0.5, 0.5))),
+    "through data": each_gradient(lambda gradient: gradient.data.fill_(0.5)),
+    "a new .grad": give_new_ones,
+}
+
+
+def made(precision: str) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    settings = {"loss_scaler": StaticLossScaler(2.0**8)} if precision.startswith("fp16") else {}
+    return hf_mp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), precision, **settings)
+
+
+def overflow(model: nn.Module) -> None:
+    (model(X).sum() * float("inf")).backward()
+    assert not all(p.grad.isfinite().all() for p in model.parameters())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp16-lean", "bf16-lean"])
+@pytest.mark.parametrize("repair", REPAIRS)
+def test_a_step_with_finite_gradients_is_taken(precision: str, repair: str) -> None:
+    model, optimizer = made(precision)
+    overflow(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    REPAIRS[repair](model)
+    expected = {name: before[name] - 0.1 * p.grad for name, p in model.named_parameters()}  # type: ignore[operator]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "gradients were inf or NaN when the backward ended")
+        optimizer.step()
+    assert not optimizer.step_was_skipped
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-6)
+
+
+def test_it_is_told_once() -> None:
+    model, optimizer = made("fp16")
+    with pytest.warns(UserWarning, match="are finite at optimizer.step.*does not learn of the overflow") as told:
+        for _ in range(3):
+            overflow(model)
+            REPAIRS["fill_"](model)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len([each for each in told if "does not learn" in str(each.message)]) == 1
+
+
+def test_a_repair_between_micro_batches_counts_too() -> None:
+    """Where the backward's own measurement decides, as in the Trainer: the last one does."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    runtime = MixedPrecision("fp16", loss_scaler=StaticLossScaler(2.0**8))
+    runtime.attach(model)
+    runtime.check.measures_norm = True
+    optimizer: Any = runtime.attach_optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    overflow(model)
+    REPAIRS["fill_"](model)
+    model(X).sum().backward()
+    with pytest.warns(UserWarning, match="are finite at optimizer.step"):
+        optimizer.step()
+    assert not optimizer.step_was_skipped
+    overflow(model)  # and one that nobody repairs is skipped
+    optimizer.step()
+    assert optimizer.step_was_skipped
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+def test_clip_grad_value_repairs_nothing(precision: str) -> None:
+    """It makes a small number of inf; torch's recipe with GradScaler looks for an overflow before it clips."""
+    model, optimizer = made(precision)
+    overflow(model)
+    nn.utils.clip_grad_value_(model.parameters(), 0.5)
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    optimizer.zero_grad()
+    model(X).sum().backward()
+    nn.utils.clip_grad_value_(model.parameters(), 0.5)
+    optimizer.step()
+    assert not optimizer.step_was_skipped
