@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from hf_mp.trainer.hand_over import save_working_copies, working_copies
     from hf_mp.trainer.log_probabilities import LogProbabilityGap, log_probability_gap
     from hf_mp.trainer.trainer import MixedPrecisionTrainer
+    from hf_mp.weights.attachable import detach
     from hf_mp.weights.optimizer import MasterWeightOptimizer
 
 _HOME = {
@@ -86,6 +87,7 @@ _HOME = {
     "MixedPrecision": "hf_mp.step.mixed_precision",
     "PrecisionStats": "hf_mp.step.mixed_precision",
     "prepare": "hf_mp.step.mixed_precision",
+    "detach": "hf_mp.weights.attachable",
     "load_checkpoint": "hf_mp.trainer.checkpoints.loops",
     "save_checkpoint": "hf_mp.trainer.checkpoints.loops",
     "CheckpointError": "hf_mp.trainer.checkpoints.manifest",
@@ -131,6 +133,7 @@ __all__ = [
     "compare_precisions",
     "custom_bwd",
     "custom_fwd",
+    "detach",
     "estimate_training_memory",
     "explain_overflows",
     "heal_overflows",

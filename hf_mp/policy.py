@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -21,6 +23,17 @@ def spell(precision: str | torch.dtype) -> str:
     name = str(precision).strip().lower().removeprefix("torch.").replace("_", "-")
     dtype, *layout = name.split("-", 1)
     return "-".join([_SPELLINGS.get(dtype, dtype), *layout])
+
+
+def did_you_mean(precision: object, names: Iterable[str]) -> str:
+    """The nearest of ``names`` as a question, ``. Did you mean 'fp16' or 'bf16'?``; empty where none is near."""
+    text = spell(str(precision)).replace("mixed", "").strip("-")  # Lightning and Keras: "16-mixed", "mixed_float16"
+    if not text:
+        return ". Did you mean 'fp16' or 'bf16'?"
+    nearness = {name: difflib.SequenceMatcher(None, spell(text), name).ratio() for name in names}
+    best = max(nearness.values())
+    near = [repr(name) for name, ratio in nearness.items() if ratio == best >= 0.6][:2]
+    return f". Did you mean {' or '.join(near)}?" if near else ""
 
 
 def parse_loss_scale(value: str | float | None) -> str | float | None:
@@ -70,7 +83,8 @@ class PrecisionPolicy:
         fp32_head: whether the output embedding runs in FP32, in training and in ``generate()``; default False.
         exact_generation: whether a token's log-probability has the same bits in ``generate()`` as in the training
             forward. 16-bit products and attention are summed in FP64, whose order of summation is lost in rounding, so
-            that no bit depends on the batch around a token. Slow, for a CPU; default False.
+            that no bit depends on the batch around a token; positions behind padding are counted as there. Slow, for a
+            CPU; default False.
 
     Raises:
         TypeError: for a dtype that is none, and for a switch that is no bool.
@@ -160,13 +174,16 @@ class PrecisionPolicy:
         if isinstance(text, cls):
             return text
         if not isinstance(text, (str, torch.dtype)):
-            raise TypeError(f"precision must be a string, a dtype or a PrecisionPolicy, not {type(text).__name__}")
+            raise TypeError(
+                f"precision must be a string, a dtype or a PrecisionPolicy, not {type(text).__name__}"
+                f"{did_you_mean(text, PRESETS)}"
+            )
         if (name := spell(text)) in PRESETS:
             return PRESETS[name]
         if isinstance(text, torch.dtype) or "=" not in text:
             raise ValueError(
                 f"precision={text!r} is not known: use one of {', '.join(PRESETS)}, "
-                "or spell it out as 'params=fp32,compute=fp16,loss_scale=headroom'"
+                f"or spell it out as 'params=fp32,compute=fp16,loss_scale=headroom'{did_you_mean(text, PRESETS)}"
             )
         return cls._parse_fields(text)
 

@@ -77,12 +77,6 @@ def test_the_package_has_eleven_parts() -> None:
     assert len(entries) <= 11
 
 
-def test_one_step_is_read_in_one_sitting() -> None:
-    files = list((ROOT / "step").glob("*.py"))
-    assert len(files) <= 6
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 600
-
-
 def test_tables_and_pages_are_not_needed_to_train() -> None:
     code = "import sys, hf_mp; hf_mp.prepare, hf_mp.autocast, hf_mp.MasterWeightOptimizer, hf_mp.DynamicLossScaler; "
     code += "print([name for name in ('rich', 'typer', 'jinja2', 'transformers', 'accelerate') if name in sys.modules])"

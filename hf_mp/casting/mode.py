@@ -4,47 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
-from torch.utils.hooks import RemovableHandle
 
 from hf_mp.casting.active import active_autocast, state
-from hf_mp.casting.cpu.attention import ATTENTION, attend, read_attention
-from hf_mp.casting.cpu.products import OWN_ELEMENTS, Operand, multiply, read_product
-from hf_mp.casting.cpu.upcast import map_tensors, must_be_plain, run_through_fp32, runs_natively
-from hf_mp.casting.decompositions import AS_GIVEN
-from hf_mp.casting.decompositions.composites import COMPOSITES, call
-from hf_mp.casting.decompositions.ops import decompose
+from hf_mp.casting.decompositions.composites import call
+from hf_mp.casting.exact_sums import exact_plan, sum_in_fp64
 from hf_mp.casting.explain import Explanation, Recorder, watching_modules
-from hf_mp.casting.module_rules import put_on
-from hf_mp.casting.nested import tensors_in
+from hf_mp.casting.handlers import CASTABLE, PlannedCall
+from hf_mp.casting.module_rules import InForce, put_on, ruled
+from hf_mp.casting.plans import lowering, plan_for, with_rules
 from hf_mp.casting.rules import ModuleRule, OpRules, Rules, match_modules, parse_rules
-from hf_mp.casting.tables import OPS, TABLES, CastRule, TableName
+from hf_mp.casting.tables import TABLES, CastRule, TableName
 from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
 from hf_mp.casting.uncompiled import uncompiled
 from hf_mp.kernels.identity import version_of
 
-_CASTABLE = frozenset(
-    dtype for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype is not torch.float64
-)  # fmt: skip
 ALLOWED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-_COMPOSITE, _UNLISTED = CastRule.COMPOSITE, CastRule.UNLISTED  # to look an enum member up costs as much as a small op
-
-
-class PlannedCall(NamedTuple):
-    """What an autocast does with the calls of one torch function."""
-
-    rule: CastRule
-    name: str
-    handler: Callable[..., Any]  # (mode, name, func, args, kwargs) -> result
+# Held by all autocasts that are active. Constants: to look an enum member up costs as much as a small op.
+ALWAYS_HELD = (CastRule.COMPOSITE, CastRule.UNLISTED)
+_OPENED = (CastRule.COMPOSITE, CastRule.DECOMPOSED)  # the calls inside are seen
 
 
 class autocast(TorchFunctionMode, contextlib.ContextDecorator):
@@ -78,7 +63,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
 
     module: nn.Module | None = None  # of an island
     has_op_rules = False
-    sums_in_fp64 = False  # products and attention, so that their bits do not depend on how many rows there are
+    sums_in_fp64 = False
 
     def __init__(
         self,
@@ -103,19 +88,18 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         self.enabled = enabled
         self.cache_enabled = cache_enabled is not False
         self.tables: TableName = tables
-        self._plan = PLANS[tables] if enabled else {}
+        self._plan = plan_for(tables, dtype) if enabled else {}
+        self.lowers = lowering(dtype)
         self._module_rules: dict[str, ModuleRule] = {}
         self._ruled_modules: list[tuple[nn.Module, ModuleRule]] = []
         if rules and enabled:
             self._take_rules(*parse_rules(rules, TABLES[tables]), model)
         self._casts: dict[tuple[int, torch.dtype, bool], tuple[Tensor, int, Tensor]] = {}
-        self._rule_hooks: list[RemovableHandle] = []
+        self._rules_in_force: list[InForce] = []
         self.observer: Callable[..., Any] | None = None  # makes every call in place of apply(); see explain
 
     def _take_rules(self, ops: OpRules, in_modules: tuple[ModuleRule, ...], model: nn.Module | None) -> None:
-        unlisted = {function for function, entry in ops.items() if entry is None}
-        listed = {function: entry for function, entry in self._plan.items() if function not in unlisted}
-        self._plan, self.has_op_rules = {**_COMPOSITE_PLAN, **listed, **_plan(ops)}, bool(ops)
+        self._plan, self.has_op_rules = with_rules(self._plan, ops, self.dtype), bool(ops)
         self._take_module_rules(in_modules, model)
 
     def _take_module_rules(self, rules: tuple[ModuleRule, ...], model: nn.Module | None) -> None:
@@ -134,6 +118,17 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         """
         self._take_module_rules(parse_rules(rules, TABLES[self.tables])[1], model)
 
+    @contextlib.contextmanager
+    def trying(self, rules: Mapping[str, str], model: nn.Module | None) -> Iterator[None]:
+        """Have further rules hold as :meth:`add_rules` does, for a while."""
+        before = self._module_rules, self._ruled_modules
+        self._module_rules = dict(before[0])
+        try:
+            self._take_module_rules(parse_rules(rules, TABLES[self.tables])[1], model)
+            yield
+        finally:
+            self._module_rules, self._ruled_modules = before
+
     @property
     def fp32_modules(self) -> list[nn.Module]:
         """The modules that a rule has run in FP32."""
@@ -144,30 +139,32 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             raise RuntimeError(
                 "torch.autocast is active: use either torch.autocast or hf_mp.autocast, not one inside the other"
             )
-        if self._ruled_modules and not self._rule_hooks:
-            self._rule_hooks = [handle for ruled in self._ruled_modules for handle in put_on(*ruled, self)]
+        if self._ruled_modules and not self._rules_in_force:
+            self._rules_in_force = [put_on(*ruled, self) for ruled in self._ruled_modules]
         PATCHES.acquire()
         state.active.append(self)
-        super().__enter__()
+        if self.enabled:  # else the autocasts around it see that it is active, and leave all calls alone
+            super().__enter__()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        super().__exit__(*exc_info)
+        if self.enabled:
+            super().__exit__(*exc_info)
         state.active.pop()
         PATCHES.release()
         if self not in state.active:
             self._casts.clear()
-            for handle in self._rule_hooks:
+            for handle in (handle for rule in self._rules_in_force for handle in rule.handles):
                 handle.remove()
-            self._rule_hooks = []
+            self._rules_in_force = []
+
+    def ruled(self, module: nn.Module | None, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward`` of a module that was called before this autocast was entered, to run under the module's rules."""
+        return forward if module is None or not self._rules_in_force else ruled(module, forward, self._rules_in_force)
 
     def bring_in(self, tensor: Tensor) -> Tensor:
         """A tensor that goes into compiled code, in this autocast."""
         return tensor
-
-    def lift_casts(self, graph: Any, inputs: list[Any]) -> tuple[Any, list[int]]:
-        """A graph to compile, with casts of weights as its inputs: :func:`hf_mp.weights.graph_inputs.lift_casts`."""
-        return graph, []
 
     def shortcut(self, func: Callable[..., Any], tensors: Sequence[Any]) -> Callable[..., Any] | None:
         """What to call at once in the place of a function that asks about ``tensors``; None to be asked."""
@@ -181,10 +178,6 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     def is_alone(self) -> bool:
         """Whether no other torch function mode sees the calls that come here."""
         return torch._C._len_torch_function_stack() == 1 and torch._C._get_function_stack_at(0) is self
-
-    def copy_of(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """What a compiled graph takes in the place of a cast of ``tensor``."""
-        return self.convert(tensor, dtype)
 
     def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, which runs in this autocast now, to run in it again where gradient checkpointing recomputes."""
@@ -202,8 +195,14 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         if self.sums_in_fp64:  # one that is switched off would not see its products
             dtype = dtype or torch.float32
         island = autocast(dtype or self.dtype, enabled=dtype is not None, tables=self.tables)
-        island.module, island.sums_in_fp64 = module, self.sums_in_fp64
+        island.module = module
+        if self.sums_in_fp64:
+            island.sum_in_fp64()
         return island
+
+    def sum_in_fp64(self) -> None:
+        """Have no bit of a product or an attention depend on how many rows there are."""
+        self._plan, self.lowers, self.sums_in_fp64 = exact_plan(self._plan, self.tables), sum_in_fp64, True
 
     @uncompiled
     def __torch_function__(
@@ -214,14 +213,15 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         entry = self._plan.get(func)
         if entry is None and self.observer is None:
             return self.call_unlisted(func, args, kwargs)
-        if entry is not None:
-            if entry.rule is _COMPOSITE:
-                return self.run_inside(COMPOSITES[func], args, kwargs)
-            if entry.rule is not _UNLISTED and state.active[-1] is not self:
-                entry = None  # an autocast inside this one has decided already, and makes this call
-        if self.observer is None or (entry is not None and entry.rule is CastRule.DECOMPOSED):
+        if entry is not None and entry.rule not in ALWAYS_HELD and state.active[-1] is not self:
+            entry = self.in_island(entry)
+        if self.observer is None or (entry is not None and entry.rule in _OPENED):
             return self.apply(entry, func, args, kwargs)
         return self.observer(entry, func, args, kwargs)
+
+    def in_island(self, entry: PlannedCall) -> PlannedCall | None:
+        """What to do with a call that an autocast inside this one has decided about, and makes."""
+        return None
 
     def apply(
         self, entry: PlannedCall | None, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -282,19 +282,11 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         """Make a call that no table speaks of."""
         return call(func, args, kwargs) if torch.compiler.is_dynamo_compiling() else func(*args, **kwargs)
 
-    # Whether products go through multiply() also where the CPU has them: see its `native`.
-    takes_products = False
-
-    def operand(self, tensor: Tensor) -> Operand:
-        """A weight or bias for a product that runs block by block."""
-        inside = self.cast(tensor, self.dtype)
-        return Operand(inside, inside, inside)
-
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         """Cast the eligible tensors (floating, not FP64) in one argument of an op."""
         if isinstance(value, Tensor):
             found = value.dtype
-            return value if found is dtype or found not in _CASTABLE else self.convert(value, dtype)
+            return value if found is dtype or found not in CASTABLE else self.convert(value, dtype)
         if isinstance(value, (list, tuple)) and not (value and type(value[0]) is int):  # a shape
             items = [self.cast(item, dtype) for item in value]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -322,143 +314,3 @@ def _read_torch_arguments(first: Any, dtype: Any, tables: TableName | None) -> t
             return dtype, tables or ("cpu" if kind == "cpu" else "cuda")
     chosen = dtype if first is None else first
     return torch.float16 if chosen is None else chosen, tables or "cuda"
-
-
-def _device_type(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            return value.device.type
-        if isinstance(value, (list, tuple)) and value and (found := _device_type(tuple(value), {})):
-            return found
-    return ""
-
-
-def _decompose(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make the calls that an op makes inside; where there are none, lower the op as a whole or leave it alone."""
-    result = mode.run_inside(decompose, (name, args, kwargs), {})
-    if result is not AS_GIVEN and result is not NotImplemented:
-        return result
-    entry = None if result is AS_GIVEN else PlannedCall(CastRule.LOWER_PRECISION, name, lower_precision)
-    return (mode.observer or mode.apply)(entry, func, args, kwargs)
-
-
-def lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make a call of the lower-precision table."""
-    if mode.sums_in_fp64:
-        return _sum_in_fp64(mode, mode.dtype, func, args, kwargs)
-    if kwargs.get("out") is not None:
-        return mode.call_unlisted(func, args, kwargs)
-    dtype = mode.dtype
-    native = runs_natively(dtype, "cpu", name) or runs_natively(dtype, _device_type(args, kwargs), name)
-    # Where the CPU has the product itself, only a large gradient's way to its parameter is worth a function of our own.
-    if not native or (mode.takes_products and torch.is_grad_enabled() and _has_large(args, kwargs)):
-        product = read_product(name, func, args, kwargs)
-        if product is not None and (not native or product.weight.numel() >= OWN_ELEMENTS):
-            x = mode.cast(product.x, dtype)
-            bias = None if product.bias is None else mode.operand(product.bias)
-            return multiply(x, mode.operand(product.weight), bias, transposed=product.transposed, native=native)
-    cast = mode.cast
-    args = [cast(arg, dtype) for arg in args]
-    if kwargs:
-        kwargs = {key: cast(arg, dtype) for key, arg in kwargs.items()}
-    if func in ATTENTION and (not native or mode.takes_products) and not must_be_plain():
-        attention = read_attention(args, kwargs, native)
-        # Also without grad, so that what a checkpoint computes again is the same; but for a token that is generated.
-        if attention and (attention.dropout or torch.is_grad_enabled() or attention.query.shape[2] > 1):
-            return attend(attention)
-    if func is F.linear and args and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        args[0] = _in_rows(args[0])
-    return func(*args, **kwargs) if native else run_through_fp32(func, args, kwargs, dtype)
-
-
-def _sum_in_fp64(
-    mode: autocast, dtype: torch.dtype, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
-) -> Any:
-    """A product or attention of ``dtype``, whose result does not depend on the order in which a kernel sums."""
-    if (out := kwargs.get("out")) is not None:  # as it is, like every call with one; autograd takes none
-        wide = functools.partial(map_tensors, lambda one: one.double() if one.dtype in _CASTABLE else one)
-        given = {key: wide(value) for key, value in kwargs.items() if key != "out"}
-        return out.copy_(mode.call_unlisted(func, tuple(map(wide, args)), given))
-    if any(one.dtype is torch.float64 for one in tensors_in((args, kwargs))):  # as it is, like every call with FP64
-        return func(*args, **kwargs)
-    args = [mode.cast(arg, dtype) for arg in args]
-    kwargs = {key: mode.cast(arg, dtype) for key, arg in kwargs.items()}
-    return run_through_fp32(func, args, kwargs, dtype, torch.float64)
-
-
-def _has_large(args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
-    values = [*args, *kwargs.values()]  # a list, and no generator: each product asks
-    return any([isinstance(value, Tensor) and value.numel() >= OWN_ELEMENTS for value in values])
-
-
-def _in_rows(x: Any) -> Any:
-    """The last tokens of sequences as rows one after the other: of a slice, torch copies the weight once a sequence."""
-    is_last_token = isinstance(x, Tensor) and x.layout is torch.strided and x.dim() == 3 and x.shape[1] == 1
-    if is_last_token and x.stride(0) != x.shape[2]:
-        return x.reshape(-1, x.shape[-1]).view(x.shape)
-    return x
-
-
-def _fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if mode.sums_in_fp64 and name in TABLES[mode.tables].lower_precision:
-        return _sum_in_fp64(mode, torch.float32, func, args, kwargs)
-    if kwargs.get("out") is not None:
-        return mode.call_unlisted(func, args, kwargs)
-    cast = mode.cast
-    args = [cast(arg, torch.float32) for arg in args]
-    if kwargs:
-        kwargs = {key: cast(arg, torch.float32) for key, arg in kwargs.items()}
-    return func(*args, **kwargs)
-
-
-def _fp32_output(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    while args and args[-1] is None:  # `softmax(x, -1, None)`: a dtype of None, by position
-        args = args[:-1]
-    names_dtype = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
-    first = args[0] if args else kwargs.get("input")
-    if names_dtype or kwargs.get("out") is not None or getattr(first, "dtype", None) not in _CASTABLE:
-        return mode.call_unlisted(func, args, kwargs)
-    return mode.call_unlisted(func, args, {**kwargs, "dtype": torch.float32})
-
-
-def _has_fp32(values: Iterable[Any]) -> bool:
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.dtype is torch.float32:
-                return True
-        elif isinstance(value, (list, tuple)) and _has_fp32(value):
-            return True
-    return False
-
-
-def _widest(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if kwargs.get("out") is not None:
-        return mode.call_unlisted(func, args, kwargs)
-    widest = torch.float32 if _has_fp32((*args, *kwargs.values())) else mode.dtype
-    args = [mode.cast(arg, widest) for arg in args]
-    return func(*args, **{key: mode.cast(arg, widest) for key, arg in kwargs.items()})
-
-
-def _banned(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    raise RuntimeError(TABLES[mode.tables].banned[name])
-
-
-_HANDLERS: dict[CastRule, Callable[..., Any]] = {
-    CastRule.LOWER_PRECISION: lower_precision,
-    CastRule.FP32: _fp32,
-    CastRule.FP32_OUTPUT: _fp32_output,
-    CastRule.FP32_NORM: _fp32,
-    CastRule.WIDEST: _widest,
-    CastRule.BANNED: _banned,
-    CastRule.DECOMPOSED: _decompose,
-}
-
-
-def _plan(ops: Mapping[Callable[..., Any], tuple[CastRule, str] | None]) -> dict[Callable[..., Any], PlannedCall]:
-    """What to do with each call; an entry of None in ``ops`` takes a call out of the tables."""
-    return {func: PlannedCall(*entry, _HANDLERS[entry[0]]) for func, entry in ops.items() if entry is not None}
-
-
-# Made once, at import: torch.compile reads a constant dictionary, but not a cached function.
-_COMPOSITE_PLAN = {func: PlannedCall(_COMPOSITE, func.__name__, _banned) for func in COMPOSITES}
-PLANS = {name: {**_COMPOSITE_PLAN, **_plan(ops)} for name, ops in OPS.items()}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +15,40 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.rules import SCALABLE, ModuleRule
+from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 if TYPE_CHECKING:
     from hf_mp.casting.mode import autocast
 
 
-def put_on(module: nn.Module, rule: ModuleRule, outer: autocast) -> list[RemovableHandle]:
+class InForce(NamedTuple):
+    """A rule that holds for a module while an autocast is entered."""
+
+    module: nn.Module
+    enter: Callable[[nn.Module, Any, Any], Any]  # before it runs; gives its arguments, or None
+    leave: Callable[[nn.Module, Any, Any], None]
+    handles: list[RemovableHandle]
+
+
+def put_on(module: nn.Module, rule: ModuleRule, outer: autocast) -> InForce:
     """Have ``module`` follow ``rule`` inside ``outer``, until the handles are removed."""
     return _make_island(module, rule.dtype, outer) if not rule.functions else _watch_op(module, rule, outer)
+
+
+def ruled(module: nn.Module, forward: Callable[..., Any], in_force: Iterable[InForce]) -> Callable[..., Any]:
+    """``forward`` of a module that was called before its rules were put on, to run under them."""
+    own = [rule for rule in in_force if rule.module is module]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for rule in own:
+            args, kwargs = rule.enter(module, args, kwargs) or (args, kwargs)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for rule in reversed(own):
+                rule.leave(module, args, None)
+
+    return run if own else forward
 
 
 def _hooked(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> list[RemovableHandle]:
@@ -32,7 +59,7 @@ def _hooked(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., A
     ]
 
 
-def _make_island(module: nn.Module, dtype: torch.dtype | None, outer: autocast) -> list[RemovableHandle]:
+def _make_island(module: nn.Module, dtype: torch.dtype | None, outer: autocast) -> InForce:
     """Run ``module`` in ``dtype`` inside ``outer``, whose rules hold no more; for FP32, floating inputs are cast up."""
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -48,7 +75,7 @@ def _make_island(module: nn.Module, dtype: torch.dtype | None, outer: autocast) 
         if island is not None and island.module is module:
             island.__exit__(None, None, None)
 
-    return _hooked(module, enter, leave)
+    return InForce(module, enter, leave, _hooked(module, enter, leave))
 
 
 class _OpsOfModule(TorchFunctionMode):
@@ -57,7 +84,7 @@ class _OpsOfModule(TorchFunctionMode):
     def __init__(self, outer: autocast, rule: ModuleRule) -> None:
         super().__init__()
         self.outer, self._functions = outer, rule.functions
-        self._make = _in_fp32 if rule.dtype is not None else functools.partial(_divided, rule.op, rule.divisor)
+        self._make = _in_fp32 if rule.dtype is not None else functools.partial(_divided, rule)
         self.inside = _Depth()
 
     def __torch_function__(
@@ -76,8 +103,12 @@ class _Depth(threading.local):
 
 
 def _in_fp32(outer: autocast, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    args = [outer.cast(arg, torch.float32) for arg in args]
-    kwargs = {key: outer.cast(arg, torch.float32) for key, arg in kwargs.items()}
+    def wide(arg: Any) -> Any:
+        is_dtype = isinstance(arg, torch.dtype)  # that of `x.to(y.dtype)`
+        return torch.float32 if is_dtype and arg in LOWER_PRECISION_DTYPES else outer.cast(arg, torch.float32)
+
+    args = list(map(wide, args))
+    kwargs = {key: wide(arg) for key, arg in kwargs.items()}
     with outer.island():
         return func(*args, **kwargs)
 
@@ -95,28 +126,38 @@ class _Times(torch.autograd.Function):
         return gradient if ctx.gradient_factor == 1.0 else gradient * ctx.gradient_factor, None, None
 
 
-def _divided(
-    op: str, divisor: int, outer: autocast, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
-) -> Any:
-    """The product in 16 bits of an input that is small enough, with the exponents of FP32 given back.
+def _divided(rule: ModuleRule, outer: autocast, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """The product in 16 bits of factors that are small enough, with the exponents of FP32 given back.
 
-    A power of two changes no mantissa, and a product is linear in its input and bias: the result is that of 16 bits
-    with a wider exponent, but for what falls below the smallest number of FP16. Gradients are those of the product
-    itself; the weight's, which is as large as the input, gets the divisor back in FP32.
+    A power of two changes no mantissa, and a product is linear in each factor: the result is that of 16 bits with a
+    wider exponent, but for what falls below the smallest number of FP16. So it is in the backward, of a gradient that
+    is divided: the gradient of a factor, as large as the others, gets back in FP32 by what these were divided.
     """
-    places = SCALABLE[op]
+    product, by = SCALABLE[rule.op], rule.divisors
+    if rule.op == "einsum":  # its operands may come in a list
+        args = [args[0], *(args[1] if isinstance(args[1], (list, tuple)) else args[1:])]
+    added = product.added or ()
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    divisors = {
+        place: float(by.input if place in product.input else by.weight)
+        for place, arg in given.items()
+        if isinstance(arg, Tensor) and place not in added
+    }
+    total = math.prod(divisors.values())
+    divisors.update({place: total for place in added if isinstance(given.get(place), Tensor)})
 
-    def divided(arg: Any, is_divided: bool) -> Any:
-        if not isinstance(arg, Tensor):
-            return arg
-        return _Times.apply(arg, 1.0 / divisor, 1.0) if is_divided else _Times.apply(arg, 1.0, float(divisor))
+    def divided(place: int | str) -> Any:
+        if place not in divisors:
+            return given[place]
+        # Of a gradient that was divided, 16 bits do not hold what it is multiplied to.
+        factor = outer.cast(given[place], torch.float32) if by.gradient > 1 else given[place]
+        return _Times.apply(factor, 1.0 / divisors[place], total / divisors[place] * by.gradient)
 
-    args = [divided(arg, place in places) for place, arg in enumerate(args)]
-    kwargs = {name: divided(arg, name in places.values()) for name, arg in kwargs.items()}
-    return _Times.apply(func(*args, **kwargs).to(torch.float32), float(divisor), 1.0)
+    result = func(*map(divided, range(len(args))), **{name: divided(name) for name in kwargs})
+    return _Times.apply(result.to(torch.float32), total, 1.0 / by.gradient)
 
 
-def _watch_op(module: nn.Module, rule: ModuleRule, outer: autocast) -> list[RemovableHandle]:
+def _watch_op(module: nn.Module, rule: ModuleRule, outer: autocast) -> InForce:
     """Have the calls of one op that ``module`` makes itself go by ``rule``; not those of modules inside it."""
     mode = _OpsOfModule(outer, rule)
     entered = _Depth()  # how often this thread runs the module
@@ -140,7 +181,7 @@ def _watch_op(module: nn.Module, rule: ModuleRule, outer: autocast) -> list[Remo
     handles = _hooked(module, enter, leave)
     for child in _called_children(module):
         handles += _hooked(child, enter_child, leave_child)
-    return handles
+    return InForce(module, enter, leave, handles)
 
 
 def _called_children(module: nn.Module) -> Iterator[nn.Module]:

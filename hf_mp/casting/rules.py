@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -28,14 +29,53 @@ OpRules = dict[Callable[..., Any], tuple[CastRule, str] | None]  # of every spel
 
 MODULE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-# Products with weights, and their factors that a number has to go through: input and bias, by position and by name.
-SCALABLE: dict[str, dict[int, str]] = {
-    "linear": {0: "input", 2: "bias"},
-    "addmm": {0: "input", 1: "mat1"},
-    **{f"conv{n}d": {0: "input", 2: "bias"} for n in (1, 2, 3)},
-    **{f"conv_transpose{n}d": {0: "input", 2: "bias"} for n in (1, 2, 3)},
+
+class Product(NamedTuple):
+    """What a product multiplies and adds, by position and by name."""
+
+    input: tuple[int, str]
+    added: tuple[int, str] | None = None  # all other tensors are factors, too
+
+
+# Products with weights, whose input is what a model computes.
+WITH_WEIGHTS: dict[str, Product] = {
+    "linear": Product((0, "input"), (2, "bias")),
+    "addmm": Product((1, "mat1"), (0, "input")),
+    **{f"conv{n}d": Product((0, "input"), (2, "bias")) for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": Product((0, "input"), (2, "bias")) for n in (1, 2, 3)},
+}
+# All products whose factors can be divided.
+SCALABLE: dict[str, Product] = {
+    **WITH_WEIGHTS,
+    **{op: Product((0, "input")) for op in ("matmul", "mm", "bmm")},
+    "baddbmm": Product((1, "batch1"), (0, "input")),
+    "einsum": Product((1, "")),
 }
 MOST_SCALED = 2**16
+
+
+class Divisors(NamedTuple):
+    """By which powers of two a product divides; as a rule ``"scaled/N"``, ``"scaled/N/M"`` or ``"scaled/N/M/W"``."""
+
+    input: int = 1
+    gradient: int = 1  # that its backward is given
+    weight: int = 1  # every other factor
+
+    @classmethod
+    def parse(cls, rule: Any) -> Divisors | None:
+        """Those of a rule; None for another one."""
+        prefix, *numbers = str(rule).split("/")
+        if prefix != "scaled" or len(numbers) not in (1, 2, 3) or not all(number.isdecimal() for number in numbers):
+            return None
+        found = cls(*map(int, numbers))
+        is_known = all(1 <= divisor <= MOST_SCALED and not divisor & (divisor - 1) for divisor in found)
+        return found if is_known and max(found) > 1 else None
+
+    def __str__(self) -> str:
+        numbers = [*self]
+        while len(numbers) > 1 and numbers[-1] == 1:
+            numbers.pop()
+        return "/".join(["scaled", *map(str, numbers)])
 
 
 class ModuleRule(NamedTuple):
@@ -45,8 +85,8 @@ class ModuleRule(NamedTuple):
     pattern: str  # of modules' names
     functions: frozenset[Callable[..., Any]]  # every spelling of the op; none for a rule about all of a module
     op: str
-    dtype: torch.dtype | None  # None: 16 bits, with input and bias divided
-    divisor: int
+    dtype: torch.dtype | None  # None: 16 bits, of divided numbers
+    divisors: Divisors = Divisors()
 
 
 def parse_rules(rules: Rules | None, tables: OpTables) -> tuple[OpRules, tuple[ModuleRule, ...]]:
@@ -57,8 +97,9 @@ def parse_rules(rules: Rules | None, tables: OpTables) -> tuple[OpRules, tuple[M
             whose every spelling is meant, module name patterns as ``fnmatch`` reads them (``"lm_head"``,
             ``"*.mlp.*"``), or an op that such modules call themselves, by its name in torch (``"*.mlp:mul"``). Values
             are ``"fp32"``; for modules also ``"bf16"``; for ops ``"lower_precision"``, ``"widest"``, ``"unlisted"``;
-            for a product with a weight (:data:`SCALABLE`) in modules also ``"scaled/N"`` with a power of two: the
-            product in 16 bits of input and bias divided by N, times N in FP32.
+            for a product (:data:`SCALABLE`) in modules also ``"scaled/N"`` with a power of two: the product in 16 bits
+            of input and bias divided by N, times N in FP32. ``"scaled/N/M"``: its backward, too, in 16 bits, of a
+            gradient divided by M; ``"scaled/N/M/W"``: of a weight, or other factors, divided by W.
         tables: the tables that the rules change.
 
     Returns:
@@ -88,21 +129,20 @@ def _parse_module_rule(key: str, value: Any) -> ModuleRule:
     if not (colon and op.isidentifier()):
         if not isinstance(value, str) or value not in MODULE_DTYPES:
             raise ValueError(f"rule {key!r}: {value!r} is not known for modules: use 'fp32' or 'bf16'")
-        return ModuleRule(key, key, frozenset(), "", MODULE_DTYPES[value], 1)
+        return ModuleRule(key, key, frozenset(), "", MODULE_DTYPES[value])
     if not (functions := functions_called(op)):
         raise ValueError(f"rule {key!r}: torch has no op {op!r}: use a name such as 'linear', 'matmul' or 'mul'")
     if value == "fp32":
-        return ModuleRule(key, pattern, functions, op, torch.float32, 1)
-    prefix, _, number = str(value).partition("/")
-    divisor = int(number) if prefix == "scaled" and number.isdecimal() else 0
-    if divisor < 2 or divisor > MOST_SCALED or divisor & (divisor - 1):
+        return ModuleRule(key, pattern, functions, op, torch.float32)
+    divisors = Divisors.parse(value)
+    if divisors is None:
         raise ValueError(
-            f"rule {key!r}: {value!r} is not known for an op of a module: use 'fp32', or 'scaled/16' with a power of "
-            f"two up to {MOST_SCALED}"
+            f"rule {key!r}: {value!r} is not known for an op of a module: use 'fp32', or 'scaled/16' (its input), "
+            f"'scaled/1/16' (its gradient), 'scaled/1/1/16' (its weight), with a power of two up to {MOST_SCALED}"
         )
     if op not in SCALABLE:
         raise ValueError(f"rule {key!r}: {op!r} cannot be scaled, only {', '.join(SCALABLE)} can: use 'fp32'")
-    return ModuleRule(key, pattern, functions, op, None, divisor)
+    return ModuleRule(key, pattern, functions, op, None, divisors)
 
 
 def _spellings_of(key: Any, tables: OpTables) -> tuple[str, list[Callable[..., Any]]]:
@@ -123,13 +163,19 @@ def _spellings_of(key: Any, tables: OpTables) -> tuple[str, list[Callable[..., A
     return op_name(key), [key, *spellings(key.__name__)]
 
 
+def nearest_modules(pattern: str, names: Iterable[str], *, most: int = 1) -> list[str]:
+    """The names of modules that are most like ``pattern``, the nearest first."""
+    return difflib.get_close_matches(pattern.replace("*", ""), list(filter(None, names)), n=most, cutoff=0.0)
+
+
 def match_modules(rules: Iterable[ModuleRule], model: nn.Module) -> list[tuple[nn.Module, ModuleRule]]:
     """The modules of ``model`` that the rules are for, outermost first; a ValueError for rules that fit none."""
     named = dict(model.named_modules())
-    lost = [rule.key for rule in rules if not fnmatch.filter(named, rule.pattern)]
+    lost = [rule for rule in rules if not fnmatch.filter(named, rule.pattern)]
     if lost:
-        some = ", ".join(list(named)[1:9])
-        names = ", ".join(map(repr, lost[:5])) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
+        names = ", ".join(repr(rule.key) for rule in lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
         what = f"rule {names} matches" if len(lost) == 1 else f"rules {names} match"
-        raise ValueError(f"{what} no module of {type(model).__name__}: it has {some}, ...")
+        near = dict.fromkeys(name for rule in lost[:5] for name in nearest_modules(rule.pattern, named))
+        close = f"; close to it are {', '.join(map(repr, near))}" if near else ""
+        raise ValueError(f"{what} no module of {type(model).__name__}{close}")
     return [(m, rule) for name, m in named.items() for rule in rules if fnmatch.fnmatchcase(name, rule.pattern)]

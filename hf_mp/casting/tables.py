@@ -70,8 +70,13 @@ _BANNED_BINARY_CROSS_ENTROPY = (
     "the sigmoid, which is safe, or compute this loss inside `with autocast(enabled=False):` on FP32 tensors"
 )
 
+# Products that no autocast of torch names (https://github.com/pytorch/pytorch/issues/174763): stacked experts run in
+# FP32 there.
+BEYOND_TORCH = _names("_grouped_mm")
+
 CUDA_TABLES = OpTables(
-    lower_precision=_names("""
+    lower_precision=BEYOND_TORCH
+    | _names("""
         conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
         cudnn_convolution cudnn_convolution_transpose
         prelu addmm addmv addr matmul mm mv linear bmm addbmm baddbmm chain_matmul einsum
@@ -104,7 +109,8 @@ CUDA_TABLES = OpTables(
 )
 
 CPU_TABLES = OpTables(
-    lower_precision=_names("""
+    lower_precision=BEYOND_TORCH
+    | _names("""
         conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d _convolution
         prelu addmm _addmm_activation matmul mm linear bmm addbmm baddbmm linalg.vecdot rnn_tanh rnn_relu
         scaled_dot_product_attention _native_multi_head_attention

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,8 +27,12 @@ class Crossings(Protocol):
     def scale(self, device: torch.device) -> Tensor | None:
         """S, FP32 of shape (1,); None where nothing is scaled."""
 
-    def inverse(self, device: torch.device, node: Any, index: int) -> Tensor | None:
-        """1/S, FP32 of shape (1,), for what ``node`` hands on by its input ``index``; None where it is not scaled."""
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether to ask :meth:`take`."""
+
+    def inverse(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
+        """1/S, FP32 of shape (1,), for what ``node`` hands on by its inputs ``places``; None where it is not scaled."""
 
     def entered(self, node: Any, gradient: Tensor) -> None:
         """A gradient goes in through the autograd node ``node``, before anything of the model's backward runs."""
@@ -90,10 +94,12 @@ class _InwardBorders(Function):
         ctx.set_materialize_grads(False)
         ctx.crossings, ctx.outside = crossings, outside
         copied = [index for index, copy in enumerate(copies) if copy is not None]
-        ctx.leads_to = [*range(len(outside) if with_aliases else 0), *copied]  # for each result, its place in `outside`
+        ctx.first_copy = len(outside) if with_aliases else 0
+        ctx.leads_to = [*range(ctx.first_copy), *copied]  # for each result, its place in `outside`
         # Views cannot be written to in place: copies must not be, activations that come in may.
-        aliases = [tensor.detach() for tensor in outside] if with_aliases else []
-        return *aliases, *[copy.view_as(copy) for copy in copies if copy is not None]
+        with torch._C.DisableTorchFunctionSubclass():  # plain tensors, whatever reads of a weight outside give
+            aliases = [tensor.detach() for tensor in outside] if with_aliases else []
+            return *aliases, *[copy.view_as(copy) for copy in copies if copy is not None]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -101,17 +107,18 @@ class _InwardBorders(Function):
         for index, gradient in zip(ctx.leads_to, gradients, strict=True):
             if gradient is not None:
                 uses[index].append(gradient)
-        return None, None, None, *_leave(ctx, uses)
+        with torch._C.DisableTorchFunctionSubclass():  # weights are only looked at
+            return None, None, None, *_leave(ctx, uses)
 
 
 def _leave(ctx: Any, uses: list[list[Tensor]]) -> list[Tensor | None]:
     """The gradients of tensors outside from those of their uses inside: each times 1/S in FP32, then summed."""
     crossings, outside = ctx.crossings, ctx.outside
     found: list[Tensor | None] = [None] * len(outside)
-    leaving = [i for i, gradients in enumerate(uses) if gradients and not crossings.take(outside[i], gradients, ctx, i)]
-    # It is the same for all, but told of each is one that leaves unscaled.
-    told = (inverse for i in leaving if (inverse := crossings.inverse(outside[i].device, ctx, i)) is not None)
-    factor = next(told, None)
+    leaving = [i for i, gradients in enumerate(uses) if gradients]
+    if crossings.takes_gradients:
+        leaving = [i for i in leaving if not crossings.take(outside[i], uses[i], ctx, i)]
+    factor = crossings.inverse(outside[leaving[0]].device, ctx, leaving) if leaving else None
     unscaled = iter(_multiply_all([gradient for i in leaving for gradient in uses[i]], factor, crossings))
     is_ours = factor is not None and not torch.is_grad_enabled()  # products are nobody else's
     for i in leaving:
@@ -179,6 +186,25 @@ def inward_borders(
     of_copies = iter(inside[len(outside) if with_aliases else 0 :])
     aliases = list(inside[: len(outside)] if with_aliases else outside)
     return aliases, [None if copy is None else next(of_copies) for copy in copies]
+
+
+class Behind(NamedTuple):
+    """What lies outside of an inward border."""
+
+    outside: Tensor
+    crossings: Crossings
+
+
+def behind_border(copy: Tensor) -> Behind | None:
+    """What ``copy`` is a working copy of, if an inward border made it.
+
+    An op that writes the gradient of ``outside`` itself, times the inverse of S, needs no 16-bit gradient.
+    """
+    node: Any = copy.grad_fn
+    if getattr(type(node), "_forward_cls", None) is not _InwardBorders:
+        return None
+    place = node.leads_to[copy.output_nr]
+    return Behind(node.outside[place], node.crossings) if copy.output_nr >= node.first_copy else None
 
 
 class _OutputBorder(Function):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hf_mp.casting.active import state as autocasts
 from hf_mp.casting.deferred_output import DeferredOutput, can_be_deferred, may_stay_unread
 from hf_mp.casting.nested import apply_to_tensors
+from hf_mp.casting.positions import with_positions
 from hf_mp.casting.replacements.base import ReplacedForward
 from hf_mp.casting.uncompiled import outside_of_graphs
 from hf_mp.scaling.borders import output_border
@@ -26,23 +27,22 @@ class AttachedForward(ReplacedForward):
     def __init__(self, runtime: MixedPrecision, module: nn.Module) -> None:
         super().__init__(module)
         self.runtime = runtime
-        functools.update_wrapper(self, self.original)
+        functools.update_wrapper(self, self.original, updated=())  # not the attributes of an attached forward below
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Inside another attached forward this one is a part of it, also of its graph, and the borders are the outer's.
-        if any([isinstance(mode, Region) for mode in autocasts.active]):
-            return self.original(*args, **kwargs)
-        return self._run(args, kwargs)
+        is_inside = any([isinstance(mode, Region) for mode in autocasts.active])
+        return self.original(*args, **with_positions(self, args, kwargs)) if is_inside else self._run(args, kwargs)
 
     # torch.compile leaves this frame alone and compiles the model's own forward, in the region, as one graph.
     @outside_of_graphs
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Detached: a library that put its own forward over this calls it. No model: this was part of one that is gone.
-        if self.runtime.is_detached or self.runtime.model is None:
+        # Detached: a library that put its own forward over this calls it. Or this was part of a model that is gone.
+        if self.runtime.model is None:
             return self.original(*args, **kwargs)
         passage = _Passage(self, args, kwargs)
         try:
-            outputs = self.original(*passage.args, **passage.kwargs)
+            outputs = passage.forward(*passage.args, **with_positions(self, passage.args, passage.kwargs))
         finally:
             passage.leave()
         return passage.bring_out(outputs)
@@ -58,24 +58,27 @@ class _Passage:
     def __init__(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._runtime = runtime = forward.runtime
         self._weights = weights = runtime.begin_forward()
-        if weights is not None:
+        self._takers: list[Any] = []
+        if weights is not None and weights.has_grad:
             self._takers = [take for one in runtime.observers if (take := one.forward(forward, args, kwargs))]
             args, kwargs = apply_to_tensors(weights.bring_in_argument, (args, kwargs))
         self.args, self.kwargs = args, kwargs
         self._inside = runtime.region.running(weights)
         self._inside.__enter__()
+        self.forward = autocasts.active[-1].ruled(forward.module(), forward.original)
 
     @torch.compiler.disable
     def leave(self) -> None:
         """The model's own forward has ended, also by an exception."""
         self._inside.__exit__(None, None, None)
         if self._weights is not None:
-            self._runtime.region.note_made(self._weights)
+            self._runtime.region.ended(self._weights)
 
     @torch.compiler.disable
     def bring_out(self, outputs: Any) -> Any:
         """The outputs, each through its border."""
-        if (weights := self._weights) is None:
+        weights = self._weights
+        if weights is None or not weights.has_grad:
             return apply_to_tensors(lambda output: output_border(output, None), outputs, objects=True)
         may_defer = may_stay_unread(outputs)
 

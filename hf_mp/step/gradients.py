@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite
 from hf_mp.scaling.rules import StepReport
-from hf_mp.weights.attachable import UNKNOWN_OPTIMIZER
+from hf_mp.weights.attachable import REPAIRED, UNKNOWN_OPTIMIZER
 from hf_mp.weights.distributed import local_parts
 from hf_mp.weights.open_backwards import OpenBackwards
 from hf_mp.weights.seen_gradients import SeenGradients, Verdict, found_inf_of, versions_of
@@ -61,19 +61,17 @@ class GradientCheck(SeenGradients):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = self.gradients(parameters)
         seen = self._largest
-        # In a plain loop, gradients may be written so that no version counter rises (`.data`, NumPy).
-        holds = seen is not None and self.measures_norm and self.hold(gradients)
-        numbers = [*([] if seen is None else [seen]), *([] if holds else [self.bound(parameters, gradients)])]
-        values = torch.stack([number.to(numbers[0].device) for number in numbers])
+        decisive, is_exact = self.decisive(parameters, gradients, before_clipping=self.is_scaled)
+        values = torch.stack([decisive] if seen is None else [seen.to(decisive.device), decisive])
 
         def report() -> StepReport:
             known = values.tolist()
             measured, bound = None if seen is None else known[0], known[-1]
-            overflow = not bound < SQUARES_BELOW and (holds or not all_finite(local_parts(gradients), SQUARES_BELOW))
-            # Clipping by value, or a repair by hand, may have hidden what the backward gave.
-            overflow = overflow or (measured is not None and not math.isfinite(measured))
+            overflow = not bound < SQUARES_BELOW and (is_exact or not all_finite(local_parts(gradients), SQUARES_BELOW))
+            if is_repaired := measured is not None and not overflow and not math.isfinite(measured):
+                self.warn_once(REPAIRED)
             # Without loss scaling there is no headroom to tell of.
-            largest = measured if self.is_scaled and not overflow else None
+            largest = None if overflow or is_repaired or not self.is_scaled else measured
             return self._ranks.agree(StepReport(overflow, largest), parameters)
 
-        return Verdict(report, found_inf_of(numbers, SQUARES_BELOW))
+        return Verdict(report, found_inf_of(decisive, SQUARES_BELOW))

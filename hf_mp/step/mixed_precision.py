@@ -24,15 +24,16 @@ from hf_mp.step.forward import AttachedForward
 from hf_mp.step.gradients import GradientCheck, Verdict
 from hf_mp.step.update import StepGuard
 from hf_mp.weights.accelerated import as_accelerated
-from hf_mp.weights.attachable import NO_BORDER, check_attachable, check_layout, check_optimizer
+from hf_mp.weights.attachable import NO_BORDER, RUNTIMES, check_attachable, check_layout, check_optimizer
 from hf_mp.weights.distributed import Ranks, ddp_of
 from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.layout import WeightLayout, make_layout, too_large
 from hf_mp.weights.noted_norms import NORM_PATCHES
 from hf_mp.weights.optimizer_in_backward import FreeGradients, OptimizerInBackward, check_free_gradients
+from hf_mp.weights.outside_reads import stores_16_bits
 from hf_mp.weights.reading_region import cache_patches, make_region
 from hf_mp.weights.region import Region
-from hf_mp.weights.working_weights import GROUP_ELEMENTS, WorkingWeights
+from hf_mp.weights.slots import GROUP_ELEMENTS, Slots
 
 
 class MixedPrecision:
@@ -79,7 +80,7 @@ class MixedPrecision:
         self.check = GradientCheck(self._backward_ended, self.layout, self.ranks, self._trained_parameters)
         self._tables, self.rules, self.remedies = tables, rules or {}, dict[str, str]()
         self.region = self._make_region(None)
-        self.step_was_skipped = self.is_detached = False
+        self.step_was_skipped = self.is_of_session = False  # a Trainer's, whose next session takes the model over
         self.stats = PrecisionStats.before_first_step(self.scaler.get_scale())
         self._model: weakref.ref[nn.Module] | None = None
         self._patches: Callable[[], Any] = lambda: None
@@ -87,6 +88,7 @@ class MixedPrecision:
         updates = [OptimizerInBackward(max_grad_norm, self._backward_ended)] if free_gradients == "backward" else []
         self.in_backward, self.observers = next(iter(updates), None), list[StepObserver](updates)
         self.observers += overflow_observers(on_overflow, self)
+        RUNTIMES.add(self)
 
     @property
     def model(self) -> nn.Module | None:
@@ -118,7 +120,7 @@ class MixedPrecision:
         return model
 
     def _take_model(self, model: nn.Module) -> None:
-        self._model, self.is_detached = weakref.ref(model), False
+        self._model = weakref.ref(model)
         self.region, self.check.is_scaled = self._make_region(model), self.scaler.is_scaling
         self._patches = weakref.finalize(model, acquire(PATCHES, NORM_PATCHES, *cache_patches()))
 
@@ -173,8 +175,9 @@ class MixedPrecision:
         return optimizer
 
     @torch.compiler.disable
-    def begin_forward(self) -> WorkingWeights | None:
-        """The weights of a forward that is about to run, which FP32 masters are made for; None without grad."""
+    @stores_16_bits
+    def begin_forward(self) -> Slots | None:
+        """The weights of a forward that is about to run, which FP32 masters are made for; None in a transform."""
         if (model := self.model) is None:
             return None
         if not isinstance(self._patches, weakref.finalize):
@@ -183,17 +186,21 @@ class MixedPrecision:
         self._use_layout_for(model.parameters())
         if (parameter := next(model.parameters(), None)) is not None:
             self.scaler.scale_tensors(parameter.device)
-        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        if torch._C._are_functorch_transforms_active():
             return None
-        self.check.runs.forget_failed()
-        self.layout.prepare(model)
-        return self.weights_for(model, self)
+        if has_grad := torch.is_grad_enabled():
+            self.check.runs.forget_failed()
+            self.layout.prepare(model)
+        return self.weights_for(model, self, has_grad=has_grad)
 
-    def weights_for(self, model: nn.Module, crossings: Crossings) -> WorkingWeights:
+    def weights_for(
+        self, model: nn.Module, crossings: Crossings, *, has_grad: bool = True, in_fp32: bool = False
+    ) -> Slots:
         """The weights of one forward of ``model``, whose borders ask ``crossings``."""
         # DDP takes a parameter for ready as soon as the border that it shares has run.
         elements = GROUP_ELEMENTS if self.in_backward is None and ddp_of(model) is None else 1
-        return WorkingWeights(self.layout, model, crossings, self.check.is_scaled, self.region.has_made, elements)
+        uses, has_made = None if in_fp32 else self.region.uses, self.region.has_made
+        return Slots(self.layout, model, crossings, has_grad, self.check.is_scaled, uses, has_made, elements)
 
     def _use_layout_for(self, parameters: Iterable[Tensor]) -> None:
         before, self.layout = self.layout, self.ranks.layout_for(parameters, self.layout, self.model)
@@ -210,10 +217,10 @@ class MixedPrecision:
     def scale(self, device: torch.device) -> Tensor | None:
         return self.scaler.scale_tensors(device).scale if self.check.is_scaled else None
 
-    def inverse(self, device: torch.device, node: Any, index: int) -> Tensor | None:
+    def inverse(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
         if self.check.is_scaled and self.check.runs:
             return self.scaler.scale_tensors(device).inverse
-        if self.check.is_scaled and accumulates(node, index):
+        if self.check.is_scaled and any(accumulates(node, place) for place in places):
             self.check.warn_once(NO_BORDER)
         return None
 
@@ -222,10 +229,14 @@ class MixedPrecision:
         for observer in self.observers:
             observer.backward_began(node, gradient)
 
+    @property
+    def takes_gradients(self) -> bool:
+        return self.layout.takes_gradients
+
     def take(self, weight: Tensor, gradients: Sequence[Tensor], node: Any, index: int) -> bool:
-        if not self.layout.takes_gradients or not accumulates(node, index):
+        if not accumulates(node, index):
             return False
-        return self.layout.take_gradient(weight, gradients, self.inverse(weight.device, node, index))
+        return self.layout.take_gradient(weight, gradients, self.inverse(weight.device, node, (index,)))
 
     def _backward_ended(self, largest: Tensor | None) -> None:
         for observer in self.observers:
@@ -270,7 +281,6 @@ class MixedPrecision:
         for observer in self.observers:
             observer.detached()
         self._patches()
-        self.is_detached = True
 
     def copy_for(self, memo: dict[int, Any]) -> MixedPrecision:
         """The runtime of a deep copy of the model: same policy and scale, own working copies, no optimizer."""
@@ -297,7 +307,7 @@ def prepare(
 ) -> tuple[nn.Module, Optimizer]:
     """Mixed precision for a plain loop: attach a policy to a model and its optimizer.
 
-    The loop stays as it is for FP32; ``optimizer.step_was_skipped`` tells when to hold an LR scheduler back.
+    The loop stays as for FP32; ``optimizer.step_was_skipped`` tells an LR scheduler; :func:`hf_mp.detach` ends it.
 
     Args:
         model, optimizer: any ``nn.Module``, one loaded in FP16/BF16 is given FP32 masters; one over its parameters.

@@ -29,6 +29,7 @@ from hf_mp.weights.distributed import (
 from hf_mp.weights.fused_adamw import step_whole
 from hf_mp.weights.model_walk import modules_of, parameters_of
 from hf_mp.weights.optimizer import MasterWeightOptimizer, clip_grad_norm_
+from hf_mp.weights.outside_reads import stores_16_bits
 from hf_mp.weights.split_layout import restore_parameters, save_masters, split_trainable_parameters
 from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, keep_scale_of_gradients
 from hf_mp.weights.transient_copies import TransientCopies
@@ -268,6 +269,7 @@ class SplitLayout(WeightLayout):
             weight.mark_used()
         return taken
 
+    @stores_16_bits
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
         parameters = list(parameters)
         for buckets in self._joined.values():
@@ -288,6 +290,7 @@ class SplitLayout(WeightLayout):
     def updated(self, optimizer: Optimizer) -> None:
         pass  # the update has written both halves
 
+    @stores_16_bits
     def scale_changes(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
         keep_scale_of_gradients(getattr(parameter, "local", parameter) for parameter in parameters())
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from hf_mp.casting.torch_patches import Patch, Patches, around
+from hf_mp.kernels.gradient_scan import largest_magnitude
+from hf_mp.weights.distributed import local_parts
 from hf_mp.weights.split_parameter import SplitParameter
 from hf_mp.weights.working_copies import WatchedParameter
 
@@ -53,6 +55,7 @@ class _Note:
 
 
 _last = [_Note()]  # only the last one: after another norm, a step reads its gradients again
+_clipped_by_value = [_Note()]  # the largest magnitude before, which may have been inf
 _in_clipping = [_Note()]  # the norm that clip_grad_norm_ is about to use
 
 
@@ -68,6 +71,12 @@ def take_noted(gradients: Sequence[Tensor]) -> Tensor | None:
     is_known = note.norm is not None and bool(gradients) and note.seen.holds(gradients)
     note.seen.forget(gradients)
     return note.norm if is_known else None
+
+
+def magnitude_before_clipping(gradients: Sequence[Tensor]) -> Tensor | None:
+    """The largest magnitude that ``clip_grad_value_`` met in ``gradients``, FP32 of shape (); None after a write."""
+    note = _clipped_by_value[0]
+    return note.norm if gradients and note.seen.holds(gradients) else None
 
 
 def multiplies_by_one(max_norm: float, norm: Tensor) -> bool:
@@ -109,11 +118,25 @@ def _clip(original: Any, parameters: Any, max_norm: float, total_norm: Tensor, *
         note_norm(Seen(gradients), total_norm)
 
 
+@around
+def _clip_value(original: Any, parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> Any:
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    found = [p.grad for p in parameters if type(p) in _ATTACHED and p.grad is not None]
+    largest = largest_magnitude(local_parts(found)) if found else None
+    original(parameters, clip_value, *args, **kwargs)
+    _clipped_by_value[0] = _Note(largest, Seen(found))
+
+
 _LOST = "gradients are read once more before an update"
 # As clip_grad_norm_ calls them, which may have been imported by name.
 NORM_PATCHES = Patches(
     (
         Patch(("torch.nn.utils.clip_grad:_get_total_norm",), _total_norm, _LOST),
         Patch(("torch.nn.utils.clip_grad:_clip_grads_with_norm_",), _clip, _LOST),
+        Patch(
+            ("torch.nn.utils.clip_grad:clip_grad_value_", "torch.nn.utils:clip_grad_value_"),
+            _clip_value,
+            "clip_grad_value_ hides an overflow from the step",
+        ),
     )
 )

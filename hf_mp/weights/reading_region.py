@@ -17,16 +17,16 @@ from torch.nn import functional as F
 from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.cpu.packed import PackedWeights
 from hf_mp.casting.cpu.upcast import runs_natively
-from hf_mp.casting.mode import PlannedCall, lower_precision
+from hf_mp.casting.handlers import PlannedCall, lower_precision
+from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import CastRule
 from hf_mp.casting.torch_patches import Patch, Patches, around
 from hf_mp.casting.uncompiled import uncompiled
 from hf_mp.weights.attachable import head_of
 from hf_mp.weights.layout import WeightLayout
-from hf_mp.weights.region import Region, RegionOfUses
-from hf_mp.weights.working_copies import WatchedParameter
-from hf_mp.weights.working_weights import WorkingWeights
+from hf_mp.weights.region import Region
+from hf_mp.weights.slots import Slots
 
 
 class ReadingRegion(Region):
@@ -45,7 +45,7 @@ class ReadingRegion(Region):
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self.lowers_attention = False
 
-    def running(self, weights: WorkingWeights | None) -> AbstractContextManager[None]:
+    def running(self, weights: Slots | None) -> AbstractContextManager[None]:
         self.lowers_attention = self._lowers_attention()
         return super().running(weights)
 
@@ -58,24 +58,18 @@ class ReadingRegion(Region):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        entry = self._plan.get(func)
+        entry, weights = self._plan.get(func), self._thread.weights
         if is_dynamo_compiling():
+            return super().__torch_function__(func, types, args, kwargs)
+        if entry is not None and weights is not None and torch.is_grad_enabled():
+            args, kwargs = apply_to_tensors(weights.bring_in, (args, dict(kwargs or {})))
+        if weights is not None and weights.is_learning:
             return super().__torch_function__(func, types, args, kwargs)
         if entry is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         if entry.rule is not _COMPOSITE and state.active[-1] is self:
             return entry.handler(self, entry.name, func, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
-
-    def convert(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        is_activation = type(tensor) is Tensor and not is_dynamo_compiling()
-        return tensor.to(dtype) if is_activation else super().convert(tensor, dtype)
-
-    def copy_of(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        is_kept = dtype is self.dtype and self.layout.keeps_copies and not torch.is_grad_enabled()
-        if is_kept and type(tensor) is WatchedParameter and tensor.dtype is torch.float32:
-            return self.layout.copies.get(tensor)
-        return super().copy_of(tensor, dtype)
 
     def release(self) -> None:
         """Let go of the packed forms."""
@@ -98,9 +92,8 @@ def make_region(
         if rules and rules.get(head, "fp32") != "fp32":
             raise ValueError(f"fp32_head=True contradicts rules={{{head!r}: {rules[head]!r}}}: leave out one of them")
         rules = {**(rules or {}), head: "fp32"}
-    kind = RegionOfUses if layout.takes_gradients else Region
     reading = ReadingRegion(layout, no_backward, model=model, rules=rules, **settings)
-    return kind(layout, no_backward, reading, model=model, rules=rules, **settings)
+    return Region(layout, no_backward, reading, model=model, rules=rules, **settings)
 
 
 _Plan = dict[Callable[..., Any], PlannedCall]
@@ -122,21 +115,26 @@ def _of_products(plan: _Plan, dtype: torch.dtype) -> _Plan:
 
 def _multiply(region: ReadingRegion, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A product, by the packed form of its weight where there is one."""
-    # A weight that is stored in 16 bits is left alone: a write to it through `.data` would not be seen.
-    if not kwargs and not is_dynamo_compiling() and region.layout.keeps_copies:
+    weights = region._thread.weights
+    if not kwargs and weights is not None and not is_dynamo_compiling():
         x, weight, bias = _READ[func](*args)
-        if type(weight) is WatchedParameter and weight.dtype is torch.float32 and isinstance(x, Tensor):
-            copies, dtype = region.layout.copies, region.dtype
-            x = x if x.dtype is dtype else region.cast(x, dtype)
-            if type(bias) is WatchedParameter and bias.dtype is torch.float32:
-                bias = copies.get(bias)
-            elif bias is not None:
-                bias = region.cast(bias, dtype)
-            copy = copies.get(weight)
-            product = region.packed.multiply(x, copy, bias, transposed=func is not F.linear)
+        # A weight that is stored in 16 bits is left alone: a write to it through `.data` would not be seen.
+        if weights.is_copy(weight) and isinstance(x, Tensor):
+            x, bias = region.cast(x, region.dtype), region.cast(bias, region.dtype)
+            product = region.packed.multiply(x, weight, bias, transposed=func is not F.linear)
             if product is not None:
                 return product
+            if func is F.linear:
+                args = (_in_rows(x), *args[1:])
     return lower_precision(region, name, func, args, kwargs)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """The last tokens of sequences as rows one after the other: of a slice, torch copies the weight once a sequence."""
+    is_last_token = x.layout is torch.strided and x.dim() == 3 and x.shape[1] == 1
+    if is_last_token and x.stride(0) != x.shape[2]:
+        return x.reshape(-1, x.shape[-1]).view(x.shape)
+    return x
 
 
 def _into_cache(region: ReadingRegion, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``Region``: autocast in an attached forward, which reads working copies and lets gradients out by borders alone."""
+"""``Region``: autocast in an attached forward, which lets gradients out by borders alone."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from hf_mp.casting.active import active_autocast
-from hf_mp.casting.cpu.products import Operand
-from hf_mp.casting.mode import PlannedCall, autocast
+from hf_mp.casting.active import active_autocast, state
+from hf_mp.casting.cpu.handlers import training_plan
+from hf_mp.casting.handlers import PlannedCall, widened
+from hf_mp.casting.mode import ALWAYS_HELD, autocast
 from hf_mp.casting.nested import apply_to_tensors
-from hf_mp.casting.tables import OPS, CastRule
+from hf_mp.casting.tables import CastRule
 from hf_mp.casting.uncompiled import uncompiled
 from hf_mp.weights.distributed import is_dtensor
-from hf_mp.weights.graph_inputs import lift_casts
 from hf_mp.weights.layout import WeightLayout
+from hf_mp.weights.outside_reads import OF_THE_TENSOR_ITSELF
+from hf_mp.weights.product_uses import ProductUses
 from hf_mp.weights.region_losses import planned_losses
+from hf_mp.weights.slots import Slots
 from hf_mp.weights.working_copies import WatchedParameter
-from hf_mp.weights.working_weights import WorkingWeights
 
 if TYPE_CHECKING:
     from hf_mp.weights.reading_region import ReadingRegion
@@ -38,14 +40,12 @@ class _Thread(threading.local):
     """What a region knows of one thread."""
 
     def __init__(self) -> None:
-        self.weights: WorkingWeights | None = None  # of the forward that runs, if it builds a graph
+        self.weights: Slots | None = None  # of the forward that runs, if it builds a graph
         self.made: list[tuple[int, float]] = []  # first and last of the autograd nodes of recent forwards
 
 
 class Region(autocast):
-    """Autocast in an attached forward: reads working copies, and lets no gradient out but through a border."""
-
-    takes_products = True
+    """Autocast in an attached forward: lets no gradient out but through a border."""
 
     def __init__(
         self,
@@ -55,37 +55,36 @@ class Region(autocast):
         **settings: Any,
     ) -> None:
         super().__init__(layout.policy.compute, **settings)
-        self.layout, self.sums_in_fp64 = layout, layout.policy.exact_generation
+        self.layout = layout
         self._no_backward, self._reading = no_backward, reading
         self._thread = _Thread()
-        self._plan = {**self._plan, **_OF_WEIGHTS, **planned_losses(self._plan)}
+        self._plan = {**training_plan(self._plan), **_OF_WEIGHTS, **planned_losses(self._plan)}
+        if layout.policy.exact_generation:
+            self.sum_in_fp64()
+        self.uses = ProductUses(self._lowers, self._ruled())
         self._shortcuts = _leaves(self._plan) | _norms(self, self._plan)
-        if self.sums_in_fp64:
-            self._check_sums()
 
-    def _check_sums(self) -> None:
-        summed = CastRule.LOWER_PRECISION, CastRule.FP32
-        for function, (rule, name) in OPS[self.tables].items():
-            planned = self._plan.get(function)
-            if rule is summed[0] and (planned is None or planned.rule not in summed):
-                raise ValueError(
-                    f"exact_generation=True sums {name} in FP64, and a rule has it run as it is called: leave that "
-                    "rule out, or make it 'fp32'"
-                )
+    def _lowers(self, op: Callable[..., Any]) -> bool:
+        return (entry := self._plan.get(op)) is not None and entry.rule is CastRule.LOWER_PRECISION
 
-    def running(self, weights: WorkingWeights | None) -> AbstractContextManager[None]:
-        """To run a forward in, with the weights that it uses; None without grad."""
+    def _ruled(self) -> Iterator[nn.Module]:
+        """The modules of whose weights a rule decides: of one about an op, those that make the call."""
+        for module, rule in self._ruled_modules:
+            yield from [module] if rule.functions else module.modules()
+
+    def running(self, weights: Slots | None) -> AbstractContextManager[None]:
+        """To run a forward in, with the weights that it uses; None for those that the model has."""
         if (reading := self._reading) is None:
             return self._running(weights)
-        if weights is not None:
+        if weights is not None and weights.has_grad:
             reading.release()
         elif self.observer is None and not torch.is_grad_enabled():
             reading.layout = self.layout
-            return reading.running(None)
+            return reading.running(weights)
         return self._running(weights)
 
     @contextmanager
-    def _running(self, weights: WorkingWeights | None) -> Iterator[None]:
+    def _running(self, weights: Slots | None) -> Iterator[None]:
         before, self._thread.weights = self._thread.weights, weights
         if weights is not None:
             weights.fill()
@@ -99,6 +98,7 @@ class Region(autocast):
 
     def add_rules(self, rules: Mapping[str, str], model: nn.Module | None) -> None:
         super().add_rules(rules, model)
+        self.uses = ProductUses(self._lowers, self._ruled())
         if self._reading is not None:
             self._reading.add_rules(rules, model)
 
@@ -116,8 +116,10 @@ class Region(autocast):
 
         return recompute
 
-    def note_made(self, weights: WorkingWeights) -> None:
+    def ended(self, weights: Slots) -> None:
         """Take in that a forward has ended, of which tensors may be kept for another one."""
+        if weights.is_learning:
+            weights.learn()
         self._thread.made.append((weights.first_node, torch.autograd._get_sequence_nr()))
         del self._thread.made[:-1000]
 
@@ -131,32 +133,42 @@ class Region(autocast):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in self._plan or self.observer is not None or is_dynamo_compiling():
+        # Every torch call of a model comes here, most of them in no table: one look-up decides.
+        if self.observer is not None or is_dynamo_compiling():
             return super().__torch_function__(func, types, args, kwargs)
-        # Most calls of a model are in no table, and go straight on.
-        weights = self._thread.weights
-        if weights is not None and weights.has_borders and func not in _OF_THE_TENSOR_ITSELF:
-            args, kwargs = _brought_in(weights, func, args, kwargs)
-        return func(*args, **kwargs) if kwargs else func(*args)
+        entry, weights = self._plan.get(func), self._thread.weights
+        if entry is not None and entry.rule not in ALWAYS_HELD and state.active[-1] is not self:
+            entry = self.in_island(entry)
+        if weights is not None and weights.is_asked:
+            args, kwargs = _brought_in(weights, entry, func, args, kwargs)
+        if entry is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return entry.handler(self, entry.name, func, args, kwargs or {})
 
     def apply(
         self, entry: PlannedCall | None, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         # In compiled code, what comes in from outside is the graph's input: see bring_in().
         weights = None if is_dynamo_compiling() else self._thread.weights
-        if weights is not None and weights.has_borders and func not in _OF_THE_TENSOR_ITSELF:
-            args, kwargs = _brought_in(weights, func, args, kwargs)
+        if weights is not None and weights.is_asked:
+            args, kwargs = _brought_in(weights, entry, func, args, kwargs)
         return super().apply(entry, func, args, kwargs)
+
+    def in_island(self, entry: PlannedCall) -> PlannedCall | None:
+        # Compiled code teaches nothing: a 16-bit weight may be met there by an FP32 activation.
+        return _IN_ISLAND if entry.rule is CastRule.LOWER_PRECISION else None
 
     def shortcut(self, func: Callable[..., Any], tensors: Sequence[Any]) -> Callable[..., Any] | None:
         if (found := self._shortcuts.get(func)) is None or self.observer is not None or not self.is_alone:
             return None
-        weights = self._thread.weights
-        if any([type(t) not in _PLAIN for t in tensors]) or (
-            weights is not None and weights.has_borders and weights.has_outside(tensors)
-        ):
+        if any([type(t) not in _PLAIN for t in tensors]) or self._must_see(tensors):
             return None
         return found
+
+    def _must_see(self, tensors: Sequence[Any]) -> bool:
+        """Whether one of ``tensors`` comes from outside, or it is not known yet what the model does with them."""
+        weights = self._thread.weights
+        return weights is not None and weights.is_asked and (weights.is_learning or weights.has_outside(tensors))
 
     def bring_in(self, tensor: Tensor) -> Tensor:
         weights = self._thread.weights
@@ -167,53 +179,7 @@ class Region(autocast):
             return False
         if not self.is_alone or any([is_dtensor(weight) for weight in weights]):
             return False
-        inside = self._thread.weights
-        return inside is None or not inside.has_borders or not inside.has_outside([activation, *weights])
-
-    def lift_casts(self, graph: Any, inputs: list[Any]) -> tuple[Any, list[int]]:
-        weights = self._thread.weights
-        if self.sums_in_fp64:
-            raise ValueError("exact_generation=True is for models that are not compiled: leave torch.compile out")
-
-        def has_copy(tensor: Tensor) -> bool:
-            outside = tensor if weights is None else weights.outside(tensor)
-            return self.layout.keeps_copies and self.layout.working_copy(outside) is not None
-
-        return lift_casts(graph, inputs, self.dtype, has_copy, weights is None or weights.has_borders)
-
-    def copy_of(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """The working copy of ``tensor``, which a compiled graph is given: through a border where there are borders."""
-        weights = self._thread.weights
-        if weights is None or weights.has_borders:
-            return self.convert(tensor, dtype)
-        copy = self.layout.working_copy(tensor)
-        return tensor.detach().to(dtype) if copy is None else copy
-
-    def convert(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        if dtype is not self.dtype or is_dynamo_compiling():
-            return tensor.to(dtype)
-        weights = self._thread.weights
-        if weights is None:  # without grad, or where no border is: under functorch
-            needs_graph = tensor.requires_grad and torch.is_grad_enabled()
-            copy = None if needs_graph else self.layout.working_copy(tensor)
-        else:
-            copy = weights.rounded(tensor)
-        return tensor.to(dtype) if copy is None else copy
-
-    def operand(self, tensor: Tensor) -> Operand:
-        weights = None if is_dynamo_compiling() else self._thread.weights
-        found = None if weights is None else weights.operand(tensor)
-        return super().operand(tensor) if found is None else found
-
-
-class RegionOfUses(Region):
-    """A region for weights that take their 16-bit gradients themselves: each use of one has a border of its own."""
-
-    def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        weights = None if is_dynamo_compiling() else self._thread.weights
-        if weights is not None and isinstance(value, Tensor):
-            value = weights.use(value)
-        return super().cast(value, dtype)
+        return not self._must_see([activation, *weights])
 
 
 _PLAIN = frozenset({type(None), Tensor, nn.Parameter, WatchedParameter})
@@ -235,8 +201,22 @@ def _call(entry: PlannedCall, region: Region, func: Callable[..., Any], *args: A
     return entry.handler(region, entry.name, func, args, kwargs)
 
 
-def _brought_in(weights: WorkingWeights, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of a call, those that come from outside through a border."""
+_IN_ISLAND = PlannedCall(CastRule.WIDEST, "", widened)
+_SELECTIONS = frozenset({Tensor.__getitem__, Tensor.transpose})
+_DECIDED_INSIDE = frozenset({CastRule.COMPOSITE, CastRule.DECOMPOSED})  # by the calls that such a call makes
+
+
+def _brought_in(
+    weights: Slots, entry: PlannedCall | None, func: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """The arguments of a call, those that come from outside through a border; and what the first forward teaches."""
+    if func in OF_THE_TENSOR_ITSELF and not (weights.is_learning and func is Tensor.detach):
+        return args, kwargs
+    if weights.is_learning and (entry is None or entry.rule not in _DECIDED_INSIDE):
+        by_product = entry is not None and entry.rule is CastRule.LOWER_PRECISION
+        args, kwargs = weights.as_used(args, kwargs or {}, by_product=by_product, by_selection=func in _SELECTIONS)
+    if not weights.has_borders:
+        return args, kwargs
     comes_in = weights.has_outside(args) or (kwargs and weights.has_outside(kwargs.values()))
     if comes_in and torch.is_grad_enabled() and not _is_below_autograd(func):
         return apply_to_tensors(weights.bring_in, (args, dict(kwargs or {})))
@@ -251,36 +231,13 @@ def _is_below_autograd(func: Callable[..., Any]) -> bool:
 def _write_or_read_data(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``weight.data``, of which the parameter outside must know."""
     weights = region._thread.weights
-    if weights is not None and (outside := weights.outside(args[0])) is not args[0]:
-        if len(args) == 1:
-            return func(outside)
-        func(outside, args[1])
-    return func(*args, **kwargs)
+    first, *others = [args[0]] if weights is None else weights.data_of(args[0])
+    for other in others:
+        func(other, *args[1:])
+    return func(first, *args[1:])
 
 
 _OF_WEIGHTS = {
     func: PlannedCall(CastRule.UNLISTED, "data", _write_or_read_data)
     for func in (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
 }
-
-
-def _of_the_tensor_itself() -> frozenset[Callable[..., Any]]:
-    """Calls that carry no gradient, or mean the tensor that they are given: properties, writers, hooks."""
-    names = """
-        register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad backward set_ share_memory_
-        size dim ndimension stride numel nelement element_size data_ptr storage untyped_storage storage_offset
-        is_contiguous is_floating_point is_complex is_shared is_pinned get_device type __len__ __hash__ __repr__
-        __format__ __deepcopy__ __reduce_ex__ __setstate__ __dir__ detach
-    """
-    calls = {getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name)}
-    carries_gradient = {"T", "mT", "H", "mH", "real", "imag"}
-    for name in dir(Tensor):
-        descriptor = getattr(Tensor, name)
-        if hasattr(descriptor, "__set__") and not callable(descriptor):
-            calls.add(descriptor.__set__)
-            if name not in carries_gradient:
-                calls.add(descriptor.__get__)
-    return frozenset(calls | {torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel})
-
-
-_OF_THE_TENSOR_ITSELF = _of_the_tensor_itself()

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from hf_mp.casting.cpu.upcast import must_be_plain
-from hf_mp.casting.mode import PlannedCall, autocast
+from hf_mp.casting.handlers import PlannedCall
+from hf_mp.casting.mode import autocast
 from hf_mp.casting.tables import CastRule
 from hf_mp.kernels.cross_entropy import FEW_ELEMENTS, cross_entropy
 from hf_mp.kernels.identity import is_ordinary

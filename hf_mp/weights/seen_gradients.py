@@ -14,7 +14,8 @@ from hf_mp.kernels.gradient_scan import magnitude_bound
 from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.distributed import Ranks, is_running, local_parts
 from hf_mp.weights.layout import WeightLayout, measure
-from hf_mp.weights.noted_norms import Seen, multiplies_by_one, take_noted
+from hf_mp.weights.noted_norms import Seen, magnitude_before_clipping, multiplies_by_one, take_noted
+from hf_mp.weights.outside_reads import stores_16_bits
 
 
 class Verdict(NamedTuple):
@@ -27,17 +28,16 @@ class Verdict(NamedTuple):
 _SKIP_BY_THEMSELVES = ("cuda",)  # devices on which a fused step takes found_inf, and the host would have to wait
 
 
-def found_inf_of(magnitudes: Sequence[Tensor], limit: float) -> Tensor | None:
-    """FP32 of shape (): 1 where the last of ``magnitudes`` reaches ``limit`` or the first is not finite, else 0.
+def found_inf_of(magnitude: Tensor, limit: float) -> Tensor | None:
+    """FP32 of shape (): 1 where ``magnitude``, of shape (), reaches ``limit`` or is NaN, else 0.
 
-    None where the host has to read them first, or loses nothing by it: off one CUDA device, and with several processes.
+    None where the host has to read it first, or loses nothing by it: off CUDA, and with several processes.
     """
-    device = magnitudes[0].device
-    if device.type not in _SKIP_BY_THEMSELVES or is_running() or any(one.device != device for one in magnitudes):
-        return None
-    return 1.0 - (magnitudes[-1] < limit).logical_and(magnitudes[0].isfinite()).float()
+    is_left_to_device = magnitude.device.type in _SKIP_BY_THEMSELVES and not is_running()
+    return 1.0 - (magnitude < limit).float() if is_left_to_device else None
 
 
+@stores_16_bits
 def versions_of(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
     """By identity the version counters of those that are trained."""
     return {id(parameter): parameter._version for parameter in parameters if parameter.requires_grad}
@@ -64,8 +64,9 @@ class SeenGradients:
         self._largest: Tensor | None = None  # of the unscaled gradients since the last step
         self._see(())
 
-    def _see(self, gradients: Iterable[Tensor], norm: Tensor | None = None) -> None:
+    def _see(self, gradients: Iterable[Tensor], norm: Tensor | None = None, largest: Tensor | None = None) -> None:
         self._seen, self._norm = Seen(gradients), norm
+        self._last_largest = largest  # at least the largest magnitude of what was seen
 
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """The gradients that ``parameters`` have, as backward left them."""
@@ -77,13 +78,26 @@ class SeenGradients:
             return None
         largest, norm = measure(found, with_norm=self.measures_norm)
         is_final = self._ranks.gradients_are_final(parameters)
-        self._see([gradient for gradient, _ in found] if is_final else (), norm)
+        self._see([gradient for gradient, _ in found] if is_final else (), norm, largest)
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
         return largest
 
     def hold(self, gradients: Sequence[Tensor]) -> bool:
         """Whether all ``gradients``, at least one, were measured and are unchanged."""
         return bool(gradients) and self._seen.holds(gradients)
+
+    def decisive(
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], *, before_clipping: bool
+    ) -> tuple[Tensor, bool]:
+        """The magnitude, FP32 of shape (), that tells whether ``gradients`` are finite, and whether it is exact.
+
+        What ``clip_grad_value_`` met counts where ``before_clipping``: it makes a small number of inf.
+        """
+        # In a plain loop, gradients may be written so that no version counter rises (`.data`, NumPy).
+        if self._last_largest is not None and self.measures_norm and self.hold(gradients):
+            return self._last_largest, True
+        clipped = magnitude_before_clipping(gradients) if before_clipping else None
+        return (self.bound(parameters, gradients), False) if clipped is None else (clipped, True)
 
     def bound(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> Tensor:
         """An upper bound of all magnitudes, FP32 of shape (): the norm that clipping computed, else read now."""
@@ -104,4 +118,4 @@ class SeenGradients:
             return
         clip_grads_with_norm_(parameters, max_norm, norm)
         # By inf or NaN, others have become 0 or NaN.
-        self._see(() if is_known and not norm.isfinite() else self.gradients(parameters))
+        self._see(() if is_known and not norm.isfinite() else self.gradients(parameters), largest=self._last_largest)

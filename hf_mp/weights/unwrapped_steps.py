@@ -42,7 +42,8 @@ def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
         if any([type(p) not in _ORDINARY and _lacks_master(p) for p in group["params"]]):
             raise RuntimeError(
                 f"this {type(optimizer).__name__} would round its updates to the 16 bits in which a lean layout stores "
-                "weights: step what attach_optimizer(optimizer) or prepare(model, optimizer, ...) returns, or detach()"
+                "weights: step what attach_optimizer(optimizer) or prepare(model, optimizer, ...) returns, or call "
+                "hf_mp.detach(model)"
             )
 
 

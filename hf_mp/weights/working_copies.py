@@ -101,7 +101,6 @@ class _Entry:
     parameter: weakref.ref[nn.Parameter]
     copy: Tensor
     seen: tuple[int, int]  # of the parameter, when the copy was made
-    is_rounded: bool = False
 
 
 class WorkingCopies:
@@ -121,17 +120,24 @@ class WorkingCopies:
     def __contains__(self, parameter: Tensor) -> bool:
         return id(parameter) in self._entries
 
-    def get(self, parameter: nn.Parameter) -> Tensor:
-        """The working copy of ``parameter``, a tensor of its shape without grad; do not write to it."""
+    def fresh(self, parameter: Tensor) -> Tensor | None:
+        """The working copy of ``parameter``, if it has one and was not written since: as nearly always."""
         entry = self._entries.get(id(parameter))
         if (
-            entry is not None
-            and type(parameter) is WatchedParameter
-            and not parameter._data_was_out
-            and entry.seen[0] != -1
-            and entry.seen == seen(parameter)
+            entry is None
+            or type(parameter) is not WatchedParameter
+            or parameter._data_was_out  # shape and device change by way of .data, or of the version
+            or entry.seen[0] == -1
+            or entry.seen != (parameter._version, parameter.data_ptr())
         ):
-            return entry.copy  # as nearly always: shape and device change by way of .data, or of the version
+            return None
+        return entry.copy
+
+    def get(self, parameter: nn.Parameter) -> Tensor:
+        """The working copy of ``parameter``, a tensor of its shape without grad; do not write to it."""
+        if (copy := self.fresh(parameter)) is not None:
+            return copy
+        entry = self._entries.get(id(parameter))
         if entry is None or entry.copy.shape != parameter.shape or entry.copy.device != parameter.device:
             return self._make(parameter).copy
         if entry.seen[0] == -1 or entry.seen != seen(parameter):
@@ -142,18 +148,6 @@ class WorkingCopies:
         elif type(parameter) is WatchedParameter and parameter._data_was_out and parameter.may_have_changed_unseen():
             _refresh_if_changed(entry, parameter)
         return entry.copy
-
-    def rounded(self, parameter: Tensor) -> Tensor | None:
-        """The copy of a ``parameter`` that a forward has read as a tensor of its own; None for others, made fresh."""
-        if (entry := self._entries.get(id(parameter))) is None:
-            return None
-        copy = self.get(parameter)  # type: ignore[arg-type]
-        return copy if entry.is_rounded else None
-
-    def note_rounded(self, parameter: Tensor) -> None:
-        """Take in that a forward does so."""
-        if (entry := self._entries.get(id(parameter))) is not None:
-            entry.is_rounded = True
 
     def refresh_all(self, parameters: Iterable[nn.Parameter]) -> None:
         """Round ``parameters``, which an optimizer had gradients of, into their copies, in one fused pass.

@@ -564,24 +564,6 @@ class TestOneGraph:
         casts = [node.args for node in graphs[0].graph.find_nodes(op="call_method", target="to")]
         assert all(tensor.meta["example_value"].dtype is not FP32 or tensor.op != "placeholder" for tensor, _ in casts)
 
-    def test_uses_of_one_weight_are_summed_in_fp32(self) -> None:
-        class Shared(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.layer = nn.Linear(8, 8, bias=False)
-
-            def forward(self, x: Tensor) -> Tensor:
-                return self.layer(self.layer(x))
-
-        graphs: list[Any] = []
-        model, x = Shared(), torch.randn(4, 8)
-        MixedPrecision("fp16", loss_scaler=StaticLossScaler(4.0)).attach(model)
-        model(x).square().sum().backward()
-        expected = model.layer.weight.grad.clone()
-        model.zero_grad()
-        self.compiled(model, graphs)(x).square().sum().backward()
-        assert torch.equal(model.layer.weight.grad, expected)
-
 
 @pytest.mark.parametrize("has_grad", [True, False])
 @pytest.mark.parametrize("breaks", ["nowhere", "between", "in a frame that is skipped"])

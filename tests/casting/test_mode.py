@@ -389,23 +389,3 @@ def test_products_inside_of_a_composite_function_are_lowered() -> None:
         assert attention(x, x, x, need_weights=False)[0].dtype is FP16
         with autocast(enabled=False):
             assert attention(x, x, x, need_weights=False)[0].dtype is FP32
-
-
-class _Multiplications(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_last_token_of_a_sequence_is_multiplied_without_a_copy_of_the_weight() -> None:
-    """As in ``generate``: the slice is not contiguous, and torch's own way would be a batch of matrices."""
-    layer, x = nn.Linear(8, 100, bias=False), random(1, 5, 8).to(BF16)
-    with torch.no_grad(), autocast(BF16), _Multiplications() as seen:
-        found = layer(x[:, -1:, :])
-    assert seen.names == ["mm"]
-    assert torch.equal(found, F.linear(x[:, -1:, :].contiguous(), layer.weight.to(BF16)))

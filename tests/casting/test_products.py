@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_mp.casting import mode
-from hf_mp.casting.cpu import blockwise
+from hf_mp.casting import plans
+from hf_mp.casting.cpu import blockwise, handlers
 from hf_mp.casting.cpu.products import Operand, Product, multiply, read_product
 from hf_mp.casting.cpu.upcast import run_through_fp32
 from hf_mp.casting.mode import autocast
-from hf_mp.scaling.borders import inward_borders, output_border
+from hf_mp.scaling.borders import behind_border, inward_borders, output_border
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -31,8 +31,9 @@ every_dtype = pytest.mark.parametrize("dtype", ULPS, ids=str)
 
 def brought_in(weight: Tensor, rounded: Tensor, crossings: Crossings) -> Operand:
     """A weight outside, as an attached model gives it to a product."""
-    (inside,), _ = inward_borders([weight], [None], crossings)
-    return Operand(inside, rounded, weight, crossings)
+    _, (copy,) = inward_borders([weight], [rounded], crossings)
+    assert copy is not None
+    return Operand(copy, behind_border(copy))
 
 
 class Operands(NamedTuple):
@@ -61,8 +62,8 @@ def plainly(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool)
 
 def quickly(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
     """As tensors that are no parameters are multiplied: inside and outside are the same."""
-    factor = None if bias is None else Operand(bias, bias, bias)
-    return multiply(x, Operand(weight, weight, weight), factor, transposed=transposed)
+    factor = None if bias is None else Operand(bias)
+    return multiply(x, Operand(weight), factor, transposed=transposed)
 
 
 def unit_in_last_place(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -517,8 +518,8 @@ class TestThroughAutocast:
             calls.append((x.shape, x.dtype))
             return multiply(x, *args, **kwargs)
 
-        monkeypatch.setattr(mode, "multiply", counted)
-        monkeypatch.setattr(mode, "runs_natively", lambda dtype, *_: dtype is FP32)
+        monkeypatch.setattr(handlers, "multiply", counted)
+        monkeypatch.setattr(plans, "runs_natively", lambda dtype, *_: dtype is FP32)
         return calls
 
     @every_dtype
@@ -650,7 +651,7 @@ def test_a_result_may_be_changed_in_place(dtype: torch.dtype, native: bool) -> N
         pytest.skip("torch's own FP16 products are 200 times slower here")
     x, weight, bias = operands((2, 3), 8, 5, bias=True, transposed=False, dtype=dtype)
     assert bias is not None
-    result = multiply(x, Operand(weight, weight, weight), Operand(bias, bias, bias), transposed=False, native=native)
+    result = multiply(x, Operand(weight), Operand(bias), transposed=False, native=native)
     result += 1.0  # as in `h = linear(x); h += residual`
     result.sum().backward()
     assert result._base is None

@@ -1,5 +1,6 @@
 """A person's own rules: by op, with all its spellings, and by module name."""
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -181,10 +182,18 @@ class TestErrors:
             autocast(rules={"0": "widest"}, model=nn.Sequential(nn.Linear(2, 2)))
 
     def test_a_pattern_that_matches_no_module(self, gpt2: GPT2LMHeadModel) -> None:
+        for pattern, nearest in {
+            "lm_haed": "lm_head",
+            "*.h.1.mlp.c_fcc": "transformer.h.1.mlp.c_fc",
+            "h.0.attn.c_atn:addmm": "transformer.h.0.attn.c_attn",
+        }.items():
+            message = f"rule '{re.escape(pattern)}' matches no module of GPT2LMHeadModel; close to it are '{nearest}'$"
+            with pytest.raises(ValueError, match=message):
+                autocast(rules={pattern: "fp32"}, model=gpt2)
         with pytest.raises(
-            ValueError, match=r"rule 'lm_haed' matches no module of GPT2LMHeadModel: it has transformer"
+            ValueError, match=r"rules 'zz', 'lm_haed' match no module of .* close to it are '.*', 'lm_head'"
         ):
-            autocast(rules={"lm_haed": "fp32"}, model=gpt2)
+            autocast(rules={"zz": "fp32", "lm_haed": "fp32"}, model=gpt2)
 
     def test_names_without_a_model(self) -> None:
         with pytest.raises(ValueError, match=r"rules by module name \('lm_head'\) need the model .* model=\.\.\."):

@@ -122,6 +122,7 @@ SAMPLES: dict[str, Callable[[Operand], Call]] = {
     "mv": lambda r: Call(r(3, 4), r(4)),
     "linear": lambda r: Call(r(2, 3, 4), r(5, 4), r(5)),
     "bmm": lambda r: Call(r(2, 3, 4), r(2, 4, 5)),
+    "_grouped_mm": lambda r: Call(r(8, 16), r(2, 16, 8), torch.tensor([4, 8], dtype=torch.int32)),
     "addbmm": lambda r: Call(r(3, 5), r(2, 3, 4), r(2, 4, 5)),
     "baddbmm": lambda r: Call(r(2, 3, 5), r(2, 3, 4), r(2, 4, 5)),
     "chain_matmul": lambda r: Call(r(3, 4), r(4, 5), r(5, 2)),

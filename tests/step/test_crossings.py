@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_mp
 from hf_mp import MixedPrecision, StaticLossScaler
-from hf_mp.weights.working_weights import _groups
+from hf_mp.weights.slots import _groups
 
 SCALE = 1024.0
 Make = Callable[[], nn.Module]

@@ -180,7 +180,7 @@ def test_the_first_steps_are_not_wasted(gpt2: GPT2LMHeadModel, batch: Batch) -> 
         optimizer.zero_grad()
     stats = runtime_of(gpt2).stats
     assert stats.steps == 10 and stats.skipped_steps == 0
-    assert stats.headroom is not None and 5 < stats.headroom < 12
+    assert stats.headroom is not None and 5 < stats.headroom < 12  # the first measurement sets the scale
 
 
 def test_largest_gradient_is_that_before_clipping(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
@@ -303,7 +303,7 @@ def test_attach_again_after_detach(gpt2: GPT2LMHeadModel, batch: Batch) -> None:
     runtime.attach(gpt2)
     with pytest.raises(ValueError, match=r"has a model already: detach\(\) it"):
         runtime.attach(gpt2)
-    with pytest.raises(ValueError, match=r"is attached to a MixedPrecision already: detach\(\) that first"):
+    with pytest.raises(ValueError, match=r"is attached to a MixedPrecision already: call hf_mp\.detach\(model\) first"):
         MixedPrecision("bf16").attach(gpt2)
     loss = gpt2(**batch).loss
     runtime.detach()
@@ -582,7 +582,7 @@ def test_rules_keep_a_module_in_fp32(gpt2: GPT2LMHeadModel, batch: Batch) -> Non
 
 
 def test_a_rule_that_matches_no_module_is_refused(gpt2: GPT2LMHeadModel) -> None:
-    with pytest.raises(ValueError, match="rule 'head' matches no module of GPT2LMHeadModel: it has transformer"):
+    with pytest.raises(ValueError, match="rule 'head' matches no module of GPT2LMHeadModel; close to it are 'lm_head'"):
         MixedPrecision("fp16", rules={"head": "fp32"}).attach(gpt2)
 
 
@@ -603,8 +603,7 @@ def test_an_overflow_that_clipping_by_value_hides_is_seen(
     hf_mp.prepare(gpt2, optimizer, f"compute=fp16,loss_scale={scaler}")
     before = snapshot(gpt2.parameters())
     (gpt2(**batch).loss * value).backward()
-    for parameter in gpt2.parameters():
-        parameter.grad = torch.nan_to_num(parameter.grad, posinf=1.0, neginf=-1.0)
+    torch.nn.utils.clip_grad_value_(gpt2.parameters(), 1.0)
     optimizer.step()
     assert runtime_of(gpt2).stats.skipped_steps == 1 and same(before, snapshot(gpt2.parameters()))
 

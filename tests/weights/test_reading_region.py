@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     CompileConfig,
@@ -354,23 +355,6 @@ def test_a_cache_takes_its_arguments_by_name() -> None:
     runtime.detach()
 
 
-@native
-def test_compiled_code_under_enable_grad_has_gradients() -> None:
-    class Inner(Block):
-        def forward(self, x: Tensor) -> Any:
-            with torch.enable_grad():
-                found = self.part(x).sum()
-                return torch.autograd.grad(found, list(self.part.parameters()), allow_unused=True)
-
-    model, x = Inner(), torch.randn(3, 256)
-    model.part = Block()
-    model.part.compile(backend="aot_eager")
-    attached(model)
-    with torch.no_grad():
-        gradients = model(x)
-    assert all(gradient is not None and gradient.norm() > 0 for gradient in gradients)
-
-
 def test_a_static_cache_that_was_made_in_fp32_takes_keys_in_16_bits() -> None:
     model, ids = llama(), torch.arange(4)[None]
     attached(model)
@@ -425,3 +409,33 @@ def test_a_model_that_scales_cached_keys_in_fp32_reads_them_rounded() -> None:
     with_grad = model(x)
     with torch.no_grad():
         assert torch.equal(model(x), (with_grad / 3).bfloat16().float() * 3) and not torch.equal(model(x), with_grad)
+
+
+class _Multiplications(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@native
+def test_the_last_token_of_a_sequence_is_multiplied_without_a_copy_of_the_weight() -> None:
+    """As in ``generate``: the slice is not contiguous, and torch's own way would be a batch of matrices."""
+
+    class Head(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[:, -1:, :])
+
+    layer, x = Head(8, 100, bias=False), torch.randn(1, 5, 8).to(torch.bfloat16)
+    attached(layer)
+    with torch.no_grad():
+        layer(x)
+        with _Multiplications() as seen:
+            found = layer(x)
+    assert seen.names == ["mm"]
+    expected = F.linear(x[:, -1:, :].contiguous(), layer.weight.to(torch.bfloat16))
+    assert torch.equal(found, expected.float())

@@ -21,7 +21,7 @@ from hf_mp.casting.cpu.blockwise import blocks, blockwise_product
 from hf_mp.casting.cpu.fp32_products import fp32_product
 from hf_mp.casting.cpu.traced_products import may_be_traced, product_through_fp32
 from hf_mp.casting.cpu.upcast import must_be_plain, run_through_fp32
-from hf_mp.scaling.borders import Crossings
+from hf_mp.scaling.borders import Behind, Crossings
 from hf_mp.scaling.borders import multiply as scaled_by
 
 OWN_ELEMENTS = 2**21  # of a weight: smaller ones are left to torch where it has the product, which costs the host less
@@ -48,6 +48,9 @@ _READ: dict[str, Callable[..., Product | None]] = {
     "mm": lambda input, mat2: Product(input, mat2, transposed=True) if input.dim() == 2 else None,
     "matmul": lambda input, other: Product(input, other, transposed=True),
 }
+
+
+PRODUCTS = frozenset(_READ)
 
 
 def read_product(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Product | None:
@@ -81,10 +84,13 @@ def _is_plain(product: Product) -> bool:
 class Operand(NamedTuple):
     """A weight or bias on its way into a product."""
 
-    inside: Tensor  # the operand, as other ops would use it
-    rounded: Tensor  # its value in 16 bits, without grad
-    outside: Tensor  # what receives the gradient, in its own dtype: `inside`, or a parameter outside
-    crossings: Crossings | None = None  # asked for the inverse loss scale on the way there; None for `inside`
+    inside: Tensor  # in 16 bits
+    behind: Behind | None = None  # what it is a working copy of: the product writes that one's gradient itself
+
+    @property
+    def outside(self) -> Tensor:
+        """What receives the gradient, in its own dtype."""
+        return self.inside if self.behind is None else self.behind.outside
 
 
 def multiply(x: Tensor, weight: Operand, bias: Operand | None, *, transposed: bool, native: bool = False) -> Tensor:
@@ -111,24 +117,23 @@ class _Product(Function):
         ctx: Any, x: Tensor, outside: Tensor, bias_outside: Tensor | None,
         weight: Operand, bias: Operand | None, transposed: bool, native: bool,
     ) -> Tensor:  # fmt: skip
-        # The operand is saved besides its rounding for second derivatives only; it takes no memory.
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        weights = (weight.rounded, weight.inside) if needs_x else (None, None)
-        ctx.save_for_backward(x if needs_weight else None, *weights)
+        inside = weight.inside if needs_x else None
+        ctx.save_for_backward(x if needs_weight else None, inside)
         ctx.weight, ctx.bias = _target(weight), None if bias is None else _target(bias)
         ctx.x_shape, ctx.x_dtype, ctx.transposed, ctx.native = x.shape, x.dtype, transposed, native
-        rounded_bias = None if bias is None else bias.rounded
+        rounded_bias = None if bias is None else bias.inside
         if native:
-            result = _forward_native(x, weight.rounded, rounded_bias, transposed)
+            result = _forward_native(x, weight.inside, rounded_bias, transposed)
         else:
-            matrix = weight.rounded.t() if transposed else weight.rounded
+            matrix = weight.inside.t() if transposed else weight.inside
             result = blockwise_product(x.reshape(-1, x.shape[-1]), matrix, rounded_bias)
         # Never a view: models add to a product in place (`h = linear(x); h += residual`).
         return torch.ops.aten._unsafe_view(result, [*x.shape[:-1], result.shape[-1]])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, rounded, inside = ctx.saved_tensors
+        x, inside = ctx.saved_tensors
         if torch.is_grad_enabled():
             return *_differentiable_backward(ctx, gradient, x, inside), None, None, None, None
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
@@ -138,7 +143,7 @@ class _Product(Function):
         (_backward_native if ctx.native else _backward_blocks)(
             gradient.reshape(-1, gradient.shape[-1]),
             None if x is None else x.reshape(-1, x.shape[-1]),
-            rounded.t() if rounded is not None and ctx.transposed else rounded,
+            inside.t() if inside is not None and ctx.transposed else inside,
             None if grad_x is None else grad_x.view(-1, ctx.x_shape[-1]),
             grad_weight.t() if grad_weight is not None and ctx.transposed else grad_weight,
             grad_bias,
@@ -157,7 +162,7 @@ class _Target(NamedTuple):
 
     def inverse(self, gradient: Tensor, ctx: Any, index: int) -> Tensor | None:
         """What the gradient is multiplied with; ``index`` is the operand's among the product's inputs."""
-        return None if self.crossings is None else self.crossings.inverse(gradient.device, ctx, index)
+        return None if self.crossings is None else self.crossings.inverse(gradient.device, ctx, (index,))
 
     def leave(self, gradient: Tensor, ctx: Any, index: int) -> Tensor:
         """As :func:`_leave`, differentiably."""
@@ -167,7 +172,8 @@ class _Target(NamedTuple):
 
 
 def _target(operand: Operand) -> _Target:
-    return _Target(operand.outside.shape, operand.outside.dtype, operand.crossings)
+    crossings = None if operand.behind is None else operand.behind.crossings
+    return _Target(operand.outside.shape, operand.outside.dtype, crossings)
 
 
 def _backward_blocks(

@@ -44,7 +44,7 @@ class ReplacedForward:
 
     @property
     def __code__(self) -> Any:
-        raise AttributeError("torch.export cannot see through a model that is attached: detach() it, and export that")
+        raise AttributeError("torch.export cannot see through a model that is attached: export hf_mp.detach(model)")
 
     def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> ReplacedForward:
         """The replacement for a deep copy of the module."""

@@ -1,0 +1,100 @@
+"""How a CPU makes calls of the lower-precision table, where torch's own way is slow or takes much memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_mp.casting.cpu.attention import ATTENTION, attend, read_attention
+from hf_mp.casting.cpu.products import OWN_ELEMENTS, PRODUCTS, Operand, Product, multiply, read_product
+from hf_mp.casting.cpu.upcast import must_be_plain, run_through_fp32
+from hf_mp.casting.handlers import Plan, PlannedCall, lower_precision
+from hf_mp.scaling.borders import behind_border
+
+if TYPE_CHECKING:
+    from hf_mp.casting.mode import autocast
+
+
+def through_fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Make a call in a dtype that the CPU has no such op for; those of other devices go on."""
+    if kwargs.get("out") is not None or _device_type(args, kwargs) != "cpu":
+        return lower_precision(mode, name, func, args, kwargs)
+    if (product := read_product(name, func, args, kwargs)) is not None:
+        return _multiply(mode, product, native=False)
+    args = [mode.cast(arg, mode.dtype) for arg in args]
+    kwargs = {key: mode.cast(arg, mode.dtype) for key, arg in kwargs.items()}
+    if func in ATTENTION and (found := _attend(args, kwargs, native=False)) is not None:
+        return found
+    return run_through_fp32(func, args, kwargs, mode.dtype)
+
+
+def large_product(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Make a product that the CPU has; of a large weight, with a function that writes the weight's gradient itself."""
+    if torch.is_grad_enabled() and _has_large((*args, *kwargs.values())):
+        product = read_product(name, func, args, kwargs)
+        if product is not None and product.weight.numel() >= OWN_ELEMENTS:
+            return _multiply(mode, product, native=True)
+    return lower_precision(mode, name, func, args, kwargs)
+
+
+def native_attention(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Make an attention on a CPU that multiplies in 16 bits: in the way that takes less time or memory."""
+    args = [mode.cast(arg, mode.dtype) for arg in args]
+    kwargs = {key: mode.cast(arg, mode.dtype) for key, arg in kwargs.items()}
+    found = _attend(args, kwargs, native=True)
+    return func(*args, **kwargs) if found is None else found
+
+
+def _multiply(mode: autocast, product: Product, *, native: bool) -> Tensor:
+    def operand(tensor: Tensor) -> Operand:
+        inside = mode.cast(tensor, mode.dtype)
+        return Operand(inside, None if must_be_plain() else behind_border(inside))
+
+    bias = None if product.bias is None else operand(product.bias)
+    x, weight = mode.cast(product.x, mode.dtype), operand(product.weight)
+    return multiply(x, weight, bias, transposed=product.transposed, native=native)
+
+
+def _attend(args: Any, kwargs: Any, *, native: bool) -> Tensor | None:
+    attention = None if must_be_plain() else read_attention(args, kwargs, native)
+    # Also without grad, as what a checkpoint computes again and a generated token.
+    return None if attention is None else attend(attention)
+
+
+def _has_large(values: Iterable[Any]) -> bool:
+    return any([isinstance(value, Tensor) and value.numel() >= OWN_ELEMENTS for value in values])
+
+
+def _device_type(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return value.device.type
+        if isinstance(value, (list, tuple)) and value and (found := _device_type(value, {})):
+            return found
+    return ""
+
+
+def _with(plan: Plan, handler_of: Callable[[Any, PlannedCall], Callable[..., Any] | None]) -> Plan:
+    """``plan`` with other handlers for calls of the lower-precision table, where there are any."""
+    lowered = {func: entry for func, entry in plan.items() if entry.handler is lower_precision}
+    found = {func: entry._replace(handler=h) for func, entry in lowered.items() if (h := handler_of(func, entry))}
+    return {**plan, **found}
+
+
+def upcast_plan(plan: Plan, only: str = "") -> Plan:
+    """``plan`` for a dtype that a CPU does not multiply in: through FP32; ``only``: what is in an op's name."""
+    return _with(plan, lambda func, entry: through_fp32 if only in entry.name else None)
+
+
+def training_plan(plan: Plan) -> Plan:
+    """``plan`` with a CPU's own ways to train with large weights and with attention."""
+    return _with(plan, _in_training)
+
+
+def _in_training(func: Callable[..., Any], entry: PlannedCall) -> Callable[..., Any] | None:
+    if func in ATTENTION:
+        return native_attention
+    return large_product if entry.name in PRODUCTS else None

@@ -1,0 +1,126 @@
+"""What autocast does with a call of each table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_mp.casting.decompositions import AS_GIVEN
+from hf_mp.casting.decompositions.composites import COMPOSITES
+from hf_mp.casting.decompositions.ops import decompose
+from hf_mp.casting.tables import TABLES, CastRule
+
+if TYPE_CHECKING:
+    from hf_mp.casting.mode import autocast
+
+CASTABLE = frozenset(
+    dtype for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype is not torch.float64
+)  # fmt: skip
+
+
+class PlannedCall(NamedTuple):
+    """What an autocast does with the calls of one torch function."""
+
+    rule: CastRule
+    name: str
+    handler: Callable[..., Any]  # (mode, name, func, args, kwargs) -> result
+
+
+Plan = dict[Callable[..., Any], PlannedCall]
+
+
+def lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Make a call of the lower-precision table."""
+    cast, dtype = mode.cast, mode.dtype
+    if kwargs:
+        if kwargs.get("out") is not None:
+            return mode.call_unlisted(func, args, kwargs)
+        kwargs = {key: cast(arg, dtype) for key, arg in kwargs.items()}
+    # Written out for what needs no cast: it is what nearly all products of a model are given.
+    args = [arg if type(arg) is Tensor and arg.dtype is dtype else cast(arg, dtype) for arg in args]
+    return func(*args, **kwargs)
+
+
+def fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Make a call of the FP32 table."""
+    cast, wide = mode.cast, torch.float32
+    if kwargs:
+        if kwargs.get("out") is not None:
+            return mode.call_unlisted(func, args, kwargs)
+        kwargs = {key: cast(arg, wide) for key, arg in kwargs.items()}
+    args = [arg if type(arg) is Tensor and arg.dtype is wide else cast(arg, wide) for arg in args]
+    return func(*args, **kwargs)
+
+
+def _fp32_output(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    while args and args[-1] is None:  # `softmax(x, -1, None)`: a dtype of None, by position
+        args = args[:-1]
+    names_dtype = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
+    first = args[0] if args else kwargs.get("input")
+    if names_dtype or kwargs.get("out") is not None or getattr(first, "dtype", None) not in CASTABLE:
+        return mode.call_unlisted(func, args, kwargs)
+    return mode.call_unlisted(func, args, {**kwargs, "dtype": torch.float32})
+
+
+def _has_fp32(values: Iterable[Any]) -> bool:
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.dtype is torch.float32:
+                return True
+        elif isinstance(value, (list, tuple)) and _has_fp32(value):
+            return True
+    return False
+
+
+def widest(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Make a call whose operands must have one dtype."""
+    if kwargs.get("out") is not None:
+        return mode.call_unlisted(func, args, kwargs)
+    dtype = torch.float32 if _has_fp32((*args, *kwargs.values())) else mode.dtype
+    args = [mode.cast(arg, dtype) for arg in args]
+    return func(*args, **{key: mode.cast(arg, dtype) for key, arg in kwargs.items()})
+
+
+def widened(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Make a call of an island inside ``mode``, whose 16-bit weights may meet FP32 activations."""
+    if _has_fp32((*args, *kwargs.values())):
+        return widest(mode, name, func, args, kwargs)
+    return mode.call_unlisted(func, args, kwargs)
+
+
+def _banned(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    raise RuntimeError(TABLES[mode.tables].banned[name])
+
+
+def _open(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return mode.run_inside(COMPOSITES[func], args, kwargs)
+
+
+def _decompose(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Make the calls that an op makes inside; where there are none, lower the op as a whole or leave it alone."""
+    result = mode.run_inside(decompose, (name, args, kwargs), {})
+    if result is not AS_GIVEN and result is not NotImplemented:
+        return result
+    entry = None if result is AS_GIVEN else PlannedCall(CastRule.LOWER_PRECISION, name, mode.lowers)
+    return (mode.observer or mode.apply)(entry, func, args, kwargs)
+
+
+_HANDLERS: dict[CastRule, Callable[..., Any]] = {
+    CastRule.COMPOSITE: _open,
+    CastRule.LOWER_PRECISION: lower_precision,
+    CastRule.FP32: fp32,
+    CastRule.FP32_OUTPUT: _fp32_output,
+    CastRule.FP32_NORM: fp32,
+    CastRule.WIDEST: widest,
+    CastRule.BANNED: _banned,
+    CastRule.DECOMPOSED: _decompose,
+}
+
+
+def plan_of(ops: Mapping[Callable[..., Any], tuple[CastRule, str] | None]) -> Plan:
+    """What to do with each call; an entry of None in ``ops`` takes a call out of the tables."""
+    return {func: PlannedCall(*entry, _HANDLERS[entry[0]]) for func, entry in ops.items() if entry is not None}

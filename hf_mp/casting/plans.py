@@ -1,0 +1,40 @@
+"""The plans of autocast: for each torch function that a table names, what is done with a call of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from hf_mp.casting.cpu.handlers import through_fp32, upcast_plan
+from hf_mp.casting.cpu.upcast import runs_natively
+from hf_mp.casting.decompositions.composites import COMPOSITES
+from hf_mp.casting.handlers import Plan, lower_precision, plan_of
+from hf_mp.casting.rules import OpRules
+from hf_mp.casting.tables import OPS, CastRule, TableName
+
+# Made once, at import: torch.compile reads a constant dictionary, but not a cached function.
+_COMPOSITES = plan_of({func: (CastRule.COMPOSITE, func.__name__) for func in COMPOSITES})
+_PLANS: dict[TableName, Plan] = {name: {**_COMPOSITES, **plan_of(ops)} for name, ops in OPS.items()}
+_UPCAST = {name: upcast_plan(plan) for name, plan in _PLANS.items()}
+_UPCAST_CONVOLUTIONS = {name: upcast_plan(plan, "conv") for name, plan in _PLANS.items()}
+
+
+def plan_for(tables: TableName, dtype: torch.dtype) -> Plan:
+    """The plan of a set of tables on this machine; not to be changed."""
+    if not runs_natively(dtype, "cpu"):
+        return _UPCAST[tables]
+    return _PLANS[tables] if runs_natively(dtype, "cpu", "conv") else _UPCAST_CONVOLUTIONS[tables]
+
+
+def with_rules(plan: Plan, ops: OpRules, dtype: torch.dtype) -> Plan:
+    """``plan`` with rules by op."""
+    unlisted = {func for func, entry in ops.items() if entry is None}
+    listed = {func: entry for func, entry in plan.items() if func not in unlisted}
+    ruled = plan_of(ops)
+    return {**_COMPOSITES, **listed, **(ruled if runs_natively(dtype, "cpu") else upcast_plan(ruled))}
+
+
+def lowering(dtype: torch.dtype) -> Callable[..., object]:
+    """The handler of an op of the lower-precision table that has no handler of its own."""
+    return lower_precision if runs_natively(dtype, "cpu") else through_fp32

@@ -1,0 +1,138 @@
+"""Which slots of a model hold 16 bits while a forward runs: those of weights that only products use."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_mp.weights.model_walk import modules_of
+
+# Where a weight is looked up: its module, the module's attributes, the name, the weight, and whether the slot holds 16
+# bits while a forward runs, if the weight has a working copy. A plain tuple: a forward makes one for each weight.
+Slot = tuple[nn.Module, dict[str, Any], str, Tensor, bool]
+
+
+class _Kind(NamedTuple):
+    """What a known forward does with its module's weights."""
+
+    names: frozenset[str]
+    op: Callable[..., Any]  # takes them
+
+
+def _known_kinds() -> dict[Callable[..., Any], _Kind]:
+    # By forward: a subclass that has one of its own may use a weight in other ways.
+    usual = frozenset({"weight", "bias"})
+    projections = frozenset({"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"})
+    return {
+        nn.Linear.forward: _Kind(usual, F.linear),
+        nn.Conv1d.forward: _Kind(usual, F.conv1d),
+        nn.Conv2d.forward: _Kind(usual, F.conv2d),
+        nn.Conv3d.forward: _Kind(usual, F.conv3d),
+        nn.ConvTranspose1d.forward: _Kind(usual, F.conv_transpose1d),
+        nn.ConvTranspose2d.forward: _Kind(usual, F.conv_transpose2d),
+        nn.ConvTranspose3d.forward: _Kind(usual, F.conv_transpose3d),
+        nn.MultiheadAttention.forward: _Kind(projections, F.linear),
+    }
+
+
+_KINDS = _known_kinds()
+_EXPERTS = "transformers.integrations.moe"  # its forward takes the place of that of every class of stacked experts
+
+
+def _kind_of(module: nn.Module) -> _Kind | None:
+    forward: Any = getattr(type(module), "forward", None)  # a scripted module has none
+    if forward not in _KINDS and (transformers := sys.modules.get("transformers.pytorch_utils")) is not None:
+        _KINDS[transformers.Conv1D.forward] = _Kind(frozenset({"weight", "bias"}), torch.addmm)
+    if getattr(forward, "__globals__", {}).get("__name__") == _EXPERTS:
+        return _Kind(frozenset({"gate_up_proj", "up_proj", "down_proj"}), torch.bmm)
+    return _KINDS.get(forward)
+
+
+@dataclass
+class _Uses:
+    """What the first forward did with one weight."""
+
+    products: int = 0
+    others: int = 0
+
+
+class ProductUses:
+    """Which weights of one model only products use: the slots of these hold 16 bits while a forward runs.
+
+    They are those of modules whose forward is known to multiply by them (linear layers, convolutions, projections of
+    attention), and of other modules those that the first forward gave to one op of the lower-precision tables. Where
+    that forward gave a weight to any other op (a norm of it, as DoRA takes; a sum; what runs in an FP32 island), the
+    slot holds FP32 from then on, and that op is given the FP32 weight. Compiled code shows its ops to nobody: there the
+    class decides alone.
+
+    Args:
+        lowers: whether autocast runs an op in 16 bits.
+        ruled: modules for which a rule decides.
+    """
+
+    def __init__(self, lowers: Callable[[Callable[..., Any]], bool], ruled: Iterable[nn.Module] = ()) -> None:
+        self._lowers = lowers
+        self._names: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
+        self._names.update(dict.fromkeys(ruled, frozenset()))
+        self._ruled = weakref.WeakSet(self._names)
+        self._uses: dict[tuple[int, bool], _Uses] | None = {}  # until the first forward has ended
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether the first forward has not ended yet."""
+        return self._uses is not None
+
+    def slots(self, model: nn.Module) -> Iterator[Slot]:
+        """Where the weights of ``model`` are looked up; not those in whose place something else lies."""
+        for module in modules_of(model):
+            attributes = vars(module)
+            if "base_layer" in attributes["_modules"]:
+                self._keep_adapted_experts(attributes["_modules"]["base_layer"])
+            if parameters := attributes["_parameters"]:
+                names = self._names.get(module)
+                names = self._names_by_class(module) if names is None else names
+                for name, weight in parameters.items():
+                    if weight is not None and name not in attributes:
+                        yield module, attributes, name, weight, name in names
+
+    def _keep_adapted_experts(self, base: nn.Module) -> None:
+        # PEFT adds to them, in FP32, in a parametrization that may not change their dtype.
+        if base not in self._names and getattr(_kind_of(base), "op", None) is torch.bmm:
+            self._names[base] = frozenset()
+
+    def _names_by_class(self, module: nn.Module) -> frozenset[str]:
+        kind = _kind_of(module)
+        self._names[module] = names = kind.names if kind is not None and self._lowers(kind.op) else frozenset()
+        return names
+
+    def note(self, weight: Tensor, *, in_16_bits: bool, by_product: bool) -> bool:
+        """Take in that an op of the first forward takes ``weight``; whether only products have taken it so far.
+
+        ``in_16_bits``: from which kind of slot. A tied weight has both: an embedding reads FP32, a head the copy.
+        """
+        if self._uses is None:
+            return True
+        uses = self._uses.setdefault((id(weight), in_16_bits), _Uses())
+        uses.products += by_product
+        uses.others += not by_product
+        return not uses.others
+
+    def learn(self, slots: Iterable[Slot]) -> None:
+        """Take in that the first forward has ended, of which these were the slots."""
+        found, self._uses = self._uses or {}, None
+        for module, _, name, weight, in_16_bits in slots:
+            uses = found.get((id(weight), in_16_bits))
+            if uses is None or module in self._ruled:
+                continue
+            if in_16_bits and uses.others:
+                self._names[module] -= {name}
+            # Used twice, each use of an FP32 weight has its own cast, and their gradients are summed in FP32.
+            elif not in_16_bits and not uses.others and uses.products == 1:
+                self._names[module] |= {name}

@@ -1,0 +1,294 @@
+"""``Slots``: the weights of one forward, each in its module's slot, and the rule for all else from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hf_mp.casting.nested import apply_to_tensors
+from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.scaling.borders import Crossings, inward_borders
+from hf_mp.weights.distributed import fsdp_modules, is_dtensor
+from hf_mp.weights.layout import TensorParallelLayout, WeightLayout
+from hf_mp.weights.product_uses import ProductUses, Slot
+
+# Weights share a border, one autograd node instead of many, up to so many elements: their gradients leave together.
+GROUP_ELEMENTS = 2**18
+
+_Pairs = Iterable[tuple[Tensor, Tensor | None]]  # weights and their working copies, where products use them
+
+
+class _Inside(NamedTuple):
+    """What a weight is inside of a forward."""
+
+    outside: Tensor
+    wide: Tensor  # in the weight's own dtype
+    rounded: Tensor | None  # its working copy
+
+
+class Slots:
+    """The weights of one forward, and the rule for everything else that comes from outside.
+
+    While the forward runs, the slot of a weight that products use holds its working copy in 16 bits, behind its border,
+    and the slot of any other trained weight an alias of it, behind the same border where gradients are scaled. A slot
+    is an entry of a module's ``_parameters``, and of its ``__dict__``, where attributes are looked up first: so calls
+    that no torch function mode sees, such as custom autograd functions, cross the border as well. What comes in by
+    another way (a closure, an attribute, an object) was made outside if its autograd node is older than the forward,
+    and gets its border at its first use.
+
+    Args:
+        layout, model: whose weights they are.
+        crossings: what the borders ask.
+        has_grad: whether the forward runs with grad.
+        is_scaled: whether the loss is scaled.
+        uses: which weights products use; None to give all of them in FP32.
+        has_made: whether an earlier forward of the model made an autograd node.
+        group_elements: the most elements of weights that share a border.
+    """
+
+    def __init__(
+        self,
+        layout: WeightLayout,
+        model: nn.Module,
+        crossings: Crossings,
+        has_grad: bool,
+        is_scaled: bool,
+        uses: ProductUses | None,
+        has_made: Callable[[Any], bool],
+        group_elements: int = GROUP_ELEMENTS,
+    ) -> None:
+        self._layout, self._model, self._crossings, self._has_made = layout, model, crossings, has_made
+        self._uses, self._group_elements = uses or ProductUses(lambda op: False), group_elements
+        self.has_grad = has_grad
+        self.has_borders = has_grad and (is_scaled or layout.takes_gradients)
+        self._has_border_by_slot = has_grad and layout.takes_gradients  # a tied weight, which sums 16-bit gradients
+        self.is_learning = self._uses.is_learning  # whether to ask as_used() about each call
+        self.is_asked = self.has_borders or self.is_learning  # whether calls may be given other arguments
+        self._inside: dict[int, _Inside] = {}  # by the identity of what is outside, and of what is inside
+        self._carriers: set[int] = set()  # leaves that carry gradients from one piece of the model to another
+        self._slots: list[Slot] = []
+        self._filled: list[tuple[Slot, Tensor]] = []  # what lies where
+        self._handles: list[RemovableHandle] = []  # of FSDP's modules
+        self.first_node = torch.autograd._get_sequence_nr()
+        if layout.keeps_copies:
+            self._filled = self._bring_in_all(list(self._uses.slots(model)))
+
+    def _bring_in_all(self, slots: list[Slot]) -> list[tuple[Slot, Tensor]]:
+        """What to put into which of ``slots``."""
+        self._slots += slots if self.is_learning else []
+        # Made fresh before an alias inside exists: anything else that shares the memory may write it unseen.
+        copies = [self._copy_of(weight) if in_16_bits else None for _, _, _, weight, in_16_bits in slots]
+        if self.has_grad:
+            self._bring_in_trained(slots, copies)
+        found, placed = [], set[int]()
+        for slot, copy in zip(slots, copies, strict=True):
+            _, _, _, weight, in_16_bits = slot
+            if self.has_grad and (inside := self._inside.get(id(weight))) is not None:
+                if self._has_border_by_slot:
+                    inside = self._bring_in([(weight, None)]) if id(weight) in placed else inside
+                    placed.add(id(weight))
+                value = inside.rounded if in_16_bits and inside.rounded is not None else inside.wide
+            elif copy is not None:
+                self._inside[id(copy)] = _Inside(weight, weight, copy)
+                value = copy
+            else:
+                value = weight
+            if self.is_learning:
+                self._inside.setdefault(id(weight), _Inside(weight, weight, copy))
+            if value is not weight:
+                found.append((slot, value))
+        return found
+
+    def _copy_of(self, weight: Tensor) -> Tensor | None:
+        copy = self._layout.copies.fresh(weight)
+        return self._layout.working_copy(weight) if copy is None else copy
+
+    def _bring_in_trained(self, slots: list[Slot], copies: list[Tensor | None]) -> None:
+        pairs: dict[int, tuple[Tensor, Tensor | None]] = {}
+        for (_, _, _, weight, _), copy in zip(slots, copies, strict=True):
+            if weight.requires_grad and (copy is not None or (self.has_borders and id(weight) not in pairs)):
+                pairs[id(weight)] = weight, copy
+        for group in _groups(pairs.values(), self._group_elements):
+            self._bring_in(group)
+
+    def _bring_in(self, pairs: _Pairs) -> _Inside:
+        outside, copies = zip(*pairs, strict=True)
+        wide, rounded = inward_borders(outside, copies, self._crossings, with_aliases=self.has_borders)
+        by_identity = self._inside
+        for inside in map(_Inside, outside, wide, rounded):
+            by_identity[id(inside.outside)] = by_identity[id(inside.wide)] = by_identity[id(inside.rounded)] = inside
+        by_identity.pop(id(None), None)
+        return inside
+
+    def fill(self) -> None:
+        """Put what is inside into the slots; where FSDP shards the weights, when it has gathered them."""
+        for (_, attributes, name, _, _), value in self._filled:
+            attributes[name] = attributes["_parameters"][name] = value
+        if self.has_grad and not self._layout.keeps_copies:
+            self._fill_gathered(self._model)
+            for module in fsdp_modules(self._model):
+                if module._compiled_call_impl is None:
+                    self._handles.append(module.register_forward_pre_hook(self._fill_gathered))
+                    self._handles.append(module.register_forward_hook(self._empty_gathered, always_call=True))
+
+    def _fill_gathered(self, gathered: nn.Module, *args: Any) -> None:
+        with torch._C.DisableTorchFunction():  # the region runs already, and has nothing to decide here
+            # FSDP's DTensor is that of a part that it gathers by itself.
+            has_dtensors = isinstance(self._layout, TensorParallelLayout)
+            slots = [
+                (module, attributes, name, weight, in_16_bits)
+                for module, attributes, name, weight, in_16_bits in self._uses.slots(gathered)
+                if (has_dtensors or not is_dtensor(weight)) and (not weight.requires_grad or self.is_outside(weight))
+            ]
+            for _, _, _, weight, _ in slots:
+                if weight.dtype in LOWER_PRECISION_DTYPES and weight.requires_grad:
+                    weight.grad_dtype = torch.float32  # what leaves through the border
+            if has_dtensors:  # Transformers < 5.23 sums a norm's .grad as soon as the norm's backward has run
+                self._group_elements = 1
+            for slot, value in self._bring_in_all(slots):
+                slot[1][slot[2]] = value  # FSDP puts its own among the parameters
+                self._filled.append((slot, value))
+
+    def _empty_gathered(self, gathered: nn.Module, *args: Any) -> None:
+        # FSDP frees what it has gathered; roundings of it would stay.
+        inner = set(gathered.modules())
+        freed = [entry for entry in self._filled if entry[0][0] in inner]
+        self._filled = [entry for entry in self._filled if entry[0][0] not in inner]
+        self._give_back(freed)
+        for (_, _, _, weight, _), _value in freed:
+            for one in self._inside.get(id(weight)) or ():
+                self._inside.pop(id(one), None)
+
+    def _give_back(self, filled: list[tuple[Slot, Tensor]]) -> None:
+        keeps_copies = self._layout.keeps_copies
+        for (_, attributes, name, weight, _), _value in filled:
+            attributes.pop(name, None)
+            if keeps_copies and name in attributes["_parameters"]:
+                attributes["_parameters"][name] = weight
+
+    def clear(self) -> None:
+        """Give the slots back."""
+        self._give_back(self._filled)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if not self._layout.keeps_copies:
+            self._filled.clear()
+
+    def data_of(self, tensor: Tensor) -> list[Tensor]:
+        """Of what is inside of a weight, all tensors whose ``.data`` is the weight's, it first; else ``tensor``."""
+        if (inside := self._inside.get(id(tensor))) is None:
+            return [tensor]
+        self._uses.note(inside.outside, in_16_bits=tensor is inside.rounded, by_product=False)
+        return [inside.outside] if inside.wide is inside.outside else [inside.outside, inside.wide]
+
+    def is_copy(self, tensor: Any) -> bool:
+        """Whether ``tensor`` is the working copy of a weight."""
+        inside = self._inside.get(id(tensor))
+        return inside is not None and inside.rounded is tensor
+
+    def as_used(
+        self, args: Any, kwargs: Any, *, by_product: bool = False, by_selection: bool = False
+    ) -> tuple[Any, Any]:
+        """The arguments of a call in the first forward: a weight that not only products use is given in FP32.
+
+        ``by_selection``: whether the call gives a part or another order of the weight, as products of experts take.
+        """
+
+        def given(tensor: Tensor) -> Tensor:
+            if (inside := self._inside.get(id(tensor))) is None:
+                return tensor
+            if by_selection and tensor is inside.rounded and tensor.dim() > 2:
+                return tensor
+            is_copy = tensor is inside.rounded
+            is_for_products = self._uses.note(inside.outside, in_16_bits=is_copy, by_product=by_product)
+            return inside.wide if is_copy and not is_for_products else tensor
+
+        changed: tuple[Any, Any] = apply_to_tensors(given, (args, dict(kwargs)))
+        return changed
+
+    def learn(self) -> None:
+        """The first forward has ended: take in what it did with the weights."""
+        self._uses.learn(self._slots)
+
+    def bring_in(self, tensor: Tensor) -> Tensor:
+        """``tensor``, through a border if it comes from outside and wants a gradient."""
+        if not self.has_grad:  # and yet somebody has switched it on
+            return self._with_grad(tensor)
+        if not self.has_borders or not tensor.requires_grad or not self.is_outside(tensor):
+            return tensor
+        return self._alias(tensor)
+
+    def _with_grad(self, copy: Tensor) -> Tensor:
+        inside = self._inside.get(id(copy))
+        if inside is None or inside.rounded is not copy or not inside.outside.requires_grad:
+            return copy
+        found = inward_borders([inside.outside], [copy], self._crossings, with_aliases=False)[1][0]
+        assert found is not None
+        return found
+
+    def bring_in_argument(self, tensor: Tensor) -> Tensor:
+        """As :meth:`bring_in`, for what was made before the forward began, in whatever thread: each numbers its own."""
+        if not self.has_borders or not tensor.requires_grad:
+            return tensor
+        if tensor.grad_fn is not None and self._has_made(tensor.grad_fn):
+            return tensor
+        return self._alias(tensor)
+
+    def _alias(self, tensor: Tensor) -> Tensor:
+        inside = self._inside.get(id(tensor))
+        return (self._bring_in([(tensor, None)]) if inside is None else inside).wide
+
+    def is_outside(self, tensor: Tensor) -> bool:
+        """Whether ``tensor``, which has grad, was made before this forward began, and by none of this model."""
+        if (node := tensor.grad_fn) is None:
+            return id(tensor) not in self._carriers
+        return node._sequence_nr() < self.first_node and not self._has_made(node)
+
+    def has_outside(self, values: Iterable[Any]) -> bool:
+        """Whether among the arguments of a call is a tensor from outside that wants a gradient."""
+        for value in values:  # every call of a model comes here: is_outside() is written out
+            if isinstance(value, Tensor):
+                if not value.requires_grad:
+                    continue
+                if (node := value.grad_fn) is None:
+                    if id(value) not in self._carriers:
+                        return True
+                elif node._sequence_nr() < self.first_node and not self._has_made(node):
+                    return True
+            elif isinstance(value, (list, tuple)) and self.has_outside(value):
+                return True
+        return False
+
+    @contextmanager
+    def recomputing(self, args: tuple[Any, ...]) -> Iterator[None]:
+        """To run a piece of the forward again in, in a thread that may number nodes anew: all but leaves is inside."""
+        first, self.first_node = self.first_node, -1
+        self._carriers = {id(arg) for arg in args if isinstance(arg, Tensor)}
+        try:
+            yield
+        finally:
+            self.first_node, self._carriers = first, set()
+
+
+def _groups(pairs: _Pairs, elements: int) -> Iterator[_Pairs]:
+    """Weights of one device, of at most so many ``elements`` together; a larger one alone."""
+    group: list[tuple[Tensor, Tensor | None]] = []
+    free, device = elements, None
+    for weight, copy in pairs:
+        if (size := weight.numel()) >= elements:
+            yield [(weight, copy)]
+            continue
+        if size > free or weight.device != device:
+            if group:
+                yield group
+            group, free, device = [], elements, weight.device
+        group.append((weight, copy))
+        free -= size
+    if group:
+        yield group
