@@ -143,7 +143,8 @@ def faults(results: StoredResults) -> str:
         for title, row in stored.parts()
     ]
     numeric, soak = (stored[title]["measured"] for title in (NUMERIC, SOAK))
-    stock = stored[STOCK_KILLS]
+    stock, struck = stored[STOCK_KILLS], [stored[title] for title in STRUCK_SAVES]
+    cases, lost = (int(sum(row[key].number for row in struck)) for key in ("cases", "lost"))
     unusable = sum("does not resume" in loss["lost"] for loss in stock["losses"].value)
     others = stock["lost"].number - unusable
     ended = (
@@ -154,6 +155,10 @@ def faults(results: StoredResults) -> str:
     return "\n\n".join(
         [
             table(("fault", "cases", "lost", "date, commit"), rows),
+            paragraph(
+                f"Of {cases:,.0f} trainings that were killed, or whose disk or checkpoint failed, {lost or 'none'} was "
+                "lost."
+            ),
             paragraph(
                 f"Of the steps with planted inf and NaN, {numeric['struck'].number:,.0f} were struck and "
                 f"{numeric['skipped'].number:,.0f} skipped, those included in which a loss scale was too large. In "

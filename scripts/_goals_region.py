@@ -1,11 +1,11 @@
-"""What the project wants to reach, next to what it has reached and what nobody can go below."""
+"""What the project wants to reach, next to what it has reached; and what nobody can go below."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from _markdown import table
+from _markdown import paragraph, table
 from _speed_regions import BARE, FLOOR
 from _stored import Stored, StoredResults
 
@@ -50,7 +50,7 @@ def _architectures(results: StoredResults) -> Iterator[_Goal]:
     for size, name in sizes.items():
         stored = results(name)
         medians, models = stored["medians"], [row for _, row in stored["architectures"].parts()]
-        where = f"[many kinds of models](#every-kind-of-model), {size}"
+        where = f"[many kinds of models](benchmarks.md#every-kind-of-model), {size}"
         bf16, floor, fp16 = (
             (medians[ratio].number, max(row[ratio].number for row in models))
             for ratio in ("bf16_to_torch_autocast", "bf16_floor_to_torch_autocast", "fp16_to_fp32")
@@ -65,7 +65,7 @@ def _compiled(results: StoredResults) -> Iterator[_Goal]:
     for name, row in results("bench_compiled")["models"].parts():
         floor = row["bf16_floor_to_torch_autocast"].number
         yield _Goal(
-            f"[compiled](#compiled) {name}, `bf16` / `torch.autocast`",
+            f"[compiled](benchmarks.md#compiled) {name}, `bf16` / `torch.autocast`",
             0.95,
             row["bf16_to_torch_autocast"].number,
             floor,
@@ -77,26 +77,85 @@ def _lean(results: StoredResults) -> Iterator[_Goal]:
     step, update = results("bench_step")["contenders"], results("bench_update")["contenders"]
 
     def ratio(stored: Stored, ours: str, peer: str) -> float:
-        return stored[f"hf_mp {ours}"]["median_seconds"].number / stored[peer]["median_seconds"].number
+        return stored[ours]["median_seconds"].number / stored[peer]["median_seconds"].number
 
     yield _Goal(
-        "[a step of GPT-2](#a-training-step), `bf16-lean` / `torch.autocast`",
+        "[a step of GPT-2](benchmarks.md#a-training-step), `bf16-lean` / `torch.autocast`",
         0.8,
-        ratio(step, "bf16-lean", "torch.autocast bf16"),
+        ratio(step, "hf_mp bf16-lean", "torch.autocast bf16"),
     )
-    yield _Goal("a step of GPT-2, `fp16-lean` / FP32", 0.75, ratio(step, "fp16-lean", "fp32"))
-    of_update = (("bf16-lean", "torch.amp bf16", 0.6), ("fp16-lean", "torch.amp", 0.6),
-                 ("fp16-lean + AdamW8bit", "torch.amp + AdamW8bit", 0.9))  # fmt: skip
+    yield _Goal("a step of GPT-2, `fp16-lean` / FP32", 0.75, ratio(step, "hf_mp fp16-lean", "fp32"))
+    of_update = (("hf_mp bf16-lean", "torch.amp bf16", 0.6), ("hf_mp fp16-lean", "torch.amp", 0.6),
+                 ("hf_mp fp16-lean + AdamW8bit", "torch.amp + AdamW8bit", 0.9))  # fmt: skip
     for ours, peer, most in of_update:
-        yield _Goal(f"[its update](#the-update), `{ours}` / `{peer}`", most, ratio(update, ours, peer))
+        yield _Goal(
+            f"[its update](benchmarks.md#the-update), `{ours.removeprefix('hf_mp ')}` / `{peer}`",
+            most,
+            ratio(update, ours, peer),
+        )
 
 
 def _generation(results: StoredResults) -> Iterator[_Goal]:
     for name, row in results("bench_generate")["cases"].parts():
         floor = row[BARE]["ratio_to_floor"].number if BARE in row else None
         yield _Goal(
-            f"[a token](#generation) of {name}, `bf16` / BF16 throughout",
+            f"[a token](benchmarks.md#generation) of {name}, `bf16` / BF16 throughout",
             1.05,
             row["hf_mp bf16"]["ratio_to_floor"].number,
             floor,
         )
+
+
+def floors(results: StoredResults) -> str:
+    """How far steps, updates, losses and models are from the least that they can take."""
+    return "\n\n".join([_step_floors(results), _part_floors(results), _model_floors(results)])
+
+
+def _step_floors(results: StoredResults) -> str:
+    rows = [
+        [name, f"{row['ratio_to_floor'].number:.2f}", f"{100 * row['flops_utilisation'].number:.0f}%"]
+        for stored in ("bench_step", "bench_step_compiled")
+        for name, row in results(stored)["contenders"].parts()
+        if stored == "bench_step" or name.endswith("compiled")
+    ]
+    text = paragraph(
+        "The floor of [a step of GPT-2](benchmarks.md#a-training-step) is its matrix products at the best rate that "
+        "this machine reached in that dtype, and the bytes of its update at the bandwidth of a copy; utilisation is "
+        "the products at that rate over the step:"
+    )
+    return f"{text}\n\n{table(('a step', 'times its floor', 'utilisation'), rows)}"
+
+
+def _part_floors(results: StoredResults) -> str:
+    update, loss, autocast = results("bench_update"), results("bench_loss"), results("bench_autocast")
+    found = [
+        *((f"update, {name}", row) for name, row in update["contenders"].parts()),
+        *((f"loss, {name}", row) for name, row in loss["contenders"].parts()),
+        *((f"forward and backward, {name}", row) for name, row in autocast["forward_backward"].parts()),
+        *((f"generation, {name}", row) for name, row in autocast["generation"].parts()),
+    ]
+    rows = [[name, f"{row['ratio_to_floor'].number:.2f}"] for name, row in found if "ratio_to_floor" in row]
+    text = paragraph(
+        "That of [the update](benchmarks.md#the-update) reads gradients twice, reads and writes masters and moments, "
+        "and writes working copies; that of [the loss](benchmarks.md#the-loss-of-a-language-model) reads the logits "
+        "twice and writes their gradient; that of [forward and backward](benchmarks.md#autocast) is the matrix "
+        "products; that of generation reads the weights for each token:"
+    )
+    return f"{text}\n\n{table(('', 'times its floor'), rows)}"
+
+
+def _model_floors(results: StoredResults) -> str:
+    small, large = (
+        results(name)["architectures"] for name in ("bench_architectures_kept", "bench_architectures_kept_4")
+    )
+    field = "bf16_floor_to_torch_autocast"
+    rows = [[f"{name}", f"{row[field].number:.2f}", f"{large[name][field].number:.2f}"] for name, row in small.parts()]
+    rows += [
+        [f"{name}, compiled", f"{row[field].number:.2f}", ""]
+        for name, row in results("bench_compiled")["models"].parts()
+    ]
+    text = paragraph(
+        "That of [many kinds of models](benchmarks.md#every-kind-of-model) and of [compiled](benchmarks.md#compiled) "
+        "ones is a model that is BF16 throughout, its optimizer's state too, over `torch.autocast` in BF16:"
+    )
+    return f"{text}\n\n{table(('floor / `torch.autocast`', 'small batches', 'large batches'), rows)}"

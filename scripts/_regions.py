@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable
 
 from _ablation_region import lost_updates, techniques
-from _docs_regions import STRUCK_SAVES, checkpoint_cost, faults, footprints, llama_7b, scaler_traces, training_memory
-from _goals_region import goals
+from _compared_region import compared
+from _docs_regions import checkpoint_cost, faults, footprints, llama_7b, scaler_traces, training_memory
+from _goals_region import floors, goals
 from _hops_region import hops, host
 from _markdown import GIB, MIB, hardware, otherwise, paragraph, ratio, script, table, timing, torch_version, workload
 from _rl_regions import grpo, small_updates
@@ -49,8 +50,6 @@ def step_rows(stored: Stored) -> list[list[str]]:
                 name,
                 timing(row, 3 if row["median_seconds"].number < 0.1 else 2),
                 f"{row['ratio_to_fp32'].number:.2f}" if "ratio_to_fp32" in row else "",
-                f"{row['ratio_to_floor'].number:.2f}",
-                f"{100 * row['flops_utilisation'].number:.0f}%",
                 f"{row['tokens_per_second'].number:,.0f}",
                 f"{row['peak_bytes'].number / MIB:,.0f}" if "peak_bytes" in row else "",
             ]
@@ -58,7 +57,7 @@ def step_rows(stored: Stored) -> list[list[str]]:
     return rows
 
 
-STEP_HEADER = ("", "seconds", "times FP32", "times its floor", "utilisation", "tokens/s", "peak, MiB")
+STEP_HEADER = ("", "seconds", "times FP32", "tokens/s", "peak, MiB")
 
 
 def step(results: StoredResults) -> str:
@@ -74,13 +73,12 @@ def step(results: StoredResults) -> str:
         [
             paragraph(
                 f"One training step (forward, backward, clipping, AdamW) of {workload(stored)} "
-                f"({script('bench_step')}). The floor is its matrix products at the best rate that this machine "
-                "reached in that dtype, and the bytes of its update at the bandwidth of a copy; utilisation is the "
-                "products at that rate over the step; the peak counts all tensors, model and optimizer included. "
-                "Loops take turns of two steps, of which the second is timed, and the Trainer comes after them:"
+                f"({script('bench_step')}). The peak counts all tensors, model and optimizer included. Loops take "
+                "turns of two steps, of which the second is timed, and the Trainer comes after them:"
             ),
             table(STEP_HEADER, step_rows(stored)),
             paragraph(f"Our step over that of `torch.autocast` in the same dtype: {', '.join(pairs)}."),
+            paragraph("In the picture, a line is the least that such a step can take ([floors](goals.md#floors)):"),
             "![a training step: seconds, floor, peak memory](../scripts/results/bench_step.png)",
         ]
     )
@@ -121,8 +119,6 @@ def update(results: StoredResults) -> str:
             name,
             timing(row, 3),
             f"{row['ratio_to_torch'].number:.2f}",
-            f"{row['floor_seconds'].number:.3f}",
-            f"{row['ratio_to_floor'].number:.2f}",
         ]
         for name, row in stored["contenders"].parts()
     ]
@@ -131,10 +127,9 @@ def update(results: StoredResults) -> str:
             paragraph(
                 f"The update of {stored['parameters'].number / 1e6:.0f}M parameters, from the gradients after backward "
                 "to refreshed working copies, compared with GradScaler (in FP16), `clip_grad_norm_`, fused AdamW and "
-                f"casting the weights; and each with bitsandbytes' AdamW8bit ({script('bench_update')}). The floor "
-                "reads gradients twice, reads and writes masters and moments, and writes working copies:"
+                f"casting the weights; and each with bitsandbytes' AdamW8bit ({script('bench_update')}):"
             ),
-            table(("", "seconds", "times torch's", "floor, seconds", "times its floor"), rows),
+            table(("", "seconds", "times torch's"), rows),
         ]
     )
 
@@ -147,7 +142,6 @@ def loss(results: StoredResults) -> str:
             name,
             timing(row, 3),
             f"{row['ratio_to_torch'].number:.2f}",
-            f"{row['ratio_to_floor'].number:.1f}",
             f"{row['peak_bytes'].number / MIB:,.0f}",
             f"{row['peak_ratio_to_torch'].number:.2f}",
         ]
@@ -158,10 +152,9 @@ def loss(results: StoredResults) -> str:
             paragraph(
                 f"The loss of {stored['rows'].number:.0f} rows of a vocabulary of {stored['vocab'].number:.0f}, "
                 f"forward and backward from 16-bit logits ({script('bench_loss')}"
-                f"{otherwise(stored, results)}); its floor reads the logits twice and writes their "
-                f"gradient, {stored['floor_seconds'].number:.3f} s:"
+                f"{otherwise(stored, results)}):"
             ),
-            table(("", "seconds", "times torch", "times the floor", "peak, MiB", "times torch"), rows),
+            table(("", "seconds", "times torch", "peak, MiB", "times torch"), rows),
         ]
     )
 
@@ -185,10 +178,8 @@ def autocast(results: StoredResults) -> str:
         [
             label,
             f"{trained[name]['ratio_to_torch_autocast'].number:.2f}",
-            f"{trained[name]['ratio_to_floor'].number:.2f}",
             f"{casts[name]['casts'].number:.0f}",
             f"{generated[name]['ratio_to_torch_autocast'].number:.2f}",
-            f"{generated[name]['ratio_to_floor'].number:.2f}",
         ]
         for name, label in labels.items()
     ]
@@ -199,20 +190,9 @@ def autocast(results: StoredResults) -> str:
             paragraph(
                 f"{stored['dtype'].text.upper()}, {workload(stored)}, and {stored['generated_tokens'].number:.0f} "
                 f"tokens generated with {stored['generation_layers'].number:.0f} layers, as multiples of "
-                f"`torch.autocast`'s time ({script('bench_autocast')}). The floor of training is its matrix "
-                "products, that of generation to read the weights for each token:"
+                f"`torch.autocast`'s time ({script('bench_autocast')}):"
             ),
-            table(
-                (
-                    "",
-                    "forward and backward",
-                    "times its floor",
-                    "casts of weights in a forward",
-                    "generation",
-                    "times its floor",
-                ),
-                rows,
-            ),
+            table(("", "forward and backward", "casts of weights in a forward", "generation"), rows),
             paragraph(
                 f"Autocast adds {unlisted['hf_mp']['median_microseconds'].number:z.1f} microseconds to an unlisted "
                 f"call and {listed['hf_mp']['median_microseconds'].number:z.1f} to one that it looks up "
@@ -313,23 +293,16 @@ def loops(results: StoredResults) -> str:
 
 
 def headline(results: StoredResults) -> str:
-    """How fast and how safe, in a sentence each."""
-    steps, trained, struck = (results(name) for name in ("bench_step", "compare_precisions_768", "faults"))
+    """How fast, and how close to FP32, in one sentence."""
+    steps, trained = results("bench_step"), results("compare_precisions_768")
     fp32_loss = trained["fp32"]["eval_loss"].number
     off = max(abs(row["eval_loss"].number / fp32_loss - 1) for name, row in trained.parts() if name.startswith("hf_mp"))
     share = {name: f"{row['ratio_to_fp32'].number:.2f}" for name, row in steps["contenders"].parts()}
-    rows = [struck[title] for title in STRUCK_SAVES]
-    cases, lost = (int(sum(row[key].number for row in rows)) for key in ("cases", "lost"))
-    kinds = results("bench_architectures"), results("bench_architectures_4")
-    small, large = (f"{one['medians']['bf16_to_torch_autocast'].number:.2f}" for one in kinds)
     return paragraph(
-        f"On a CPU, a step of GPT-2 takes {share['hf_mp bf16']} of FP32's time in `bf16` (`torch.autocast` "
-        f"{share['torch.autocast bf16']}) and {share['hf_mp fp16']} in `fp16`, and its loss is FP32's within "
-        f"{math.ceil(1e4 * off) / 100:.2f}% ([figures](#figures)). Over {len(kinds[0]['architectures'].parts())} kinds "
-        f"of small models `bf16` takes {small} of `torch.autocast`'s time with small batches and {large} with larger "
-        f"ones ([medians](docs/benchmarks.md#every-kind-of-model)). Of {cases:,.0f} trainings that were killed, or "
-        f"whose disk or checkpoint failed, {lost or 'none'} was lost ([how it is tested]"
-        "(docs/faults.md#how-it-is-tested))."
+        f"On a CPU, a step of GPT-2 in `bf16` takes {share['hf_mp bf16']} of FP32's time (`torch.autocast`: "
+        f"{share['torch.autocast bf16']}), and fine-tuning ends within {math.ceil(1e4 * off) / 100:.2f}% of FP32's "
+        "loss ([figures](#figures); [models where it is slower](docs/benchmarks.md#compared-with-what-you-use)). **No "
+        "figure here is from a GPU yet**: the Triton kernels check themselves before they are used."
     )
 
 
@@ -454,7 +427,9 @@ REGIONS: dict[str, Region] = {
     "compiled parts": compiled_parts,
     "default memory": default_memory,
     "peaks": peaks,
+    "compared": compared,
     "goals": goals,
+    "floors": floors,
     "profiles": profiles,
     "scaling": scaling,
     "ways to spread": ways_to_spread,

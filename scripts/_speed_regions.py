@@ -69,18 +69,17 @@ def host_apart(results: StoredResults) -> str:
 
 
 def architectures(results: StoredResults) -> str:
-    """A step of many kinds of models at two batch sizes: bf16 and its floor over torch.autocast, fp16 over FP32."""
+    """A step of many kinds of models at two batch sizes: bf16 over torch.autocast, fp16 over FP32."""
     few, many = results("bench_architectures_kept"), results("bench_architectures_kept_4")
     settings = " ".join(word for word in few.root["command"].text.split() if word.startswith("MALLOC_"))
     text = paragraph(
         f"A training step of small models of many kinds ({script('bench_architectures')}; {_where(few)}), with small "
-        f"batches (two sequences of 128 tokens, four images) and with {many['times'].number:.0f} times as much. The "
-        f"floor is a model that is BF16 throughout, its optimizer's state too. {_fp16_product(few)}. The C library "
-        f"keeps the memory that a step frees (`{settings}`):"
+        f"batches (two sequences of 128 tokens, four images) and with {many['times'].number:.0f} times as much. "
+        f"{_fp16_product(few)}. The C library keeps the memory that a step frees (`{settings}`):"
     )
-    first, *others = _RATIO_COLUMNS
-    header = ("", *_RATIO_COLUMNS, f"{many['times'].number:.0f} times: {first}", *others)
-    return f"{text}\n\n{table(header, _side_by_side(few, many, _RATIOS))}"
+    first, _, last = _RATIO_COLUMNS
+    header = ("", first, last, f"{many['times'].number:.0f} times: {first}", last)
+    return f"{text}\n\n{table(header, _side_by_side(few, many, (_RATIOS[0], _RATIOS[2])))}"
 
 
 _RATIOS = ("bf16_to_torch_autocast", "bf16_floor_to_torch_autocast", "fp16_to_fp32")
@@ -137,9 +136,9 @@ def profiles(results: StoredResults) -> str:
 
 
 def compiled_models(results: StoredResults) -> str:
-    """Compiled steps of several models over compiled peers, the floors of both, and what was compiled."""
+    """Compiled steps of several models over compiled peers, and what was compiled."""
     stored = results("bench_compiled")
-    ratios = ("bf16_to_torch_autocast", "bf16_floor_to_torch_autocast", "fp16_to_fp32", "fp16_floor_to_fp32")
+    ratios = ("bf16_to_torch_autocast", "fp16_to_fp32")
     counts = ("graphs", "recompilations")
     rows = [
         [
@@ -151,11 +150,10 @@ def compiled_models(results: StoredResults) -> str:
     ]
     steps = stored["counted_steps"].number
     text = paragraph(
-        f"A training step, both sides compiled ({script('bench_compiled')}; {_where(stored)}). The floor is a model "
-        f"that is BF16 (FP16) throughout. {_fp16_product(stored)}. Recompilations are those of "
-        f"{steps:.0f} steps in FP16 while the loss scale changes:"
+        f"A training step, both sides compiled ({script('bench_compiled')}; {_where(stored)}). "
+        f"{_fp16_product(stored)}. Recompilations are those of {steps:.0f} steps in FP16 while the loss scale changes:"
     )
-    header = ("", "`bf16` / `torch.autocast`", "floor", "`fp16` / FP32", "floor", *counts)
+    header = ("", "`bf16` / `torch.autocast`", "`fp16` / FP32", *counts)
     return f"{text}\n\n{table(header, rows)}"
 
 
@@ -180,21 +178,12 @@ def generation(results: StoredResults) -> str:
     for name, row in stored["cases"].parts():
         peer, floor = "ratio_to_torch_autocast", "ratio_to_floor"
         found = [_ratio(row[one], ratio) if one in row else "" for one in ours for ratio in (peer, floor)]
-        in_python = _ratio(row[BARE], floor) if BARE in row else ""
-        rows.append([name, *found, in_python, f"{row[ours[0]]['python_calls'].number:,.0f}"])
+        rows.append([name, *found])
     text = paragraph(
         f"`generate()` of {stored['tokens'].number:.0f} tokens one after the other, {stored['layers'].number:.0f} "
         f"layers of width {stored['width'].number:.0f} ({script('bench_generate')}; {_where(stored)}): the time of a "
         "token over that of `torch.autocast` in BF16 entered once around it, and over that of a model that is BF16 "
-        "throughout; `Python` is that model with a function mode that does nothing. Calls are those that Python makes "
-        "for a token under `bf16`. Under `torch.autocast`, Llama fails with a static cache:"
+        "throughout. Under `torch.autocast`, Llama fails with a static cache:"
     )
-    columns = (
-        "`bf16` / `torch.autocast`",
-        "/ BF16",
-        "`fp16` / `torch.autocast`",
-        "/ BF16",
-        "Python / BF16",
-        "calls",
-    )
+    columns = ("`bf16` / `torch.autocast`", "/ BF16", "`fp16` / `torch.autocast`", "/ BF16")
     return f"{text}\n\n{table(('', *columns), rows)}"

@@ -14,6 +14,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+class InOneProcess(torch.nn.parallel.DistributedDataParallel):
+    """Gives the model back, where no process group is."""
+
+    def __new__(cls, model):
+        return model
+
+
 def examples() -> list:
     found = []
     for page in PAGES:
@@ -21,23 +28,22 @@ def examples() -> list:
         blocks = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
         if page.stem == "tutorial":  # its steps are one program
             code = "\n".join(block[1] for block in blocks)
-            found.append(pytest.param(page, 0, code, id="tutorial"))
+            found.append(pytest.param(page, 1, 0, code, id="tutorial"))
         for number, block in enumerate(blocks, start=1):
             line = text[: block.start(1)].count("\n")
-            found.append(pytest.param(page, line, block[1], id=f"{page.stem}-{number}"))
+            found.append(pytest.param(page, number, line, block[1], id=f"{page.stem}-{number}"))
     return found
 
 
-@pytest.mark.parametrize(("page", "line", "code"), examples())
-def test_the_example_runs(page, line, code, gpt2, batch, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("page", "number", "line", "code"), examples())
+def test_the_example_runs(page, number, line, code, gpt2, batch, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{name: values[0] for name, values in batch.items()}] * 4
-    names = {
-        **{"hf_mp": hf_mp, "torch": torch, "model": gpt2, "batch": batch, "loader": [batch, batch], "data": rows},
-        "DistributedDataParallel": lambda model: model,  # in one process
-        "MixedPrecisionCallback": hf_mp.MixedPrecisionCallback,
-        "optimizer": torch.optim.SGD(gpt2.parameters(), lr=0.1),
-    }
+    optimizer = torch.optim.SGD(gpt2.parameters(), lr=0.1)
+    names = {"model": gpt2, "optimizer": optimizer, "batch": batch, "loader": [batch, batch], "data": rows}
+    if number > 1:  # the first block of a page imports what it uses
+        names |= {"hf_mp": hf_mp, "torch": torch, "MixedPrecisionCallback": hf_mp.MixedPrecisionCallback}
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", InOneProcess)
     # at the lines of the page, so that a traceback names them
     exec(compile("\n" * line + code, str(page), "exec"), names)
 
@@ -61,3 +67,21 @@ def test_files_and_modules_named_in_the_text_are_there(page):
         if m.split(".")[0] not in hf_mp.__all__ and not (ROOT / "hf_mp" / f"{m.replace('.', '/')}.py").exists()
     ]
     assert not missing
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
+def test_the_first_way_to_install_needs_no_address(page):
+    commands = re.findall(r"pip install (\S+)", (ROOT / page).read_text(encoding="utf-8"))
+    assert commands[0].strip('"`').startswith(".")
+
+
+def test_the_benchmarks_begin_with_what_people_use_and_goals_are_for_contributors():
+    sections = re.findall(r"^## (.*)", (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sections[0] == "Compared with what you use" and "Goals" not in sections
+    assert "docs/goals.md" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_says_beside_its_figures_that_none_is_from_a_gpu():
+    first, _, figures = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Figures")
+    assert "No figure here is from a GPU yet" in " ".join(first.replace("*", "").split())
+    assert "from a GPU" in figures.partition("\n## ")[0]

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_mp.memory.precisions import parse_preset
 from hf_mp.policy import PRESETS, PrecisionPolicy, parse_loss_scale
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -155,6 +156,27 @@ def test_a_loss_scale_is_positive_and_finite(value: Any) -> None:
 def test_an_unknown_preset_gets_the_list_of_those_there_are(text: str) -> None:
     with pytest.raises(ValueError, match=rf"precision='{text}' is not known: use one of {', '.join(PRESETS)}"):
         PrecisionPolicy.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("precision", "question"),
+    [
+        ("16", "Did you mean 'fp16' or 'bf16'?"), (16, "Did you mean 'fp16' or 'bf16'?"),
+        ("mixed", "Did you mean 'fp16' or 'bf16'?"), ("16-mixed", "Did you mean 'fp16' or 'bf16'?"),
+        ("bf16-mixed", "Did you mean 'bf16'?"), ("mixed_float16", "Did you mean 'fp16'?"),
+        (32, "Did you mean 'fp32'?"), ("bf16lean", "Did you mean 'bf16-lean'?"),
+    ],
+)  # fmt: skip
+def test_what_other_libraries_call_a_precision_is_answered_with_the_nearest(precision: Any, question: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=rf"\. {re.escape(question)}$"):
+        PrecisionPolicy.parse(precision)
+    with pytest.raises(ValueError, match=rf"\. {re.escape(question)}$"):
+        parse_preset(precision)
+
+
+def test_what_is_like_no_precision_is_answered_with_the_list_alone() -> None:
+    with pytest.raises(ValueError, match=r"loss_scale=headroom'$"):
+        PrecisionPolicy.parse("int8")
 
 
 @pytest.mark.parametrize("value", [None, 16, torch.Tensor])

@@ -48,8 +48,9 @@ def test_each_region_is_on_a_page():
     assert sorted(found) == sorted(REGIONS)
 
 
-def test_the_page_of_benchmarks_is_written_from_results_alone():
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
+@pytest.mark.parametrize("page", ["benchmarks", "goals"])
+def test_pages_of_measurements_are_written_from_results_alone(page):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
     assert len(MARKER.findall(text)) > 10
     names = r"`\w+`|FP32|FP16|BF16|AdamW8bit|GPT-2 124M"
     assert not re.search(r"\d", re.sub(names, "", REGION.sub("", text)))
