@@ -32,6 +32,7 @@ from hf_mp.trainer.settings import SessionSettings
 from hf_mp.weights.distributed import compare_settings
 from hf_mp.weights.missing_ranks import naming_missing_ranks
 from hf_mp.weights.optimizer_in_backward import check_free_gradients
+from hf_mp.weights.outside_reads import stores_16_bits
 
 logger = logging.get_logger(__name__)
 
@@ -158,6 +159,10 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
         self.session.take_reference(getattr(self, "ref_model", None))
         self.session.check_first_backward(self.accelerator)
         return super()._inner_training_loop(*args, **kwargs)
+
+    @stores_16_bits  # FSDP2 shards the stored halves: values read in FP32 would make FP32 shards of them
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._prepare_for_training(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
         """As the stock Trainer's, over FP32 masters and with a guarded ``step``."""
