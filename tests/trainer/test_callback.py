@@ -571,3 +571,19 @@ def test_a_deep_copy_of_an_attached_model_runs_the_copied_weights(tmp_path: Path
     fresh = tiny_gpt2().eval()
     difference = copied.eval()(**inputs).logits - fresh(**inputs).logits
     assert difference.abs().max() < 0.01
+
+
+class TimesTenMillion(Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs) * 1e7
+
+
+@pytest.mark.parametrize("contender", ["subclass", "callback"])
+def test_a_loss_that_needs_a_scale_below_1_trains(contender: str, tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=30, logging_steps=1)
+    trainer = make_trainer(contender, "fp16", tiny_gpt2(), args, TimesTenMillion, train_dataset=token_rows())
+    before = weights(trainer.model)
+    trainer.train()
+    skipped = logged(trainer, "skipped_steps")
+    assert logged(trainer, "loss_scale")[-1] < 1 and skipped[-1] == skipped[9] < 5
+    assert not any(map(torch.equal, before, weights(trainer.model)))
