@@ -49,10 +49,12 @@ def runtimes_of(model: nn.Module) -> list[Any]:
 def detach(model: _Module) -> _Module:
     """Take back what attached mixed precision to ``model``: ``prepare``, ``attach``, a Trainer, or a deep copy.
 
-    Afterwards it is an ordinary FP32 model, and its optimizers are as they were: no hook, wrapper or copy stays. What
-    is attached to a model inside it, or to a larger one of which it is the Transformers model, is taken back as well;
-    where nothing is attached, nothing happens. In a lean layout, step the optimizer that you made, and no longer the
-    one that ``prepare`` gave.
+    Afterwards it is an ordinary FP32 model, and its optimizers are as they were: no hook, wrapper or copy stays. In a
+    lean layout, step the optimizer that you made, and no longer the one that ``prepare`` gave.
+
+    Args:
+        model: any module. What is attached to a model inside it, or to a larger one of which it is the Transformers
+            model, is taken back as well; where nothing is attached, nothing happens.
 
     Returns:
         The same model.

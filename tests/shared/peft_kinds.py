@@ -36,7 +36,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "P-tuning": lambda: peft.PromptEncoderConfig(num_virtual_tokens=8, encoder_hidden_size=16),
     "MiSS": lambda: peft.MissConfig(r=8, **TARGETS),
     "C3A": lambda: peft.C3AConfig(block_size=16, **TARGETS),
-    "ROAD": lambda: peft.RoadConfig(**TARGETS),
+    "ROAD": lambda: peft.RoadConfig(group_size=16, **TARGETS),
     "trainable tokens": lambda: peft.TrainableTokensConfig(token_indices=list(range(64))),
 }
 
