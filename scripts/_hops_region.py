@@ -35,8 +35,8 @@ GRADIENT = (
     ("which asks for 1/S", "step/mixed_precision.py", "MixedPrecision.inverse"),
     ("multiplies by it in FP32, and autograd adds the result to `.grad`", "scaling/borders.py", "_multiply_all"),
     ("the backward ended", "step/gradients.py", "GradientCheck._backward_ended"),
-    ("the largest magnitude, and the norm, are measured in one pass", "weights/seen_gradients.py",
-     "SeenGradients.measure"),
+    ("the largest magnitude, and the norm, are measured in one pass", "step/gradients.py",
+     "GradientCheck.measure"),
     ("the step asks for the verdict", "step/gradients.py", "GradientCheck.verdict"),
     ("the optimizer uses it, or the step is skipped", "step/update.py", "StepGuard._step"),
 )  # fmt: skip

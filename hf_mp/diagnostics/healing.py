@@ -121,7 +121,7 @@ class Healer(StepObserver):
             if not self._heal(may_guess=tries < MOST_GUESSES):
                 break
             self._run_again()
-            report = runtime.verdict(optimizer).report()
+            report = runtime.report(runtime.verdict(optimizer), optimizer)
             if not report.overflow:
                 return report
         runtime.scaler.state = state  # the step is skipped as any other
@@ -149,7 +149,7 @@ class Healer(StepObserver):
 
     def _can_run_again(self, *, is_healed: bool) -> bool:
         check = self._runtime.check
-        is_as_left = self.clip is not None or check.hold(check.gradients(check.parameters()))
+        is_as_left = self.clip is not None or check.are_unchanged(check.gradients(check.parameters()))
         is_known = all(map(_has_known_gradients, self._explainer.backwards))
         if all(self._runtime.ranks.gather(is_as_left and is_known)):
             return True

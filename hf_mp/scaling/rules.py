@@ -36,17 +36,18 @@ class StepReport:
 
 @dataclass(frozen=True)
 class ScalerState:
-    """What every scaler remembers between steps; its fields, which are checked, are its saved state."""
+    """What every scaler remembers between steps; its fields are its saved state."""
 
-    scale: float  # the loss scale in force, rounded to FP32, in which tensors hold it
+    scale: float  # the loss scale in force; FP32 holds it, in which tensors have it
     steps: int = 0  # optimizer steps recorded, skipped ones included
     skipped_steps: int = 0
     consecutive_skips: int = 0  # since the last applied step
 
-    def __post_init__(self) -> None:
+    def checked(self) -> Self:
+        """This state, its scale rounded to FP32; a ValueError for values that come from outside and are none."""
         check_scale(self.scale)
-        object.__setattr__(self, "scale", to_fp32(self.scale))
         check_whole(0, steps=self.steps, skipped_steps=self.skipped_steps, consecutive_skips=self.consecutive_skips)
+        return replace(self, scale=to_fp32(self.scale))
 
     def counted(self, report: StepReport, **changes: Any) -> Self:
         """This state with the step counted and ``changes`` made."""
@@ -120,10 +121,10 @@ class DynamicState(ScalerState):
     growth_tracker: int = 0  # clean steps since the last overflow or growth; negative while growth_delay lasts
     hysteresis_left: int = 1  # overflows until the scale is lowered, counting the one that lowers it
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def checked(self) -> Self:
         check_whole(-(2**31), growth_tracker=self.growth_tracker)
         check_whole(1, hysteresis_left=self.hysteresis_left)
+        return super().checked()
 
     def is_finding_its_level(self, clean_scale: float | None) -> bool:
         was_clean = clean_scale is not None and self.scale <= clean_scale
@@ -168,7 +169,7 @@ def adjust_dynamic(state: DynamicState, settings: DynamicSettings, report: StepR
             spent = state.hysteresis_left - 1
             return state.counted(report, growth_tracker=-settings.growth_delay, hysteresis_left=spent)
         # A scale that is below the floor already, because it was set there, stays.
-        lowered = max(state.scale * settings.backoff_factor, min(settings.floor, state.scale))
+        lowered = to_fp32(max(state.scale * settings.backoff_factor, min(settings.floor, state.scale)))
         return state.counted(report, scale=lowered, growth_tracker=-settings.growth_delay)
     left = settings.hysteresis if settings.consecutive_hysteresis else state.hysteresis_left
     tracker = state.growth_tracker + 1
@@ -203,14 +204,14 @@ class HeadroomState(ScalerState):
     is_futile: bool = False  # whether overflows were seen that headroom does not help against
     quiet_steps: int = 0  # clean steps since the last overflow that no gradient explained
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def checked(self) -> Self:
         check_whole(0, quiet_steps=self.quiet_steps)
         check(lambda x: 0.0 <= x < math.inf, "a finite number of doublings, at least 0", headroom=self.headroom)
         if not isinstance(self.is_futile, bool):
             raise ValueError(f"is_futile={self.is_futile!r} must be True or False")
         if self.level is not None:
             check(lambda x: 0.0 < x < math.inf, "a positive, finite number or None", level=self.level)
+        return super().checked()
 
     def is_finding_its_level(self, clean_scale: float | None) -> bool:
         return self.scale > 1.0 and self.level is None

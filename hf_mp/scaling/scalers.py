@@ -80,7 +80,7 @@ class LossScaler(ExplicitScaling, Generic[State]):
         check_whole(1, max_consecutive_skips=max_consecutive_skips)
         self.rule, self.kind = rule, rule.name
         self.settings = settings
-        self._state = rule.start(settings)
+        self._state = rule.start(settings).checked()
         self._max_consecutive_skips = max_consecutive_skips
         given: object = enabled
         if isinstance(given, (Tensor, str)):
@@ -206,10 +206,10 @@ class LossScaler(ExplicitScaling, Generic[State]):
 
     def _take_over_torch(self, state_dict: Mapping[str, Any]) -> None:
         counts = {"steps": self.state.steps, "skipped_steps": self.state.skipped_steps}
-        self.state = replace(self.rule.start(self.settings), scale=state_dict["scale"], **counts)
+        self.state = replace(self.rule.start(self.settings), scale=state_dict["scale"], **counts).checked()
 
     def _take_over(self, state_dict: Mapping[str, Any]) -> None:
-        self.state = type(self.state)(**{name: state_dict[name] for name in self._state_keys()})
+        self.state = type(self.state)(**{name: state_dict[name] for name in self._state_keys()}).checked()
 
     def _state_keys(self) -> set[str]:
         return {field.name for field in fields(self.state)}
@@ -231,7 +231,7 @@ class LossScaler(ExplicitScaling, Generic[State]):
                     f"{tuple(new_scale.shape)} with requires_grad={new_scale.requires_grad}"
                 )
             new_scale = new_scale.item()
-        self.state = replace(self.state, scale=new_scale)
+        self.state = replace(self.state, scale=new_scale).checked()
         self._warn_if_inexact(new_scale=self.state.scale)
 
     def _warn_if_inexact(self, **values: float | None) -> None:
@@ -371,7 +371,7 @@ class DynamicLossScaler(LossScaler[DynamicState]):
     def _take_over(self, state_dict: Mapping[str, Any]) -> None:
         settings = replace(self.settings, **{name: state_dict[name] for name in _TORCH_SETTINGS})
         values = {name: state_dict[name] for name in super()._state_keys() - {"growth_tracker"}}
-        self.state = DynamicState(**values, growth_tracker=state_dict["_growth_tracker"])
+        self.state = DynamicState(**values, growth_tracker=state_dict["_growth_tracker"]).checked()
         self._set_settings(settings)
 
     def _state_keys(self) -> set[str]:

@@ -1,42 +1,110 @@
-"""``GradientCheck``: when a backward runs, what it left in the gradients, and the verdict that a step needs."""
+"""``GradientCheck``: which backwards run, what they left in the gradients, and the verdict that a step needs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
 
-from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite
+from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, magnitude_bound
 from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.attachable import REPAIRED, UNKNOWN_OPTIMIZER
-from hf_mp.weights.distributed import local_parts
-from hf_mp.weights.open_backwards import OpenBackwards
-from hf_mp.weights.seen_gradients import SeenGradients, Verdict, found_inf_of, versions_of
+from hf_mp.weights.distributed import Ranks, is_running, local_parts
+from hf_mp.weights.layout import WeightLayout, measure
+from hf_mp.weights.outside_reads import stores_16_bits
+
+_SKIP_BY_THEMSELVES = ("cuda",)  # devices on which a fused step takes found_inf, and the host would have to wait
 
 
-class GradientCheck(SeenGradients):
+@dataclass(frozen=True)
+class Verdict:
+    """What the gradients of one optimizer are like, on their device: the host has read nothing yet."""
+
+    gradients: Sequence[Tensor]
+    bound: Tensor  # FP32 of shape (): no magnitude is larger
+    is_exact: bool  # whether one of the magnitudes is the bound
+    largest: Tensor | None  # FP32 of shape (): when the backward ended, before anyone clipped; None if not measured
+
+    def found_inf(self) -> Tensor | None:
+        """FP32 of shape (): 1 for an overflow, else 0.
+
+        None where the host has to read the bound first, or loses nothing by it: off CUDA, and with several processes.
+        """
+        is_left_to_device = self.bound.device.type in _SKIP_BY_THEMSELVES and not is_running()
+        return 1.0 - (self.bound < SQUARES_BELOW).float() if is_left_to_device else None
+
+    def read(self) -> tuple[bool, float | None]:
+        """Whether the gradients overflow, and the largest magnitude of the backward: one read of the device.
+
+        2**64 or more counts as an overflow: its square, Adam's second moment, would stay inf for good.
+        """
+        if self.largest is None:
+            bound, largest = self.bound.item(), None
+        else:
+            bound, largest = torch.stack([self.bound, self.largest.to(self.bound.device)]).tolist()
+        fits = bound < SQUARES_BELOW
+        if not fits and not self.is_exact:
+            fits = all_finite(local_parts(self.gradients), SQUARES_BELOW)
+        return not fits, largest
+
+
+class GradientCheck:
     """Measures the gradients when a backward ends, before anyone clips them, and tells whether to skip a step.
 
-    ``on_ended`` is called with the largest unscaled magnitude (None where not measured); ``seen`` is the base's.
+    Args:
+        on_ended: called when a backward has ended, with the largest unscaled magnitude (None where not measured).
+        layout: whose gradients they are.
+        ranks: the processes that train along.
+        parameters: gives those that a backward may leave gradients in.
     """
 
-    def __init__(self, on_ended: Callable[[Tensor | None], None], *seen: Any) -> None:
-        super().__init__(*seen)
-        self._on_ended = on_ended
+    def __init__(
+        self,
+        on_ended: Callable[[Tensor | None], None],
+        layout: WeightLayout,
+        ranks: Ranks,
+        parameters: Callable[[], Sequence[nn.Parameter]],
+    ) -> None:
+        self._on_ended, self.layout, self._ranks, self.parameters = on_ended, layout, ranks, parameters
         self.is_scaled = False  # whether the loss is scaled
-        self.runs = OpenBackwards()
+        self.open_backwards = OpenBackwards()
+        # Whether the 2-norm is measured along, for norm(), and measured gradients are not read again at the step. In a
+        # plain loop they may be written past their version counters meanwhile (`.data`, NumPy).
+        self.measures_norm = False
         self._versions: dict[int, int] = {}  # of the weights, at the end of the last backward
+        self._warned: set[str] = set()
+        self.forget()
+
+    def warn_once(self, message: str) -> None:
+        """Warn of ``message`` unless that was done before."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=2)
+
+    def forget(self) -> None:
+        """Begin anew: the gradients were used, or thrown away."""
+        self._largest: Tensor | None = None  # of the unscaled gradients since the last step
+        self._take([], None, None)
+
+    def _take(self, gradients: Iterable[Tensor], norm: Tensor | None, largest: Tensor | None) -> None:
+        self._measured, self._norm, self._bound = MeasuredGradients(gradients), norm, largest
+
+    # Backward
 
     def backward_began(self) -> None:
         """A gradient enters the model through an output: the one place where a backward is known to begin."""
-        if not self.runs.begin(task := torch._C._current_graph_task_id()):
+        if not self.open_backwards.begin(task := torch._C._current_graph_task_id()):
             return
         if self._largest is not None:
-            versions = versions_of(parameters := self.parameters())
+            versions = _versions_of(parameters := self.parameters())
             if is_used := any(versions.get(weight, seen) != seen for weight, seen in self._versions.items()):
                 self.warn_once(UNKNOWN_OPTIMIZER)
             if is_used or not self.gradients(parameters):
@@ -46,32 +114,124 @@ class GradientCheck(SeenGradients):
         queue(lambda: queue(lambda: self._backward_ended(task)))
 
     def _backward_ended(self, task: int) -> None:
-        self.runs.end(task)
+        self.open_backwards.end(task)
         largest = None
         if self.is_scaled or self.measures_norm:
             largest = self.measure(parameters := self.parameters())
-            self._versions = versions_of(parameters)
+            self._versions = _versions_of(parameters)
         self._on_ended(largest)
 
-    def verdict(self, optimizer: Optimizer) -> Verdict:
-        """What the gradients of ``optimizer`` are like.
+    def gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """The gradients that ``parameters`` have, as backward left them."""
+        return [gradient for gradient, _ in self.layout.gradients(parameters)]
 
-        A gradient of 2**64 or more counts as an overflow: its square, Adam's second moment, would stay inf for good.
-        """
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    def measure(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
+        """The largest magnitude of what a backward left; None for nothing (FSDP accumulates without reducing)."""
+        if not (found := self.layout.gradients(parameters)):
+            return None
+        largest, norm = measure(found, with_norm=self.measures_norm)
+        is_final = self._ranks.gradients_are_final(parameters)
+        self._take([gradient for gradient, _ in found] if is_final else [], norm, largest)
+        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
+        return largest
+
+    # Clipping
+
+    def are_unchanged(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether all ``gradients``, at least one, were measured, and not written since."""
+        return bool(gradients) and self._measured.hold(gradients)
+
+    def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
+        """The global 2-norm as the backward left it, bit for bit ``get_total_norm``'s; None where it is not known."""
         gradients = self.gradients(parameters)
-        seen = self._largest
-        decisive, is_exact = self.decisive(parameters, gradients, before_clipping=self.is_scaled)
-        values = torch.stack([decisive] if seen is None else [seen.to(decisive.device), decisive])
+        return self._norm if self._measured.are_among(gradients) and self.are_unchanged(gradients) else None
 
-        def report() -> StepReport:
-            known = values.tolist()
-            measured, bound = None if seen is None else known[0], known[-1]
-            overflow = not bound < SQUARES_BELOW and (is_exact or not all_finite(local_parts(gradients), SQUARES_BELOW))
-            if is_repaired := measured is not None and not overflow and not math.isfinite(measured):
-                self.warn_once(REPAIRED)
-            # Without loss scaling there is no headroom to tell of.
-            largest = None if overflow or is_repaired or not self.is_scaled else measured
-            return self._ranks.agree(StepReport(overflow, largest), parameters)
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+        """Scale all gradients down to ``max_norm``, as ``torch.nn.utils.clip_grads_with_norm_``, from :meth:`norm`."""
+        is_known = norm.device.type == "cpu"  # the host would wait for any other device to tell it
+        if is_known and max_norm / (norm + 1e-6) >= 1:
+            return  # torch would multiply them by 1
+        clip_grads_with_norm_(parameters, max_norm, norm)
+        # By inf or NaN, others have become 0 or NaN.
+        self._take([] if is_known and not norm.isfinite() else self.gradients(parameters), None, self._bound)
 
-        return Verdict(report, found_inf_of(decisive, SQUARES_BELOW))
+    # Step
+
+    def verdict(self, parameters: Sequence[nn.Parameter]) -> Verdict:
+        """What the gradients of ``parameters``, an optimizer's, are like now."""
+        gradients = self.gradients(parameters)
+        if self._bound is not None and self.measures_norm and self.are_unchanged(gradients):
+            return Verdict(gradients, self._bound, True, self._largest)
+        return Verdict(gradients, magnitude_bound(local_parts(gradients)), False, self._largest)
+
+    def report(self, verdict: Verdict, parameters: Sequence[nn.Parameter]) -> StepReport:
+        """What all processes that train ``parameters`` make of their verdicts: a collective call on several."""
+        overflow, largest = verdict.read()
+        if is_repaired := largest is not None and not overflow and not math.isfinite(largest):
+            self.warn_once(REPAIRED)
+        # Without loss scaling there is no headroom to tell of.
+        is_known = self.is_scaled and not overflow and not is_repaired
+        return self._ranks.agree(StepReport(overflow, largest if is_known else None), parameters)
+
+
+@stores_16_bits
+def _versions_of(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
+    """By identity the version counters of those that are trained."""
+    return {id(parameter): parameter._version for parameter in parameters if parameter.requires_grad}
+
+
+class MeasuredGradients:
+    """Gradients as they were when they were measured, held weakly: they may be freed early."""
+
+    def __init__(self, gradients: Iterable[Tensor]) -> None:
+        # A DTensor's version counter knows nothing of writes into its shard; inference tensors have none.
+        plain = [gradient for gradient in gradients if type(gradient) is Tensor and not gradient.is_inference()]
+        self._versions = {id(gradient): (weakref.ref(gradient), gradient._version) for gradient in plain}
+
+    def hold(self, gradients: Iterable[Tensor]) -> bool:
+        """Whether all ``gradients`` are among them, unchanged; writes past the version counters are not seen."""
+        for gradient in gradients:
+            reference, version = self._versions.get(id(gradient), (None, None))
+            if reference is None or reference() is not gradient or version != gradient._version:
+                return False
+        return True
+
+    def are_among(self, gradients: Iterable[Tensor]) -> bool:
+        """Whether ``gradients`` are all that was measured, or more."""
+        return self._versions.keys() <= set(map(id, gradients))
+
+
+class OpenBackwards:
+    """Which backwards came in through an output of a model, so that its gradients are scaled, and have not ended."""
+
+    def __init__(self) -> None:
+        self._threads: dict[int, int] = {}  # autograd's number of a backward -> the thread in which it began
+        self._paused = threading.local()
+
+    def __bool__(self) -> bool:
+        return bool(self._threads) and not getattr(self._paused, "is_on", False)
+
+    def begin(self, task: int) -> bool:
+        """Take in a backward by its number; False if it is known."""
+        is_new = task not in self._threads
+        self._threads[task] = threading.get_ident()
+        return is_new
+
+    def end(self, task: int) -> None:
+        """A backward has ended."""
+        self._threads.pop(task, None)
+
+    def forget_failed(self) -> None:
+        """Outside a backward: what is still open in this thread, or in one of autograd's, has raised."""
+        if self._threads and torch._C._current_graph_task_id() == -1:
+            others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+            self._threads = {task: thread for task, thread in self._threads.items() if thread in others}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """To run forward code in that a backward calls: what it differentiates itself is not scaled."""
+        before, self._paused.is_on = getattr(self._paused, "is_on", False), True
+        try:
+            yield
+        finally:
+            self._paused.is_on = before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,15 +25,15 @@ from hf_mp.step.gradients import GradientCheck, Verdict
 from hf_mp.step.update import StepGuard
 from hf_mp.weights.accelerated import as_accelerated
 from hf_mp.weights.attachable import NO_BORDER, RUNTIMES, check_attachable, check_layout, check_optimizer
-from hf_mp.weights.distributed import Ranks, ddp_of
+from hf_mp.weights.distributed import Ranks, ddp_of, has_processes
 from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.layout import WeightLayout, make_layout, too_large
-from hf_mp.weights.noted_norms import NORM_PATCHES
 from hf_mp.weights.optimizer_in_backward import FreeGradients, OptimizerInBackward, check_free_gradients
 from hf_mp.weights.outside_reads import stores_16_bits
 from hf_mp.weights.reading_region import cache_patches, make_region
 from hf_mp.weights.region import Region
 from hf_mp.weights.slots import GROUP_ELEMENTS, Slots
+from hf_mp.weights.value_clipping import VALUE_PATCHES
 
 
 class MixedPrecision:
@@ -83,7 +83,7 @@ class MixedPrecision:
         self.step_was_skipped = self.is_of_session = False  # a Trainer's, whose next session takes the model over
         self.stats = PrecisionStats.before_first_step(self.scaler.get_scale())
         self._model: weakref.ref[nn.Module] | None = None
-        self._patches: Callable[[], Any] = lambda: None
+        self._patches: weakref.finalize[..., nn.Module] | None = None  # takes them off with the model
         self._forwards, self._guards = list[weakref.ref[AttachedForward]](), list[StepGuard]()
         updates = [OptimizerInBackward(max_grad_norm, self._backward_ended)] if free_gradients == "backward" else []
         self.in_backward, self.observers = next(iter(updates), None), list[StepObserver](updates)
@@ -122,10 +122,10 @@ class MixedPrecision:
     def _take_model(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self.region, self.check.is_scaled = self._make_region(model), self.scaler.is_scaling
-        self._patches = weakref.finalize(model, acquire(PATCHES, NORM_PATCHES, *cache_patches()))
+        self._patches = weakref.finalize(model, acquire(PATCHES, VALUE_PATCHES, *cache_patches()))
 
     def _make_region(self, model: nn.Module | None) -> Region:
-        return make_region(self.layout, self.check.runs.paused, model, self.rules, tables=self._tables)
+        return make_region(self.layout, self.check.open_backwards.paused, model, self.rules, tables=self._tables)
 
     def add_rules(self, rules: Mapping[str, str]) -> None:
         """Have rules by module (``remedies``) hold too, and be saved; a ValueError for names that match no module."""
@@ -180,16 +180,17 @@ class MixedPrecision:
         """The weights of a forward that is about to run, which FP32 masters are made for; None in a transform."""
         if (model := self.model) is None:
             return None
-        if not isinstance(self._patches, weakref.finalize):
+        if self._patches is None:  # a deep copy, which is whole now
             self._take_model(model)
-        self.ranks.note_forward(model, is_lean=self.policy.is_lean)  # DDP or FSDP may have come after attach()
-        self._use_layout_for(model.parameters())
+        if has_processes():  # DDP or FSDP may have come after attach()
+            self.ranks.note_forward(model, is_lean=self.policy.is_lean)
+            self._use_layout_for(model.parameters())
         if (parameter := next(model.parameters(), None)) is not None:
             self.scaler.scale_tensors(parameter.device)
         if torch._C._are_functorch_transforms_active():
             return None
         if has_grad := torch.is_grad_enabled():
-            self.check.runs.forget_failed()
+            self.check.open_backwards.forget_failed()
             self.layout.prepare(model)
         return self.weights_for(model, self, has_grad=has_grad)
 
@@ -198,7 +199,8 @@ class MixedPrecision:
     ) -> Slots:
         """The weights of one forward of ``model``, whose borders ask ``crossings``."""
         # DDP takes a parameter for ready as soon as the border that it shares has run.
-        elements = GROUP_ELEMENTS if self.in_backward is None and ddp_of(model) is None else 1
+        is_alone = self.in_backward is None and not (has_processes() and ddp_of(model) is not None)
+        elements = GROUP_ELEMENTS if is_alone else 1
         uses, has_made = None if in_fp32 else self.region.uses, self.region.has_made
         return Slots(self.layout, model, crossings, has_grad, self.check.is_scaled, uses, has_made, elements)
 
@@ -218,7 +220,7 @@ class MixedPrecision:
         return self.scaler.scale_tensors(device).scale if self.check.is_scaled else None
 
     def inverse(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
-        if self.check.is_scaled and self.check.runs:
+        if self.check.is_scaled and self.check.open_backwards:
             return self.scaler.scale_tensors(device).inverse
         if self.check.is_scaled and any(accumulates(node, place) for place in places):
             self.check.warn_once(NO_BORDER)
@@ -242,13 +244,22 @@ class MixedPrecision:
         for observer in self.observers:
             observer.backward_ended(largest)
 
-    def verdict(self, optimizer: Optimizer) -> Verdict:
-        """What the gradients of ``optimizer`` are like."""
-        if known := next(filter(None, (observer.report() for observer in self.observers)), None):
-            return Verdict(lambda: known)
-        self.ranks.check_optimizer(optimizer, self.model)  # FSDP may have come since, around the model too
-        self._use_layout_for(parameter for group in optimizer.param_groups for parameter in group["params"])
-        return self.check.verdict(optimizer)
+    def verdict(self, optimizer: Optimizer) -> Verdict | StepReport:
+        """What the gradients of ``optimizer`` are like; the report itself where they were used in the backward."""
+        for observer in self.observers:
+            if (report := observer.report()) is not None:
+                return report
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if has_processes():  # FSDP may have come since, around the model too
+            self.ranks.check_optimizer(optimizer, self.model)
+            self._use_layout_for(parameters)
+        return self.check.verdict(parameters)
+
+    def report(self, verdict: Verdict | StepReport, optimizer: Optimizer) -> StepReport:
+        """Read a verdict on the gradients of ``optimizer``; the same on all processes that train them."""
+        if isinstance(verdict, StepReport):
+            return verdict
+        return self.check.report(verdict, [one for group in optimizer.param_groups for one in group["params"]])
 
     def finish_step(self, report: StepReport, *, was_skipped: bool) -> None:
         """Take in that a step was applied or skipped; sets the next loss scale."""
@@ -280,7 +291,8 @@ class MixedPrecision:
             remove_replacements(model)
         for observer in self.observers:
             observer.detached()
-        self._patches()
+        if self._patches is not None:
+            self._patches()
 
     def copy_for(self, memo: dict[int, Any]) -> MixedPrecision:
         """The runtime of a deep copy of the model: same policy and scale, own working copies, no optimizer."""

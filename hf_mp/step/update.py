@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_mp.scaling.events import tried_again
+from hf_mp.step.gradients import Verdict
 from hf_mp.weights.accelerated import tell_accelerate
 from hf_mp.weights.attachable import check_step
 from hf_mp.weights.fused_adamw import can_skip, skipping
@@ -49,12 +50,16 @@ class StepGuard:
         optimizer, runtimes = self.optimizer, list(self.runtimes)
         if not runtimes:
             return self._unguarded(closure, **kwargs) if closure is not None else self._unguarded(**kwargs)
-        check_step(optimizer, in_scaled_backward=any(r.check.is_scaled and r.check.runs for r in runtimes))
+        check_step(
+            optimizer, in_scaled_backward=any(one.check.is_scaled and one.check.open_backwards for one in runtimes)
+        )
         self._told = self._told or tell_accelerate(optimizer)  # it may have been imported since
         loss = None if closure is None else torch.enable_grad()(closure)()
         verdicts = [runtime.verdict(optimizer) for runtime in runtimes]
         is_alone, own_step = len(runtimes) == 1 and not kwargs, self._before.get("step")
-        found_inf = verdicts[0].found_inf if is_alone and can_skip(optimizer, own_step) else None
+        first, found_inf = verdicts[0], None
+        if is_alone and isinstance(first, Verdict) and (found := first.found_inf()) is not None:
+            found_inf = found if can_skip(optimizer, own_step) else None
 
         def update() -> Any:
             if is_alone and runtimes[0].layout.step(optimizer, own_step, found_inf):
@@ -67,7 +72,7 @@ class StepGuard:
 
         # Where the device can skip, all of the update is queued before the host waits for the verdict.
         result = None if found_inf is None else update()
-        reports = [verdict.report() for verdict in verdicts]
+        reports = [runtime.report(verdict, optimizer) for runtime, verdict in zip(runtimes, verdicts, strict=True)]
         if is_alone and reports[0].overflow and (again := tried_again(runtimes[0].observers, optimizer)):
             reports, found_inf = [again], None
         optimizer.step_was_skipped = was_skipped = any(report.overflow for report in reports)

@@ -76,13 +76,12 @@ class TrainerSession:
             check_attachable(model)
             select_layers(model, self.settings.histogram_layers)
 
-    def begin(self, model: nn.Module, *, measures_norm: bool = False, trusts_clipping: bool = True) -> None:
+    def begin(self, model: nn.Module, *, measures_norm: bool = False) -> None:
         """Attach ``model``; before its optimizer is made, and again whenever a library may have set a forward.
 
         Args:
             model: of the Trainer.
             measures_norm: have the norm of the gradients measured along with their check, for :meth:`clip_grad_norm`.
-            trusts_clipping: whether the norm of clipping serves as their check.
         """
         if self.runtime is None:
             return
@@ -94,7 +93,6 @@ class TrainerSession:
             self.runtime.attach(model)
             self._model = weakref.ref(model)
             self.runtime.is_of_session = True
-        self.runtime.check.trusts_clipping = trusts_clipping
         # On a CPU, the norm that clipping takes is enough where there is no headroom to measure along with it.
         on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
         self.runtime.check.measures_norm = measures_norm and (self.runtime.check.is_scaled or not on_cpu)

@@ -134,8 +134,8 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
             type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
             for callback in self.callback_handler.callbacks
         )
-        is_stock = type(self).training_step is Trainer.training_step and not writes_late
-        self.session.begin(cast(nn.Module, self.model), measures_norm=is_stock, trusts_clipping=not writes_late)
+        is_stock = type(self).training_step is Trainer.training_step
+        self.session.begin(cast(nn.Module, self.model), measures_norm=is_stock and not writes_late)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         if self.is_in_train:  # a model that model_init made in FP16 would round the weights

@@ -224,20 +224,21 @@ def ddp_of(model: nn.Module) -> DistributedDataParallel | None:
 
 def is_running() -> bool:
     """Whether this process is one of several."""
-    return _has_processes() and torch.distributed.get_world_size() > 1
+    return has_processes() and torch.distributed.get_world_size() > 1
 
 
 def get_world_size() -> int:
     """The number of processes; 1 without a process group."""
-    return torch.distributed.get_world_size() if _has_processes() else 1
+    return torch.distributed.get_world_size() if has_processes() else 1
 
 
 def get_rank() -> int:
     """The rank of this process; 0 without a process group."""
-    return torch.distributed.get_rank() if _has_processes() else 0
+    return torch.distributed.get_rank() if has_processes() else 0
 
 
-def _has_processes() -> bool:
+def has_processes() -> bool:
+    """Whether there is a process group, also of one process."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -375,7 +376,7 @@ def check_heads(model: Any, ranks: int) -> None:
 
 def is_tensor_parallel(model: nn.Module) -> bool:
     """Whether products of ``model`` compute with DTensors: it has some, and FSDP2 does not make them whole before."""
-    if not _has_processes():
+    if not has_processes():
         return False
     spread = {
         module

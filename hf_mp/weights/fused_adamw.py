@@ -87,11 +87,10 @@ def step_whole(
 
     ``own_step`` as for :func:`can_skip`. False: nothing was done.
     """
-    if not _is_fused_adam(optimizer, own_step) or has_hooks(optimizer):
-        return False
-    everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    stepping = [parameter for parameter in everything if parameter.grad is not None]
+    stepping = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not stepping or chosen("adamw", stepping[:1]) is None:  # one answers for all on a CPU
+        return False
+    if not _is_fused_adam(optimizer, own_step) or has_hooks(optimizer):
         return False
     gradients = [parameter.grad for parameter in stepping]
     if chosen("adamw", [*stepping, *gradients]) is None:  # before any state is made

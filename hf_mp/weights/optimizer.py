@@ -21,7 +21,6 @@ from hf_mp.weights.blockwise_adam import step_blockwise
 from hf_mp.weights.distributed import is_dtensor, mesh_of
 from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.fused_adamw import replaces_step, step_split
-from hf_mp.weights.noted_norms import Seen, note_norm
 from hf_mp.weights.outside_reads import as_stored, stores_16_bits
 from hf_mp.weights.split_parameter import (
     SplitParameter,
@@ -461,10 +460,7 @@ def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tens
         gradient, factor = gradient_and_factor(parameter)
         if gradient is not None:
             by_mesh.setdefault(mesh_of(parameter), []).append((gradient, factor))
-    read = [gradient for spread in by_mesh.values() for gradient, _ in spread]
-    seen = Seen(read)  # those that are still scaled are not written to be clipped
     total = norm_of([_norm_over(mesh, _local_norm(spread)) for mesh, spread in by_mesh.items()])
-    note_norm(seen, total)
     if (clip_by := clip_factor(total, max_norm)) is not None:
         multiply_gradients(parameters, clip_by)
     return total

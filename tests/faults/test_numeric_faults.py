@@ -7,7 +7,6 @@ from numeric_faults import run_segment, run_until_stuck
 
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.seen_gradients import Verdict
 
 
 @pytest.mark.parametrize("seed", range(48, 64))  # each precision with each scaler; half of the steps are struck
@@ -33,5 +32,5 @@ def test_training_that_cannot_go_on_stops_with_its_state_as_before(precision: st
 
 
 def test_without_the_guard_they_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MixedPrecision, "verdict", lambda self, optimizer: Verdict(lambda: StepReport(False)))
+    monkeypatch.setattr(MixedPrecision, "verdict", lambda self, optimizer: StepReport(False))
     assert "skipped=False" in run_segment(50, 25)["lost"]

@@ -184,7 +184,7 @@ def in_step_with_torch(
     runs: list[tuple[bool, int]], rules: DynamicSettings, init_scale: float
 ) -> Iterable[tuple[DynamicState, float, int]]:
     """Our state beside torch's scale and tracker, step by step, while torch's is between our bounds."""
-    state = DynamicState(init_scale)
+    state = DynamicState(init_scale).checked()
     scale, tracker = torch.tensor([init_scale]), torch.tensor([0], dtype=torch.int32)
     highest = FP32_MAX if rules.max_scale is None else rules.max_scale
     for overflow, length in runs:
@@ -452,14 +452,14 @@ class TestStates:
 
     @pytest.mark.parametrize("make", [ScalerState, DynamicState, HeadroomState])
     def test_the_scale_is_rounded_to_fp32(self, make: Callable[[float], ScalerState]) -> None:
-        assert make(0.1).scale == torch.tensor(0.1).item() != 0.1
-        assert type(make(8).scale) is float
+        assert make(0.1).checked().scale == torch.tensor(0.1).item() != 0.1
+        assert type(make(8).checked().scale) is float
 
     @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, 1e39, 2.0**-127, "8", True, None])
     @pytest.mark.parametrize("make", [ScalerState, DynamicState, HeadroomState])
     def test_a_scale_is_positive_and_one_that_fp32_holds(self, make: Callable[[Any], ScalerState], scale: Any) -> None:
         with pytest.raises(ValueError, match=rf"a loss scale .*, not {re.escape(repr(scale))}"):
-            make(scale)
+            make(scale).checked()
 
     @pytest.mark.parametrize(
         ("make", "name", "smallest"),
@@ -473,26 +473,26 @@ class TestStates:
         ],
     )
     def test_counters_are_whole_numbers(self, make: Callable[..., ScalerState], name: str, smallest: int) -> None:
-        assert getattr(make(1.0, **{name: smallest}), name) == smallest
+        assert getattr(make(1.0, **{name: smallest}).checked(), name) == smallest
         for value in (smallest - 1, 1.5, math.nan, None, "1", True):
             with pytest.raises(
                 ValueError, match=f"{name}={value!r} must be a whole number of steps, at least {smallest}"
             ):
-                make(1.0, **{name: value})
+                make(1.0, **{name: value}).checked()
 
     @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan, "1", True])
     def test_a_level_is_positive_or_none(self, value: Any) -> None:
         with pytest.raises(ValueError, match=rf"level={value!r} must be a positive, finite number or None"):
-            HeadroomState(1.0, level=value)
+            HeadroomState(1.0, level=value).checked()
 
     @pytest.mark.parametrize("value", [-1.0, math.inf, math.nan, "1", True, None])
     def test_headroom_is_a_number_of_doublings(self, value: Any) -> None:
         with pytest.raises(ValueError, match=rf"headroom={value!r} must be a finite number of doublings, at least 0"):
-            HeadroomState(1.0, headroom=value)
+            HeadroomState(1.0, headroom=value).checked()
 
     def test_futile_is_a_truth_value(self) -> None:
         with pytest.raises(ValueError, match="is_futile=1 must be True or False"):
-            HeadroomState(1.0, is_futile=1)  # type: ignore[arg-type]
+            HeadroomState(1.0, is_futile=1).checked()  # type: ignore[arg-type]
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)

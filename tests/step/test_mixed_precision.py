@@ -22,10 +22,10 @@ import hf_mp
 from hf_mp.casting.mode import active_autocast
 from hf_mp.scaling.rules import HeadroomState
 from hf_mp.scaling.scalers import DynamicLossScaler, LossScaleError, StaticLossScaler
+from hf_mp.step import gradients as gradient_check
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights import layout as layout_module
-from hf_mp.weights import seen_gradients
 
 Batch = dict[str, Tensor]
 # FP16 has 11 significant bits: a chain of a few dozen roundings leaves gradients within about 10 half-ulps (2**-11).
@@ -765,7 +765,7 @@ class TestMeasuring:
         norm = runtime.check.norm(parameters)
         assert norm is not None
         monkeypatch.setattr(
-            seen_gradients, "magnitude_bound", lambda *args: pytest.fail("the gradients were read again")
+            gradient_check, "magnitude_bound", lambda *args: pytest.fail("the gradients were read again")
         )
         before = [torch.clone(parameter.grad) for parameter in parameters if parameter.grad is not None]
         runtime.check.clip(parameters, float(norm) / 2, norm)

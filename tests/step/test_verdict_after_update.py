@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import hf_mp
 from hf_mp.kernels import adamw, split
-from hf_mp.weights import fused_adamw, noted_norms, seen_gradients
+from hf_mp.step import gradients
+from hf_mp.weights import fused_adamw
 from hf_mp.weights.fused_adamw import _split_tensors as split_tensors
 from hf_mp.weights.split_parameter import has_gradient
 
@@ -24,8 +25,7 @@ Make = Callable[[Any], torch.optim.Optimizer]
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for a CPU's values as it would for a GPU's, and lean updates are those of a kernel."""
-    monkeypatch.setattr(seen_gradients, "_SKIP_BY_THEMSELVES", ("cpu",))
-    monkeypatch.setattr(noted_norms, "_is_noted", lambda norm: False)
+    monkeypatch.setattr(gradients, "_SKIP_BY_THEMSELVES", ("cpu",))
     monkeypatch.setattr(split, "_is_ordinary", lambda value: False)
     monkeypatch.setattr(adamw, "chosen", lambda name, tensors: launched)
 

@@ -27,8 +27,8 @@ from transformers import (
 from transformers.trainer_optimizer import _BITSANDBYTES_OPTIMIZERS
 from transformers.training_args import OptimizerNames, ParallelMode
 
+import hf_mp.step.gradients
 import hf_mp.trainer.session
-import hf_mp.weights.seen_gradients
 from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer, PrecisionPolicy
 from hf_mp.trainer.calling_trainer import compile_by_blocks, refuse_compiled_whole
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME
@@ -121,8 +121,8 @@ def test_without_loss_scaling_clipping_alone_reads_the_gradients(
 
         monkeypatch.setattr(module, name, counted)
 
-    count(hf_mp.weights.seen_gradients, "measure")
-    count(hf_mp.weights.seen_gradients, "magnitude_bound")
+    count(hf_mp.step.gradients, "measure")
+    count(hf_mp.step.gradients, "magnitude_bound")
     args = arguments(tmp_path, precision="bf16", max_grad_norm=max_grad_norm)
     MixedPrecisionTrainer(model_of(gpt2_config), args, train_dataset=rows).train()
     assert counts == {"measure": 0, "magnitude_bound": 0}

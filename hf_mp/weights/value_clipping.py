@@ -1,0 +1,37 @@
+"""``clip_grad_value_`` leaves the gradients of an attached model alone where one of them is inf or NaN.
+
+Clipped, inf is a number as any other: the step would be taken, with what an overflow has left.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from hf_mp.casting.torch_patches import Patch, Patches, around
+from hf_mp.kernels.gradient_scan import all_finite
+from hf_mp.weights.distributed import local_parts
+from hf_mp.weights.split_parameter import SplitParameter
+from hf_mp.weights.working_copies import WatchedParameter
+
+
+@around
+def _clip_value(original: Any, parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> Any:
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    attached = {p: p.grad for p in parameters if type(p) in (WatchedParameter, SplitParameter) and p.grad is not None}
+    if not attached or all_finite(local_parts(attached.values())):
+        original(parameters, clip_value, *args, **kwargs)
+    elif others := [parameter for parameter in parameters if parameter not in attached]:
+        original(others, clip_value, *args, **kwargs)
+
+
+VALUE_PATCHES = Patches(
+    (
+        Patch(
+            ("torch.nn.utils.clip_grad:clip_grad_value_", "torch.nn.utils:clip_grad_value_"),
+            _clip_value,
+            "clip_grad_value_ hides an overflow from the step",
+        ),
+    )
+)
