@@ -93,9 +93,7 @@ class TrainerSession:
             self.runtime.attach(model)
             self._model = weakref.ref(model)
             self.runtime.is_of_session = True
-        # On a CPU, the norm that clipping takes is enough where there is no headroom to measure along with it.
-        on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-        self.runtime.check.measures_norm = measures_norm and (self.runtime.check.is_scaled or not on_cpu)
+        self.runtime.check.measures_norm = measures_norm
         if self.settings.explain_overflows:
             folder = Path(str(self.args.output_dir), OVERFLOWS_NAME) if self.settings.keep_overflow_batches else None
             self.overflow_reports = explain_overflows(self.runtime, keep_batches=folder).reports

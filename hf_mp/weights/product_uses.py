@@ -93,13 +93,14 @@ class ProductUses:
         """Where the weights of ``model`` are looked up; not those in whose place something else lies."""
         for module in modules_of(model):
             attributes = vars(module)
-            if "base_layer" in attributes["_modules"]:
-                self._keep_adapted_experts(attributes["_modules"]["base_layer"])
-            if parameters := attributes["_parameters"]:
+            if (base := attributes.get("_modules", {}).get("base_layer")) is not None:
+                self._keep_adapted_experts(base)
+            if parameters := attributes.get("_parameters"):  # a traced module has none of its own
                 names = self._names.get(module)
                 names = self._names_by_class(module) if names is None else names
                 for name, weight in parameters.items():
-                    if weight is not None and name not in attributes:
+                    # accelerate loads what it has offloaded when its module is called: until then it is on meta.
+                    if weight is not None and name not in attributes and weight.device.type != "meta":
                         yield module, attributes, name, weight, name in names
 
     def _keep_adapted_experts(self, base: nn.Module) -> None:

@@ -30,6 +30,7 @@ from hf_mp.weights.outside_reads import OF_THE_TENSOR_ITSELF
 from hf_mp.weights.product_uses import ProductUses
 from hf_mp.weights.region_losses import planned_losses
 from hf_mp.weights.slots import Slots
+from hf_mp.weights.weight_calls import calls_of_weights
 from hf_mp.weights.working_copies import WatchedParameter
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ class Region(autocast):
         self.layout = layout
         self._no_backward, self._reading = no_backward, reading
         self._thread = _Thread()
-        self._plan = {**training_plan(self._plan), **_OF_WEIGHTS, **planned_losses(self._plan)}
+        self._runs: list[int] = [] if reading is None else reading._runs  # threads in which a forward of the model runs
+        self._plan = {**training_plan(self._plan), **calls_of_weights(self._plan), **planned_losses(self._plan)}
         if layout.policy.exact_generation:
             self.sum_in_fp64()
         self.uses = ProductUses(self._lowers, self._ruled())
@@ -71,6 +73,11 @@ class Region(autocast):
         """The modules of whose weights a rule decides: of one about an op, those that make the call."""
         for module, rule in self._ruled_modules:
             yield from [module] if rule.functions else module.modules()
+
+    @property
+    def weights(self) -> Slots | None:
+        """Those of the forward that runs in this thread."""
+        return self._thread.weights
 
     def running(self, weights: Slots | None) -> AbstractContextManager[None]:
         """To run a forward in, with the weights that it uses; None for those that the model has."""
@@ -85,6 +92,10 @@ class Region(autocast):
 
     @contextmanager
     def _running(self, weights: Slots | None) -> Iterator[None]:
+        thread = threading.get_ident()
+        if weights is not None and weights.has_grad and any([other != thread for other in self._runs]):
+            raise RuntimeError(SHARED_BY_THREADS)
+        self._runs.append(thread)
         before, self._thread.weights = self._thread.weights, weights
         if weights is not None:
             weights.fill()
@@ -92,6 +103,7 @@ class Region(autocast):
             with self.layout.saving(), self:
                 yield
         finally:
+            self._runs.remove(thread)
             self._thread.weights = before
             if weights is not None:
                 weights.clear()
@@ -182,6 +194,10 @@ class Region(autocast):
         return not self._must_see([activation, *weights])
 
 
+SHARED_BY_THREADS = (
+    "a forward with gradients began while another thread ran one of the same attached model, and a module holds the "
+    "16-bit weights of one forward: run them one after the other, or give the other thread a copy.deepcopy of the model"
+)
 _PLAIN = frozenset({type(None), Tensor, nn.Parameter, WatchedParameter})
 _Shortcuts = dict[Callable[..., Any], Callable[..., Any]]
 
@@ -202,6 +218,7 @@ def _call(entry: PlannedCall, region: Region, func: Callable[..., Any], *args: A
 
 
 _IN_ISLAND = PlannedCall(CastRule.WIDEST, "", widened)
+_READ_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _SELECTIONS = frozenset({Tensor.__getitem__, Tensor.transpose})
 _DECIDED_INSIDE = frozenset({CastRule.COMPOSITE, CastRule.DECOMPOSED})  # by the calls that such a call makes
 
@@ -211,6 +228,8 @@ def _brought_in(
 ) -> tuple[Any, Any]:
     """The arguments of a call, those that come from outside through a border; and what the first forward teaches."""
     if func in OF_THE_TENSOR_ITSELF and not (weights.is_learning and func is Tensor.detach):
+        if weights.is_learning and func == _READ_DTYPE:
+            weights.note_dtype_read(args[0])
         return args, kwargs
     if weights.is_learning and (entry is None or entry.rule not in _DECIDED_INSIDE):
         by_product = entry is not None and entry.rule is CastRule.LOWER_PRECISION
@@ -226,18 +245,3 @@ def _brought_in(
 def _is_below_autograd(func: Callable[..., Any]) -> bool:
     """Whether a dispatch mode, which records memory or counts FLOPs, makes the call that autograd has recorded."""
     return isinstance(func, OpOverload) and is_in_torch_dispatch_mode()
-
-
-def _write_or_read_data(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """``weight.data``, of which the parameter outside must know."""
-    weights = region._thread.weights
-    first, *others = [args[0]] if weights is None else weights.data_of(args[0])
-    for other in others:
-        func(other, *args[1:])
-    return func(first, *args[1:])
-
-
-_OF_WEIGHTS = {
-    func: PlannedCall(CastRule.UNLISTED, "data", _write_or_read_data)
-    for func in (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
-}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -36,8 +36,8 @@ class Slots:
 
     While the forward runs, the slot of a weight that products use holds its working copy in 16 bits, behind its border,
     and the slot of any other trained weight an alias of it, behind the same border where gradients are scaled. A slot
-    is an entry of a module's ``_parameters``, and of its ``__dict__``, where attributes are looked up first: so calls
-    that no torch function mode sees, such as custom autograd functions, cross the border as well. What comes in by
+    is an entry of a module's ``_parameters``: so calls that no torch function mode sees, such as custom autograd
+    functions, cross the border as well. FSDP has its own there, and the slot is one of ``__dict__``. What comes in by
     another way (a closure, an attribute, an object) was made outside if its autograd node is older than the forward,
     and gets its border at its first use.
 
@@ -128,7 +128,7 @@ class Slots:
     def fill(self) -> None:
         """Put what is inside into the slots; where FSDP shards the weights, when it has gathered them."""
         for (_, attributes, name, _, _), value in self._filled:
-            attributes[name] = attributes["_parameters"][name] = value
+            attributes["_parameters"][name] = value
         if self.has_grad and not self._layout.keeps_copies:
             self._fill_gathered(self._model)
             for module in fsdp_modules(self._model):
@@ -166,9 +166,10 @@ class Slots:
 
     def _give_back(self, filled: list[tuple[Slot, Tensor]]) -> None:
         keeps_copies = self._layout.keeps_copies
-        for (_, attributes, name, weight, _), _value in filled:
-            attributes.pop(name, None)
-            if keeps_copies and name in attributes["_parameters"]:
+        for (_, attributes, name, weight, _), value in filled:
+            if not keeps_copies:
+                attributes.pop(name, None)
+            elif attributes["_parameters"].get(name) is value:  # else the forward has put something in its place
                 attributes["_parameters"][name] = weight
 
     def clear(self) -> None:
@@ -185,12 +186,45 @@ class Slots:
         if (inside := self._inside.get(id(tensor))) is None:
             return [tensor]
         self._uses.note(inside.outside, in_16_bits=tensor is inside.rounded, by_product=False)
+        for place, (slot, value) in enumerate(self._filled):
+            if value is inside.rounded:  # what is written through `.data` is not in the copy
+                self._put(place, slot, inside.wide)
         return [inside.outside] if inside.wide is inside.outside else [inside.outside, inside.wide]
+
+    def _put(self, place: int, slot: Slot, value: Tensor) -> None:
+        """Put another value into a slot that is filled."""
+        _, attributes, name, _, _ = slot
+        if attributes["_parameters"].get(name) is self._filled[place][1]:
+            attributes["_parameters"][name] = value
+            self._filled[place] = slot, value
 
     def is_copy(self, tensor: Any) -> bool:
         """Whether ``tensor`` is the working copy of a weight."""
         inside = self._inside.get(id(tensor))
         return inside is not None and inside.rounded is tensor
+
+    def write(self, func: Callable[..., Any], targets: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+        """Make a call that writes ``targets``, some of them working copies: into the parameters, and round them anew.
+
+        As anywhere in torch, what the forward computed with such a weight before has no backward any more.
+        """
+        weights = {id(i.outside): i.outside for one in targets if (i := self._inside.get(id(one))) is not None}
+        written = func(*self.in_fp32(args, {})[0], **self.in_fp32((), kwargs)[1])
+        with torch.set_grad_enabled(self.has_grad):  # writes are made without
+            for place, (slot, _) in enumerate(self._filled):
+                if id(weight := slot[3]) in weights and (found := self._bring_in_all([slot])):
+                    self._put(place, slot, value := found[0][1])
+                    written = value if written is weight else written
+        return written
+
+    def in_fp32(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of a call, of working copies the parameters themselves."""
+
+        def outside(tensor: Tensor) -> Tensor:
+            return self._inside[id(tensor)].outside if self.is_copy(tensor) else tensor
+
+        changed: tuple[Any, Any] = apply_to_tensors(outside, (args, dict(kwargs)))
+        return changed
 
     def as_used(
         self, args: Any, kwargs: Any, *, by_product: bool = False, by_selection: bool = False
@@ -211,6 +245,12 @@ class Slots:
 
         changed: tuple[Any, Any] = apply_to_tensors(given, (args, dict(kwargs)))
         return changed
+
+    def note_dtype_read(self, tensor: Tensor) -> None:
+        """The first forward reads the dtype of ``tensor``: an FP32 weight stays FP32, or the next one would differ."""
+        inside = self._inside.get(id(tensor))
+        if inside is not None and tensor is not inside.rounded:
+            self._uses.note(inside.outside, in_16_bits=False, by_product=False)
 
     def learn(self) -> None:
         """The first forward has ended: take in what it did with the weights."""
