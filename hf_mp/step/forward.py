@@ -57,7 +57,7 @@ class _Passage:
     @torch.compiler.disable
     def __init__(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._runtime = runtime = forward.runtime
-        self._weights = weights = runtime.begin_forward()
+        self._weights = weights = runtime.begin_forward(forward.module())
         self._takers: list[Any] = []
         if weights is not None and weights.has_grad:
             self._takers = [take for one in runtime.observers if (take := one.forward(forward, args, kwargs))]
@@ -78,6 +78,8 @@ class _Passage:
     def bring_out(self, outputs: Any) -> Any:
         """The outputs, each through its border."""
         weights = self._weights
+        if weights is not None:
+            weights.learn()
         if weights is None or not weights.has_grad:
             return apply_to_tensors(lambda output: output_border(output, None), outputs, objects=True)
         may_defer = may_stay_unread(outputs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -176,8 +176,11 @@ class MixedPrecision:
 
     @torch.compiler.disable
     @stores_16_bits
-    def begin_forward(self) -> Slots | None:
-        """The weights of a forward that is about to run, which FP32 masters are made for; None in a transform."""
+    def begin_forward(self, entry: nn.Module | None = None) -> Slots | None:
+        """The weights of a forward of ``entry`` that is about to run, which FP32 masters are made for.
+
+        None in a transform of functorch, and where the model is gone.
+        """
         if (model := self.model) is None:
             return None
         if self._patches is None:  # a deep copy, which is whole now
@@ -192,17 +195,24 @@ class MixedPrecision:
         if has_grad := torch.is_grad_enabled():
             self.check.open_backwards.forget_failed()
             self.layout.prepare(model)
-        return self.weights_for(model, self, has_grad=has_grad)
+        kind = None if entry is None else (id(entry), has_grad, model.training)
+        return self.weights_for(model, self, has_grad=has_grad, kind=kind)
 
     def weights_for(
-        self, model: nn.Module, crossings: Crossings, *, has_grad: bool = True, in_fp32: bool = False
+        self,
+        model: nn.Module,
+        crossings: Crossings,
+        *,
+        has_grad: bool = True,
+        in_fp32: bool = False,
+        kind: Hashable = None,
     ) -> Slots:
-        """The weights of one forward of ``model``, whose borders ask ``crossings``."""
+        """The weights of one forward of ``model``, of this ``kind``, whose borders ask ``crossings``."""
         # DDP takes a parameter for ready as soon as the border that it shares has run.
         is_alone = self.in_backward is None and not (has_processes() and ddp_of(model) is not None)
         elements = GROUP_ELEMENTS if is_alone else 1
         uses, has_made = None if in_fp32 else self.region.uses, self.region.has_made
-        return Slots(self.layout, model, crossings, has_grad, self.check.is_scaled, uses, has_made, elements)
+        return Slots(self.layout, model, crossings, has_grad, self.check.is_scaled, uses, has_made, elements, kind)
 
     def _use_layout_for(self, parameters: Iterable[Tensor]) -> None:
         before, self.layout = self.layout, self.ranks.layout_for(parameters, self.layout, self.model)

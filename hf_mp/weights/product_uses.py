@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -56,21 +56,27 @@ def _kind_of(module: nn.Module) -> _Kind | None:
 
 
 @dataclass
-class _Uses:
-    """What the first forward did with one weight."""
+class Uses:
+    """What a forward did with one weight."""
 
     products: int = 0
     others: int = 0
+
+
+# By the identity of a weight, and the kind of slot that it was taken from: a tied weight has both, since an embedding
+# reads FP32 and a head the copy.
+Notes = dict[tuple[int, bool], Uses]
+_Names = weakref.WeakKeyDictionary[nn.Module, frozenset[str]]
 
 
 class ProductUses:
     """Which weights of one model only products use: the slots of these hold 16 bits while a forward runs.
 
     They are those of modules whose forward is known to multiply by them (linear layers, convolutions, projections of
-    attention), and of other modules those that the first forward gave to one op of the lower-precision tables. Where
-    that forward gave a weight to any other op (a norm of it, as DoRA takes; a sum; what runs in an FP32 island), the
-    slot holds FP32 from then on, and that op is given the FP32 weight. Compiled code shows its ops to nobody: there the
-    class decides alone.
+    attention), and of other modules those that a forward gave to one op of the lower-precision tables. Where a forward
+    gave a weight to any other op (a norm of it, as DoRA takes; a sum; what runs in an FP32 island), the slot holds FP32
+    from then on, and that op is given the FP32 weight. The first forward of each kind that ends is looked at: training
+    may do what an evaluation does not. Compiled code shows its ops to nobody: there the class decides alone.
 
     Args:
         lowers: whether autocast runs an op in 16 bits.
@@ -79,15 +85,15 @@ class ProductUses:
 
     def __init__(self, lowers: Callable[[Callable[..., Any]], bool], ruled: Iterable[nn.Module] = ()) -> None:
         self._lowers = lowers
-        self._names: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
+        self._names: _Names = weakref.WeakKeyDictionary()  # of each module, those whose slots hold 16 bits
         self._names.update(dict.fromkeys(ruled, frozenset()))
         self._ruled = weakref.WeakSet(self._names)
-        self._uses: dict[tuple[int, bool], _Uses] | None = {}  # until the first forward has ended
+        self._used_otherwise: _Names = weakref.WeakKeyDictionary()
+        self._known: set[Hashable] = set()
 
-    @property
-    def is_learning(self) -> bool:
-        """Whether the first forward has not ended yet."""
-        return self._uses is not None
+    def knows(self, kind: Hashable) -> bool:
+        """Whether a forward of this kind has ended."""
+        return kind in self._known
 
     def slots(self, model: nn.Module) -> Iterator[Slot]:
         """Where the weights of ``model`` are looked up; not those in whose place something else lies."""
@@ -113,27 +119,17 @@ class ProductUses:
         self._names[module] = names = kind.names if kind is not None and self._lowers(kind.op) else frozenset()
         return names
 
-    def note(self, weight: Tensor, *, in_16_bits: bool, by_product: bool) -> bool:
-        """Take in that an op of the first forward takes ``weight``; whether only products have taken it so far.
-
-        ``in_16_bits``: from which kind of slot. A tied weight has both: an embedding reads FP32, a head the copy.
-        """
-        if self._uses is None:
-            return True
-        uses = self._uses.setdefault((id(weight), in_16_bits), _Uses())
-        uses.products += by_product
-        uses.others += not by_product
-        return not uses.others
-
-    def learn(self, slots: Iterable[Slot]) -> None:
-        """Take in that the first forward has ended, of which these were the slots."""
-        found, self._uses = self._uses or {}, None
+    def learn(self, kind: Hashable, slots: Iterable[Slot], notes: Notes) -> None:
+        """Take in what the first forward of this kind did with the weights of these slots."""
+        self._known.add(kind)
         for module, _, name, weight, in_16_bits in slots:
-            uses = found.get((id(weight), in_16_bits))
+            uses = notes.get((id(weight), in_16_bits))
             if uses is None or module in self._ruled:
                 continue
-            if in_16_bits and uses.others:
+            otherwise = self._used_otherwise.get(module, frozenset())
+            if uses.others:
+                self._used_otherwise[module] = otherwise | {name}
                 self._names[module] -= {name}
             # Used twice, each use of an FP32 weight has its own cast, and their gradients are summed in FP32.
-            elif not in_16_bits and not uses.others and uses.products == 1:
+            elif not in_16_bits and uses.products == 1 and name not in otherwise:
                 self._names[module] |= {name}

@@ -130,8 +130,6 @@ class Region(autocast):
 
     def ended(self, weights: Slots) -> None:
         """Take in that a forward has ended, of which tensors may be kept for another one."""
-        if weights.is_learning:
-            weights.learn()
         self._thread.made.append((weights.first_node, torch.autograd._get_sequence_nr()))
         del self._thread.made[:-1000]
 
@@ -218,7 +216,6 @@ def _call(entry: PlannedCall, region: Region, func: Callable[..., Any], *args: A
 
 
 _IN_ISLAND = PlannedCall(CastRule.WIDEST, "", widened)
-_READ_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _SELECTIONS = frozenset({Tensor.__getitem__, Tensor.transpose})
 _DECIDED_INSIDE = frozenset({CastRule.COMPOSITE, CastRule.DECOMPOSED})  # by the calls that such a call makes
 
@@ -228,8 +225,6 @@ def _brought_in(
 ) -> tuple[Any, Any]:
     """The arguments of a call, those that come from outside through a border; and what the first forward teaches."""
     if func in OF_THE_TENSOR_ITSELF and not (weights.is_learning and func is Tensor.detach):
-        if weights.is_learning and func == _READ_DTYPE:
-            weights.note_dtype_read(args[0])
         return args, kwargs
     if weights.is_learning and (entry is None or entry.rule not in _DECIDED_INSIDE):
         by_product = entry is not None and entry.rule is CastRule.LOWER_PRECISION

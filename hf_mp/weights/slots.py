@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.scaling.borders import Crossings, inward_borders
 from hf_mp.weights.distributed import fsdp_modules, is_dtensor
 from hf_mp.weights.layout import TensorParallelLayout, WeightLayout
-from hf_mp.weights.product_uses import ProductUses, Slot
+from hf_mp.weights.product_uses import Notes, ProductUses, Slot, Uses
 
 # Weights share a border, one autograd node instead of many, up to so many elements: their gradients leave together.
 GROUP_ELEMENTS = 2**18
@@ -49,6 +49,7 @@ class Slots:
         uses: which weights products use; None to give all of them in FP32.
         has_made: whether an earlier forward of the model made an autograd node.
         group_elements: the most elements of weights that share a border.
+        kind: of the forward, whose first is looked at; None to look at none.
     """
 
     def __init__(
@@ -61,13 +62,16 @@ class Slots:
         uses: ProductUses | None,
         has_made: Callable[[Any], bool],
         group_elements: int = GROUP_ELEMENTS,
+        kind: Hashable = None,
     ) -> None:
         self._layout, self._model, self._crossings, self._has_made = layout, model, crossings, has_made
         self._uses, self._group_elements = uses or ProductUses(lambda op: False), group_elements
         self.has_grad = has_grad
         self.has_borders = has_grad and (is_scaled or layout.takes_gradients)
         self._has_border_by_slot = has_grad and layout.takes_gradients  # a tied weight, which sums 16-bit gradients
-        self.is_learning = self._uses.is_learning  # whether to ask as_used() about each call
+        self._kind, self._notes = kind, Notes()
+        # Whether to ask as_used() about each call, also where gradient checkpointing makes it again later.
+        self.is_learning = kind is not None and not self._uses.knows(kind)
         self.is_asked = self.has_borders or self.is_learning  # whether calls may be given other arguments
         self._inside: dict[int, _Inside] = {}  # by the identity of what is outside, and of what is inside
         self._carriers: set[int] = set()  # leaves that carry gradients from one piece of the model to another
@@ -185,7 +189,7 @@ class Slots:
         """Of what is inside of a weight, all tensors whose ``.data`` is the weight's, it first; else ``tensor``."""
         if (inside := self._inside.get(id(tensor))) is None:
             return [tensor]
-        self._uses.note(inside.outside, in_16_bits=tensor is inside.rounded, by_product=False)
+        self._note(inside, tensor, by_product=False)
         for place, (slot, value) in enumerate(self._filled):
             if value is inside.rounded:  # what is written through `.data` is not in the copy
                 self._put(place, slot, inside.wide)
@@ -239,22 +243,35 @@ class Slots:
                 return tensor
             if by_selection and tensor is inside.rounded and tensor.dim() > 2:
                 return tensor
-            is_copy = tensor is inside.rounded
-            is_for_products = self._uses.note(inside.outside, in_16_bits=is_copy, by_product=by_product)
-            return inside.wide if is_copy and not is_for_products else tensor
+            is_for_products = self._note(inside, tensor, by_product=by_product)
+            return inside.wide if tensor is inside.rounded and not is_for_products else tensor
 
         changed: tuple[Any, Any] = apply_to_tensors(given, (args, dict(kwargs)))
         return changed
 
-    def note_dtype_read(self, tensor: Tensor) -> None:
-        """The first forward reads the dtype of ``tensor``: an FP32 weight stays FP32, or the next one would differ."""
-        inside = self._inside.get(id(tensor))
-        if inside is not None and tensor is not inside.rounded:
-            self._uses.note(inside.outside, in_16_bits=False, by_product=False)
+    def _note(self, inside: _Inside, tensor: Tensor, *, by_product: bool) -> bool:
+        """Take in that an op takes ``tensor``, which is ``inside``; whether only products have taken it so far."""
+        uses = self._notes.setdefault((id(inside.outside), tensor is inside.rounded), Uses())
+        uses.products += by_product
+        uses.others += not by_product
+        return not uses.others
+
+    def dtype_of(self, tensor: Tensor) -> torch.dtype:
+        """The dtype that a forward is told of ``tensor``: of a working copy that of its parameter, as autocast casts.
+
+        But of stacked experts, whose products are in no table, their own. A weight that is FP32 in the first forward
+        stays so where its dtype is read: the next one would compute otherwise.
+        """
+        if (inside := self._inside.get(id(tensor))) is None:
+            return tensor.dtype
+        if tensor is not inside.rounded:
+            self._note(inside, tensor, by_product=False)
+        return inside.outside.dtype if tensor.dim() <= 2 else tensor.dtype
 
     def learn(self) -> None:
-        """The first forward has ended: take in what it did with the weights."""
-        self._uses.learn(self._slots)
+        """The forward has ended: take in what it did with the weights, if it is the first of its kind."""
+        if self.is_learning:
+            self._uses.learn(self._kind, self._slots, self._notes)
 
     def bring_in(self, tensor: Tensor) -> Tensor:
         """``tensor``, through a border if it comes from outside and wants a gradient."""

@@ -30,7 +30,8 @@ class Model(nn.Module):
         self.use, self.inside = use, dict[str, torch.dtype]()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.inside = {name: parameter.dtype for name, parameter in self.named_parameters()}
+        with torch._C.DisableTorchFunction():  # autocast tells the parameters' dtypes
+            self.inside = {name: parameter.dtype for name, parameter in self.named_parameters()}
         return self.use(self, x)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import hf_mp
 from hf_mp.step.mixed_precision import MixedPrecision
@@ -166,18 +168,124 @@ def test_threads_share_a_model_only_to_read_it(precision: str) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("trained_first", [True, False])
 def test_torchs_encoder_in_one_kernel_has_its_weights_in_fp32(precision: str, trained_first: bool) -> None:
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0), 1)
-    model = nn.Sequential(encoder)
-    x = torch.randn(2, 5, 16)
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+            self.encoder = nn.TransformerEncoder(layer, 2)
+
+        def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+            return self.encoder(x, src_key_padding_mask=padding)
+
+    model, x, padding = Model(), torch.randn(2, 5, 16), torch.zeros(2, 5, dtype=torch.bool)
+    padding[0, 3:] = True
     with torch.no_grad():
-        expected = model.eval()(x)
+        expected = [model.eval()(x), model(x, padding)]
     MixedPrecision(precision, tables="cpu").attach(model)
     if trained_first:
         model.train()(x).sum().backward()
     model.eval()
     with torch.no_grad():
         for _ in range(2):
-            torch.testing.assert_close(model(x), expected, rtol=3e-2, atol=3e-2)
+            torch.testing.assert_close([model(x), model(x, padding)], expected, rtol=3e-2, atol=3e-2)
+
+
+def test_an_evaluation_or_a_failure_that_comes_first_decides_nothing() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor | None) -> Tensor:
+            y = self.layer(X).square().mean()
+            if x is None:
+                raise ValueError
+            return y + self.layer.weight.double().norm() if self.training else y
+
+    values = []
+    for first in ("training", "evaluation", "evaluation without grad", "failure"):
+        model = MixedPrecision("bf16").attach(Model())
+        if first.startswith("evaluation"):
+            with torch.set_grad_enabled(first == "evaluation"):
+                model.eval()(X)
+        elif first == "failure":
+            with pytest.raises(ValueError):
+                model(None)
+        model.train()
+        values += [model(X).item(), model(X).item()]
+    assert len(set(values)) == 1
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("op", [lambda w: (w * 2).sum(), lambda w: torch.cat([w, w * 3]).square().mean(), torch.norm])
+def test_gradient_checkpointing_changes_no_bit_of_the_first_step(
+    precision: str, use_reentrant: bool, op: Callable[[Tensor], Tensor]
+) -> None:
+    class Model(nn.Module):
+        def __init__(self, checkpointed: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.checkpointed = nn.Linear(8, 8), checkpointed
+
+        def body(self, x: Tensor) -> Tensor:
+            return self.layer(x) * op(self.layer.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.body, x, use_reentrant=use_reentrant) if self.checkpointed else self.body(x)
+
+    gradients = []
+    for checkpointed in (False, True):
+        model = MixedPrecision(precision).attach(Model(checkpointed))
+        for _ in range(2):
+            model.zero_grad()
+            model(X.clone().requires_grad_()).mean().backward()
+            gradients.append(model.layer.weight.grad.clone())
+    assert torch.equal(gradients[0], gradients[2]) and torch.equal(gradients[1], gradients[3])
+
+
+def test_a_weight_that_a_reading_forward_thaws_is_trained() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not torch.is_grad_enabled():
+                self.layer.requires_grad_(True)
+            return self.head(self.layer(x)).mean()
+
+    model = MixedPrecision("bf16").attach(Model())
+    model(X)
+    with torch.no_grad():
+        model(X)
+    model(X).backward()
+    assert model.layer.weight.grad.any()
+
+
+def test_doras_norm_is_that_of_fp32_weights() -> None:
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora.dora import DoraLinearLayer
+
+    class Norms(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dtypes: set[torch.dtype] = set()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket.__name__ == "linalg_vector_norm":
+                self.dtypes.add(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    settings = LoraConfig(target_modules=["0"], use_dora=True, r=4, init_lora_weights=False)
+    model = get_peft_model(nn.Sequential(nn.Linear(8, 8)), settings)
+    assert any(isinstance(module, DoraLinearLayer) for module in model.modules())
+    MixedPrecision("bf16").attach(model)
+    with Norms() as norms:
+        for _ in range(3):
+            model(X).sum().backward()
+    assert norms.dtypes == {torch.float32}
 
 
 def test_a_weight_whose_dtype_a_forward_reads_is_the_same_from_the_first_forward_on() -> None:
