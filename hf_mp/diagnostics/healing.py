@@ -33,7 +33,7 @@ from hf_mp.diagnostics.remedies import (
 from hf_mp.diagnostics.values import Finiteness, finiteness
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.events import StepObserver, check_on_overflow
-from hf_mp.scaling.rules import FP16_MAX, StepReport, scale_with_headroom
+from hf_mp.scaling.rules import FP16_MAX, StepReport, scale_text, scale_with_headroom
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.distributed import ddp_of, is_sharded
 
@@ -71,7 +71,7 @@ class Healed:
         where = f"{self.op!r} in {f'module {self.module!r}' if self.module else 'the model itself'}"
         rules = ", ".join(f"{key!r}: {value!r}" for key, value in self.rules.items())
         if self.scale is not None:
-            where = f"the gradient of {where}, at loss scale {self.scale:g},"
+            where = f"the gradient of {where}, at loss scale {scale_text(self.scale)},"
         return f"{where} came to {self.largest:g}, and FP16 ends at {FP16_MAX:g}: {self.remedy} ({{{rules}}})"
 
 

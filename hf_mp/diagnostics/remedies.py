@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from hf_mp.casting.rules import MOST_SCALED, SCALABLE, Divisors
 from hf_mp.diagnostics.ranges import OpRange, is_in_place
-from hf_mp.scaling.rules import FP16_MAX, power_of_two_below, scale_with_headroom
+from hf_mp.scaling.rules import FP16_MAX, power_of_two_below, scale_text, scale_with_headroom
 from hf_mp.scaling.scalers import LossScaleError
 
 FP16_NORMAL = 2.0**-14  # the smallest number that FP16 holds with all its bits
@@ -140,7 +140,7 @@ def next_remedies(
     for found in places:
         remedy = next_remedy(Situation(found, rules, modules, has_bf16, is_lean, scale))
         if remedy is None:
-            what = f" in its backward at loss scale {scale:g}" if scale else ""
+            what = f" in its backward at loss scale {scale_text(scale)}" if scale else ""
             raise CannotHealError(
                 f"{found.op!r} in {found.module!r} stays out of FP16's range{what} with every remedy: use "
                 "precision='bf16'"

@@ -190,6 +190,7 @@ _FAST_ABOVE, _FAST = 4.0, 2.0  # above so many doublings headroom sinks the fast
 _ABOVE_SEEN = 0.5  # doublings that are kept above a rise that was seen
 _ABOVE_UNSEEN = 1.25  # the headroom that an overflow adds whose gradient nothing shows
 _FUTILE_HEADROOM = 12.0  # doublings at which an overflow is not the scale's, unless it returns at once
+_FUTILE_ADDED = 10.0  # ... but no less than so many above that of the first scale
 _AT_ONCE = 16  # an overflow that returns within so many clean steps is the scale's, whatever its headroom
 _LARGEST_FALL = 8.0  # doublings that one step may count for: a batch of next to no gradient says little
 _FIRST_SCALE = 2.0**16  # torch's; gradients of activations may be far above those of weights that ask for more
@@ -295,7 +296,9 @@ def _learned(state: HeadroomState, settings: HeadroomSettings, largest: float) -
 
 
 def _after_unexplained_overflow(state: HeadroomState) -> HeadroomState:
-    if state.quiet_steps >= _AT_ONCE and (state.is_futile or state.headroom >= _FUTILE_HEADROOM):
+    # Small gradients have much headroom from the beginning, by the first scale: what overflows have added counts.
+    futile = max(_FUTILE_HEADROOM, headroom_left(_FIRST_SCALE, state.level or 1.0) + _FUTILE_ADDED)
+    if state.quiet_steps >= _AT_ONCE and (state.is_futile or state.headroom >= futile):
         return replace(state, is_futile=True, quiet_steps=0)
     return replace(state, headroom=state.headroom + _ABOVE_UNSEEN, quiet_steps=0)
 

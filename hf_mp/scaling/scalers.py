@@ -424,7 +424,7 @@ class HeadroomLossScaler(LossScaler[HeadroomState]):
                 if rise > headroom:                     # a jump: g is the new level
                     level = g; done
                 elif fewer than 16 clean steps lie between it and the last overflow: headroom += 1.25
-                elif futile or headroom >= 12: futile = True    # such overflows are not the scale's
+                elif futile or headroom >= max(12, that of 2**6): futile = True  # no scale prevents it
                 else: headroom += 1.25
             futile = False after 16 * patience steps without an overflow
             sinking = 1 / (1 + 8 * skipped steps so far)

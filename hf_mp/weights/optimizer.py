@@ -127,7 +127,9 @@ class MasterWeightOptimizer(Optimizer):
         self._loaded = state["masters"]
 
     def _refuse_direct_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer is self.optimizer and not self._is_stepping:
+        # A model that was detached has no masters any more.
+        keeps_masters = any(isinstance(p, SplitParameter) or _needs_master(p) for p in self._parameters())
+        if optimizer is self.optimizer and not self._is_stepping and keeps_masters:
             raise RuntimeError(
                 f"step() of a {type(optimizer).__name__} whose master weights are in a MasterWeightOptimizer: call the "
                 "wrapper's step(), the object that MasterWeightOptimizer(...) or prepare(...) returned"

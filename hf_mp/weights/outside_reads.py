@@ -118,7 +118,9 @@ def read_in_fp32(
     result = func(*read, **named)
     for tensor in targets:
         tensor.write_fp32(values[id(tensor)])
-    if func in _CASTS and (func not in _MOVES or _names_dtype(args, kwargs)):  # the whole model may be cast
+    if (
+        func in _CASTS and _is_split(first) and (func not in _MOVES or _names_dtype(args, kwargs))
+    ):  # the whole model may be cast
         _owner(first).note_cast(result)
     return next((tensor for tensor in targets if result is values[id(tensor)]), result)
 

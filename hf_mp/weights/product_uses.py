@@ -99,8 +99,8 @@ class ProductUses:
         """Where the weights of ``model`` are looked up; not those in whose place something else lies."""
         for module in modules_of(model):
             attributes = vars(module)
-            if (base := attributes.get("_modules", {}).get("base_layer")) is not None:
-                self._keep_adapted_experts(base)
+            if "base_layer" in (parts := attributes.get("_modules", ())):
+                self._keep_adapted_experts(parts["base_layer"])
             if parameters := attributes.get("_parameters"):  # a traced module has none of its own
                 names = self._names.get(module)
                 names = self._names_by_class(module) if names is None else names

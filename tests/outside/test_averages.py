@@ -232,3 +232,12 @@ def test_the_node_that_accumulates_gradients_is_found_as_ever() -> None:
     node = torch.autograd.graph.get_gradient_edge(model.weight).node
     assert node.name() == model.weight.expand_as(model.weight).grad_fn.next_functions[0][0].name()  # type: ignore[union-attr]
     assert node.variable is model.weight  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("precision", ["bf16-lean", "fp16-lean"])
+def test_casts_of_other_tensors_to_a_lean_weight(precision: str) -> None:
+    model = nn.Linear(8, 8)
+    hf_mp.MixedPrecision(precision).attach(model)
+    for like in (model.weight, model.weight.detach()):
+        assert torch.zeros(4).to(like).dtype is like.dtype
+        assert torch.zeros(4).type_as(like).dtype is like.dtype

@@ -61,6 +61,18 @@ def test_of_what_prepare_attached(precision: str) -> None:
     assert not torch.equal(model.state_dict()["0.weight"], expected["0.weight"])
 
 
+@pytest.mark.parametrize("precision", mixed_presets())
+def test_the_optimizer_of_ones_own_steps_afterwards(precision: str) -> None:
+    model, own, _ = prepared(precision)
+    model(torch.randn(2, 8)).sum().backward()
+    hf_mp.detach(model)
+    before = model.state_dict()["0.weight"].clone()
+    own.zero_grad()
+    model(torch.randn(2, 8)).sum().backward()
+    own.step()
+    assert not torch.equal(model.state_dict()["0.weight"], before)
+
+
 @pytest.mark.parametrize("has_run", [False, True])
 @pytest.mark.parametrize("precision", mixed_presets())
 def test_of_a_deep_copy(precision: str, has_run: bool) -> None:

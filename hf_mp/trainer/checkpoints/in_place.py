@@ -29,7 +29,7 @@ from hf_mp.trainer.checkpoints.atomic import (
     write_synced,
 )
 from hf_mp.trainer.checkpoints.inspection import find_problems, mark_of, marked_in
-from hf_mp.trainer.checkpoints.manifest import finish
+from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, finish
 
 logger = logging.get_logger(__name__)
 
@@ -42,10 +42,10 @@ def begin(checkpoint: Path, world_size: int) -> None:
     """
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     clear_up(checkpoint.parent)
+    if checkpoint.exists() or checkpoint.is_symlink():  # before the mark, which would be taken for the older one's
+        set_aside(checkpoint)
     mark_of(checkpoint).unlink(missing_ok=True)  # a link in a stranger's directory would lead the writing elsewhere
     write_synced(mark_of(checkpoint), json.dumps({"world_size": world_size}))
-    if checkpoint.exists() or checkpoint.is_symlink():
-        set_aside(checkpoint)
     checkpoint.mkdir()
 
 
@@ -61,11 +61,16 @@ def complete(checkpoint: Path, *, step: int, world_size: int, precision: str) ->
     discard(staging_folder(checkpoint.parent) / (REPLACED + checkpoint.name))
 
 
-def take_back(checkpoint: Path) -> None:
-    """Remove what a failed save has written, and put back what it was to replace; where the disk fails, later."""
-    shutil.rmtree(checkpoint, ignore_errors=True)
+def take_back(checkpoint: Path, *, keeps_whole: bool = False) -> None:
+    """Remove what a failed save has written, and put back what it was to replace; where the disk fails, later.
+
+    ``keeps_whole``: but not what is whole, as those before it may be removed by now.
+    """
     with contextlib.suppress(OSError):  # the mark stays, and the next save or the next start clears up
-        if not checkpoint.exists():
+        is_kept = keeps_whole and not _problems_of(checkpoint)
+        if not is_kept:
+            shutil.rmtree(checkpoint, ignore_errors=True)
+        if is_kept or not checkpoint.exists():
             clear_up(checkpoint.parent)
 
 
@@ -84,11 +89,18 @@ def clear_up(run_directory: Path) -> None:
 
 
 def _finish_or_remove(checkpoint: Path) -> None:
-    if problems := [*find_problems(checkpoint, marked=True), *_missing_random_numbers(checkpoint)]:
+    if problems := _problems_of(checkpoint):
         logger.warning(f"{checkpoint} is half-written by a run that was killed ({problems[0]}): it is removed")
         remove(checkpoint)
     else:
         logger.warning(f"{checkpoint} was written to its end by a run that was killed before it could say so")
+
+
+def _problems_of(checkpoint: Path) -> list[str]:
+    """Why a marked checkpoint is not whole; its manifest is the last that is written."""
+    if problems := find_problems(checkpoint, marked=True):
+        return problems
+    return [] if (checkpoint / MANIFEST_NAME).is_file() else _missing_random_numbers(checkpoint)
 
 
 def _missing_random_numbers(checkpoint: Path) -> list[str]:

@@ -66,7 +66,8 @@ def _marked(checkpoint: Path, args: TrainingArguments) -> Iterator[None]:
             try:
                 at_end.enter_context(DirectoryLock(checkpoint.parent))
                 in_place.begin(checkpoint, args.world_size)
-                at_end.push(lambda kind, *raised: in_place.take_back(checkpoint) if kind else None)
+                # The stock Trainer has removed older ones, and pushes to the hub, before this save has ended.
+                at_end.push(lambda kind, *_: in_place.take_back(checkpoint, keeps_whole=True) if kind else None)
             except (OSError, CheckpointError) as error:
                 logger.warning(f"{checkpoint} is written without a mark ({error}): a kill may leave half of it")
         yield

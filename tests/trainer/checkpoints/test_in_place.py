@@ -259,6 +259,52 @@ def test_a_save_that_raises_leaves_nothing(tmp_path: Path) -> None:
     assert resumed.state.global_step == 6
 
 
+@pytest.mark.parametrize("contender", ["callback", "subclass"])
+def test_a_push_that_fails_leaves_the_checkpoint_that_was_written(tmp_path: Path, contender: str) -> None:
+    class Pushing(Trainer):
+        def init_hf_repo(self, token: Any = None) -> None:
+            pass
+
+        def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+            if self.state.global_step == 4:
+                raise OSError("the hub is not to be reached")
+
+    trainer = make(tmp_path, contender=contender, base=Pushing, push_to_hub=True, save_total_limit=1)
+    with pytest.raises(OSError, match="not to be reached"):
+        trainer.train()
+    assert "checkpoint-4" in entries(tmp_path)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()])
+def test_the_only_checkpoint_stays_where_its_manifest_fails(
+    tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the callback, the stock Trainer has removed the one before by then."""
+    own = in_place.complete
+
+    def complete(checkpoint: Path, **settings: Any) -> None:
+        if checkpoint.name == "checkpoint-4":
+            raise error
+        own(checkpoint, **settings)
+
+    monkeypatch.setattr(in_place, "complete", complete)
+    with pytest.raises(type(error)):
+        make(tmp_path, save_total_limit=1).train()
+    assert entries(tmp_path) == ["checkpoint-4"]
+    monkeypatch.undo()
+    resumed = make(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
+
+
+def test_a_manifest_is_the_last_word_on_a_marked_checkpoint(tmp_path: Path) -> None:
+    """Two nodes with a disk each: the folder of one holds the random numbers of its own processes alone."""
+    make(tmp_path, max_steps=2).train()
+    (tmp_path / "checkpoint-2.unfinished").write_text('{"world_size": 2}')
+    in_place.clear_up(tmp_path)
+    assert entries(tmp_path) == ["checkpoint-2"]
+
+
 def test_saves_in_another_directory_are_whole_too(tmp_path: Path) -> None:
     class Elsewhere(Trainer):
         def _get_output_dir(self, trial: Any) -> str:
