@@ -178,7 +178,7 @@ def test_one_branch_beyond_what_fp16_spans_has_a_scale_of_its_own() -> None:
     (rule,) = (rule for key, rule in healing.runtime.remedies.items() if key == "left:linear")
     assert rule.startswith("scaled/1/")
     healed = hf_mp.heal_overflows(healing.runtime).healed[0]
-    assert healed.scale is not None and f"at loss scale {healed.scale:g}, came to" in str(healed)
+    assert healed.scale is not None and f"at loss scale {scale_text(healed.scale)}, came to" in str(healed)
 
 
 def test_a_scale_below_1_is_found_and_named() -> None:

@@ -21,10 +21,10 @@ PACKAGE = os.path.dirname(hf_mp.__file__) + os.sep
 # By preset: files, functions, calls and lines, as `python ../shared/measure/step_trace.py` counted them when the 16-bit
 # weight came into its slot, and a twentieth more: other versions of Python and torch make a few calls more.
 BUDGETS = {
-    "fp16": (47, 308, 2020, 1150),
-    "bf16": (43, 231, 865, 800),
-    "fp16-lean": (52, 361, 3300, 1380),
-    "bf16-lean": (47, 284, 2390, 1030),
+    "fp16": (42, 262, 1800, 1020),
+    "bf16": (39, 198, 715, 700),
+    "fp16-lean": (48, 322, 3060, 1260),
+    "bf16-lean": (45, 260, 2220, 945),
 }
 
 
