@@ -17,6 +17,7 @@ from transformers import (
 
 import hf_mp
 from hf_mp import DynamicLossScaler, HeadroomLossScaler, StaticLossScaler
+from hf_mp.scaling.rules import scale_text
 
 VOCABULARY = 64
 _GEMMA = {
