@@ -193,6 +193,7 @@ class MixedPrecision:
         if torch._C._are_functorch_transforms_active():
             return None
         if has_grad := torch.is_grad_enabled():
+            self.region.refuse_other_threads()  # here: autograd's own threads recompute what was checkpointed
             self.check.open_backwards.forget_failed()
             self.layout.prepare(model)
         kind = None if entry is None else (id(entry), has_grad, model.training)

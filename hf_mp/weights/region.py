@@ -79,6 +79,11 @@ class Region(autocast):
         """Those of the forward that runs in this thread."""
         return self._thread.weights
 
+    def refuse_other_threads(self) -> None:
+        """Raise a RuntimeError if another thread runs a forward of the model, in whose modules its weights lie."""
+        if any([thread != threading.get_ident() for thread in self._runs]):
+            raise RuntimeError(_SHARED_BY_THREADS)
+
     def running(self, weights: Slots | None) -> AbstractContextManager[None]:
         """To run a forward in, with the weights that it uses; None for those that the model has."""
         if (reading := self._reading) is None:
@@ -92,13 +97,10 @@ class Region(autocast):
 
     @contextmanager
     def _running(self, weights: Slots | None) -> Iterator[None]:
-        thread = threading.get_ident()
-        if weights is not None and weights.has_grad and any([other != thread for other in self._runs]):
-            raise RuntimeError(SHARED_BY_THREADS)
-        self._runs.append(thread)
         before, self._thread.weights = self._thread.weights, weights
         if weights is not None:
             weights.fill()
+        self._runs.append(thread := threading.get_ident())
         try:
             with self.layout.saving(), self:
                 yield
@@ -192,7 +194,7 @@ class Region(autocast):
         return not self._must_see([activation, *weights])
 
 
-SHARED_BY_THREADS = (
+_SHARED_BY_THREADS = (
     "a forward with gradients began while another thread ran one of the same attached model, and a module holds the "
     "16-bit weights of one forward: run them one after the other, or give the other thread a copy.deepcopy of the model"
 )
