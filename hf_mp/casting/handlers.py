@@ -33,27 +33,27 @@ class PlannedCall(NamedTuple):
 Plan = dict[Callable[..., Any], PlannedCall]
 
 
+def _call_in(dtype: torch.dtype, mode: autocast, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Make a call with its eligible tensors in ``dtype``; nearly all calls of a model have nothing to cast."""
+    if kwargs.get("out") is not None:
+        return mode.call_unlisted(func, args, kwargs)
+    for value in (*args, *kwargs.values()):
+        is_list = isinstance(value, (list, tuple)) and not (value and type(value[0]) is int)  # else a shape
+        if is_list or (isinstance(value, Tensor) and value.dtype is not dtype):
+            args = [mode.cast(arg, dtype) for arg in args]
+            kwargs = {key: mode.cast(arg, dtype) for key, arg in kwargs.items()}
+            break
+    return func(*args, **kwargs)
+
+
 def lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a call of the lower-precision table."""
-    cast, dtype = mode.cast, mode.dtype
-    if kwargs:
-        if kwargs.get("out") is not None:
-            return mode.call_unlisted(func, args, kwargs)
-        kwargs = {key: cast(arg, dtype) for key, arg in kwargs.items()}
-    # Written out for what needs no cast: it is what nearly all products of a model are given.
-    args = [arg if type(arg) is Tensor and arg.dtype is dtype else cast(arg, dtype) for arg in args]
-    return func(*args, **kwargs)
+    return _call_in(mode.dtype, mode, func, args, kwargs)
 
 
 def fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a call of the FP32 table."""
-    cast, wide = mode.cast, torch.float32
-    if kwargs:
-        if kwargs.get("out") is not None:
-            return mode.call_unlisted(func, args, kwargs)
-        kwargs = {key: cast(arg, wide) for key, arg in kwargs.items()}
-    args = [arg if type(arg) is Tensor and arg.dtype is wide else cast(arg, wide) for arg in args]
-    return func(*args, **kwargs)
+    return _call_in(torch.float32, mode, func, args, kwargs)
 
 
 def _fp32_output(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -78,11 +78,7 @@ def _has_fp32(values: Iterable[Any]) -> bool:
 
 def widest(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a call whose operands must have one dtype."""
-    if kwargs.get("out") is not None:
-        return mode.call_unlisted(func, args, kwargs)
-    dtype = torch.float32 if _has_fp32((*args, *kwargs.values())) else mode.dtype
-    args = [mode.cast(arg, dtype) for arg in args]
-    return func(*args, **{key: mode.cast(arg, dtype) for key, arg in kwargs.items()})
+    return _call_in(torch.float32 if _has_fp32((*args, *kwargs.values())) else mode.dtype, mode, func, args, kwargs)
 
 
 def widened(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -108,6 +104,13 @@ def _decompose(mode: autocast, name: str, func: Callable[..., Any], args: Any, k
     entry = None if result is AS_GIVEN else PlannedCall(CastRule.LOWER_PRECISION, name, mode.lowers)
     return (mode.observer or mode.apply)(entry, func, args, kwargs)
 
+
+def as_given(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Make a call as it is."""
+    return func(*args, **kwargs)
+
+
+WHOLE_CALLS = frozenset({as_given, fp32, _fp32_output})  # handlers that make one call, which nobody else has to see
 
 _HANDLERS: dict[CastRule, Callable[..., Any]] = {
     CastRule.COMPOSITE: _open,

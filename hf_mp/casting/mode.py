@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.decompositions.composites import call
 from hf_mp.casting.exact_sums import exact_plan, sum_in_fp64
 from hf_mp.casting.explain import Explanation, Recorder, watching_modules
-from hf_mp.casting.handlers import CASTABLE, PlannedCall
+from hf_mp.casting.handlers import CASTABLE, WHOLE_CALLS, PlannedCall, as_given
 from hf_mp.casting.module_rules import InForce, put_on, ruled
 from hf_mp.casting.plans import lowering, plan_for, with_rules
 from hf_mp.casting.rules import ModuleRule, OpRules, Rules, match_modules, parse_rules
@@ -29,6 +31,9 @@ ALLOWED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 # Held by all autocasts that are active. Constants: to look an enum member up costs as much as a small op.
 ALWAYS_HELD = (CastRule.COMPOSITE, CastRule.UNLISTED)
+# Functions that ask in Python which mode takes them: where they call an op of the tables, and where none.
+_ASKING = {getattr(F, name): getattr(torch, name) for name in ("layer_norm", "group_norm", "rms_norm")}
+_LEAVES = {f: PlannedCall(CastRule.UNLISTED, "", as_given) for f in (F.dropout, F.embedding, F.silu, F.relu)}
 _OPENED = (CastRule.COMPOSITE, CastRule.DECOMPOSED)  # the calls inside are seen
 
 
@@ -64,6 +69,8 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     module: nn.Module | None = None  # of an island
     has_op_rules = False
     sums_in_fp64 = False
+    puts_on_patches = True  # where nothing else keeps them on
+    plain_types: ClassVar[frozenset[type]] = frozenset({type(None), Tensor, nn.Parameter})  # that decide nothing
 
     def __init__(
         self,
@@ -141,7 +148,8 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             )
         if self._ruled_modules and not self._rules_in_force:
             self._rules_in_force = [put_on(*ruled, self) for ruled in self._ruled_modules]
-        PATCHES.acquire()
+        if self.puts_on_patches:
+            PATCHES.acquire()
         state.active.append(self)
         if self.enabled:  # else the autocasts around it see that it is active, and leave all calls alone
             super().__enter__()
@@ -151,7 +159,8 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         if self.enabled:
             super().__exit__(*exc_info)
         state.active.pop()
-        PATCHES.release()
+        if self.puts_on_patches:
+            PATCHES.release()
         if self not in state.active:
             self._casts.clear()
             for handle in (handle for rule in self._rules_in_force for handle in rule.handles):
@@ -166,9 +175,17 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         """A tensor that goes into compiled code, in this autocast."""
         return tensor
 
-    def shortcut(self, func: Callable[..., Any], tensors: Sequence[Any]) -> Callable[..., Any] | None:
-        """What to call at once in the place of a function that asks about ``tensors``; None to be asked."""
-        return None
+    def shortcut(self, func: Callable[..., Any], tensors: Sequence[Any]) -> PlannedCall | None:
+        """How to make, with all modes off, the call of a function that asks in Python who takes ``tensors``.
+
+        None to be asked: for functions whose calls inside a mode has to see.
+        """
+        entry = self._plan.get(_ASKING.get(func, func))
+        if entry is None:
+            entry = _LEAVES.get(func)
+        if entry is None or entry.handler not in WHOLE_CALLS or self.observer is not None or not self.is_alone:
+            return None
+        return None if any([type(tensor) not in self.plain_types for tensor in tensors]) else entry
 
     def may_bypass(self, activation: Any, weights: list[Any]) -> bool:
         """Whether calls on these tensors that no table would change may be made without asking this autocast."""
@@ -209,15 +226,14 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         # Every torch call of a model comes here, most of them in no table: one look-up decides.
-        kwargs = kwargs or {}
-        entry = self._plan.get(func)
-        if entry is None and self.observer is None:
-            return self.call_unlisted(func, args, kwargs)
-        if entry is not None and entry.rule not in ALWAYS_HELD and state.active[-1] is not self:
+        entry, observer, kwargs = self._plan.get(func), self.observer, kwargs or {}
+        if entry is not None and state.active[-1] is not self and entry.rule not in ALWAYS_HELD:
             entry = self.in_island(entry)
-        if self.observer is None or (entry is not None and entry.rule in _OPENED):
+        if observer is not None and (entry is None or entry.rule not in _OPENED):
+            return observer(entry, func, args, kwargs)
+        if entry is None or is_dynamo_compiling():
             return self.apply(entry, func, args, kwargs)
-        return self.observer(entry, func, args, kwargs)
+        return entry.handler(self, entry.name, func, args, kwargs)
 
     def in_island(self, entry: PlannedCall) -> PlannedCall | None:
         """What to do with a call that an autocast inside this one has decided about, and makes."""
@@ -233,7 +249,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
 
     def run_inside(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call ``function`` with this mode active, which torch has taken off its stack for the current call."""
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             with self:
                 return function(*args, **kwargs)
         _push_mode(self)
@@ -280,7 +296,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
 
     def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Make a call that no table speaks of."""
-        return call(func, args, kwargs) if torch.compiler.is_dynamo_compiling() else func(*args, **kwargs)
+        return call(func, args, kwargs) if is_dynamo_compiling() else func(*args, **kwargs)
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         """Cast the eligible tensors (floating, not FP64) in one argument of an op."""

@@ -247,9 +247,9 @@ def _keep_weights_of_l1_loss(original: Any) -> Any:
     @uncompiled  # the compiler, where it skips a frame, would take it for code to compile
     def handle_torch_function(api: Callable[..., Any], relevant: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         mode = active_autocast()
-        if mode is not None and (shortcut := mode.shortcut(api, relevant)) is not None:
+        if mode is not None and (entry := mode.shortcut(api, relevant)) is not None:
             with torch._C.DisableTorchFunction():
-                return shortcut(*args, **kwargs)
+                return entry.handler(mode, entry.name, api, args, kwargs)
         if api is torch.nn.functional.l1_loss and relevant[2] is not None:
             kwargs["weight"] = relevant[2]
         return original(api, relevant, *args, **kwargs)

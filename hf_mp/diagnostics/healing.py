@@ -121,7 +121,7 @@ class Healer(StepObserver):
             if not self._heal(may_guess=tries < MOST_GUESSES):
                 break
             self._run_again()
-            report = runtime.report(runtime.verdict(optimizer), optimizer)
+            report = runtime.report(runtime.verdict(optimizer))
             if not report.overflow:
                 return report
         runtime.scaler.state = state  # the step is skipped as any other

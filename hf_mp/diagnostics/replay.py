@@ -144,7 +144,7 @@ class Replay:
         """None: finiteness does not depend on it."""
         return None
 
-    def entered(self, node: Any, gradient: Tensor) -> None:
+    def gradient_entered(self, node: Any, gradient: Tensor) -> None:
         """Ignored."""
 
     def take(self, weight: Tensor, gradients: Sequence[Tensor], node: Any, index: int) -> bool:

@@ -34,7 +34,7 @@ class Crossings(Protocol):
     def inverse(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
         """1/S, FP32 of shape (1,), for what ``node`` hands on by its inputs ``places``; None where it is not scaled."""
 
-    def entered(self, node: Any, gradient: Tensor) -> None:
+    def gradient_entered(self, node: Any, gradient: Tensor) -> None:
         """A gradient goes in through the autograd node ``node``, before anything of the model's backward runs."""
 
     def take(self, weight: Tensor, gradients: Sequence[Tensor], node: Any, index: int) -> bool:
@@ -56,7 +56,7 @@ class _Multiply(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.crossings.entered(ctx, gradient)
+        ctx.crossings.gradient_entered(ctx, gradient)
         return gradient.to(ctx.dtype), None, None
 
 
@@ -218,7 +218,7 @@ class _OutputBorder(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         entering = multiply(gradient, ctx.crossings.scale(gradient.device), ctx.crossings).to(ctx.dtype)
-        ctx.crossings.entered(ctx, entering)
+        ctx.crossings.gradient_entered(ctx, entering)
         return entering, None, None
 
 

@@ -15,6 +15,7 @@ from hf_mp.casting.positions import with_positions
 from hf_mp.casting.replacements.base import ReplacedForward
 from hf_mp.casting.uncompiled import outside_of_graphs
 from hf_mp.scaling.borders import output_border
+from hf_mp.weights.outside_reads import as_stored
 from hf_mp.weights.region import Region
 
 if TYPE_CHECKING:
@@ -57,10 +58,11 @@ class _Passage:
     @torch.compiler.disable
     def __init__(self, forward: AttachedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._runtime = runtime = forward.runtime
-        self._weights = weights = runtime.begin_forward(forward.module())
-        self._takers: list[Any] = []
+        with as_stored():
+            self._weights = weights = runtime.begin_forward(forward.module())
+        self._output_hooks: list[Any] = []
         if weights is not None and weights.has_grad:
-            self._takers = [take for one in runtime.observers if (take := one.forward(forward, args, kwargs))]
+            self._output_hooks = [take for one in runtime.observers if (take := one.forward(forward, args, kwargs))]
             args, kwargs = apply_to_tensors(weights.bring_in_argument, (args, kwargs))
         self.args, self.kwargs = args, kwargs
         self._inside = runtime.region.running(weights)
@@ -90,6 +92,6 @@ class _Passage:
             return output_border(output, self._runtime, wrap)
 
         outputs = apply_to_tensors(bring_out, outputs, objects=True)
-        for take in self._takers:
+        for take in self._output_hooks:
             take(outputs)
         return outputs

@@ -19,7 +19,7 @@ from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.attachable import REPAIRED, UNKNOWN_OPTIMIZER
 from hf_mp.weights.distributed import Ranks, is_running, local_parts
 from hf_mp.weights.layout import WeightLayout, measure
-from hf_mp.weights.outside_reads import stores_16_bits
+from hf_mp.weights.outside_reads import as_stored
 
 _SKIP_BY_THEMSELVES = ("cuda",)  # devices on which a fused step takes found_inf, and the host would have to wait
 
@@ -28,6 +28,7 @@ _SKIP_BY_THEMSELVES = ("cuda",)  # devices on which a fused step takes found_inf
 class Verdict:
     """What the gradients of one optimizer are like, on their device: the host has read nothing yet."""
 
+    parameters: Sequence[nn.Parameter]
     gradients: Sequence[Tensor]
     bound: Tensor  # FP32 of shape (): no magnitude is larger
     is_exact: bool  # whether one of the magnitudes is the bound
@@ -161,23 +162,23 @@ class GradientCheck:
         """What the gradients of ``parameters``, an optimizer's, are like now."""
         gradients = self.gradients(parameters)
         if self._bound is not None and self.measures_norm and self.are_unchanged(gradients):
-            return Verdict(gradients, self._bound, True, self._largest)
-        return Verdict(gradients, magnitude_bound(local_parts(gradients)), False, self._largest)
+            return Verdict(parameters, gradients, self._bound, True, self._largest)
+        return Verdict(parameters, gradients, magnitude_bound(local_parts(gradients)), False, self._largest)
 
-    def report(self, verdict: Verdict, parameters: Sequence[nn.Parameter]) -> StepReport:
-        """What all processes that train ``parameters`` make of their verdicts: a collective call on several."""
+    def report(self, verdict: Verdict) -> StepReport:
+        """What all processes that train the parameters make of their verdicts: a collective call on several."""
         overflow, largest = verdict.read()
         if is_repaired := largest is not None and not overflow and not math.isfinite(largest):
             self.warn_once(REPAIRED)
         # Without loss scaling there is no headroom to tell of.
         is_known = self.is_scaled and not overflow and not is_repaired
-        return self._ranks.agree(StepReport(overflow, largest if is_known else None), parameters)
+        return self._ranks.agree(StepReport(overflow, largest if is_known else None), verdict.parameters)
 
 
-@stores_16_bits
 def _versions_of(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
     """By identity the version counters of those that are trained."""
-    return {id(parameter): parameter._version for parameter in parameters if parameter.requires_grad}
+    with as_stored():
+        return {id(parameter): parameter._version for parameter in parameters if parameter.requires_grad}
 
 
 class MeasuredGradients:

@@ -29,7 +29,6 @@ from hf_mp.weights.distributed import Ranks, ddp_of, has_processes
 from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.layout import WeightLayout, make_layout, too_large
 from hf_mp.weights.optimizer_in_backward import FreeGradients, OptimizerInBackward, check_free_gradients
-from hf_mp.weights.outside_reads import stores_16_bits
 from hf_mp.weights.reading_region import cache_patches, make_region
 from hf_mp.weights.region import Region
 from hf_mp.weights.slots import GROUP_ELEMENTS, Slots
@@ -175,7 +174,6 @@ class MixedPrecision:
         return optimizer
 
     @torch.compiler.disable
-    @stores_16_bits
     def begin_forward(self, entry: nn.Module | None = None) -> Slots | None:
         """The weights of a forward of ``entry`` that is about to run, which FP32 masters are made for.
 
@@ -212,8 +210,8 @@ class MixedPrecision:
         # DDP takes a parameter for ready as soon as the border that it shares has run.
         is_alone = self.in_backward is None and not (has_processes() and ddp_of(model) is not None)
         elements = GROUP_ELEMENTS if is_alone else 1
-        uses, has_made = None if in_fp32 else self.region.uses, self.region.has_made
-        return Slots(self.layout, model, crossings, has_grad, self.check.is_scaled, uses, has_made, elements, kind)
+        uses, made_earlier = None if in_fp32 else self.region.uses, self.region.made_earlier
+        return Slots(self.layout, model, crossings, has_grad, self.check.is_scaled, uses, made_earlier, elements, kind)
 
     def _use_layout_for(self, parameters: Iterable[Tensor]) -> None:
         before, self.layout = self.layout, self.ranks.layout_for(parameters, self.layout, self.model)
@@ -237,7 +235,7 @@ class MixedPrecision:
             self.check.warn_once(NO_BORDER)
         return None
 
-    def entered(self, node: Any, gradient: Tensor) -> None:
+    def gradient_entered(self, node: Any, gradient: Tensor) -> None:
         self.check.backward_began()
         for observer in self.observers:
             observer.backward_began(node, gradient)
@@ -266,11 +264,9 @@ class MixedPrecision:
             self._use_layout_for(parameters)
         return self.check.verdict(parameters)
 
-    def report(self, verdict: Verdict | StepReport, optimizer: Optimizer) -> StepReport:
-        """Read a verdict on the gradients of ``optimizer``; the same on all processes that train them."""
-        if isinstance(verdict, StepReport):
-            return verdict
-        return self.check.report(verdict, [one for group in optimizer.param_groups for one in group["params"]])
+    def report(self, verdict: Verdict | StepReport) -> StepReport:
+        """Read a verdict; the report is the same on all processes that train the parameters."""
+        return verdict if isinstance(verdict, StepReport) else self.check.report(verdict)
 
     def finish_step(self, report: StepReport, *, was_skipped: bool) -> None:
         """Take in that a step was applied or skipped; sets the next loss scale."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,6 @@ import torch
 from hf_mp.scaling.events import tried_again
 from hf_mp.step.gradients import Verdict
 from hf_mp.weights.accelerated import tell_accelerate
-from hf_mp.weights.attachable import check_step
 from hf_mp.weights.fused_adamw import can_skip, skipping
 
 if TYPE_CHECKING:
@@ -50,21 +50,21 @@ class StepGuard:
         optimizer, runtimes = self.optimizer, list(self.runtimes)
         if not runtimes:
             return self._unguarded(closure, **kwargs) if closure is not None else self._unguarded(**kwargs)
-        check_step(
+        _check_step(
             optimizer, in_scaled_backward=any(one.check.is_scaled and one.check.open_backwards for one in runtimes)
         )
         self._told = self._told or tell_accelerate(optimizer)  # it may have been imported since
         loss = None if closure is None else torch.enable_grad()(closure)()
         verdicts = [runtime.verdict(optimizer) for runtime in runtimes]
-        is_alone, own_step = len(runtimes) == 1 and not kwargs, self._before.get("step")
+        is_alone, replaced_step = len(runtimes) == 1 and not kwargs, self._before.get("step")
         first, found_inf = verdicts[0], None
         if is_alone and isinstance(first, Verdict) and (found := first.found_inf()) is not None:
-            found_inf = found if can_skip(optimizer, own_step) else None
+            found_inf = found if can_skip(optimizer, replaced_step) else None
 
         def update() -> Any:
-            if is_alone and runtimes[0].layout.step(optimizer, own_step, found_inf):
+            if is_alone and runtimes[0].layout.step(optimizer, replaced_step, found_inf):
                 return None
-            with skipping(optimizer, found_inf):
+            with nullcontext() if found_inf is None else skipping(optimizer, found_inf):
                 result = self._unguarded(**kwargs)
             for runtime in runtimes:
                 runtime.layout.updated(optimizer)
@@ -72,7 +72,7 @@ class StepGuard:
 
         # Where the device can skip, all of the update is queued before the host waits for the verdict.
         result = None if found_inf is None else update()
-        reports = [runtime.report(verdict, optimizer) for runtime, verdict in zip(runtimes, verdicts, strict=True)]
+        reports = [runtime.report(verdict) for runtime, verdict in zip(runtimes, verdicts, strict=True)]
         if is_alone and reports[0].overflow and (again := tried_again(runtimes[0].observers, optimizer)):
             reports, found_inf = [again], None
         optimizer.step_was_skipped = was_skipped = any(report.overflow for report in reports)
@@ -99,3 +99,19 @@ class StepGuard:
             state.update(self._before)
         elif _SUPPORTS_SCALING in self._before:
             state[_SUPPORTS_SCALING] = self._before[_SUPPORTS_SCALING]
+
+
+def _check_step(optimizer: Any, *, in_scaled_backward: bool) -> None:
+    """Raise a RuntimeError if a ``torch.amp.GradScaler`` steps ``optimizer``, as its attributes tell, or a backward."""
+    if in_scaled_backward:
+        raise RuntimeError(
+            "optimizer.step() was called in a backward, of which the other gradients would be divided by the next loss "
+            "scale: use free_gradients='backward' in a lean layout, or a precision that scales nothing (bf16)"
+        )
+    told = vars(optimizer)
+    if told.get("found_inf") is not None or told.get("grad_scale") is not None:
+        optimizer.found_inf = optimizer.grad_scale = None
+        raise RuntimeError(
+            "a torch.amp.GradScaler steps the optimizer of an attached model, whose gradients are unscaled already: "
+            "call loss.backward() and optimizer.step() without a scaler"
+        )

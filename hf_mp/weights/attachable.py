@@ -168,19 +168,3 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module | None) -> None:
             f"no parameter of this {type(optimizer).__name__} belongs to the attached {type(model).__name__}: make "
             "the optimizer from model.parameters()"
         )
-
-
-def check_step(optimizer: Any, *, in_scaled_backward: bool) -> None:
-    """Raise a RuntimeError if a ``torch.amp.GradScaler`` steps ``optimizer``, as its attributes tell, or a backward."""
-    if in_scaled_backward:
-        raise RuntimeError(
-            "optimizer.step() was called in a backward, of which the other gradients would be divided by the next loss "
-            "scale: use free_gradients='backward' in a lean layout, or a precision that scales nothing (bf16)"
-        )
-    told = vars(optimizer)
-    if told.get("found_inf") is not None or told.get("grad_scale") is not None:
-        optimizer.found_inf = optimizer.grad_scale = None
-        raise RuntimeError(
-            "a torch.amp.GradScaler steps the optimizer of an attached model, whose gradients are unscaled already: "
-            "call loss.backward() and optimizer.step() without a scaler"
-        )

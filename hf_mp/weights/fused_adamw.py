@@ -54,25 +54,22 @@ def step_split(
     return stepped
 
 
-def can_skip(optimizer: Optimizer, own_step: Callable[..., Any] | None) -> bool:
+def can_skip(optimizer: Optimizer, replaced_step: Callable[..., Any] | None) -> bool:
     """Whether the step of ``optimizer`` skips by itself where its ``found_inf`` is 1, and nobody hears of a step.
 
-    ``own_step`` is what stood in the place of its class's ``step`` before it was guarded. Of a
+    ``replaced_step`` is what stood in the place of its class's ``step`` before it was guarded. Of a
     :class:`~hf_mp.weights.optimizer.MasterWeightOptimizer` with split masters, the wrapped one skips.
     """
-    if own_step is None and getattr(optimizer, "layout", None) == "split" and not has_hooks(optimizer):
+    if replaced_step is None and getattr(optimizer, "layout", None) == "split" and not has_hooks(optimizer):
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]
-        own_step = vars(optimizer).get("step")
-    is_fused = _is_fused_adam(optimizer, own_step) and all(group.get("fused") for group in optimizer.param_groups)
+        replaced_step = vars(optimizer).get("step")
+    is_fused = _is_fused_adam(optimizer, replaced_step) and all(group.get("fused") for group in optimizer.param_groups)
     return is_fused and not has_hooks(optimizer)
 
 
 @contextlib.contextmanager
-def skipping(optimizer: Any, found_inf: Tensor | None) -> Iterator[None]:
-    """To call the step of ``optimizer`` in, which does nothing where ``found_inf`` is 1; None for a plain step."""
-    if found_inf is None:
-        yield
-        return
+def skipping(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
+    """To call the step of ``optimizer`` in, which does nothing where ``found_inf`` is 1."""
     optimizer.found_inf = found_inf  # as torch.amp.GradScaler tells it
     try:
         yield
@@ -81,16 +78,19 @@ def skipping(optimizer: Any, found_inf: Tensor | None) -> Iterator[None]:
 
 
 def step_whole(
-    optimizer: Optimizer, own_step: Callable[..., Any] | None, copies: WorkingCopies, found_inf: Tensor | None = None
+    optimizer: Optimizer,
+    replaced_step: Callable[..., Any] | None,
+    copies: WorkingCopies,
+    found_inf: Tensor | None = None,
 ) -> bool:
     """Update FP32 parameters and their working copies in one launch, where the Triton kernel is used for all of them.
 
-    ``own_step`` as for :func:`can_skip`. False: nothing was done.
+    ``replaced_step`` as for :func:`can_skip`. False: nothing was done.
     """
     stepping = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not stepping or chosen("adamw", stepping[:1]) is None:  # one answers for all on a CPU
         return False
-    if not _is_fused_adam(optimizer, own_step) or has_hooks(optimizer):
+    if not _is_fused_adam(optimizer, replaced_step) or has_hooks(optimizer):
         return False
     gradients = [parameter.grad for parameter in stepping]
     if chosen("adamw", [*stepping, *gradients]) is None:  # before any state is made
@@ -111,17 +111,17 @@ def step_whole(
     return True
 
 
-def _is_fused_adam(optimizer: Any, own_step: Callable[..., Any] | None) -> bool:
-    if type(optimizer) not in (Adam, AdamW) or replaces_step(own_step):
+def _is_fused_adam(optimizer: Any, replaced_step: Callable[..., Any] | None) -> bool:
+    if type(optimizer) not in (Adam, AdamW) or replaces_step(replaced_step):
         return False
     replaced = inspect.unwrap(type(optimizer).step).__module__ != Adam.__module__
     scales = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
     return not replaced and not scales
 
 
-def replaces_step(own_step: Callable[..., Any] | None) -> bool:
-    """Whether ``own_step``, an optimizer's attribute, is a step of its own: that of LR schedulers wraps its class's."""
-    return own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched")
+def replaces_step(replaced_step: Callable[..., Any] | None) -> bool:
+    """Whether ``replaced_step``, an optimizer's attribute, is its own: that of LR schedulers wraps its class's."""
+    return replaced_step is not None and not hasattr(replaced_step, "_wrapped_by_lr_sched")
 
 
 def check_moment(name: str, moment: Tensor, parameter: Tensor) -> None:

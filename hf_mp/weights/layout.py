@@ -118,12 +118,12 @@ class WeightLayout:
         """The optimizer to step from now on."""
         return optimizer
 
-    def step(self, optimizer: Optimizer, own_step: Callable[..., Any] | None, found_inf: Tensor | None) -> bool:
+    def step(self, optimizer: Optimizer, replaced_step: Callable[..., Any] | None, found_inf: Tensor | None) -> bool:
         """Take the step of ``optimizer`` and refresh the working copies in one kernel; False if there is none.
 
         The kernel leaves all as it is where ``found_inf``, FP32 of shape (), is not 0.
         """
-        return step_whole(optimizer, own_step, self.copies, found_inf)
+        return step_whole(optimizer, replaced_step, self.copies, found_inf)
 
     def updated(self, optimizer: Optimizer) -> None:
         """Called after ``optimizer`` has written its parameters."""
@@ -181,7 +181,7 @@ class TransientLayout(WeightLayout):
     def saving(self) -> AbstractContextManager[None]:
         return self._transient.not_saved()
 
-    def step(self, optimizer: Optimizer, own_step: Callable[..., Any] | None, found_inf: Tensor | None) -> bool:
+    def step(self, optimizer: Optimizer, replaced_step: Callable[..., Any] | None, found_inf: Tensor | None) -> bool:
         return False
 
 
@@ -261,11 +261,11 @@ class SplitLayout(WeightLayout):
             check_split_reduction(model, self.policy, runtime)
 
     def take_gradient(self, weight: Tensor, gradients: Sequence[Tensor], inverse: Tensor | None) -> bool:
-        aside = bool(self._joined)
+        is_reduced = bool(self._joined)  # by DDP, in buckets
         if not isinstance(weight, SplitParameter):
             return False
-        taken = all([weight.take_scaled_gradient(gradient, inverse, aside=aside) for gradient in gradients])
-        if aside and any(buckets.looks_for_unused for buckets in self._joined.values()):
+        taken = all([weight.take_scaled_gradient(gradient, inverse, beside_grad=is_reduced) for gradient in gradients])
+        if is_reduced and any(buckets.looks_for_unused for buckets in self._joined.values()):
             weight.mark_used()
         return taken
 
@@ -284,7 +284,7 @@ class SplitLayout(WeightLayout):
         is_wrapped = isinstance(optimizer, MasterWeightOptimizer)
         return optimizer if is_wrapped else MasterWeightOptimizer(optimizer, layout="split")
 
-    def step(self, optimizer: Optimizer, own_step: Callable[..., Any] | None, found_inf: Tensor | None) -> bool:
+    def step(self, optimizer: Optimizer, replaced_step: Callable[..., Any] | None, found_inf: Tensor | None) -> bool:
         return False
 
     def updated(self, optimizer: Optimizer) -> None:

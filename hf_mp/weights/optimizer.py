@@ -282,8 +282,8 @@ class MasterWeightOptimizer(Optimizer):
 
     def _step_wrapped(self, *closure: Callable[[], Any]) -> Any:
         optimizer: Any = self.optimizer
-        own_step = vars(optimizer).get("step")
-        if replaces_step(own_step):
+        replaced_step = vars(optimizer).get("step")
+        if replaces_step(replaced_step):
             return optimizer.step(*closure)
         # Around the function that fires hooks: this object's own step does, once however many parts there are.
         optimizer._opt_called = True  # for LR schedulers made before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.compiler import is_dynamo_compiling
-from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_mp.casting.active import active_autocast, state
@@ -48,6 +46,9 @@ class _Thread(threading.local):
 class Region(autocast):
     """Autocast in an attached forward: lets no gradient out but through a border."""
 
+    puts_on_patches = False  # the attached model keeps them on
+    plain_types = autocast.plain_types | {WatchedParameter}
+
     def __init__(
         self,
         layout: WeightLayout,
@@ -64,7 +65,6 @@ class Region(autocast):
         if layout.policy.exact_generation:
             self.sum_in_fp64()
         self.uses = ProductUses(self._lowers, self._ruled())
-        self._shortcuts = _leaves(self._plan) | _norms(self, self._plan)
 
     def _lowers(self, op: Callable[..., Any]) -> bool:
         return (entry := self._plan.get(op)) is not None and entry.rule is CastRule.LOWER_PRECISION
@@ -135,7 +135,7 @@ class Region(autocast):
         self._thread.made.append((weights.first_node, torch.autograd._get_sequence_nr()))
         del self._thread.made[:-1000]
 
-    def has_made(self, node: Any) -> bool:
+    def made_earlier(self, node: Any) -> bool:
         """Whether an earlier forward of this model made an autograd node, whose result was kept."""
         made, number = self._thread.made, node._sequence_nr()
         position = bisect.bisect_right(made, (number, math.inf)) - 1
@@ -170,12 +170,9 @@ class Region(autocast):
         # Compiled code teaches nothing: a 16-bit weight may be met there by an FP32 activation.
         return _IN_ISLAND if entry.rule is CastRule.LOWER_PRECISION else None
 
-    def shortcut(self, func: Callable[..., Any], tensors: Sequence[Any]) -> Callable[..., Any] | None:
-        if (found := self._shortcuts.get(func)) is None or self.observer is not None or not self.is_alone:
-            return None
-        if any([type(t) not in _PLAIN for t in tensors]) or self._must_see(tensors):
-            return None
-        return found
+    def shortcut(self, func: Callable[..., Any], tensors: Sequence[Any]) -> PlannedCall | None:
+        entry = super().shortcut(func, tensors)
+        return None if entry is None or self._must_see(tensors) else entry
 
     def _must_see(self, tensors: Sequence[Any]) -> bool:
         """Whether one of ``tensors`` comes from outside, or it is not known yet what the model does with them."""
@@ -198,24 +195,6 @@ _SHARED_BY_THREADS = (
     "a forward with gradients began while another thread ran one of the same attached model, and a module holds the "
     "16-bit weights of one forward: run them one after the other, or give the other thread a copy.deepcopy of the model"
 )
-_PLAIN = frozenset({type(None), Tensor, nn.Parameter, WatchedParameter})
-_Shortcuts = dict[Callable[..., Any], Callable[..., Any]]
-
-
-def _leaves(plan: Mapping[Callable[..., Any], PlannedCall]) -> _Shortcuts:
-    """Functions that ask, in Python, whether a mode takes them, of those that no table names."""
-    return {f: f for f in (F.dropout, F.embedding, F.silu, F.relu) if f not in plan}
-
-
-def _norms(region: Region, plan: Mapping[Callable[..., Any], PlannedCall]) -> _Shortcuts:
-    found = {name: plan.get(getattr(torch, name)) for name in ("layer_norm", "group_norm", "rms_norm")}
-    fp32 = {getattr(F, name): entry for name, entry in found.items() if entry and entry.rule is CastRule.FP32}
-    return {func: functools.partial(_call, entry, region, func) for func, entry in fp32.items()}
-
-
-def _call(entry: PlannedCall, region: Region, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return entry.handler(region, entry.name, func, args, kwargs)
-
 
 _IN_ISLAND = PlannedCall(CastRule.WIDEST, "", widened)
 _SELECTIONS = frozenset({Tensor.__getitem__, Tensor.transpose})

@@ -47,7 +47,7 @@ class Slots:
         has_grad: whether the forward runs with grad.
         is_scaled: whether the loss is scaled.
         uses: which weights products use; None to give all of them in FP32.
-        has_made: whether an earlier forward of the model made an autograd node.
+        made_earlier: whether an earlier forward of the model made an autograd node.
         group_elements: the most elements of weights that share a border.
         kind: of the forward, whose first is looked at; None to look at none.
     """
@@ -60,11 +60,11 @@ class Slots:
         has_grad: bool,
         is_scaled: bool,
         uses: ProductUses | None,
-        has_made: Callable[[Any], bool],
+        made_earlier: Callable[[Any], bool],
         group_elements: int = GROUP_ELEMENTS,
         kind: Hashable = None,
     ) -> None:
-        self._layout, self._model, self._crossings, self._has_made = layout, model, crossings, has_made
+        self._layout, self._model, self._crossings, self._made_earlier = layout, model, crossings, made_earlier
         self._uses, self._group_elements = uses or ProductUses(lambda op: False), group_elements
         self.has_grad = has_grad
         self.has_borders = has_grad and (is_scaled or layout.takes_gradients)
@@ -293,7 +293,7 @@ class Slots:
         """As :meth:`bring_in`, for what was made before the forward began, in whatever thread: each numbers its own."""
         if not self.has_borders or not tensor.requires_grad:
             return tensor
-        if tensor.grad_fn is not None and self._has_made(tensor.grad_fn):
+        if tensor.grad_fn is not None and self._made_earlier(tensor.grad_fn):
             return tensor
         return self._alias(tensor)
 
@@ -305,7 +305,7 @@ class Slots:
         """Whether ``tensor``, which has grad, was made before this forward began, and by none of this model."""
         if (node := tensor.grad_fn) is None:
             return id(tensor) not in self._carriers
-        return node._sequence_nr() < self.first_node and not self._has_made(node)
+        return node._sequence_nr() < self.first_node and not self._made_earlier(node)
 
     def has_outside(self, values: Iterable[Any]) -> bool:
         """Whether among the arguments of a call is a tensor from outside that wants a gradient."""
@@ -316,7 +316,7 @@ class Slots:
                 if (node := value.grad_fn) is None:
                     if id(value) not in self._carriers:
                         return True
-                elif node._sequence_nr() < self.first_node and not self._has_made(node):
+                elif node._sequence_nr() < self.first_node and not self._made_earlier(node):
                     return True
             elif isinstance(value, (list, tuple)) and self.has_outside(value):
                 return True

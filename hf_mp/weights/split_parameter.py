@@ -138,10 +138,12 @@ class SplitParameter(nn.Parameter):
         self._wants_true_gradients = True
         return super().register_post_accumulate_grad_hook(hook)
 
-    def take_scaled_gradient(self, gradient: Tensor, factor: Tensor | None = None, *, aside: bool = False) -> bool:
+    def take_scaled_gradient(
+        self, gradient: Tensor, factor: Tensor | None = None, *, beside_grad: bool = False
+    ) -> bool:
         """Keep what backward brings, still scaled, or add it to what is there; False where autograd is to do it.
 
-        With ``aside`` the sum is kept next to autograd's ``.grad``, whose dtype DDP checks.
+        With ``beside_grad`` the sum is kept next to autograd's ``.grad``, whose dtype DDP checks.
         """
         if self._wants_true_gradients or gradient.dtype not in LOWER_PRECISION_DTYPES:
             return False
@@ -156,8 +158,8 @@ class SplitParameter(nn.Parameter):
                 total = true + total if total.is_sparse else total.add_(true)
             else:
                 _add_unscaled(total, gradient, factor)
-            self.grad = None if aside else total
-            self._scaled = ScaledGradient(total, None) if aside else None
+            self.grad = None if beside_grad else total
+            self._scaled = ScaledGradient(total, None) if beside_grad else None
         return True
 
     @stores_16_bits

@@ -22,7 +22,7 @@ class Crossings:
     def inverse(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor:
         return 1.0 / self.value
 
-    def entered(self, node: Any, gradient: Tensor) -> None:
+    def gradient_entered(self, node: Any, gradient: Tensor) -> None:
         self.entering.append(gradient.sum().item())
 
     takes_gradients = False

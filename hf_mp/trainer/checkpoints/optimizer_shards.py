@@ -24,6 +24,7 @@ from hf_mp.trainer.checkpoints.blockwise_state import (
 )
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
 from hf_mp.weights.distributed import is_dtensor, local_part
+from hf_mp.weights.outside_reads import as_stored
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -44,7 +45,7 @@ class _Owned(NamedTuple):
 def see_shards(runtime: MixedPrecision | None) -> None:
     """Have a layout convert FSDP2's shards now, as it does when the first forward begins."""
     if runtime is not None:
-        with torch.no_grad():
+        with torch.no_grad(), as_stored():
             runtime.begin_forward()
 
 
