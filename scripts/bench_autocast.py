@@ -19,6 +19,8 @@ import torch
 import typer
 from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2LMHeadModel
 from transformers.utils import logging
@@ -38,14 +40,34 @@ PER_FORWARD, WHOLE = "accelerate's (Trainer bf16=True)", "the whole model in 16 
 CONTENDERS = (PEER, OURS, OURS_CPU_TABLES, PER_FORWARD, WHOLE)
 
 
+EMPTY_MODE, DISABLED = "a mode that does nothing", "hf_mp, enabled=False"
+
+
+class _EmptyMode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 def call_overhead(dtype: torch.dtype, device: str, calls: int, rounds: int) -> Rows:
-    """Microseconds that an autocast adds to a call that it leaves alone, and to one that it looks up and passes."""
+    """Microseconds that an autocast adds to calls that it leaves alone, and to some that it looks up.
+
+    A torch function mode that does nothing is the floor of one in Python.
+    """
     ids = torch.arange(4, device=device)
     x = torch.ones(2, 2, dtype=dtype, device=device)
+    wide, weight = torch.ones(16, 64, device=device), torch.ones(64, device=device)
+    narrow, matrix = wide.to(dtype), torch.ones(64, 64, dtype=dtype, device=device)
     cases: dict[str, Callable[[], Any]] = {
         "unlisted op (integer add)": lambda: ids + 1,
         "property (shape)": lambda: ids.shape,
         "lower-precision op (mm, nothing to cast)": lambda: torch.mm(x, x),
+        "`F.linear` of 16 bits": lambda: F.linear(narrow, matrix, matrix[0]),
+        "`F.softmax` of FP32": lambda: F.softmax(wide, -1),
+        "`F.softmax` of 16 bits": lambda: F.softmax(narrow, -1),
+        "`F.layer_norm` of FP32": lambda: F.layer_norm(wide, (64,), weight, weight),
+        "`F.layer_norm` of 16 bits": lambda: F.layer_norm(narrow, (64,), weight, weight),
+        "`F.gelu` of 16 bits": lambda: F.gelu(narrow),
+        "`F.cross_entropy` of FP32": lambda: F.cross_entropy(wide[:4], ids),
     }
 
     def loop(call: Callable[[], Any], context: Callable[[], Any]) -> Step:
@@ -60,12 +82,14 @@ def call_overhead(dtype: torch.dtype, device: str, calls: int, rounds: int) -> R
         "plain": contextlib.nullcontext,
         OURS: lambda: autocast(dtype),
         PEER: lambda: torch.autocast(device, dtype),
+        EMPTY_MODE: _EmptyMode,
+        DISABLED: lambda: autocast(dtype, enabled=False),
     }
     found: Rows = {}
     for case, call in cases.items():
         seconds = alternate({name: loop(call, context) for name, context in contexts.items()}, rounds=rounds)
         found[case] = {}
-        for name in (OURS, PEER):
+        for name in (OURS, PEER, EMPTY_MODE, DISABLED):
             added = [1e6 * (one - plain) / calls for one, plain in zip(seconds[name], seconds["plain"], strict=True)]
             timing = median_and_spread(added)
             found[case][name] = {"median_microseconds": timing[0], "spread_microseconds": timing[1]}

@@ -21,10 +21,10 @@ PACKAGE = os.path.dirname(hf_mp.__file__) + os.sep
 # By preset: files, functions, calls and lines, as `python ../shared/measure/step_trace.py` counted them when the 16-bit
 # weight came into its slot, and a twentieth more: other versions of Python and torch make a few calls more.
 BUDGETS = {
-    "fp16": (42, 262, 1800, 1020),
-    "bf16": (39, 198, 715, 700),
-    "fp16-lean": (48, 322, 3060, 1260),
-    "bf16-lean": (45, 260, 2220, 945),
+    "fp16": (40, 258, 1780, 1005),
+    "bf16": (37, 194, 720, 685),
+    "fp16-lean": (47, 320, 3060, 1250),
+    "bf16-lean": (44, 258, 2240, 935),
 }
 
 
