@@ -3,13 +3,14 @@
     python scripts/bench_architectures.py
     python scripts/bench_architectures.py --times 4  # four times the tokens, images, sounds in a batch
     python scripts/bench_architectures.py --only "BERT,ResNet-50" --rounds 5
+    python scripts/bench_architectures.py --mixtures  # mixtures of experts, also with batched_mm under torch.autocast
 
 Forward, backward, clipping and a fused AdamW update of models with random weights, made from their Transformers
 configurations; the contenders take turns of two steps, of which the second is timed. The floor is the model in BF16
-throughout: no cast, no FP32 gradient, an update of half the bytes. Stores ``bench_architectures.json``, or
-``bench_architectures_4.json``, in ``scripts/results/``: medians, spreads, ``bf16`` and the floor over
-``torch.autocast`` in BF16, ``fp16`` over FP32, the same of the peaks of all tensors in two steps, and the time of a
-product alone in each dtype.
+throughout: no cast, no FP32 gradient, an update of half the bytes. Stores ``bench_architectures.json``,
+``bench_architectures_4.json`` or ``bench_experts.json`` in ``scripts/results/``: medians, spreads, ``bf16`` and the
+floor over ``torch.autocast`` in BF16, ``fp16`` over FP32, the same of the peaks of all tensors in two steps, and the
+time of a product alone in each dtype.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ RATIOS = {
 }
 PEAKS = {"bf16_peak_to_torch_autocast": ("hf_mp bf16", PEER), "fp16_peak_to_fp32": ("hf_mp fp16", "fp32")}
 COLUMNS = ("bf16 / torch.autocast", "its floor", "fp16 / FP32", "peak of bf16 / torch.autocast", "of fp16 / FP32")
+BATCHED = " batched_mm"  # ends the name of a contender whose experts are multiplied by torch.bmm, and not grouped_mm
+BATCHED_RATIO = {"bf16_to_batched_torch_autocast": ("hf_mp bf16", PEER + BATCHED)}
 PARTS = ("forward", "backward", "clipping", "update")
 VOCABULARY = 8192
 _ROWS, _INNER, _COLUMNS = 256, 768, 3072  # of the products that are timed alone
@@ -164,6 +167,22 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
+def _mixture(kind: str, width: int, experts: int, expert_width: int, **settings: int) -> Architecture:
+    # batched_mm gathers the weights of the expert of each token: larger ones, or more tokens, take more than 24 GiB.
+    sizes = {**layers(2, width), "intermediate_size": expert_width, **_DECODER, "num_key_value_heads": 4, **settings}
+    names = {"num_local_experts": experts} if kind == "Mixtral" else {"num_experts": experts}
+    return Architecture(made(kind, _LM, **sizes, **names), lambda: language(2, 128))
+
+
+MIXTURES: dict[str, Architecture] = {
+    "small experts: OLMoE 2 x 256, 8 of 256": _mixture("Olmoe", 256, 8, 256, num_experts_per_tok=2),
+    "large experts: Mixtral 2 x 384, 4 of 1536": _mixture("Mixtral", 384, 4, 1536),
+    "many experts: Qwen3-MoE 2 x 256, 64 of 256": _mixture(
+        "Qwen3Moe", 256, 64, 256, head_dim=32, moe_intermediate_size=256, num_experts_per_tok=4
+    ),
+}
+
+
 def make_step(
     architecture: Architecture,
     contender: str,
@@ -180,8 +199,10 @@ def make_step(
     Each step adds the seconds of its :data:`PARTS` to ``parts``, where the device does not run behind the host.
     """
     torch.manual_seed(0)
-    base = contender.removesuffix(COMPILED)
-    model = architecture.model().to(device).train()
+    base = contender.removesuffix(COMPILED).removesuffix(BATCHED)
+    model: Any = architecture.model().to(device).train()
+    if contender.endswith(BATCHED):
+        model.set_experts_implementation("batched_mm")
     if base.startswith(WHOLE):
         model = model.to(DTYPES[base.removeprefix(WHOLE)])
     dtype = next(model.parameters()).dtype  # of the floor, images and sounds too
@@ -193,7 +214,7 @@ def make_step(
     if base.startswith("hf_mp "):
         model, optimizer = hf_mp.prepare(model, optimizer, base.removeprefix("hf_mp "), **settings)
     context: Any = torch.autocast(device, torch.bfloat16) if base == PEER else contextlib.nullcontext()
-    forward = model if base == contender else torch.compile(model, backend=backend)
+    forward = model if not contender.endswith(COMPILED) else torch.compile(model, backend=backend)
 
     def step() -> None:
         moments = [time.perf_counter()]
@@ -215,13 +236,15 @@ def make_step(
 
 def measure(name: str, rounds: int, device: str, times: int = 1) -> dict[str, Any]:
     """Medians and spreads of all contenders and of the floor, and their ratios; ratios of peaks."""
-    names = (*CONTENDERS, f"{WHOLE}bf16")
+    of_mixtures = (PEER + BATCHED,) if name in MIXTURES else ()
+    names = (*CONTENDERS, f"{WHOLE}bf16", *of_mixtures)
     peaks = {contender: peak_bytes(name, contender, device, times) for contender in CONTENDERS}
-    steps = {contender: make_step(ARCHITECTURES[name], contender, device, times=times) for contender in names}
+    architecture = MIXTURES.get(name) or ARCHITECTURES[name]
+    steps = {contender: make_step(architecture, contender, device, times=times) for contender in names}
     seconds = alternate(steps, rounds=rounds, warmup=2, untimed=1)
     return {
         "contenders": {contender: median_and_spread(found)._asdict() for contender, found in seconds.items()},
-        **ratios_of(seconds, RATIOS),
+        **ratios_of(seconds, {**RATIOS, **(BATCHED_RATIO if of_mixtures else {})}),
         "peak_bytes": peaks,
         **{ratio: peaks[one] / peaks[other] for ratio, (one, other) in PEAKS.items()},
     }
@@ -231,7 +254,7 @@ def peak_bytes(name: str, contender: str, device: str, times: int) -> int:
     """Bytes of all tensors of a training of two steps, at most at once: model, inputs and optimizer state too."""
 
     def train() -> None:
-        step = make_step(ARCHITECTURES[name], contender, device, times=times)
+        step = make_step(MIXTURES.get(name) or ARCHITECTURES[name], contender, device, times=times)
         step()
         step()
 
@@ -275,23 +298,26 @@ def main(
     rounds: Annotated[int, typer.Option(help="timed steps of each contender")] = 7,
     times: Annotated[int, typer.Option(help="how many times the inputs of a forward; stored under another name")] = 1,
     device: str = DEFAULT_DEVICE,
+    mixtures: Annotated[bool, typer.Option(help="mixtures of experts; stored as bench_experts")] = False,
     name: str = "bench_architectures",
     output_dir: Path = RESULTS,
 ) -> None:
     """Train a step of each architecture the four ways, in turns; store medians, spreads and ratios."""
     logging.set_verbosity_error()
     found = {}
-    for one in choose(only, ARCHITECTURES):
+    name = "bench_experts" if mixtures else name
+    for one in choose(only, MIXTURES if mixtures else ARCHITECTURES):
         print(f"{one} ...", flush=True)
         found[one] = measure(one, rounds, device, times)
-    ratios = (*RATIOS, *PEAKS)
+    ratios = (*RATIOS, *PEAKS, *(BATCHED_RATIO if mixtures else ()))
     medians = {ratio: statistics.median(row[ratio] for row in found.values()) for ratio in ratios}
     payload = {
         "architectures": found, "medians": medians, "times": times, "product_seconds": time_products(rounds, device)
     }  # fmt: skip
     path = save_result(name if times == 1 else f"{name}_{times}", payload, directory=output_dir)
     rows = [(one, *(number(row[ratio], 2) for ratio in ratios)) for one, row in {**found, "median": medians}.items()]
-    show_table("A training step", ("model", *COLUMNS), rows)
+    columns = (*COLUMNS, "bf16 / batched_mm under torch.autocast") if mixtures else COLUMNS
+    show_table("A training step", ("model", *columns), rows)
     print(f"stored in {path.name}")
 
 
