@@ -95,6 +95,31 @@ def _side_by_side(few: Stored, many: Stored, ratios: tuple[str, ...]) -> list[li
     ]
 
 
+def experts(results: StoredResults) -> str:
+    """A step of mixtures of experts, over grouped and batched products under torch.autocast."""
+    stored = results("bench_experts")
+    ratios = (
+        "bf16_to_torch_autocast",
+        "bf16_floor_to_torch_autocast",
+        "bf16_to_batched_torch_autocast",
+        "fp16_to_fp32",
+    )
+    peaks = ("bf16_peak_to_torch_autocast", "fp16_peak_to_fp32")
+    rows = [
+        [name, *(_ratio(row, one) for one in ratios), *(f"{row[one].number:.2f}" for one in peaks)]
+        for name, row in stored["architectures"].parts()
+    ]
+    text = paragraph(
+        f"A training step of two layers and 2 x 128 tokens ({script('bench_architectures')} with `--mixtures`; "
+        f"{_where(stored)}). {_fp16_product(stored)}. The floor is the model in BF16 throughout:"
+    )
+    header = (
+        "", "`bf16` / `torch.autocast`", "floor", "`bf16` / `torch.autocast` with `batched_mm`", "`fp16` / FP32",
+        "peak: `bf16` / `torch.autocast`", "`fp16` / FP32",
+    )  # fmt: skip
+    return f"{text}\n\n{table(header, rows)}"
+
+
 def default_memory(results: StoredResults) -> str:
     """The medians where the C library gives freed memory back, as it does by itself."""
     by_size = {

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from hf_mp.casting.cpu.handlers import through_fp32, upcast_plan
 from hf_mp.casting.cpu.upcast import runs_natively
@@ -22,9 +25,22 @@ _UPCAST_CONVOLUTIONS = {name: upcast_plan(plan, "conv") for name, plan in _PLANS
 
 def plan_for(tables: TableName, dtype: torch.dtype) -> Plan:
     """The plan of a set of tables on this machine; not to be changed."""
+    if "transformers.integrations.moe" in sys.modules and not is_dynamo_compiling():
+        _take_in_experts()
     if not runs_natively(dtype, "cpu"):
         return _UPCAST[tables]
     return _PLANS[tables] if runs_natively(dtype, "cpu", "conv") else _UPCAST_CONVOLUTIONS[tables]
+
+
+@functools.cache
+def _take_in_experts() -> None:
+    """Have all plans lower the product of experts of Transformers, which torch.compile is given for ``grouped_mm``."""
+    if (op := getattr(torch.ops.transformers, "grouped_mm_fallback", None)) is not None:
+        lowered = plan_of(dict.fromkeys([op, op.default], (CastRule.LOWER_PRECISION, "grouped_mm_fallback")))
+        for name, plan in _PLANS.items():
+            plan.update(lowered)
+            _UPCAST[name].update(upcast_plan(lowered))
+            _UPCAST_CONVOLUTIONS[name].update(lowered)
 
 
 def with_rules(plan: Plan, ops: OpRules, dtype: torch.dtype) -> Plan:

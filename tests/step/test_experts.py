@@ -1,0 +1,128 @@
+"""Gradients of mixtures of experts against FP64's: five classes, three implementations, all presets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hf_mp
+
+BF16 = torch.bfloat16
+
+_SIZES = dict(
+    vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+)  # fmt: skip
+_FEW = dict(num_experts=4, num_experts_per_tok=2)
+KINDS: dict[str, dict[str, Any]] = {
+    "Mixtral": dict(num_local_experts=4),
+    "Qwen3Moe": dict(_FEW, head_dim=16, moe_intermediate_size=32),
+    "Olmoe": _FEW,
+    "DeepseekV3": dict(
+        num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+        moe_intermediate_size=32, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=16, v_head_dim=16,
+    ),
+    "GptOss": dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2),
+}  # fmt: skip
+IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
+PRESETS = ("fp16", "bf16", "fp16-lean", "bf16-lean")
+# Rounding alone leaves 0.99997 in BF16. Where two experts are nearly as good for a token, 16 bits may choose the other
+# one, which changes more than rounding does: in BF16, for one of 32 tokens here.
+LEAST_COSINE = {torch.float16: 0.9995, torch.bfloat16: 0.99}
+
+
+def make(kind: str, implementation: str) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**_SIZES, **KINDS[kind]})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model.set_experts_implementation(implementation)
+    return model
+
+
+def gradient_of(model: Any, passes: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 96, (2, 16), generator=generator)
+    for _ in range(passes):
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+    found = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
+    return torch.cat([one.detach().double().flatten() for one in found])
+
+
+@pytest.mark.parametrize("precision", PRESETS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_fp64(kind: str, implementation: str, precision: str) -> None:
+    expected = gradient_of(make(kind, "eager").double())
+    model = make(kind, implementation)
+    runtime = hf_mp.MixedPrecision(precision)
+    runtime.attach(model)
+    found = gradient_of(model, passes=2)  # the first forward learns what the model does with its weights
+    assert abs(found.norm() / expected.norm() - 1) < 0.01
+    assert F.cosine_similarity(found, expected, 0) > LEAST_COSINE[runtime.policy.compute]
+
+
+class _Products(TorchDispatchMode):
+    """The dtypes of the operands of products with the weights of experts, by their number of columns or rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes = set[torch.dtype]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("_grouped_mm", "bmm", "mm") and _EXPERT_WIDTH in args[0].shape[-2:]:
+            self.dtypes |= {arg.dtype for arg in args[:2]}
+        return func(*args, **(kwargs or {}))
+
+
+_EXPERT_WIDTH = 56
+
+
+@pytest.mark.parametrize(
+    ("implementation", "stock"), [("grouped_mm", torch.float32), ("batched_mm", BF16), ("eager", BF16)]
+)
+def test_dtypes_of_experts_by_implementation(implementation: str, stock: torch.dtype) -> None:
+    """The table of docs/experts.md: of torch.autocast, grouped_mm is FP32 (pytorch issue 174763)."""
+    config = transformers.MixtralConfig(**{**_SIZES, "intermediate_size": _EXPERT_WIDTH}, num_local_experts=4)
+    model = transformers.MixtralForCausalLM(config)
+    model.set_experts_implementation(implementation)
+    ids = torch.randint(3, 96, (2, 16))
+    with torch.autocast("cpu", BF16), _Products() as found:
+        model(input_ids=ids)
+    assert found.dtypes == {stock}
+    with hf_mp.autocast(BF16), _Products() as found:
+        model(input_ids=ids)
+    assert found.dtypes == {BF16}
+    hf_mp.MixedPrecision("bf16").attach(model)
+    for _ in range(2):
+        with _Products() as found:
+            model(input_ids=ids).logits.sum().backward()
+        assert found.dtypes == {BF16}
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_expert_without_a_token_has_a_gradient_of_0_and_no_overflow(
+    kind: str, implementation: str, precision: str
+) -> None:
+    model = make(kind, implementation)
+    model, optimizer = hf_mp.prepare(model, torch.optim.SGD(model.parameters(), 1e-3), precision)
+    (name, weight), *_ = [(n, p) for n, p in model.named_parameters() if n.endswith("down_proj") and p.dim() == 3]
+    ids = torch.full((1, 4), 5)  # one token, four times: two experts at most get them in a layer without positions
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradient = weight.grad
+        assert gradient is not None and gradient.isfinite().all(), name
+        of_experts = gradient.flatten(1).count_nonzero(1)
+        assert 0 in of_experts and of_experts.any()
+        optimizer.step()
+        assert not optimizer.step_was_skipped
