@@ -24,6 +24,7 @@ from _speed_regions import (
     host_parts,
     peaks,
     profiles,
+    routing,
 )
 from _stored import Stored, StoredResults
 from hf_mp.policy import mixed_presets
@@ -430,6 +431,7 @@ REGIONS: dict[str, Region] = {
     "host apart": host_apart,
     "architectures": architectures,
     "experts": experts,
+    "routing": routing,
     "compiled parts": compiled_parts,
     "default memory": default_memory,
     "peaks": peaks,

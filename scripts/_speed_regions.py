@@ -120,6 +120,23 @@ def experts(results: StoredResults) -> str:
     return f"{text}\n\n{table(header, rows)}"
 
 
+def routing(results: StoredResults) -> str:
+    """Shares of tokens that get the experts that FP64 chooses, by the router's dtype: the worst of three scales."""
+    stored = results("compare_routing")
+    columns = [(dtype, way) for dtype in ("fp16", "bf16") for way in ("16 bits", "16 bits, FP32 result")]
+    columns.append(("bf16", "FP32"))
+    header = ["router", "FP16", "FP16, FP32 result", "BF16", "BF16, FP32 result", "FP32"]
+    rows = [
+        [name, *[f"{min(row[way].number for _, row in found[dtype].parts()):.2%}" for dtype, way in columns]]
+        for name, found in stored["routers"].parts()
+    ]
+    text = paragraph(
+        f"Of {stored['tokens'].number:.0f} tokens, those that get the experts that FP64 chooses; the fewest of three "
+        f"scales of logits ({script('compare_routing')}):"
+    )
+    return f"{text}\n\n{table(header, rows)}"
+
+
 def default_memory(results: StoredResults) -> str:
     """The medians where the C library gives freed memory back, as it does by itself."""
     by_size = {

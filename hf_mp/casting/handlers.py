@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_mp.casting.decompositions import AS_GIVEN
 from hf_mp.casting.decompositions.composites import COMPOSITES
@@ -35,15 +35,21 @@ Plan = dict[Callable[..., Any], PlannedCall]
 
 def _call_in(dtype: torch.dtype, mode: autocast, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Make a call with its eligible tensors in ``dtype``; nearly all calls of a model have nothing to cast."""
-    if kwargs.get("out") is not None:
+    if kwargs and kwargs.get("out") is not None:
         return mode.call_unlisted(func, args, kwargs)
-    for value in (*args, *kwargs.values()):
-        is_list = isinstance(value, (list, tuple)) and not (value and type(value[0]) is int)  # else a shape
-        if is_list or (isinstance(value, Tensor) and value.dtype is not dtype):
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(value)
+        if kind is tuple and value and type(value[0]) is int:  # a shape
+            continue
+        if value.dtype is not dtype if kind in _TENSORS else kind not in _WITHOUT_TENSORS:
             args = [mode.cast(arg, dtype) for arg in args]
             kwargs = {key: mode.cast(arg, dtype) for key, arg in kwargs.items()}
             break
     return func(*args, **kwargs)
+
+
+_TENSORS = frozenset({Tensor, nn.Parameter})  # by class: to ask isinstance() of each costs more
+_WITHOUT_TENSORS = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype})
 
 
 def lower_precision(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -136,6 +136,10 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         finally:
             self._module_rules, self._ruled_modules = before
 
+    def has_rule_for(self, module: nn.Module | None) -> bool:
+        """Whether a rule names ``module`` itself."""
+        return any([ruled is module for ruled, _ in self._ruled_modules])
+
     @property
     def fp32_modules(self) -> list[nn.Module]:
         """The modules that a rule has run in FP32."""
@@ -185,7 +189,13 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             entry = _LEAVES.get(func)
         if entry is None or entry.handler not in WHOLE_CALLS or self.observer is not None or not self.is_alone:
             return None
-        return None if any([type(tensor) not in self.plain_types for tensor in tensors]) else entry
+        if any([type(tensor) not in self.plain_types for tensor in tensors]) or self.must_see(tensors):
+            return None
+        return entry
+
+    def must_see(self, tensors: Sequence[Any]) -> bool:
+        """Whether no call on ``tensors`` may pass by this autocast."""
+        return False
 
     def may_bypass(self, activation: Any, weights: list[Any]) -> bool:
         """Whether calls on these tensors that no table would change may be made without asking this autocast."""

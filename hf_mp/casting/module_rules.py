@@ -32,7 +32,9 @@ class InForce(NamedTuple):
 
 def put_on(module: nn.Module, rule: ModuleRule, outer: autocast) -> InForce:
     """Have ``module`` follow ``rule`` inside ``outer``, until the handles are removed."""
-    return _make_island(module, rule.dtype, outer) if not rule.functions else _watch_op(module, rule, outer)
+    return (
+        _make_island(module, rule.dtype or outer.dtype, outer) if not rule.functions else _watch_op(module, rule, outer)
+    )
 
 
 def ruled(module: nn.Module, forward: Callable[..., Any], in_force: Iterable[InForce]) -> Callable[..., Any]:
@@ -59,7 +61,7 @@ def _hooked(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., A
     ]
 
 
-def _make_island(module: nn.Module, dtype: torch.dtype | None, outer: autocast) -> InForce:
+def _make_island(module: nn.Module, dtype: torch.dtype, outer: autocast) -> InForce:
     """Run ``module`` in ``dtype`` inside ``outer``, whose rules hold no more; for FP32, floating inputs are cast up."""
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -27,7 +27,8 @@ OP_RULES = {
 
 OpRules = dict[Callable[..., Any], tuple[CastRule, str] | None]  # of every spelling; None for the rule "unlisted"
 
-MODULE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Of "lower_precision" autocast's own, for routers, which are FP32 otherwise.
+MODULE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "lower_precision": None}
 
 
 class Product(NamedTuple):
@@ -85,7 +86,7 @@ class ModuleRule(NamedTuple):
     pattern: str  # of modules' names
     functions: frozenset[Callable[..., Any]]  # every spelling of the op; none for a rule about all of a module
     op: str
-    dtype: torch.dtype | None  # None: 16 bits, of divided numbers
+    dtype: torch.dtype | None  # None: autocast's own; for an op, of divided numbers
     divisors: Divisors = Divisors()
 
 
@@ -96,10 +97,11 @@ def parse_rules(rules: Rules | None, tables: OpTables) -> tuple[OpRules, tuple[M
         rules: keys are torch functions (``torch.softmax``, ``torch.ops.mylib.op``, a ``torch.library.custom_op``),
             whose every spelling is meant, module name patterns as ``fnmatch`` reads them (``"lm_head"``,
             ``"*.mlp.*"``), or an op that such modules call themselves, by its name in torch (``"*.mlp:mul"``). Values
-            are ``"fp32"``; for modules also ``"bf16"``; for ops ``"lower_precision"``, ``"widest"``, ``"unlisted"``;
-            for a product (:data:`SCALABLE`) in modules also ``"scaled/N"`` with a power of two: the product in 16 bits
-            of input and bias divided by N, times N in FP32. ``"scaled/N/M"``: its backward, too, in 16 bits, of a
-            gradient divided by M; ``"scaled/N/M/W"``: of a weight, or other factors, divided by W.
+            are ``"fp32"``; for modules also ``"bf16"``, and ``"lower_precision"`` for routers of experts, which an
+            attached model runs in FP32; for ops ``"lower_precision"``, ``"widest"``, ``"unlisted"``; for a product
+            (:data:`SCALABLE`) in modules also ``"scaled/N"`` with a power of two: the product in 16 bits of input and
+            bias divided by N, times N in FP32. ``"scaled/N/M"``: its backward, too, in 16 bits, of a gradient divided
+            by M; ``"scaled/N/M/W"``: of a weight, or other factors, divided by W.
         tables: the tables that the rules change.
 
     Returns:
@@ -128,7 +130,9 @@ def _parse_module_rule(key: str, value: Any) -> ModuleRule:
     pattern, colon, op = key.rpartition(":")
     if not (colon and op.isidentifier()):
         if not isinstance(value, str) or value not in MODULE_DTYPES:
-            raise ValueError(f"rule {key!r}: {value!r} is not known for modules: use 'fp32' or 'bf16'")
+            raise ValueError(
+                f"rule {key!r}: {value!r} is not known for modules: use 'fp32', 'bf16' or 'lower_precision'"
+            )
         return ModuleRule(key, key, frozenset(), "", MODULE_DTYPES[value])
     if not (functions := functions_called(op)):
         raise ValueError(f"rule {key!r}: torch has no op {op!r}: use a name such as 'linear', 'matmul' or 'mul'")

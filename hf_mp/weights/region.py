@@ -170,11 +170,7 @@ class Region(autocast):
         # Compiled code teaches nothing: a 16-bit weight may be met there by an FP32 activation.
         return _IN_ISLAND if entry.rule is CastRule.LOWER_PRECISION else None
 
-    def shortcut(self, func: Callable[..., Any], tensors: Sequence[Any]) -> PlannedCall | None:
-        entry = super().shortcut(func, tensors)
-        return None if entry is None or self._must_see(tensors) else entry
-
-    def _must_see(self, tensors: Sequence[Any]) -> bool:
+    def must_see(self, tensors: Sequence[Any]) -> bool:
         """Whether one of ``tensors`` comes from outside, or it is not known yet what the model does with them."""
         weights = self._thread.weights
         return weights is not None and weights.is_asked and (weights.is_learning or weights.has_outside(tensors))
@@ -188,7 +184,7 @@ class Region(autocast):
             return False
         if not self.is_alone or any([is_dtensor(weight) for weight in weights]):
             return False
-        return not self._must_see([activation, *weights])
+        return not self.must_see([activation, *weights])
 
 
 _SHARED_BY_THREADS = (

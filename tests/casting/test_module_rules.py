@@ -213,7 +213,7 @@ def test_a_module_in_bf16() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("0", "scaled/4", r"rule '0': 'scaled/4' is not known for modules: use 'fp32' or 'bf16'"),
+        ("0", "scaled/4", r"rule '0': 'scaled/4' is not known for modules: use 'fp32', 'bf16' or"),
         ("0:linear", "bf16", r"rule '0:linear': 'bf16' is not known for an op of a module: use 'fp32', or 'scaled/16'"),
         ("0:linear", "scaled/3", r"'scaled/3' is not known .* a power of two up to 65536"),
         ("0:linear", "scaled/131072", r"'scaled/131072' is not known"),

@@ -8,9 +8,10 @@ from hf_mp.casting.replacements.activations import OneKernelActivations
 from hf_mp.casting.replacements.base import ModelReplacement
 from hf_mp.casting.replacements.fp32_norms import FP32Norms
 from hf_mp.casting.replacements.lm_losses import LMLossReplacement
+from hf_mp.casting.replacements.routers import FP32Routers
 from hf_mp.casting.tables import TableName
 
-REPLACEMENTS: tuple[ModelReplacement, ...] = (LMLossReplacement(), OneKernelActivations(), FP32Norms())
+REPLACEMENTS: tuple[ModelReplacement, ...] = (LMLossReplacement(), OneKernelActivations(), FP32Norms(), FP32Routers())
 
 
 def install_replacements(model: nn.Module, tables: TableName) -> None:

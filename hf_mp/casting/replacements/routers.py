@@ -1,0 +1,45 @@
+"""Routers of mixtures of experts, which choose the experts of a token: in FP32.
+
+Logits in 16 bits choose other experts than FP32's for some tokens, and so do FP32 sums of 16-bit factors
+(``scripts/compare_routing.py``); the product is a hundredth of a layer's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_mp.casting.active import active_autocast
+from hf_mp.casting.replacements.base import ModelReplacement, ReplacedForward
+
+
+class FP32Router(ReplacedForward):
+    """Takes the place of a router's ``forward``, and runs it in FP32, unless a rule names the router."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mode, module = active_autocast(), self.module()
+        if mode is None or not mode.enabled or mode.module is module or mode.has_rule_for(module):
+            return self.original(*args, **kwargs)
+        with mode.island(module, torch.float32):
+            return self.original(*mode.cast(args, torch.float32), **kwargs)
+
+
+class FP32Routers(ModelReplacement):
+    """Has the routers of Transformers' models, which it names so, run in FP32."""
+
+    def install(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if "forward" not in module.__dict__ and is_router(type(module)):
+                module.forward = FP32Router(module)
+
+    def remove(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(forward := module.__dict__.get("forward"), FP32Router):
+                forward.remove()
+
+
+def is_router(kind: type[nn.Module]) -> bool:
+    """Whether a class of Transformers chooses experts by their logits."""
+    return kind.__module__.startswith("transformers.models.") and kind.__name__.lower().endswith("topkrouter")
