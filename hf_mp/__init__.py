@@ -8,10 +8,10 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hf_mp._version import __version__
+
 if sys.version_info < (3, 11):  # noqa: UP036  from a checkout, no installer says it
     raise ImportError(f"hf_mp needs Python 3.11 or newer, and this is {sys.version.split()[0]}: use a newer one")
-
-__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hf_mp.casting.custom_functions import custom_bwd, custom_fwd

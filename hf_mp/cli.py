@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hf_mp import __version__
+from hf_mp._version import __version__
 
 app = typer.Typer(
     name="hf-mp",

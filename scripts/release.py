@@ -43,10 +43,10 @@ class ReleaseError(Exception):
 
 def version_of(root: Path) -> str:
     """The version; raises ReleaseError where the change log or the citation does not name it."""
-    text = (root / "hf_mp" / "__init__.py").read_text(encoding="utf-8")
+    text = (root / "hf_mp" / "_version.py").read_text(encoding="utf-8")
     found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
     if found is None:
-        raise ReleaseError('hf_mp/__init__.py has no line __version__ = "..."')
+        raise ReleaseError('hf_mp/_version.py has no line __version__ = "..."')
     version = found[1]
     for name, line in {"CHANGELOG.md": f"## [{version}]", "CITATION.cff": f"version: {version}"}.items():
         if not any(text.startswith(line) for text in (root / name).read_text(encoding="utf-8").splitlines()):

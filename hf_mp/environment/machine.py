@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hf_mp import __version__
+from hf_mp._version import __version__
 
 _PACKAGES = ("torch", "transformers", "accelerate", "bitsandbytes")
 _CPUINFO = Path("/proc/cpuinfo")

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 
-from hf_mp import __version__
+from hf_mp._version import __version__
 from hf_mp.diagnostics.report import PAGE_NAME
 from hf_mp.memory.footprint import memory_footprint
 from hf_mp.memory.sizes import largest_first

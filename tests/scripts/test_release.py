@@ -33,7 +33,7 @@ def test_the_version_is_in_the_change_log_and_in_the_citation() -> None:
 @pytest.mark.parametrize("name", ["CHANGELOG.md", "CITATION.cff"])
 def test_a_forgotten_version_keeps_the_tree_from_being_released(name: str, tmp_path: Path) -> None:
     (tmp_path / "hf_mp").mkdir()
-    for file in ("CHANGELOG.md", "CITATION.cff", "hf_mp/__init__.py"):
+    for file in ("CHANGELOG.md", "CITATION.cff", "hf_mp/_version.py"):
         text = (ROOT / file).read_text()
         (tmp_path / file).write_text(text.replace(hf_mp.__version__, "9.9.9") if file == name else text)
     with pytest.raises(release.ReleaseError, match=rf"{name} has no line .*0\.1\.0.*write it first"):
