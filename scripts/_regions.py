@@ -9,7 +9,6 @@ from _ablation_region import lost_updates, techniques
 from _compared_region import compared
 from _docs_regions import checkpoint_cost, faults, footprints, llama_7b, scaler_traces, training_memory
 from _goals_region import floors, goals
-from _hops_region import hops, host
 from _markdown import GIB, MIB, hardware, otherwise, paragraph, ratio, script, table, timing, torch_version, workload
 from _rl_regions import grpo, small_updates
 from _scaling_regions import communication, scaling, sharded_host, ways_to_spread
@@ -20,6 +19,7 @@ from _speed_regions import (
     default_memory,
     experts,
     generation,
+    host,
     host_apart,
     host_parts,
     peaks,
@@ -425,7 +425,6 @@ REGIONS: dict[str, Region] = {
     "scaler traces": scaler_traces,
     "faults": faults,
     "checkpoint cost": checkpoint_cost,
-    "hops": hops,
     "host": host,
     "host parts": host_parts,
     "host apart": host_apart,

@@ -229,3 +229,26 @@ def generation(results: StoredResults) -> str:
     )
     columns = ("`bf16` / `torch.autocast`", "/ BF16", "`fp16` / `torch.autocast`", "/ BF16")
     return f"{text}\n\n{table(('', *columns), rows)}"
+
+
+def host(results: StoredResults) -> str:
+    """What a step costs the host: by a look at each call, by slots, by slots with shared borders, and now."""
+    kinds = {
+        "bench_host_before": "a look at each call's arguments",
+        "bench_host_single_borders": "slots, a border for each weight",
+        "bench_host_slots": "slots, small weights in groups of 16",
+        "bench_host": "now",
+    }
+    ours = ("hf_mp bf16", "hf_mp fp16", "hf_mp fp16-lean")
+
+    def ratio(name: str, who: str) -> float:
+        found = results(name)["contenders"]
+        ours, theirs = (found[contender]["step"]["median_seconds"].number for contender in (who, PEER))
+        return float(ours / theirs)
+
+    def machine(name: str) -> str:
+        device = results(name).root["device"]
+        return f"{device['CPU'].text}, FP16 products {device['FP16 products on the CPU'].text}"
+
+    rows = [[label, *(f"{ratio(name, who):.2f}" for who in ours), machine(name)] for name, label in kinds.items()]
+    return table(("way to the parameters", *(f"`{who.removeprefix('hf_mp ')}`" for who in ours), "CPU"), rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -67,6 +68,17 @@ def test_files_and_modules_named_in_the_text_are_there(page):
         if m.split(".")[0] not in hf_mp.__all__ and not (ROOT / "hf_mp" / f"{m.replace('.', '/')}.py").exists()
     ]
     assert not missing
+
+
+def test_the_paths_of_the_design_lead_to_definitions():
+    hops = re.findall(r"\[`([\w.]+)`\]\(\.\./(hf_mp/[\w/]+\.py)\)", (ROOT / "docs" / "design.md").read_text(encoding="utf-8"))
+    assert len(hops) > 20
+    for name, file in hops:
+        found = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+        for part in name.split("."):
+            kinds = (ast.ClassDef, ast.FunctionDef)
+            found = [inner for node in found if isinstance(node, kinds) and node.name == part for inner in node.body]
+            assert found, f"{file} has no {name}"
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
