@@ -71,7 +71,8 @@ def test_files_and_modules_named_in_the_text_are_there(page):
 
 
 def test_the_paths_of_the_design_lead_to_definitions():
-    hops = re.findall(r"\[`([\w.]+)`\]\(\.\./(hf_mp/[\w/]+\.py)\)", (ROOT / "docs" / "design.md").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    hops = re.findall(r"\[`([\w.]+)`\]\(\.\./(hf_mp/[\w/]+\.py)\)", page)
     assert len(hops) > 20
     for name, file in hops:
         found = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
