@@ -30,7 +30,6 @@ from hf_mp.trainer.relative_step import read_learning_rate_from_state
 from hf_mp.trainer.session import OfSession, TrainerSession
 from hf_mp.trainer.settings import SessionSettings
 from hf_mp.weights.distributed import compare_settings
-from hf_mp.weights.missing_ranks import naming_missing_ranks
 from hf_mp.weights.optimizer_in_backward import check_free_gradients
 from hf_mp.weights.outside_reads import stores_16_bits
 
@@ -119,12 +118,11 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
         """As the stock Trainer's; lets go of the model and the optimizer at its end."""
         forget_prepared(self)
         try:
-            with naming_missing_ranks():
-                world = torch.distributed.group.WORLD if torch.distributed.is_available() else None
-                if world is not None and self.args.parallel_mode is ParallelMode.DISTRIBUTED:
-                    # Now: where dtypes differ, DDP fails in torch when it is made.
-                    compare_settings(world, {"precision": str(self.precision_policy)})
-                return super().train(*args, **kwargs)
+            world = torch.distributed.group.WORLD if torch.distributed.is_available() else None
+            if world is not None and self.args.parallel_mode is ParallelMode.DISTRIBUTED:
+                # Now: where dtypes differ, DDP fails in torch when it is made.
+                compare_settings(world, {"precision": str(self.precision_policy)})
+            return super().train(*args, **kwargs)
         finally:
             self.session.end()
 

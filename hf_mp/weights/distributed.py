@@ -23,7 +23,6 @@ from torch.nn.parameter import is_lazy
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.scaling.rules import StepReport
-from hf_mp.weights.missing_ranks import default_store, naming_missing_ranks
 from hf_mp.weights.model_walk import modules_of, parameters_of
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ class Ranks:
         DDP's constructor sends weights without comparing dtypes, and gloo then aborts. Nobody waits here: the rank that
         comes last sees what the others have. Ranks that train models of their own may differ.
         """
-        if not is_running() or (store := default_store()) is None:
+        if not is_running() or (store := _default_store()) is None:
             return
         shapes = [(name, None if is_lazy(p) else p.shape) for name, p in model.named_parameters()]
         name = _next_key(f"attached/{_digest([type(model).__qualname__, *shapes])}")
@@ -149,9 +148,8 @@ class Ranks:
         for group in [*self._groups, *mesh_groups(parameters)]:  # one after the other: the dimensions of a mesh
             if torch.distributed.get_world_size(group) > 1:
                 number = torch.tensor([to_number(report)], dtype=torch.float32, device=_device_for(group, device))
-                with naming_missing_ranks(group):
-                    torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=group)
-                    report = to_report(number.item())
+                torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=group)
+                report = to_report(number.item())
         return report
 
     def gather(self, value: Any) -> list[Any]:
@@ -176,7 +174,7 @@ def compare_settings(group: ProcessGroup, settings: Mapping[str, Any]) -> None:
     It names the first that differs, from which others may follow. A rank that does not come ends the others' wait
     after the timeout of ``init_process_group``: a RuntimeError.
     """
-    ranks, store, name = torch.distributed.get_process_group_ranks(group), default_store(), _next_key(group.group_name)
+    ranks, store, name = torch.distributed.get_process_group_ranks(group), _default_store(), _next_key(group.group_name)
     if store is None:
         return
     keys = {rank: f"{name}/{rank}" for rank in ranks}
@@ -194,6 +192,13 @@ def compare_settings(group: ProcessGroup, settings: Mapping[str, Any]) -> None:
         if len({repr(one.get(name)) for one in found.values()}) > 1:
             said = "; ".join(f"rank {rank} has {name}={one.get(name)}" for rank, one in found.items())
             raise ValueError(f"ranks that train one model have different settings: {said}. Give all of them the same")
+
+
+def _default_store() -> Any:
+    """The store of all processes; None where there is none to ask: MPI, a fake process group, another torch."""
+    distributed: Any = torch.distributed
+    find_store = getattr(distributed.distributed_c10d, "_get_default_store", None)  # private
+    return None if find_store is None or distributed.get_backend() == "fake" else find_store()
 
 
 def _spell(model: nn.Module) -> str:

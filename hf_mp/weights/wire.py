@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.scalers import LossScaler
 from hf_mp.weights.distributed import fsdp_modules
-from hf_mp.weights.missing_ranks import naming_missing_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not in every build of torch
@@ -81,7 +80,7 @@ class RoundedGather:
         self._runs_of[elements] = runs
         if not any(is_rounded for _, is_rounded in runs):
             return self.before(output_tensor, input_tensor, group, async_op)
-        with torch.no_grad(), naming_missing_ranks(group):
+        with torch.no_grad():
             return self._gather(runs, output_tensor, input_tensor, group)
 
     def _gather(self, runs: list[tuple[int, bool]], output_tensor: Tensor, input_tensor: Tensor, group: Any) -> None:
@@ -147,8 +146,7 @@ class ScaledReduceScatter:
                 output_tensor.div_(factor.reciprocal())
             return
         sent = (input_tensor if factor is None else input_tensor * factor).to(wire)
-        with naming_missing_ranks(group):
-            reduce_scatter(output_tensor, sent, group, self._policy.reduce_sum)
+        reduce_scatter(output_tensor, sent, group, self._policy.reduce_sum)
         if averages:
             output_tensor.div_(group.size())
         if factor is not None and self._arrivals is None:

@@ -31,7 +31,6 @@ from hf_mp.casting.rules import match_modules, parse_rules
 from hf_mp.policy import parse_loss_scale
 from hf_mp.scaling.scalers import DynamicLossScaler, HeadroomLossScaler, StaticLossScaler, make_loss_scaler
 from hf_mp.trainer.checkpoints.inspection import find_problems
-from hf_mp.trainer.checkpoints.json_files import JSONProblem, json_problem
 from hf_mp.trainer.checkpoints.manifest import (
     FileEntry,
     Manifest,
@@ -319,16 +318,6 @@ def checkpoint_files(mutator: Mutator) -> None:
         raise CheckpointError("; ".join(problems))
 
 
-def json_text(mutator: Mutator) -> None:
-    if not FOLDER:
-        FOLDER.append(Folder())
-    file = FOLDER[0].path.parent / "trainer_state.json"
-    text = mutator.text(json.dumps(TRAINER_STATE))
-    file.write_text("[" * mutator.chance.choice((0, 1, 10**5)) + text, errors="surrogatepass")
-    if (problem := json_problem(file)) is not None:
-        raise JSONProblem(problem)
-
-
 TARGETS: dict[str, Target] = {
     "policy strings": Target(0.25, policy_text),
     "policy fields": Target(0.05, policy_fields),
@@ -342,8 +331,7 @@ TARGETS: dict[str, Target] = {
     "manifest contents": Target(0.06, manifest_content),
     "paths": Target(0.0795, path),
     "config files": Target(0.003, config),
-    "checkpoint files": Target(0.01, checkpoint_files),
-    "JSON files": Target(0.0075, json_text),
+    "checkpoint files": Target(0.0175, checkpoint_files),
 }
 
 

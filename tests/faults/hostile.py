@@ -17,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
@@ -222,60 +221,6 @@ def _zip_bomb(checkpoint: Path, touched: Path) -> None:
                 entry.write(bytes(2**20))
 
 
-@hostile("a tensor that repeats one byte 2**36 times", "optimizer.pt")
-def _expanded(checkpoint: Path, touched: Path) -> None:
-    state = {"state": {0: {"exp_avg": torch.zeros(1, dtype=torch.float16).expand(2**36)}}, "param_groups": []}
-    torch.save(state, checkpoint / "optimizer.pt")
-
-
-def _pickled(name: str, file: str, make_pickle: Callable[[], bytes]) -> None:
-    @hostile(f"{file} with {name}", file)
-    def make(checkpoint: Path, touched: Path) -> None:
-        with zipfile.ZipFile(checkpoint / file, "w") as archive:
-            archive.writestr("archive/data.pkl", make_pickle())
-            archive.writestr("archive/version", "3\n")
-            archive.writestr("archive/byteorder", "little")
-
-
-def _nested(width: int, levels: int) -> Any:
-    value: Any = 0
-    for _ in range(levels):
-        value = (value,) * width
-    return value
-
-
-def _body(value: Any) -> bytes:
-    return pickle.dumps(value, 2)[2:-1]
-
-
-class WithoutData:
-    """Unpickled, it is an array of 64 GiB that was given no data."""
-
-    def __reduce__(self) -> Any:
-        return (np._core.multiarray._reconstruct, (np.ndarray, (2**36,), b"b"))
-
-
-def _call(function: str, argument: bytes) -> bytes:
-    return b"\x80\x02c" + function.replace(" ", "\n").encode() + b"\n" + argument + b"\x85R."
-
-
-NUMBER = b"\x8a\x08" + (2**36).to_bytes(8, "little")
-ZEROS = b"ctorch._utils\n_rebuild_meta_tensor_no_storage\n(ctorch\nint8\n" + NUMBER + b"\x85K\x00\x85\x89tR"
-
-_pickled("28 nested tuples of 8", "rng_state.pth", lambda: pickle.dumps({"python": _nested(8, 28)}, 2))
-_pickled("28 nested tuples of 8 as a key", "optimizer.pt", lambda: b"\x80\x02}" + _body(_nested(8, 28)) + b"K\x00s.")
-_pickled("a million nested tuples", "scheduler.pt", lambda: b"\x80\x02)" + b"\x85" * 1_000_000 + b".")
-_pickled("64 GiB made of a number", "optimizer.pt", lambda: _call("__builtin__ bytearray", NUMBER))
-_pickled("a tensor made of a number", "optimizer.pt", lambda: _call("torch FloatTensor", NUMBER))
-_pickled("a set of a tensor's elements", "optimizer.pt", lambda: _call("__builtin__ set", ZEROS))
-_pickled("an array made of its shape", "rng_state.pth", lambda: pickle.dumps({"numpy": WithoutData()}, 2))
-
-
-@hostile("a trainer state of 40 million values", TRAINER_STATE)
-def _many_values(checkpoint: Path, touched: Path) -> None:
-    (checkpoint / TRAINER_STATE).write_text('{"log_history": [' + "[]," * 40_000_000 + "{}]}")
-
-
 @hostile("a trainer state of 1 GiB", TRAINER_STATE)
 def _large_state(checkpoint: Path, touched: Path) -> None:
     _sparse(checkpoint / TRAINER_STATE)
@@ -304,12 +249,6 @@ _scaler("negative", '{"scale": -8.0}')
 _scaler("text", '{"scale": "8"}')
 _scaler("counted below zero", '{"steps": -1}')
 _scaler("counted in halves", '{"skipped_steps": 0.5}')
-
-
-@hostile("a loss scale given twice", STATE)
-def _scale_twice(checkpoint: Path, touched: Path) -> None:
-    path = checkpoint / STATE
-    path.write_text(path.read_text().replace('"loss_scaler": {', '"loss_scaler": {"scale": 8.0, ', 1))
 
 
 def _trainer_state(name: str, **changes: Any) -> None:

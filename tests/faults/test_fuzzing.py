@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hf_mp import PrecisionPolicy
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-SLOW = {"config files": 15, "checkpoint files": 40, "JSON files": 40, "optimizer states": 60}
+SLOW = {"config files": 15, "checkpoint files": 40, "optimizer states": 60}
 
 
 @pytest.mark.parametrize("name", TARGETS)

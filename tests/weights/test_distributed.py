@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from hf_mp.weights.distributed import (
     to_number,
     to_report,
 )
-from hf_mp.weights.missing_ranks import naming_missing_ranks
 
 CLEAN = [StepReport(False, None), StepReport(False, 0.0), StepReport(False, 1e-30), StepReport(False, 3.0)]
 OVERFLOWS = [StepReport(True), StepReport(True, 5.0), StepReport(False, math.inf), StepReport(False, math.nan)]
@@ -71,16 +69,6 @@ def one_process() -> Iterator[None]:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_process")
-def test_only_an_error_of_a_collective_names_missing_ranks() -> None:
-    store: Any = torch.distributed.distributed_c10d._get_default_store()
-    with pytest.raises(RuntimeError, match=r"^cannot open /data/igloo$"), naming_missing_ranks():
-        raise RuntimeError("cannot open /data/igloo")
-    with pytest.raises(RuntimeError, match=r"all of ranks \[0\] are there"), naming_missing_ranks():
-        raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
-    assert not store.check(["hf_mp/lost/0"])
 
 
 @pytest.mark.usefixtures("one_process")

@@ -13,9 +13,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from hf_mp.trainer.checkpoints.atomic import remove
-from hf_mp.trainer.checkpoints.json_files import read_json
 from hf_mp.trainer.checkpoints.manifest import CheckpointError, find_damage, read_manifest
-from hf_mp.trainer.checkpoints.untrusted import find_hazards, find_in_files, find_out_of_place
+from hf_mp.trainer.checkpoints.untrusted import find_hazards, find_in_files, find_out_of_place, read_json
 
 logger = logging.get_logger(__name__)
 

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.trainer.checkpoints import inspection, loaded_state
 from hf_mp.trainer.checkpoints.atomic import make_staging_folder, publish, recover, staging_folder, write_synced
-from hf_mp.trainer.checkpoints.json_files import read_json
 from hf_mp.trainer.checkpoints.manifest import (
     MANIFEST_NAME,
     CheckpointError,
@@ -40,7 +39,7 @@ from hf_mp.trainer.checkpoints.shards import (
     together,
     write_shards,
 )
-from hf_mp.trainer.checkpoints.untrusted import find_out_of_place
+from hf_mp.trainer.checkpoints.untrusted import find_out_of_place, read_json
 from hf_mp.weights.distributed import get_rank, get_world_size
 
 SHARDS_FOLDER = "shards"

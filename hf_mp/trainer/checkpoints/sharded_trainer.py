@@ -15,11 +15,11 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
 
-from hf_mp.trainer.checkpoints.json_files import read_json
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
 from hf_mp.trainer.checkpoints.model_shards import compare, model_tensors, named_parameters, put_tensors
 from hf_mp.trainer.checkpoints.optimizer_shards import make_room, put_state, take_state
 from hf_mp.trainer.checkpoints.shards import read_layout, read_shards, refused_together, write_shards
+from hf_mp.trainer.checkpoints.untrusted import read_json
 from hf_mp.weights.optimizer import MasterWeightOptimizer
 
 _FOLDER, _SETTINGS = "optimizer_and_model_shards", "optimizer.json"

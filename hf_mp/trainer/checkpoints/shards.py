@@ -21,7 +21,6 @@ from transformers.utils import logging
 
 from hf_mp.trainer.checkpoints.manifest import CheckpointError, FileEntry, sha256
 from hf_mp.weights.distributed import get_world_size, is_running, local_part
-from hf_mp.weights.missing_ranks import naming_missing_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not in every build of torch
@@ -124,8 +123,7 @@ def together(problems: Iterable[str]) -> list[str]:
     mine = list(problems)
     found = [mine] * get_world_size()
     if is_running():
-        with naming_missing_ranks():
-            torch.distributed.all_gather_object(found, mine)
+        torch.distributed.all_gather_object(found, mine)
     return sorted({line for lines in found for line in lines})
 
 
@@ -150,8 +148,7 @@ def _as_checkpoint_error(folder: Path, *, saving: bool = True) -> Iterator[None]
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        with naming_missing_ranks():
-            yield
+        yield
     except CheckpointException as error:  # by rank
         said = [f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items())]
         what = "could not be saved" if saving else "cannot be loaded"

@@ -64,7 +64,7 @@ def _marked(checkpoint: Path, args: TrainingArguments) -> Iterator[None]:
     with ExitStack() as at_end:
         if args.should_save:
             try:
-                at_end.enter_context(DirectoryLock(checkpoint.parent))
+                at_end.enter_context(DirectoryLock(checkpoint.parent, wait_seconds=1.0))
                 in_place.begin(checkpoint, args.world_size)
                 # The stock Trainer has removed older ones, and pushes to the hub, before this save has ended.
                 at_end.push(lambda kind, *_: in_place.take_back(checkpoint, keeps_whole=True) if kind else None)

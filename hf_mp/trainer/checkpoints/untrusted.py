@@ -1,12 +1,15 @@
-"""What an untrusted checkpoint must not do: run code, read outside its directory, fill the memory.
+"""What an untrusted checkpoint must not do: run code, or read outside its directory.
 
 torch's restricted unpickler (``weights_only=True``), with which Transformers loads, stops the first at most places.
-:func:`find_hazards` looks at the files before anything is loaded, and closes what is left.
+:func:`find_hazards` names such files before anything is loaded, and closes what is left: torch reads the sharded state
+of FSDP without restriction. Files are bounded in size; what a small one can be made to take in memory is not looked at.
 """
 
 from __future__ import annotations
 
 import io
+import json
+import math
 import os
 import pickle
 import re
@@ -17,20 +20,18 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
-from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
+from transformers import TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
-from hf_mp.trainer.checkpoints.json_files import JSONProblem, json_problem, read_json
 from hf_mp.trainer.checkpoints.manifest import is_inside
-from hf_mp.trainer.checkpoints.pickles import PickleProblem, check_pickle
 
-# What a Trainer reads with torch.load when it resumes. training_args.bin is not among it: nothing reads that.
-_TORCH_FILE = re.compile(r"(optimizer|scheduler|scaler|rng_state|pytorch_model|adapter_model).*\.(pt|pth|bin)")
-_SHARD_METADATA = re.compile(r"(__\d+)?\.metadata")
+MAX_JSON_BYTES = 256 * 2**20  # a trainer_state.json with a million log entries has 200 MiB
+MAX_PICKLE_BYTES = 64 * 2**20  # names and shapes in a file of torch.save; those of 10,000 parameters take 5 MB
+
+_COUNTERS = ("global_step", "max_steps", "num_train_epochs", "epoch", "total_flos", "save_steps")
 # What the metadata of shards may name, besides all that torch.distributed.checkpoint.metadata defines.
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _SHARD_NAMES = {
@@ -40,6 +41,10 @@ _SHARD_NAMES = {
     *(f"pathlib.{name}" for name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath")),
     *(f"pathlib._local.{name}" for name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath")),  # of Python 3.13
 }
+
+
+class Hazard(ValueError):
+    """Why a file is not loaded; without its name."""
 
 
 def find_hazards(directory: Path) -> list[str]:
@@ -67,6 +72,22 @@ def find_in_files(directory: Path, look: Callable[[Path], str | None]) -> list[s
     return sorted(found)
 
 
+def read_json(path: Path) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        Hazard: for a file that is too large, no JSON, or nested too deeply.
+    """
+    if (size_bytes := path.stat().st_size) > MAX_JSON_BYTES:
+        raise Hazard(f"has {size_bytes} bytes, more than any Trainer writes")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise Hazard("is nested too deeply") from None
+    except ValueError as error:
+        raise Hazard(f"is not JSON ({str(error)[:200]})") from None
+
+
 def _out_of_place(path: Path, directory: Path) -> str | None:
     if path.is_symlink() and not path.resolve().is_relative_to(directory):
         return "is a link that leads out of the checkpoint: copy what it points to (cp -rL) if you trust it"
@@ -77,86 +98,70 @@ def _out_of_place(path: Path, directory: Path) -> str | None:
 
 
 def _hazard(path: Path) -> str | None:
-    kind = "file"
-    try:
-        if _TORCH_FILE.fullmatch(path.name):
-            kind = "whole file of torch.save"
-            return _hazard_of_torch_file(path)
-        if _SHARD_METADATA.fullmatch(path.name):
-            kind = "metadata of shards"
-            return _hazard_of_shards(path)
-        if path.name.endswith(".index.json"):
-            kind = "index of shards"
-            return _hazard_of_index(path)
-        if path.name.endswith(".json"):
-            return json_problem(path)
-        if path.name.endswith(".safetensors"):
-            kind = "whole file of safetensors"
-            with safe_open(path, "pt"):  # checks its header, which must be below 100 MB
-                return None
-    except (PickleProblem, JSONProblem) as problem:
-        return str(problem)
-    except Exception as error:  # whatever a stranger's bytes bring about: the file is refused by name
-        return f"is no {kind} ({(str(error).splitlines() or [type(error).__name__])[0][:200]})"
+    for pattern, kind, check in _CHECKS:
+        if not re.fullmatch(pattern, path.name):
+            continue
+        try:
+            check(path)
+        except Hazard as hazard:
+            return str(hazard)
+        except Exception as error:  # whatever a stranger's bytes bring about: the file is refused by name
+            return f"is no {kind} ({(str(error).splitlines() or [type(error).__name__])[0][:200]})"
+        return None
     return None
 
 
-def _hazard_of_torch_file(path: Path) -> str | None:
-    with safe_globals():
-        with path.open("rb") as file:
-            _check_archive(file)
-        # mapped: only what is looked at is read
-        loaded = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
-        return _larger_than_its_data(loaded, path.stat().st_size)
+def _check_torch_file(path: Path) -> None:
+    with path.open("rb") as file:
+        _check_archive(file)
 
 
 def _check_archive(file: IO[bytes]) -> None:
-    """Raise PickleProblem for what ``torch.save`` wrote and must not be loaded, told without loading it."""
+    """Raise Hazard for what ``torch.save`` wrote and must not be loaded, told without loading it."""
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
-            if entry.compress_type != zipfile.ZIP_STORED:
-                raise PickleProblem(
-                    "has compressed entries, which torch.save does not write and which can fill the memory"
+            is_pickle = entry.filename.endswith(".pkl")
+            if entry.compress_type != zipfile.ZIP_STORED or (is_pickle and entry.file_size > MAX_PICKLE_BYTES):
+                raise Hazard(
+                    "has compressed entries, or a pickle of more than 64 MiB, which torch.save does not write and "
+                    "which can fill the memory"
                 )
-            if entry.filename.endswith(".pkl"):
-                with archive.open(entry) as pickled:
-                    check_pickle(pickled)
     file.seek(0)
-    if names := get_unsafe_globals_in_checkpoint(file):
+    with safe_globals():
+        names = get_unsafe_globals_in_checkpoint(file)
+    if names:
         raise _runs_code(names)
 
 
-def _runs_code(names: Iterable[str]) -> PickleProblem:
-    return PickleProblem(
+def _runs_code(names: Iterable[str]) -> Hazard:
+    return Hazard(
         f"holds pickled objects that may run code when they are loaded ({', '.join(sorted(names))[:200]}): refused. If "
         "you trust it, allow them by torch.serialization.add_safe_globals"
     )
 
 
-def _larger_than_its_data(loaded: Any, file_bytes: int) -> str | None:
-    """A tensor that repeats few bytes, or an array that was given none, takes gigabytes when it is copied."""
-    left, seen = [loaded], set()
-    while left:
-        value = left.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, Tensor) and value.layout is torch.strided:
-            if value.numel() * value.element_size() > value.untyped_storage().nbytes():
-                return f"has a tensor of shape {tuple(value.shape)} larger than its data, which can fill the memory"
-        elif isinstance(value, np.ndarray) and value.nbytes > file_bytes:
-            return f"has an array of shape {value.shape} larger than its data, which can fill the memory"
-        elif isinstance(value, dict):
-            left += [*value.keys(), *value.values()]
-        elif isinstance(value, (list, tuple, set)):
-            left += value
-    return None
-
-
-def _hazard_of_index(path: Path) -> str | None:
+def _check_index(path: Path) -> None:
     shards = set(read_json(path)["weight_map"].values())
-    outside = [shard for shard in shards if not (isinstance(shard, str) and is_inside(shard))]
-    return f"names a shard outside of the checkpoint: {outside[0]!r:.200}" if outside else None
+    if outside := [shard for shard in shards if not (isinstance(shard, str) and is_inside(shard))]:
+        raise Hazard(f"names a shard outside of the checkpoint: {outside[0]!r:.200}")
+
+
+def _check_trainer_state(path: Path) -> None:
+    content = read_json(path)
+    TrainerState(**content)  # a TypeError for what no state of a Trainer has
+    wrong = [name for name in _COUNTERS if not _counts(content.get(name))]
+    if wrong or not isinstance(content.get("log_history", []), list):
+        name = (*wrong, "log_history")[0]
+        raise Hazard(f"says {name}={content[name]!r:.100}, which no Trainer writes")
+
+
+def _counts(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and 0 <= value < math.inf)
+
+
+def _check_safetensors(path: Path) -> None:
+    with safe_open(path, "pt"):  # checks its header, which must be below 100 MB
+        pass
 
 
 class _ShardMetadataReader(pickle.Unpickler):
@@ -171,25 +176,40 @@ class _ShardMetadataReader(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _hazard_of_shards(path: Path) -> str | None:
+def _check_shards(path: Path) -> None:
     """Look at pickled metadata and, where it says they lie, at each pickled value inside the shards."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+    if path.stat().st_size > MAX_PICKLE_BYTES:
+        raise Hazard("has more than 64 MiB, which no metadata of shards has")
     with path.open("rb") as file:
-        check_pickle(file)
-        file.seek(0)
         metadata = _ShardMetadataReader(file).load()
     for index, place in metadata.storage_data.items():
         if not is_inside(str(place.relative_path)):
-            return f"names a shard outside of the checkpoint: {str(place.relative_path)!r:.200}"
+            raise Hazard(f"names a shard outside of the checkpoint: {str(place.relative_path)!r:.200}")
         if place.transform_descriptors:
-            return "has transformed shards, which no Trainer writes"
+            raise Hazard("has transformed shards, which no Trainer writes")
         if isinstance(metadata.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
             with (path.parent / place.relative_path).open("rb") as shard:
                 shard.seek(place.offset)
                 value = io.BytesIO(shard.read(place.length))
             try:
                 _check_archive(value)
-            except PickleProblem as problem:
-                return f"leads to {place.relative_path}, which {problem}"
-    return None
+            except Hazard as hazard:
+                raise Hazard(f"leads to {place.relative_path}, which {hazard}") from hazard
+
+
+# By the name of a file: what it should be, and its check. What a Trainer reads with torch.load when it resumes is the
+# first; training_args.bin is not among it: nothing reads that.
+_CHECKS: tuple[tuple[str, str, Callable[[Path], Any]], ...] = (
+    (
+        r"(optimizer|scheduler|scaler|rng_state|pytorch_model|adapter_model).*\.(pt|pth|bin)",
+        "whole file of torch.save",
+        _check_torch_file,
+    ),
+    (r"(__\d+)?\.metadata", "metadata of shards", _check_shards),
+    (r".*\.index\.json", "index of shards", _check_index),
+    (r"trainer_state\.json", "state of a Trainer", _check_trainer_state),
+    (r".*\.json", "JSON", read_json),
+    (r".*\.safetensors", "whole file of safetensors", _check_safetensors),
+)

@@ -29,7 +29,7 @@ from transformers import TrainerCallback
 import hf_mp.trainer.checkpoints.crash_safe_trainer as crash_safe_trainer
 import hf_mp.trainer.checkpoints.in_place as in_place
 from hf_mp import CheckpointError, LossScaleError, MixedPrecisionArguments, NoCheckpointError, Preempted
-from hf_mp.trainer.checkpoints import shards
+from hf_mp.trainer.checkpoints import lock, shards
 from hf_mp.trainer.checkpoints.inspection import find_problems, list_checkpoints, mark_of, rotate
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from hf_mp.trainer.checkpoints.preemption import PREEMPTED_EXIT_CODE, SIGNALS, SignalWatch
@@ -488,7 +488,10 @@ def test_the_callback_gives_a_checkpoint_of_the_stock_trainer_a_manifest(tmp_pat
     assert Path(str(resumed._resumed_from)).name == "checkpoint-4"
 
 
-def test_a_second_run_is_kept_out(tmp_path: Path) -> None:
+def test_a_second_run_is_kept_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_waiting = functools.partial(lock.DirectoryLock, wait_seconds=0.1)
+    monkeypatch.setattr(crash_safe_trainer, "DirectoryLock", kept_waiting)
+
     class Second(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 1:

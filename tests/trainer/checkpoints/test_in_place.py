@@ -177,7 +177,8 @@ def test_random_numbers_of_a_process_that_was_killed_before_it_wrote_them(tmp_pa
     assert entries(tmp_path) == [] and "it has 1 of 2 rng_state files" in told[0]
 
 
-def test_what_another_run_is_writing_stays(tmp_path: Path, told: list[str]) -> None:
+def test_what_another_run_is_writing_stays(tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stock_trainer, "DirectoryLock", functools.partial(DirectoryLock, wait_seconds=0.1))
     begin(tmp_path / "checkpoint-4", 1)
     with DirectoryLock(tmp_path):
         clear_up(run_arguments(tmp_path))
