@@ -138,8 +138,6 @@ class Replay:
         scale = self._runtime.scale(device)
         return None if scale is None else self._scales.setdefault(device, scale.clone())
 
-    takes_gradients = False
-
     def inverse(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
         """None: finiteness does not depend on it."""
         return None
@@ -147,9 +145,8 @@ class Replay:
     def gradient_entered(self, node: Any, gradient: Tensor) -> None:
         """Ignored."""
 
-    def take(self, weight: Tensor, gradients: Sequence[Tensor], node: Any, index: int) -> bool:
-        """Never called."""
-        return False
+    def take(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
+        """Nothing."""
 
     @contextmanager
     def _observed(self, sites: CallSites) -> Iterator[None]:

@@ -27,18 +27,17 @@ class Crossings(Protocol):
     def scale(self, device: torch.device) -> Tensor | None:
         """S, FP32 of shape (1,); None where nothing is scaled."""
 
-    @property
-    def takes_gradients(self) -> bool:
-        """Whether to ask :meth:`take`."""
-
     def inverse(self, device: torch.device, node: Any, places: Sequence[int]) -> Tensor | None:
         """1/S, FP32 of shape (1,), for what ``node`` hands on by its inputs ``places``; None where it is not scaled."""
 
     def gradient_entered(self, node: Any, gradient: Tensor) -> None:
         """A gradient goes in through the autograd node ``node``, before anything of the model's backward runs."""
 
-    def take(self, weight: Tensor, gradients: Sequence[Tensor], node: Any, index: int) -> bool:
-        """A weight's gradients go out, still scaled; True if they were taken in place of autograd's ``.grad``."""
+    def take(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
+        """Take from ``uses``, the gradients that ``node`` hands on by its inputs, what autograd is not to accumulate.
+
+        They are still scaled: ``inverse`` is what they would be multiplied with.
+        """
 
 
 class _Multiply(Function):
@@ -103,28 +102,26 @@ class _InwardBorders(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        uses: list[list[Tensor]] = [[] for _ in ctx.outside]
+        uses: dict[int, list[Tensor]] = {}
         for index, gradient in zip(ctx.leads_to, gradients, strict=True):
             if gradient is not None:
-                uses[index].append(gradient)
+                uses.setdefault(index, []).append(gradient)
         with torch._C.DisableTorchFunctionSubclass():  # weights are only looked at
             return None, None, None, *_leave(ctx, uses)
 
 
-def _leave(ctx: Any, uses: list[list[Tensor]]) -> list[Tensor | None]:
+def _leave(ctx: Any, uses: dict[int, list[Tensor]]) -> list[Tensor | None]:
     """The gradients of tensors outside from those of their uses inside: each times 1/S in FP32, then summed."""
     crossings, outside = ctx.crossings, ctx.outside
     found: list[Tensor | None] = [None] * len(outside)
-    leaving = [i for i, gradients in enumerate(uses) if gradients]
-    if crossings.takes_gradients:
-        leaving = [i for i in leaving if not crossings.take(outside[i], uses[i], ctx, i)]
-    factor = crossings.inverse(outside[leaving[0]].device, ctx, leaving) if leaving else None
-    unscaled = iter(_multiply_all([gradient for i in leaving for gradient in uses[i]], factor, crossings))
+    factor = crossings.inverse(outside[0].device, ctx, list(uses)) if uses else None
+    crossings.take(ctx, uses, factor)
+    unscaled = iter(_multiply_all([one for gradients in uses.values() for one in gradients], factor, crossings))
     is_ours = factor is not None and not torch.is_grad_enabled()  # products are nobody else's
-    for i in leaving:
+    for i, gradients in uses.items():
         dtype = _outside_dtype(outside[i].dtype)  # of an FP16 activation outside, autograd rounds it
         total = next(unscaled).to(dtype)
-        for _ in uses[i][1:]:
+        for _ in gradients[1:]:
             other = next(unscaled).to(dtype)
             total = total.add_(other) if is_ours and _is_plain(total) and _is_plain(other) else total + other
         found[i] = total

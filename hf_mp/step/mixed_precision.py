@@ -240,14 +240,10 @@ class MixedPrecision:
         for observer in self.observers:
             observer.backward_began(node, gradient)
 
-    @property
-    def takes_gradients(self) -> bool:
-        return self.layout.takes_gradients
-
-    def take(self, weight: Tensor, gradients: Sequence[Tensor], node: Any, index: int) -> bool:
-        if not accumulates(node, index):
-            return False
-        return self.layout.take_gradient(weight, gradients, self.inverse(weight.device, node, (index,)))
+    def take(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
+        for place in list(uses) if self.layout.takes_gradients else ():
+            if accumulates(node, place) and self.layout.take_gradient(node.outside[place], uses[place], inverse):
+                del uses[place]
 
     def _backward_ended(self, largest: Tensor | None) -> None:
         for observer in self.observers:

@@ -24,7 +24,6 @@ from hf_mp.casting.tables import CastRule
 from hf_mp.casting.uncompiled import uncompiled
 from hf_mp.weights.distributed import is_dtensor
 from hf_mp.weights.layout import WeightLayout
-from hf_mp.weights.outside_reads import OF_THE_TENSOR_ITSELF
 from hf_mp.weights.product_uses import ProductUses
 from hf_mp.weights.region_losses import planned_losses
 from hf_mp.weights.slots import Slots
@@ -151,8 +150,10 @@ class Region(autocast):
         entry, weights = self._plan.get(func), self._thread.weights
         if entry is not None and entry.rule not in ALWAYS_HELD and state.active[-1] is not self:
             entry = self.in_island(entry)
-        if weights is not None and weights.is_asked:
-            args, kwargs = _brought_in(weights, entry, func, args, kwargs)
+        if weights is not None and weights.is_asked and func not in weights.unasked:
+            is_outside = weights.has_outside(args) or (kwargs and weights.has_outside(kwargs.values()))
+            if is_outside or weights.is_learning:
+                args, kwargs = _brought_in(weights, entry, func, args, kwargs)
         if entry is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         return entry.handler(self, entry.name, func, args, kwargs or {})
@@ -162,7 +163,7 @@ class Region(autocast):
     ) -> Any:
         # In compiled code, what comes in from outside is the graph's input: see bring_in().
         weights = None if is_dynamo_compiling() else self._thread.weights
-        if weights is not None and weights.is_asked:
+        if weights is not None and weights.is_asked and func not in weights.unasked:
             args, kwargs = _brought_in(weights, entry, func, args, kwargs)
         return super().apply(entry, func, args, kwargs)
 
@@ -201,8 +202,6 @@ def _brought_in(
     weights: Slots, entry: PlannedCall | None, func: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
     """The arguments of a call, those that come from outside through a border; and what the first forward teaches."""
-    if func in OF_THE_TENSOR_ITSELF and not (weights.is_learning and func is Tensor.detach):
-        return args, kwargs
     if weights.is_learning and (entry is None or entry.rule not in _DECIDED_INSIDE):
         by_product = entry is not None and entry.rule is CastRule.LOWER_PRECISION
         args, kwargs = weights.as_used(args, kwargs or {}, by_product=by_product, by_selection=func in _SELECTIONS)

@@ -15,10 +15,14 @@ from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.scaling.borders import Crossings, inward_borders
 from hf_mp.weights.distributed import fsdp_modules, is_dtensor
 from hf_mp.weights.layout import TensorParallelLayout, WeightLayout
+from hf_mp.weights.outside_reads import OF_THE_TENSOR_ITSELF
 from hf_mp.weights.product_uses import Notes, ProductUses, Slot, Uses
 
 # Weights share a border, one autograd node instead of many, up to so many elements: their gradients leave together.
 GROUP_ELEMENTS = 2**18
+
+# What a first forward does with the detached value of a weight is a use of it.
+_UNASKED_IN_THE_FIRST = OF_THE_TENSOR_ITSELF - {Tensor.detach}
 
 _Pairs = Iterable[tuple[Tensor, Tensor | None]]  # weights and their working copies, where products use them
 
@@ -73,6 +77,7 @@ class Slots:
         # Whether to ask as_used() about each call, also where gradient checkpointing makes it again later.
         self.is_learning = kind is not None and not self._uses.knows(kind)
         self.is_asked = self.has_borders or self.is_learning  # whether calls may be given other arguments
+        self.unasked = _UNASKED_IN_THE_FIRST if self.is_learning else OF_THE_TENSOR_ITSELF  # but for these
         self._inside: dict[int, _Inside] = {}  # by the identity of what is outside, and of what is inside
         self._carriers: set[int] = set()  # leaves that carry gradients from one piece of the model to another
         self._slots: list[Slot] = []
