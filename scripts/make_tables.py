@@ -3,13 +3,14 @@
     python scripts/make_tables.py             # rewrites what is between the markers, and draws what is stale
     python scripts/make_tables.py --check     # changes nothing; fails where a page or a picture is not of these results
 
-A region lies between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``; scripts/_regions.py has a function for
-each.
+A region lies between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``. What is in it says
+``scripts/tables.toml``.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +20,8 @@ from typing import Annotated, Any
 import typer
 
 from _plots import digest, draw_losses, draw_scales, draw_steps, draw_traces, drawn_from
-from _regions import REGIONS
 from _results import RESULTS, ROOT
-from _stored import StoredResultError, StoredResults
+from _tables import Regions, StoredResultError
 
 REGION = re.compile(r"(<!-- figures: (?P<name>[^>]*?) -->\n)(?P<text>.*?)(<!-- end of figures -->)", re.DOTALL)
 MARKER = re.compile(r"<!-- (figures: [^>]*|end of figures) -->")
@@ -40,45 +40,34 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def rewritten(text: str, results: StoredResults, page: str) -> str:
-    """``text`` with its regions made from ``results``.
+def rewritten(text: str, regions: Regions, page: str) -> str:
+    """``text`` with its regions made anew.
 
     Raises:
         StoredResultError: for a region that is not known, markers without their counterpart, and results that lack
             what a region needs.
     """
-
-    def replace(found: re.Match[str]) -> str:
-        name = found["name"]
-        if name not in REGIONS:
-            raise StoredResultError(f"{page} has a region {name!r}: use one of {', '.join(REGIONS)}")
-        return f"{found[1]}\n{REGIONS[name](results)}\n\n{found[4]}"
-
     if len(MARKER.findall(text)) != 2 * len(REGION.findall(text)):
         raise StoredResultError(f"{page} has markers of figures that do not come in pairs")
-    return REGION.sub(replace, text)
+    return REGION.sub(lambda found: f"{found[1]}\n{regions(found['name'])}\n\n{found[4]}", text)
 
 
-def stale_pages(results: StoredResults, files: Sequence[Path]) -> dict[Path, tuple[str, str]]:
-    """The pages that are not of ``results``, each as it is and as it should be."""
-    found = {}
-    for file in files:
-        text = file.read_text(encoding="utf-8")
-        fresh = rewritten(text, results, file.name)
-        if fresh != text:
-            found[file] = (text, fresh)
-    return found
+def stale_pages(regions: Regions, files: Sequence[Path]) -> dict[Path, tuple[str, str]]:
+    """The pages that are not of the stored results, each as it is and as it should be."""
+    texts = {file: file.read_text(encoding="utf-8") for file in files}
+    fresh = {file: rewritten(text, regions, file.name) for file, text in texts.items()}
+    return {file: (text, fresh[file]) for file, text in texts.items() if fresh[file] != text}
 
 
-def stale_pictures(results: StoredResults) -> dict[Path, str]:
-    """The pictures that are missing or were not drawn from ``results``, with the names of these."""
+def stale_pictures(directory: Path) -> dict[Path, tuple[str, Any]]:
+    """The pictures that are missing or were not drawn from the results, with the names of these and what they hold."""
     found = {}
     for name in PICTURES:
-        path = results.directory / f"{name}.png"
-        if name not in results:
-            continue  # a page that shows it is refused
-        if not path.exists() or drawn_from(path) != digest(results(name).value):
-            found[path] = name
+        path = directory / f"{name}.png"
+        if path.with_suffix(".json").exists():  # a page that shows a picture without one is refused
+            result = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["result"]
+            if not path.exists() or drawn_from(path) != digest(result):
+                found[path] = (name, result)
     return found
 
 
@@ -87,16 +76,16 @@ def main(
     results_dir: Path = RESULTS,
 ) -> None:
     """Rewrite, or check."""
-    results = StoredResults(results_dir)
     try:
-        texts, pictures = stale_pages(results, pages()), stale_pictures(results)
-        if not check:
-            for file, (_, fresh) in texts.items():
-                file.write_text(fresh, encoding="utf-8")
-            for path, name in pictures.items():
-                PICTURES[name](results(name).value, path)
+        texts = stale_pages(Regions(results_dir), pages())
     except StoredResultError as error:
         sys.exit(f"cannot make the tables: {error}")
+    pictures = stale_pictures(results_dir)
+    if not check:
+        for file, (_, fresh) in texts.items():
+            file.write_text(fresh, encoding="utf-8")
+        for path, (name, result) in pictures.items():
+            PICTURES[name](result, path)
     if check:
         for file, (text, fresh) in texts.items():
             sys.stdout.writelines(difflib.unified_diff(

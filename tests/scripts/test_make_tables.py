@@ -11,11 +11,9 @@ import pytest
 from PIL import Image
 
 import make_tables
-from _markdown import otherwise, ratio, table
 from _plots import digest, draw_scales, draw_steps, drawn_from
-from _regions import REGIONS, gpu
 from _results import RESULTS, ROOT
-from _stored import Stored, StoredResultError, StoredResults
+from _tables import DESCRIPTIONS, Regions, StoredResultError
 from make_tables import MARKER, PICTURES, REGION, pages, rewritten, stale_pages, stale_pictures
 
 
@@ -36,16 +34,16 @@ def write(directory: Path, name: str, result: dict, **changes) -> None:
 
 
 def test_the_pages_are_those_of_the_stored_results():
-    assert not stale_pages(StoredResults(RESULTS), pages()), "run `make tables`"
+    assert not stale_pages(Regions(RESULTS), pages()), "run `make tables`"
 
 
 def test_the_pictures_are_those_of_the_stored_results():
-    assert not stale_pictures(StoredResults(RESULTS)), "run `make tables`"
+    assert not stale_pictures(RESULTS), "run `make tables`"
 
 
 def test_each_region_is_on_a_page():
     found = [match["name"] for page in pages() for match in REGION.finditer(page.read_text())]
-    assert sorted(found) == sorted(REGIONS)
+    assert sorted(found) == sorted(Regions(RESULTS).names)
 
 
 @pytest.mark.parametrize("page", ["benchmarks", "goals"])
@@ -70,34 +68,34 @@ def test_pictures_have_a_white_ground():
 
 
 @pytest.fixture
-def results(tmp_path) -> StoredResults:
+def regions(tmp_path) -> Regions:
     write(tmp_path, "bench_callback", {
         "contenders": {"callback": {"ratio_to_subclass": 1.25}},
         "callback_over_subclass_per_round": {"median": 1.5, "spread": 0.125},
     })  # fmt: skip
-    return StoredResults(tmp_path)
+    return Regions(tmp_path)
 
 
 PAGE = "before 9.9\n\n<!-- figures: callback -->\nold 7.7\n<!-- end of figures -->\n\nafter 9.9\n"
 
 
-def test_what_is_between_the_markers_is_replaced(results):
-    text = rewritten(PAGE, results, "page.md")
+def test_what_is_between_the_markers_is_replaced(regions):
+    text = rewritten(PAGE, regions, "page.md")
     assert "1.25 times the subclass's" in text and "1.50 ± 0.12" in text and "7.7" not in text
     assert text.startswith("before 9.9\n\n<!-- figures: callback -->\n\n")
     assert text.endswith("\n\n<!-- end of figures -->\n\nafter 9.9\n")
-    assert rewritten(text, results, "page.md") == text
+    assert rewritten(text, regions, "page.md") == text
 
 
-def test_a_stale_page_is_found_and_a_fresh_one_is_not(results, tmp_path):
+def test_a_stale_page_is_found_and_a_fresh_one_is_not(regions, tmp_path):
     page = tmp_path / "page.md"
     page.write_text(PAGE)
-    ((_, (text, fresh)),) = stale_pages(results, [page]).items()
+    ((_, (text, fresh)),) = stale_pages(regions, [page]).items()
     assert text == PAGE and "1.25" in fresh
     page.write_text(fresh)
-    assert not stale_pages(results, [page])
+    assert not stale_pages(regions, [page])
     page.write_text(fresh.replace("1.25", "1.26"))
-    assert stale_pages(results, [page])
+    assert stale_pages(regions, [page])
 
 
 @pytest.mark.parametrize(
@@ -105,16 +103,19 @@ def test_a_stale_page_is_found_and_a_fresh_one_is_not(results, tmp_path):
     [
         (
             "<!-- figures: moon -->\n<!-- end of figures -->",
-            r"page.md has a region 'moon': use one of lost updates",
+            r"there is no region 'moon': use one of lost updates",
         ),
         ("<!-- figures: callback -->\n", r"page.md has markers of figures that do not come in pairs"),
         ("<!-- end of figures -->\n", r"page.md has markers of figures that do not come in pairs"),
-        ("<!-- figures: update -->\n<!-- end of figures -->", r"there is no bench_update.json in .*: run the script"),
+        (
+            "<!-- figures: update -->\n<!-- end of figures -->",
+            r"region 'update': 'bench_update' is undefined: run the script",
+        ),
     ],
 )
-def test_pages_that_cannot_be_made_are_refused(results, page, message):
+def test_pages_that_cannot_be_made_are_refused(regions, page, message):
     with pytest.raises(StoredResultError, match=message):
-        rewritten(page, results, "page.md")
+        rewritten(page, regions, "page.md")
 
 
 def test_a_field_that_is_missing_is_named_with_the_command(tmp_path):
@@ -125,13 +126,21 @@ def test_a_field_that_is_missing_is_named_with_the_command(tmp_path):
         r"'python scripts/bench_thing.py'"
     )
     with pytest.raises(StoredResultError, match=message):
-        REGIONS["update"](StoredResults(tmp_path))
+        Regions(tmp_path)("update")
+
+
+def described(tmp_path: Path, region: str) -> Regions:
+    """A region ``of``, described by ``region``, with the macros of the others."""
+    macros = DESCRIPTIONS.read_text().partition("# README")[0]
+    (tmp_path / "tables.toml").write_text(f"{macros}\n[[region.of]]\n{region}")
+    return Regions(tmp_path, tmp_path / "tables.toml")
 
 
 @pytest.mark.parametrize(("value", "shown"), [("fast", "'fast'"), (True, "True"), ({"a": 1}, r"\{'a': 1\}")])
 def test_a_field_that_is_no_number_is_named(tmp_path, value, shown):
-    with pytest.raises(StoredResultError, match=rf"x.json: result > seconds is {shown}, not a number"):
-        Stored("x.json", {}, {"seconds": value}, ("result",))["seconds"].number  # noqa: B018
+    write(tmp_path, "x", {"seconds": value})
+    with pytest.raises(StoredResultError, match=rf"region 'of': {shown} is not a number"):
+        described(tmp_path, 'text = "{{ x.seconds | f }}"')("of")
 
 
 # Every field that a region reads is missed where it is not there: nothing is made up.
@@ -142,10 +151,10 @@ def test_no_region_is_made_from_a_result_that_is_empty(name, tmp_path):
     write(tmp_path, name, {"contenders": {}})
     region = {"bench_step_memory": "step memory"}.get(name, name.removeprefix("bench_"))
     with pytest.raises(StoredResultError, match=rf"{name}.json"):
-        REGIONS[region](StoredResults(tmp_path))
+        Regions(tmp_path)(region)
 
 
-def test_check_changes_nothing_and_fails(results, tmp_path, monkeypatch, capsys):
+def test_check_changes_nothing_and_fails(regions, tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"
     page.write_text(PAGE)
     monkeypatch.setattr(make_tables, "pages", lambda: [page])
@@ -163,7 +172,7 @@ def test_results_that_do_not_do_end_in_one_line(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text(PAGE)
     monkeypatch.setattr(make_tables, "pages", lambda: [page])
-    with pytest.raises(SystemExit, match=r"cannot make the tables: there is no bench_callback\.json"):
+    with pytest.raises(SystemExit, match=r"cannot make the tables: region 'callback': 'bench_callback'"):
         make_tables.main(results_dir=tmp_path)
     assert page.read_text() == PAGE
 
@@ -172,12 +181,12 @@ def test_a_picture_of_other_results_is_stale(tmp_path, monkeypatch):
     monkeypatch.setattr(make_tables, "PICTURES", {"compare_scalers": draw_scales})
     run = {"scale_changes": [[1, 4.0], [3, 2.0]], "steps": 5, "skipped_at": [2]}
     write(tmp_path, "compare_scalers", {"dynamic": run})
-    results, picture = StoredResults(tmp_path), tmp_path / "compare_scalers.png"
-    assert stale_pictures(results) == {picture: "compare_scalers"}
+    picture = tmp_path / "compare_scalers.png"
+    assert stale_pictures(tmp_path) == {picture: ("compare_scalers", {"dynamic": run})}
     draw_scales({"dynamic": run}, picture)
-    assert not stale_pictures(results)
+    assert not stale_pictures(tmp_path)
     write(tmp_path, "compare_scalers", {"dynamic": {**run, "steps": 6}})
-    assert stale_pictures(results) == {picture: "compare_scalers"}
+    assert list(stale_pictures(tmp_path)) == [picture]
 
 
 def test_a_picture_without_a_word_about_its_results_is_stale(tmp_path):
@@ -197,43 +206,68 @@ def test_the_picture_of_steps_leaves_out_what_would_hide_the_others(tmp_path, mo
     assert drawn == [["hf_mp fp16", "fp32"]] * 2
 
 
-def test_a_table_is_markdown():
-    assert table(("", "a"), [["x", "1"], ["", "2"]]) == "| | a |\n|---|---|\n| x | 1 |\n| | 2 |"
+def test_rows_come_from_nested_groups_with_names_and_conditions(tmp_path):
+    write(
+        tmp_path, "x", {"many": {"a": {"one": 1, "two": 2}, "b": {"one": 3}, "c": {}}, "list": [{"n": 7}], "none": None}
+    )
+    region = """
+let.many = "x.many"
+text = '''A first   paragraph, of {{ many | length }}.
+
+A second; none is {{ 'stored' if 'none' in x else 'missing' }}.'''
+header = ["", "{{ many | length }} a"]
+[[region.of.rows]]
+each = "outer, inside in many"
+where = "inside"
+[[region.of.rows.rows]]
+let.first = "inside.one"
+cells = ["{{ outer }}", "{{ first | f('.0f') }}"]
+[[region.of.rows.rows]]
+each = "name, value in inside"
+where = "value > 1"
+cells = ["", "{{ name }}  {{ value | f }}"]
+[[region.of.rows]]
+each = "one in x.list"
+cells = ["{{ one.n }}", ""]
+"""
+    assert described(tmp_path, region)("of").splitlines() == [
+        "A first paragraph, of 3.", "", "A second; none is missing.", "",
+        "| | 3 a |", "|---|---|", "| a | 1 |", "| | two 2.00 |", "| b | 3 |", "| | one 3.00 |", "| 7 | |",
+    ]  # fmt: skip
 
 
-def test_small_ratios_are_fractions():
-    rows = Stored("x.json", {}, {"ours": {"s": 1.0}, "same": {"s": 2.0}, "slow": {"s": 52.0}})
-    assert ratio(rows["ours"], rows["same"], "s") == "0.50"
-    assert ratio(rows["ours"], rows["slow"], "s") == "1/52"
+def test_small_ratios_are_fractions(tmp_path):
+    write(tmp_path, "x", {"ours": {"s": 1.0}, "same": {"s": 2.0}, "slow": {"s": 52.0}})
+    text = "{{ ratio(x.ours, x.same, 's') }} {{ ratio(x.ours, x.slow, 's') }}"
+    assert described(tmp_path, f'text = "{text}"')("of") == "0.50 1/52"
 
 
 def test_conditions_that_differ_are_said(tmp_path):
     write(tmp_path, "bench_step", {"a": 1})
     device = {**record({})["device"], "CPU": "another", "CPU threads": "1 of 2"}
     write(tmp_path, "other", {"a": 1}, device=device, versions={"torch": "2.11.0", "transformers": "5.23.0"})
-    results = StoredResults(tmp_path)
-    assert otherwise(results("bench_step"), results) == ""
-    assert otherwise(results("other"), results) == ", another, 1 of 2 threads, torch 2.11.0"
+    text = "text = \"1{{ otherwise('%s') }}\""
+    assert described(tmp_path, text % "bench_step")("of") == "1"
+    assert described(tmp_path, text % "other")("of") == "1, another, 1 of 2 threads, torch 2.11.0"
     (tmp_path / "bench_step.json").unlink()
-    assert otherwise(results("other"), StoredResults(tmp_path)) == ""
+    assert described(tmp_path, text % "other")("of") == "1"
 
 
-def test_runs_of_one_model_alone_leave_the_others_cells_empty(tmp_path):
+def test_a_model_that_was_not_trained_leaves_cells_empty(tmp_path):
     def curve(loss: float, skipped: float | None) -> dict:
         return {"steps": [10, 20], "losses": [3.0, 2.0], "eval_loss": loss, "skipped_steps": skipped}
 
     few = {"fp32": curve(2.0, None), "hf_mp fp16": curve(2.01, 3.0)}
     write(tmp_path, "compare_precisions", few)
-    alone = REGIONS["precisions"](StoredResults(tmp_path))
-    assert "| hf_mp fp16 | 2.0100 (+0.500%) | 3 |" in alone and "768" not in alone
     write(tmp_path, "compare_precisions_768", {**few, "hf_mp bf16": curve(1.99, 0.0)})
-    both = REGIONS["precisions"](StoredResults(tmp_path))
+    both = Regions(tmp_path)("precisions")
+    assert "| fp32 | 2.0000 (+0.000%) | | 2.0000 (+0.000%) | |" in both
     assert "| hf_mp fp16 | 2.0100 (+0.500%) | 3 | 2.0100 (+0.500%) | 3 |" in both
     assert "| hf_mp bf16 | | | 1.9900 (-0.500%) | 0 |" in both
 
 
 def test_without_gpu_results_it_says_so(tmp_path):
-    assert gpu(StoredResults(tmp_path)) == "GPU: not measured on a GPU yet."
+    assert Regions(tmp_path)("gpu") == "GPU: not measured on a GPU yet."
 
 
 def test_gpu_results_fill_a_table_and_gaps_are_named(tmp_path):
@@ -247,7 +281,7 @@ def test_gpu_results_fill_a_table_and_gaps_are_named(tmp_path):
     })  # fmt: skip
     update = {"hf_mp fp16": row(1.0, 0), "torch.amp": row(4.0, 0)}
     write(tmp_path / "h200", "bench_update_gpt2_large", {"contenders": update})
-    text = gpu(StoredResults(tmp_path))
+    text = Regions(tmp_path)("gpu")
     assert "NVIDIA H200" in text and "8 x 1024 tokens, dropout 0.1" in text
     assert "| `fp16` step / Trainer `fp16=True` | 0.75 | not measured |" in text
     assert "| `fp16` peak memory / Trainer `fp16=True` | 0.60 | not measured |" in text
