@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_mp.casting.experts import ExpertCalls, ExpertRows
 from hf_mp.casting.explain import watching_modules
 from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.tables import CastRule, called_name
 from hf_mp.diagnostics.overflow_report import Phase
-from hf_mp.diagnostics.values import Finiteness, TensorRange, finiteness, ranges_of
+from hf_mp.diagnostics.values import Finiteness, TensorRange, finiteness, ranges_of, spoilt
 from hf_mp.scaling.rules import FP16_MAX
 
 # These write -inf on purpose, to mask positions in a softmax.
@@ -41,10 +42,11 @@ _UNKNOWN = object()
 
 
 class Site(NamedTuple):
-    """The innermost module's name, and the torch function that it called, if any."""
+    """The innermost module's name, the torch function that it called, if any, and the experts whose rows that has."""
 
     module: str
     function: str | None = None
+    experts: tuple[str, ExpertRows] | None = None  # the full name of the stacked weight, and the rows
 
 
 class Call(NamedTuple):
@@ -69,6 +71,7 @@ class CallSites:
         self.base = Site(modules.get(id(entry), ""))
         self._sites = [self.base]
         self.calls: list[Call] = []
+        self._experts = ExpertCalls(model)
         self._thread = threading.get_ident()
         self._marks: dict[int, tuple[list[int], list[Site]]] = {}
         self._mark()
@@ -104,14 +107,15 @@ class CallSites:
         name = called_name(func) if entry is None or entry[0] is CastRule.UNLISTED else entry[1]
         if name is None:
             return mode.apply(entry, func, args, kwargs)
-        call = Call(self._named(args, kwargs), [])
-        self._enter(Site(self.current.module, name))
+        module, call = self.current.module, Call(self._named(args, kwargs), [])
+        self._enter(Site(module, name, self._experts.rows_of(module, func, args, kwargs)))
         self.calls.append(call)
         try:
             result = mode.apply(entry, func, args, kwargs)
         finally:
             self.calls.pop()
             self._leave()
+        self._experts.made(module, func, args, result)
         if call.origins and not name.endswith("_"):  # in-place functions have changed what they were called with
             with torch._C.DisableTorchFunction():
                 outputs = _numbered_ranges("output", tensors_in(result))
@@ -227,11 +231,19 @@ class OriginTracker(TorchDispatchMode):
         if is_mask:
             return origin
         origin.inputs, origin.outputs = _numbered_ranges("input", inputs), _numbered_ranges("output", outputs)
+        if site.experts is not None:
+            origin.tensor, origin.notes = self._experts_in(*site.experts, outputs)
         if _op_name(func) in ("copy_", "_to_copy"):
-            origin.notes = _rounded_to_inf(inputs, outputs)
+            origin.notes += _rounded_to_inf(inputs, outputs)
         if phase == "forward" and self._sites.calls:
             self._sites.calls[-1].origins.append(origin)
         return origin
+
+    def _experts_in(self, weight: str, rows: ExpertRows, outputs: list[Tensor]) -> tuple[str, tuple[str, ...]]:
+        """The first expert whose rows of ``outputs`` are not finite, by name, and a note on the others; else ``""``."""
+        found = [expert for output in outputs for expert in rows.found_in(spoilt(output, self._limit))]
+        names = [f"{weight}[{expert}]" for expert in dict.fromkeys(found)]
+        return names[0] if names else "", note_of_others(names)
 
     def _where(self) -> tuple[Phase, Site, str | None]:
         node = torch._C._current_autograd_node()
@@ -254,6 +266,13 @@ def _rounded_to_inf(inputs: Iterable[Tensor], outputs: list[Tensor]) -> tuple[st
     if dtype is not torch.float16 or largest <= FP16_MAX:
         return ()
     return (f"computed in FP32 it came to {largest:g}; FP16 ends at {FP16_MAX:g}",)
+
+
+def note_of_others(names: list[str]) -> tuple[str, ...]:
+    """A note on all ``names`` but the first."""
+    more = names[1:]
+    listed = ", ".join(more[:5]) + (f" and {len(more) - 5} more" if len(more) > 5 else "")
+    return (f"so it is with {listed}",) if more else ()
 
 
 def _memory(tensor: Tensor) -> int:

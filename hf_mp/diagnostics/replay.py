@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
+from hf_mp.casting.experts import entries_in, expert_counts
 from hf_mp.casting.nested import apply_to_tensors, named_tensors
 from hf_mp.diagnostics.kept_state import KeptBackward, KeptCall, masters_in_place, untouched
 from hf_mp.diagnostics.looks import differentiate
 from hf_mp.diagnostics.looks import look as look_at
-from hf_mp.diagnostics.origins import CallSites, Origin, OriginTracker
+from hf_mp.diagnostics.origins import CallSites, Origin, OriginTracker, note_of_others
 from hf_mp.diagnostics.remedies import rules_in_fp32, scale_range
-from hf_mp.diagnostics.values import Finiteness, finiteness, ranges_of
+from hf_mp.diagnostics.values import Finiteness, finiteness, ranges_of, spoilt
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.scaling.borders import output_border
 from hf_mp.scaling.rules import FP16_MAX, SMALLEST_SCALE
@@ -46,6 +47,7 @@ class Replay:
         self._backward = backward
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._experts = expert_counts(model)
         self._scales: dict[torch.device, Tensor] = {}
         self._limit = math.inf  # a gradient of a parameter that is as large counts as inf
         self.origin: Origin | None = None
@@ -168,13 +170,23 @@ class Replay:
             least = Finiteness.MINUS_INF if isinstance(tensor, nn.Parameter) else Finiteness.NOT_FINITE
             rounded = self._rounded(tensor)
             if finiteness(rounded) >= least:
-                found = [(name, tensor), *([] if rounded is tensor else [(f"{name}, its working copy", rounded)])]
-                origin = Origin("weight", 0, name.rpartition(".")[0], tensor=name, inputs=ranges_of(found))
+                parts = self._spoilt_parts(name, rounded)
+                first, place = next(iter(parts.items()))
+                found = [(first, tensor), *([] if rounded is tensor else [(f"{first}, its working copy", rounded)])]
+                ranges = ranges_of([(name, one.detach()[place]) for name, one in found])
+                notes = note_of_others([*parts])
+                origin = Origin("weight", 0, name.rpartition(".")[0], tensor=first, inputs=ranges, notes=notes)
                 tracker.blame(rounded, origin)
                 if finiteness(tensor):
                     tracker.blame(tensor, origin)
                 else:
-                    origin.notes = (f"its FP32 value is finite, but FP16 ends at {FP16_MAX:g}",)
+                    origin.notes += (f"its FP32 value is finite, but FP16 ends at {FP16_MAX:g}",)
+
+    def _spoilt_parts(self, name: str, tensor: Tensor, limit: float = math.inf) -> dict[str, Any]:
+        """What of a parameter is not finite, by name: of stacked experts each such one by its index, else all of it."""
+        if name not in self._experts:
+            return {name: ...}
+        return {f"{name}[{expert}]": expert for expert in entries_in(spoilt(tensor, limit))}
 
     def _rounded(self, tensor: Tensor) -> Tensor:
         """What the forward reads for a parameter: its working copy, if there is one."""
@@ -206,13 +218,14 @@ class Replay:
 
     def _backward_through(self, outputs: list[Tensor], gradients: list[Tensor], tracker: OriginTracker | None) -> None:
         """A backward that accumulates nowhere; with ``tracker``, it takes the origins of non-finite gradients."""
-        names: set[str] = set()
+        found_in: dict[str, list[str]] = {}  # by name of the parameter, what of its gradient is not finite
 
         def look(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
             if gradient is None:  # a split parameter has taken it already
                 return None
             if finiteness(gradient, self._limit):
-                names.add(self._names[id(parameter)])
+                name = self._names[id(parameter)]
+                found_in[name] = [*self._spoilt_parts(name, gradient, self._limit)]
                 self._take(None if tracker is None else tracker.of(gradient))
             return gradient.new_zeros(()).expand(gradient.shape)  # unused: its memory can be freed
 
@@ -230,7 +243,8 @@ class Replay:
         finally:
             for handle in handles:
                 handle.remove()
-        self.nonfinite_gradients = tuple(name for name in dict.fromkeys(self._names.values()) if name in names)
+        names = dict.fromkeys(self._names.values())
+        self.nonfinite_gradients = tuple(part for name in names for part in found_in.get(name, ()))
 
     def _find_too_large(self, sites: CallSites, outputs: list[Tensor], gradients: list[Tensor]) -> None:
         """Find the origin of a gradient that is finite but too large to be squared."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_mp.casting.experts import WEIGHTS, has_stacked_experts
 from hf_mp.weights.model_walk import modules_of
 
 # Where a weight is looked up: its module, the module's attributes, the name, the weight, and whether the slot holds 16
@@ -43,15 +44,14 @@ def _known_kinds() -> dict[Callable[..., Any], _Kind]:
 
 
 _KINDS = _known_kinds()
-_EXPERTS = "transformers.integrations.moe"  # its forward takes the place of that of every class of stacked experts
 
 
 def _kind_of(module: nn.Module) -> _Kind | None:
     forward: Any = getattr(type(module), "forward", None)  # a scripted module has none
     if forward not in _KINDS and (transformers := sys.modules.get("transformers.pytorch_utils")) is not None:
         _KINDS[transformers.Conv1D.forward] = _Kind(frozenset({"weight", "bias"}), torch.addmm)
-    if getattr(forward, "__globals__", {}).get("__name__") == _EXPERTS:
-        return _Kind(frozenset({"gate_up_proj", "up_proj", "down_proj"}), torch.bmm)
+    if has_stacked_experts(module):
+        return _Kind(frozenset(WEIGHTS), torch.bmm)
     return _KINDS.get(forward)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from mixtures import IMPLEMENTATIONS, KINDS, SIZES, make
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
@@ -16,35 +17,10 @@ import hf_mp
 
 BF16 = torch.bfloat16
 
-_SIZES = dict(
-    vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, bos_token_id=0, eos_token_id=1, pad_token_id=2,
-)  # fmt: skip
-_FEW = dict(num_experts=4, num_experts_per_tok=2)
-KINDS: dict[str, dict[str, Any]] = {
-    "Mixtral": dict(num_local_experts=4),
-    "Qwen3Moe": dict(_FEW, head_dim=16, moe_intermediate_size=32),
-    "Olmoe": _FEW,
-    "DeepseekV3": dict(
-        num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
-        moe_intermediate_size=32, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
-        qk_nope_head_dim=16, v_head_dim=16,
-    ),
-    "GptOss": dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2),
-}  # fmt: skip
-IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 PRESETS = ("fp16", "bf16", "fp16-lean", "bf16-lean")
 # Rounding alone leaves 0.99997 in BF16. Where two experts are nearly as good for a token, 16 bits may choose the other
 # one, which changes more than rounding does: in BF16, for one of 32 tokens here.
 LEAST_COSINE = {torch.float16: 0.9995, torch.bfloat16: 0.99}
-
-
-def make(kind: str, implementation: str) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**_SIZES, **KINDS[kind]})
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    model.set_experts_implementation(implementation)
-    return model
 
 
 def gradient_of(model: Any, passes: int = 1) -> Tensor:
@@ -91,7 +67,7 @@ _EXPERT_WIDTH = 56
 )
 def test_dtypes_of_experts_by_implementation(implementation: str, stock: torch.dtype) -> None:
     """The table of docs/experts.md: of torch.autocast, grouped_mm is FP32 (pytorch issue 174763)."""
-    config = transformers.MixtralConfig(**{**_SIZES, "intermediate_size": _EXPERT_WIDTH}, num_local_experts=4)
+    config = transformers.MixtralConfig(**{**SIZES, "intermediate_size": _EXPERT_WIDTH}, num_local_experts=4)
     model = transformers.MixtralForCausalLM(config)
     model.set_experts_implementation(implementation)
     ids = torch.randint(3, 96, (2, 16))

@@ -1,0 +1,114 @@
+"""Findings in mixtures of experts name the expert: five classes, three implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from mixtures import IMPLEMENTATIONS, KINDS, make
+from torch import Tensor, nn
+
+import hf_mp
+from hf_mp import OverflowReport, StaticLossScaler
+
+EXPERTS = "model.layers.1.mlp.experts"
+ALL = pytest.mark.parametrize(("kind", "implementation"), [(k, i) for k in KINDS for i in IMPLEMENTATIONS])
+
+
+def in_forward(layer: nn.Module, *experts: int) -> None:
+    """The products of these experts leave FP16's range."""
+    layer.mlp.experts.gate_up_proj.data[[*experts]] *= 3e5
+
+
+def in_backward(layer: nn.Module, expert: int) -> None:
+    """Small inputs meet the large weights of one expert: at a scale of 2**15, its input's gradient overflows."""
+    layer.post_attention_layernorm.weight.data *= 1e-4
+    weight = layer.mlp.experts.gate_up_proj.data
+    factors = torch.full((len(weight), 1, 1), 1e-3)
+    factors[expert] = 3e4 if hasattr(layer.mlp.experts, "limit") else 1e5  # GPT-OSS cuts what comes from it
+    weight *= factors
+
+
+def batch(length: int = 16) -> Tensor:
+    return torch.randint(3, 96, (2, length), generator=torch.Generator().manual_seed(2))
+
+
+def skipped(
+    kind: str, implementation: str, plant: Callable[[Any], None], ids: Tensor | None = None, precision: str = "fp16"
+) -> OverflowReport:
+    """The report on the one step of a model with a plant in its second layer."""
+    model = make(kind, implementation)
+    plant(model.model.layers[1])
+    runtime = hf_mp.MixedPrecision(precision, loss_scaler=StaticLossScaler(2.0**15))
+    runtime.attach(model)
+    optimizer = runtime.attach_optimizer(torch.optim.SGD(model.parameters(), 1e-3))
+    explainer = hf_mp.explain_overflows(model)
+    ids = batch() if ids is None else ids
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    (report,) = explainer.reports
+    return report
+
+
+@ALL
+def test_the_expert_that_overflows_in_the_forward_is_named(kind: str, implementation: str) -> None:
+    report = skipped(kind, implementation, lambda layer: in_forward(layer, 2))
+    assert (report.phase, report.module, report.tensor) == ("forward", EXPERTS, f"{EXPERTS}.gate_up_proj[2]")
+    assert f"in module {EXPERTS!r}, with '{EXPERTS}.gate_up_proj[2]', in the forward pass" in report.headline
+
+
+@ALL
+def test_the_expert_that_overflows_in_the_backward_is_named(kind: str, implementation: str) -> None:
+    report = skipped(kind, implementation, lambda layer: in_backward(layer, 2))
+    assert (report.phase, report.module, report.tensor) == ("backward", EXPERTS, f"{EXPERTS}.gate_up_proj[2]")
+    assert "in the backward pass" in report.headline and report.smaller_scale_helps
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_comes_after_a_product_is_of_its_experts(implementation: str) -> None:
+    def plant(layer: Any) -> None:
+        layer.mlp.experts.gate_up_proj.data[3] *= 1e3  # twice in a product of both halves
+
+    report = skipped("Mixtral", implementation, plant, precision="fp16-lean")
+    assert (report.op, report.tensor) == ("mul", f"{EXPERTS}.gate_up_proj[3]")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2])
+def test_all_experts_that_overflow_in_one_product_are_named(implementation: str) -> None:
+    report = skipped("Mixtral", implementation, lambda layer: in_forward(layer, 1, 3))
+    assert report.tensor == f"{EXPERTS}.gate_up_proj[1]"
+    assert f"so it is with {EXPERTS}.gate_up_proj[3]" in report.notes
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+def test_a_weight_that_is_not_finite_is_that_of_an_expert(precision: str) -> None:
+    def plant(layer: Any) -> None:
+        layer.mlp.experts.down_proj.data[[1, 2], 0, 0] = torch.tensor([torch.inf, torch.nan])
+
+    report = skipped("Mixtral", "grouped_mm", plant, precision=precision)
+    assert (report.phase, report.tensor) == ("weight", f"{EXPERTS}.down_proj[1]")
+    assert report.inputs[0].shape == (64, 64) and report.inputs[0].inf_count == 1
+    assert f"so it is with {EXPERTS}.down_proj[2]" in report.notes
+
+
+def test_a_weight_beyond_fp16_is_that_of_an_expert() -> None:
+    report = skipped("Mixtral", "grouped_mm", lambda layer: layer.mlp.experts.down_proj.data[3].mul_(1e8))
+    assert (report.phase, report.tensor) == ("weight", f"{EXPERTS}.down_proj[3]")
+    assert [found.name for found in report.inputs] == [
+        f"{EXPERTS}.down_proj[3]", f"{EXPERTS}.down_proj[3], its working copy"
+    ]  # fmt: skip
+    assert "its FP32 value is finite, but FP16 ends at 65504" in report.notes
+
+
+@ALL
+def test_gradients_are_named_by_expert(kind: str, implementation: str) -> None:
+    def plant(layer: Any) -> None:
+        layer.mlp.experts.gate_up_proj.data *= 3e5
+
+    ids = torch.full((1, 4), 5)  # one token: two experts at most get it
+    report = skipped(kind, implementation, plant, ids)
+    names = [name for name in report.nonfinite_gradients if name.startswith(f"{EXPERTS}.down_proj")]
+    assert 1 <= len([name for name in names if "bias" not in name]) <= 2
+    assert all(name.endswith(("[0]", "[1]", "[2]", "[3]")) for name in names), names
