@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from hf_mp.diagnostics.calibration import calibrate
     from hf_mp.diagnostics.comparison import compare_precisions
     from hf_mp.diagnostics.comparison_report import PrecisionComparison
+    from hf_mp.diagnostics.contract.table import PrecisionContract
+    from hf_mp.diagnostics.contract.watch import precision_contract
     from hf_mp.diagnostics.healing import heal_overflows
     from hf_mp.diagnostics.lost_updates import TrainingCheck, check_training
     from hf_mp.diagnostics.overflow import explain_overflows
@@ -57,6 +59,8 @@ _HOME = {
     "custom_fwd": "hf_mp.casting.custom_functions",
     "LogProbabilityGap": "hf_mp.trainer.log_probabilities",
     "log_probability_gap": "hf_mp.trainer.log_probabilities",
+    "PrecisionContract": "hf_mp.diagnostics.contract.table",
+    "precision_contract": "hf_mp.diagnostics.contract.watch",
     "TrainingCheck": "hf_mp.diagnostics.lost_updates",
     "check_training": "hf_mp.diagnostics.lost_updates",
     "calibrate": "hf_mp.diagnostics.calibration",
@@ -117,6 +121,7 @@ __all__ = [
     "NoCheckpointError",
     "OverflowReport",
     "PrecisionComparison",
+    "PrecisionContract",
     "PrecisionPolicy",
     "PrecisionStats",
     "Preempted",
@@ -143,6 +148,7 @@ __all__ = [
     "log_probability_gap",
     "measure_training_memory",
     "memory_footprint",
+    "precision_contract",
     "prepare",
     "record_precision",
     "save_checkpoint",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_mp.diagnostics.contract.table import PrecisionContract
 from hf_mp.diagnostics.healing import Healer
 from hf_mp.diagnostics.magnitude_collector import MagnitudeCollector
 from hf_mp.diagnostics.overflow import OverflowExplainer, is_finding_its_level, runtime_of
@@ -125,6 +126,11 @@ class PrecisionRecorder(StepObserver):
         self._begin()
         record = predicted_record(runtime.model, runtime.policy, self._batch_shape, device=device, **settings)
         self._log.write("predicted memory", **record)
+
+    def note_contract(self, contract: PrecisionContract) -> None:
+        """Record the run's precision contract."""
+        self._begin()
+        self._log.write("contract", **contract.to_dict())
 
     def end(self) -> None:
         """Record the end of the run."""

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from hf_mp.diagnostics import report_charts as charts
+from hf_mp.diagnostics.contract.table import HEADER
 from hf_mp.diagnostics.healing import Healed
 from hf_mp.diagnostics.magnitudes import Histogram, Swamped
 from hf_mp.diagnostics.report_charts import percent
@@ -74,6 +75,8 @@ def render_report(run: RunRecords) -> str:
         overflows=list(run.overflows.values())[:OPEN_ROWS],
         more_overflows=len(run.overflows) - OPEN_ROWS,
         healed=run.healed,
+        contract=run.contract,
+        contract_header=HEADER,
         ranges=run.ranges,
         range_bars=charts.range_bars(run.ranges) if run.ranges else [],
         fp16_max=FP16_MAX,

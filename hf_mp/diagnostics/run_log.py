@@ -2,7 +2,7 @@
 
 ``RUN_DIR/precision_log.jsonl`` holds one JSON object a line. Its ``record`` is ``run`` (settings and versions, once
 for each start), ``step`` (loss scale, headroom, whether it was skipped and why), ``overflow`` (an overflow report),
-``healed`` (a remedy),
+``healed`` (a remedy), ``contract`` (dtypes, from the first step of each start),
 ``magnitudes`` (histograms), ``memory``, ``predicted memory`` or ``end``. Each line is written at once, so a killed
 process loses at most the one that it was writing.
 """
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
+from hf_mp.diagnostics.contract.table import PrecisionContract
 from hf_mp.diagnostics.healing import Healed
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.predicted_memory import PredictedMemory
@@ -96,6 +97,7 @@ class RunRecords:
     steps: dict[int, StepRecord] = field(default_factory=dict)  # in order; of steps repeated after a resume, the last
     overflows: dict[tuple[int, int, int], OverflowReport] = field(default_factory=dict)  # step, micro-batch, rank
     healed: list[Healed] = field(default_factory=list)
+    contract: PrecisionContract | None = None  # of the last start
     ranges: RangeReport | None = None  # of a calibration, saved in the run directory
     shares: dict[int, StepShares] = field(default_factory=dict)  # by step
     latest: StepMagnitudes | None = None
@@ -225,6 +227,8 @@ def _take(run: RunRecords, record: Mapping[str, Any]) -> None:
         case "predicted memory":
             run.why_no_memory = record.get("reason", "")
             run.predicted_memory = None if run.why_no_memory else from_memory_record(record)
+        case "contract":
+            run.contract = PrecisionContract.from_dict(record)
         case "end":
             run.has_ended = True
         case unknown:

@@ -118,6 +118,10 @@ class MixedPrecisionArguments(TrainingArguments):
         False, "Record each step's loss scale, and write OUTPUT_DIR/precision_report.html at the end."
     )
 
+    precision_contract: bool = _option(
+        True, "Print, after the first step, what is stored, computed, summed and saved in which dtype."
+    )
+
     def __post_init__(self) -> None:
         if isinstance(self.precision, torch.dtype):  # it is saved as text
             self.precision = spell(self.precision)

@@ -55,7 +55,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
         tables, rules: as for :class:`hf_mp.autocast`; default ``"compact"`` and none.
         explain_overflows, keep_overflow_batches, on_overflow, max_fp32_share: as in :class:`MixedPrecisionArguments`;
             default: what the Trainer's arguments say, else as there.
-        check_gradients, histogram_steps, histogram_layers, precision_report: as these.
+        check_gradients, histogram_steps, histogram_layers, precision_report, precision_contract: as these.
         fp32_head, exact_generation, log_probability_gap_steps: as these.
         keep_attached: leave the model attached after ``train()``, so that evaluation and ``generate`` run under
             autocast; default False.
@@ -82,6 +82,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
         histogram_steps: int | None = None,
         histogram_layers: Sequence[str] | None = None,
         precision_report: bool | None = None,
+        precision_contract: bool | None = None,
         fp32_head: bool | None = None,
         exact_generation: bool | None = None,
         log_probability_gap_steps: int | None = None,
@@ -136,6 +137,8 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
         # The Trainer expects an entry here for each callback, also in the state of a checkpoint that has none.
         entry = state.stateful_callbacks.setdefault(type(self).__name__, {})
         if session.runtime is None:
+            if model is not None:
+                session.watch_contract(model, lambda: optimizer)
             return
         refuse_missing(model, optimizer, trainer)
         if state.global_step > 0:
@@ -147,6 +150,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
             refuse_late_masters(model, args, resumed=state.global_step > 0)
         session.begin(model)
         session.take_optimizer(optimizer)
+        session.watch_contract(model, lambda: optimizer)
         if trainer is not None:
             session.take_reference(getattr(trainer, "ref_model", None))
             session.check_first_backward(trainer.accelerator)

@@ -8,13 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers import Trainer
 
 from hf_mp._version import __version__
 from hf_mp.diagnostics.report import PAGE_NAME
-from hf_mp.memory.footprint import memory_footprint
-from hf_mp.memory.sizes import largest_first
 from hf_mp.scaling.rules import scale_text
 from hf_mp.trainer.session import OfSession, TrainerSession
 
@@ -30,11 +27,12 @@ def add_to_card(trainer: Trainer, session: TrainerSession) -> None:
     The metadata, and so the ``model-index``, stays as it is. Nothing happens without a card, or with FP32.
     """
     card = Path(str(trainer.args.output_dir), CARD_NAME)
-    model = trainer.model
-    if session.runtime is None or model is None or not trainer.is_world_process_zero() or not card.is_file():
+    if session.runtime is None or not trainer.is_world_process_zero() or not card.is_file():
         return
     text = card.read_text(encoding="utf-8")
-    section = f"{TITLE}\n\n" + "".join(f"- {line}\n" for line in _lines(session, model, card.parent)) + "\n"
+    section = f"{TITLE}\n\n" + "".join(f"- {line}\n" for line in _lines(session, card.parent)) + "\n"
+    if session.contract is not None:
+        section += f"{session.contract.to_markdown()}\n"
     start = text.find(TITLE)
     if start >= 0:
         following = _NEXT_HEADING.search(text, start + len(TITLE))
@@ -62,7 +60,7 @@ def extend_card(trainer: Trainer, adapter: OfSession) -> None:
     vars(trainer)["create_model_card"] = create_model_card
 
 
-def _lines(session: TrainerSession, model: nn.Module, directory: Path) -> Iterator[str]:
+def _lines(session: TrainerSession, directory: Path) -> Iterator[str]:
     assert session.runtime is not None
     policy, scaler, stats = session.settings.policy, session.runtime.scaler, session.runtime.stats
     yield f"precision: `{policy}`, by hf_mp {__version__} (the Trainer's own `fp16` and `bf16` are off)"
@@ -82,6 +80,5 @@ def _lines(session: TrainerSession, model: nn.Module, directory: Path) -> Iterat
         yield 'kept in FP16\'s range by `on_overflow="heal"`: ' + ", ".join(f"`{remedy}`" for remedy in stats.remedies)
     if rules := session.settings.rules:
         yield "own rules: " + ", ".join(f"`{getattr(key, '__name__', key)}` in {rule}" for key, rule in rules.items())
-    yield f"memory of the weights: {largest_first(memory_footprint(model).by_dtype)}"
     if (directory / PAGE_NAME).is_file():
         yield f"[precision report]({PAGE_NAME}) of the run"

@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.utils import logging
 
+from hf_mp.diagnostics.contract.table import PrecisionContract
 from hf_mp.diagnostics.precision_recorder import PrecisionRecorder, record_precision
 from hf_mp.diagnostics.run_log import NoRunError
 from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, TensorMagnitudes
@@ -56,6 +58,14 @@ class TrainerReporting:
                     if (value := getattr(args, name, None)) is not None
                 },
             )
+
+    def show_contract(self, contract: PrecisionContract, risks: str, args: TrainingArguments) -> None:
+        """Print the contract of a run and its risks, and record it for the page; on the first process alone."""
+        if args.process_index == 0:
+            # above the progress bar
+            tqdm.write("\n".join(filter(None, ("precision contract of this run:", str(contract), risks))))
+            if self.recorder is not None:
+                self.recorder.note_contract(contract)
 
     def after_step(self, stats: PrecisionStats, callbacks: Iterable[TrainerCallback], step: int) -> None:
         """Show optimizer step ``step``, which has just ended."""

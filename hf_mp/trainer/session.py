@@ -19,7 +19,10 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer import SCALER_NAME, TRAINER_STATE_NAME
 from transformers.utils import logging
 
+from hf_mp.diagnostics.contract.table import PrecisionContract
+from hf_mp.diagnostics.contract.watch import ContractWatch
 from hf_mp.diagnostics.healing import heal_overflows
+from hf_mp.diagnostics.lost_updates import check_training
 from hf_mp.diagnostics.magnitude_collector import select_layers
 from hf_mp.diagnostics.overflow import explain_overflows
 from hf_mp.diagnostics.overflow_report import OverflowReport
@@ -50,6 +53,7 @@ class TrainerSession:
         runtime: the :class:`MixedPrecision` of the current model, also between runs; None for FP32.
         overflow_reports: an :class:`OverflowReport` for each skipped step of that model that was explained.
         reporting: what shows in the progress bar and TensorBoard, and the recorder.
+        contract: what the first step of the last run showed; None before, and where it is switched off.
     """
 
     def __init__(self, settings: SessionSettings, args: TrainingArguments) -> None:
@@ -59,6 +63,9 @@ class TrainerSession:
             logger.warning("log_probability_gap_steps measures an attached model, and with fp32 none is: no logp_gap")
         self.overflow_reports: list[OverflowReport] = []
         self.reporting = TrainerReporting(settings)
+        self.contract: PrecisionContract | None = None
+        self._watch: ContractWatch | None = None  # until the first step has ended
+        self._optimizer: Callable[[], Any] = lambda: None
         self._model: weakref.ref[nn.Module] | None = None  # that the runtime was made for
         self._references: list[MixedPrecision] = []
         self._end_check: Callable[[], None] = lambda: None
@@ -151,6 +158,27 @@ class TrainerSession:
         if self.runtime is not None and self.settings.check_gradients and self.runtime.check.is_scaled:
             self._end_check = check_first_backward(self.runtime, self.args, accelerator)
 
+    def watch_contract(self, model: nn.Module, optimizer: Callable[[], Any]) -> None:
+        """Have the precision contract taken from the first step of the run that begins, also one in FP32.
+
+        Args:
+            model: of the Trainer.
+            optimizer: gives the run's, once there is one.
+        """
+        self._stop_watching()
+        if self.settings.precision_contract:
+            self._watch, self._optimizer = ContractWatch(model), optimizer
+            self._watch.start()
+            if self.runtime is not None:
+                self.runtime.observers.append(self._watch)
+
+    def _stop_watching(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
+            if self.runtime is not None and watch in self.runtime.observers:
+                self.runtime.observers.remove(watch)
+
     # In the run
 
     @property
@@ -183,7 +211,13 @@ class TrainerSession:
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
     def after_step(self, callbacks: Iterable[TrainerCallback], step: int) -> None:
-        """Show optimizer step ``step``, which has just ended."""
+        """Show optimizer step ``step``, which has just ended; the first one shows the precision contract."""
+        if self._watch is not None:
+            optimizer, model = self._optimizer(), self._watch.model
+            self.contract = self._watch.contract(optimizer)
+            self._stop_watching()
+            risks = check_training(model, optimizer).advice if self.contract.lacks_masters else ""
+            self.reporting.show_contract(self.contract, risks, self.args)
         if self.runtime is not None:
             self.reporting.after_step(self.runtime.stats, callbacks, step)
             for gap in self._gaps():
@@ -278,6 +312,7 @@ class TrainerSession:
     def detach(self) -> None:
         """Leave ordinary FP32 models; the runtime keeps its loss scale and its stats."""
         self._end_check()
+        self._stop_watching()
         self._switch_heads_back(0)
         for reference in self._references:
             reference.detach()

@@ -40,6 +40,7 @@ class SessionSettings:
     histogram_steps: int = 0
     histogram_layers: Sequence[str] | None = None
     precision_report: bool = False
+    precision_contract: bool = True
     log_probability_gap_steps: int = 0
     save_failure: str = "continue"
     save_in_background: bool = False

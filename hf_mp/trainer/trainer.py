@@ -155,6 +155,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._attach()
         self.session.take_reference(getattr(self, "ref_model", None))
+        self.session.watch_contract(cast(nn.Module, self.model), lambda: self.optimizer)
         self.session.check_first_backward(self.accelerator)
         return super()._inner_training_loop(*args, **kwargs)
 

@@ -68,8 +68,10 @@ def test_it_says_what_to_do(gpt2: GPT2LMHeadModel) -> None:
     rows = {one.name: one for one in check.parameters}
     assert rows["transformer.h.0.ln_1.weight"].lost_share == 1.0  # they are 1, and 1 - 1e-5 is 1 in BF16
     assert rows["transformer.h.0.ln_1.bias"].lost_share == 0.0  # they are 0
-    assert "24 of 27 trainable parameters are bfloat16 without an FP32 master" in check.advice
+    assert [risk.kind for risk in check.risks] == ["no masters"]
+    assert "99,968 of 112,832 weights are bf16 without an FP32 master" in check.advice
     assert "at learning rate 1e-05 are less than half a unit in the last place" in check.advice
+    assert "way out: give them masters: MixedPrecisionCallback('bf16')" in check.advice
     (line,) = (line for line in str(check).splitlines() if "ln_1.weight" in line)
     assert [cell.strip() for cell in line.split("│")[1:-1]] == [
         "transformer.h.*.ln_1.weight", "bf16", "no", "128", "100.0%"
@@ -99,15 +101,49 @@ class WithKahanSums(SGD):
             update.sub_(parameter - before)
 
 
-def test_bits_that_an_optimizer_keeps_itself_are_not_seen() -> None:
+class RoundingStochastically(SGD):
+    """Rounds an updated weight up or down, as often as it lies near to either."""
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            exact = parameter.float() - self.param_groups[0]["lr"] * parameter.grad.float()
+            bits = exact.view(torch.int32) + torch.randint(0, 2**16, exact.shape, dtype=torch.int32)
+            parameter.copy_((bits & -(2**16)).view(torch.float32))
+
+
+@pytest.mark.parametrize("kind", [WithKahanSums, RoundingStochastically])
+def test_an_optimizer_that_keeps_bits_itself_is_no_risk(kind) -> None:
     weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
     weight.grad = torch.ones_like(weight)
     model = nn.ParameterList([weight])
-    optimizer = WithKahanSums(model.parameters(), lr=1e-3)
-    assert hf_mp.check_training(model, optimizer).lost_share == 1.0
+    optimizer = kind(model.parameters(), lr=1e-3)
+    random_numbers = torch.get_rng_state()
+    check = hf_mp.check_training(model, optimizer)
+    assert check.lost_share == 1.0 and check.risks == () and check.advice == ""
+    assert torch.equal(random_numbers, torch.get_rng_state())
+    assert not optimizer.state and (weight == 1).all()
     for _ in range(10):
         optimizer.step()
     assert weight.mean().item() == pytest.approx(0.99, abs=4e-3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda one: SGD(one, lr=1e-3),
+        lambda one: SGD(one, lr=1e-3, momentum=0.9),
+        lambda one: AdamW(one, lr=1e-3),
+        lambda one: AdamW(one, lr=torch.tensor(1e-3), fused=True),
+        lambda one: torch.optim.Adafactor(one, lr=1e-3),
+        lambda one: torch.optim.RMSprop(one, lr=1e-3),
+    ],
+)
+def test_no_optimizer_of_torch_keeps_what_rounding_drops(make) -> None:
+    weight = nn.Parameter(torch.ones(64, 2, dtype=torch.bfloat16))
+    weight.grad = torch.full_like(weight, 1e-4)
+    (risk,) = hf_mp.check_training(nn.ParameterList([weight]), make([weight])).risks
+    assert risk.kind == "no masters"
 
 
 def test_half_a_unit_in_the_last_place_is_the_border() -> None:

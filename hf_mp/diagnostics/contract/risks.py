@@ -1,0 +1,291 @@
+"""States of a training that lose bits: each is found by a function of what the training holds, with the way out."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hf_mp.diagnostics.magnitudes import Histogram, histogram
+from hf_mp.policy import LOWER_PRECISION_DTYPES, spell
+
+_LOSES_MANY = 0.01  # share of updates from which on the advice is to keep masters
+_STUCK = 0.5  # share of second moments
+_HARDLY_ANY = 0.01  # rows of an embedding that no token reads keep the values that they were loaded with
+_BETA2 = 0.999
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor that a training or a checkpoint holds, as far as it was looked at.
+
+    Attributes:
+        name: where it is from.
+        dtype: as it is stored.
+        elements: of all of it.
+        values: some of them, of shape (n,), in that dtype.
+        lost: of a weight, the share of its updates that rounding drops; None where their size is not known.
+    """
+
+    name: str
+    dtype: torch.dtype
+    elements: int
+    values: Tensor
+    lost: float | None = None
+
+
+@dataclass
+class Evidence:
+    """What is known of a training, by role.
+
+    Attributes:
+        weights: those that are, or may be, trained.
+        firsts, seconds: moments: averages of gradients, and of their squares.
+        masters: FP32 values next to 16-bit weights.
+        sums: Kahan's: what rounding took from the updates so far.
+        pairs: of some weights, name, values of the master and those of the weight at the same places.
+        learning_rate: the largest; None where it is not known.
+        beta2: the smallest decay of the second moments.
+        keeps_bits: whether the optimizer has its own way to keep small updates, as stochastic rounding.
+        is_training: whether an optimizer updates the weights.
+        is_saved: whether these are files; else a training that runs.
+        config_dtype: what the model's config says.
+    """
+
+    weights: list[Held] = field(default_factory=list)
+    firsts: list[Held] = field(default_factory=list)
+    seconds: list[Held] = field(default_factory=list)
+    masters: list[Held] = field(default_factory=list)
+    sums: list[Held] = field(default_factory=list)
+    pairs: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
+    learning_rate: float | None = None
+    beta2: float = _BETA2
+    keeps_bits: bool = False
+    is_training: bool = False
+    is_saved: bool = False
+    config_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Risk:
+    """A state that loses bits; prints as what it is and what to do.
+
+    Attributes:
+        kind: of :data:`RULES`, as ``"no masters"``.
+        says: what is there, with numbers.
+        way_out: what to do.
+        picture: a histogram of the values that it is about; empty without one.
+    """
+
+    kind: str
+    says: str
+    way_out: str
+    picture: str = ""
+
+    def __str__(self) -> str:
+        return "\n  ".join(filter(None, (f"{self.kind}: {self.says}", self.picture, f"way out: {self.way_out}")))
+
+
+def find_risks(evidence: Evidence) -> tuple[Risk, ...]:
+    """All risks of a training, in the order of :data:`RULES`."""
+    found = ((kind, rule(evidence)) for kind, rule in RULES.items())
+    return tuple(Risk(kind, *words) for kind, words in found if words is not None)
+
+
+Words = tuple[str, ...] | None  # says, way out, picture
+
+
+def _no_masters(evidence: Evidence) -> Words:
+    narrow = [one for one in evidence.weights if one.dtype in LOWER_PRECISION_DTYPES]
+    keeps = evidence.masters or evidence.sums or evidence.keeps_bits
+    if not (narrow and evidence.is_training) or keeps or _are_of_fp32(evidence, narrow):
+        return None
+    known = [(one.elements, one.lost) for one in narrow if one.lost is not None]
+    if known and _mean(known) < _LOSES_MANY:
+        return None
+    share = f"{_mean(known):.0%}" if known else "an unknown share"
+    rate = "" if evidence.learning_rate is None else f" at learning rate {evidence.learning_rate:g}"
+    return (
+        f"{_count(narrow)} of {_count(evidence.weights)} weights are {_spelled(narrow)} without an FP32 master, and "
+        f"{share} of their updates{rate} are less than half a unit in the last place: rounding drops them",
+        "give them masters: MixedPrecisionCallback('bf16') or hf_mp.prepare(model, optimizer, 'bf16'), or load the "
+        "model with dtype=torch.float32" + ("; --keeps-bits for stochastic rounding" if evidence.is_saved else ""),
+    )
+
+
+def _rounded(evidence: Evidence) -> Words:
+    if not (evidence.is_saved and evidence.weights) or evidence.masters or evidence.sums or evidence.keeps_bits:
+        return None
+    whole = _mean((one.elements, 1.0 - _share_of_16_bits(one.values)) for one in evidence.weights)
+    wide = [one for one in evidence.seconds or evidence.firsts if one.dtype is torch.float32]
+    trained = min(1.0, _elements(wide) / _elements(evidence.weights))
+    narrow = [one for one in evidence.weights if one.dtype in LOWER_PRECISION_DTYPES]
+    if not wide or whole > _HARDLY_ANY * trained or (narrow and not _are_of_fp32(evidence, narrow)):
+        return None
+    return (
+        f"the moments are fp32, and {1.0 - whole:.0%} of the weights, stored in {_spelled(evidence.weights)}, are "
+        "16-bit values: FP32 weights were rounded when they were saved, and what goes on from here lacks their bits",
+        "resume from a checkpoint with FP32 weights; save without model.half(), model.to(torch.bfloat16) or a 16-bit "
+        "gather (hf_mp's save_dtype leaves checkpoints in FP32)",
+    )
+
+
+def _stuck_seconds(evidence: Evidence) -> Words:
+    narrow = [one for one in evidence.seconds if one.dtype is torch.bfloat16]
+    stuck = _mean((one.elements, _share_stuck(one.values, evidence.beta2)) for one in narrow)
+    if not narrow or stuck < _STUCK:
+        return None
+    return (
+        f"{_count(narrow)} of the second moments are bf16, and with beta2={evidence.beta2:g} a decay of "
+        f"{1.0 - evidence.beta2:.2g} is less than half a unit in the last place: {stuck:.0%} of them stay where their "
+        "largest gradient took them",
+        "keep moments in FP32: train FP32 weights, whose moments torch makes FP32, or a beta2 of 0.99 and less",
+        f"second moments by magnitude: {picture_of(narrow)}",
+    )
+
+
+def _fp16_moments(evidence: Evidence) -> Words:
+    narrow = [one for one in (*evidence.firsts, *evidence.seconds) if one.dtype is torch.float16]
+    if not narrow:
+        return None
+    zeros = _mean((one.elements, float((one.values == 0).float().mean())) for one in narrow)
+    return (
+        f"{_count(narrow)} of the moments are fp16, where a gradient below 2.4e-4 has a square that is rounded to 0: "
+        f"{zeros:.0%} of them are 0",
+        "keep moments in FP32: train FP32 weights, whose moments torch makes FP32",
+        f"moments by magnitude: {picture_of(narrow)}",
+    )
+
+
+def _other_masters(evidence: Evidence) -> Words:
+    off = {name: share for name, master, weight in evidence.pairs if (share := _share_apart(master, weight)) > 1e-3}
+    if not off:
+        return None
+    first = next(iter(off))
+    return (
+        f"{len(off)} of {len(evidence.pairs)} masters are not what their 16-bit weights are roundings of (of {first}, "
+        f"{off[first]:.0%}): a training that goes on continues from the masters, and an evaluation reads the weights",
+        "save both at one step, or write the masters into the weights first (DeepSpeed: zero_to_fp32.py)",
+    )
+
+
+def _other_config(evidence: Evidence) -> Words:
+    said = evidence.config_dtype
+    wide = [one for one in evidence.weights if one.dtype is torch.float32]
+    rounded = _mean((one.elements, _share_of_16_bits(one.values)) for one in wide)
+    if said not in LOWER_PRECISION_DTYPES or not wide or rounded > 0.5:
+        return None
+    return (
+        f"{_count(wide)} weights are fp32 and config.json says {spell(said)}: from_pretrained rounds them",
+        "load with dtype=torch.float32, or save with a config that says what the weights are in",
+    )
+
+
+RULES: dict[str, Callable[[Evidence], Words]] = {
+    "no masters": _no_masters,
+    "rounded weights": _rounded,
+    "stuck second moments": _stuck_seconds,
+    "fp16 moments": _fp16_moments,
+    "masters disagree": _other_masters,
+    "config disagrees": _other_config,
+}
+
+
+# What the rules are made of
+
+
+@torch.no_grad()
+def lost_share(weight: Tensor, update: Tensor) -> float:
+    """The share of updates that rounding drops: ``weight - update`` is ``weight`` again.
+
+    Args:
+        weight: FP16, BF16 or FP32.
+        update: floating, of the same shape; elements where it is 0 do not count.
+
+    Returns:
+        Between 0 and 1; 0 where nothing counts.
+    """
+    is_lost = (weight.double() - update.double()).to(weight.dtype) == weight
+    counts = update != 0
+    return float((is_lost & counts).sum() / counts.sum().clamp(min=1))
+
+
+def share_lost_at(weight: Tensor, rate: float) -> float:
+    """:func:`lost_share` of updates of this size, as Adam's and Lion's first one is: half up, half down."""
+    size = torch.full_like(weight, rate, dtype=torch.float64)
+    return (lost_share(weight, size) + lost_share(weight, -size)) / 2
+
+
+_ROLES = {
+    "masters": r"master|fp32_groups|fp32_flat_groups|fp32_from_fp16",
+    "sums": r"kahan|compensation|residual|rest$|correction",
+    "seconds": r"exp_avg_sq|square_avg|state2$|\bv$",
+    "firsts": r"exp_avg|momentum_buffer|state1$|\bm$",
+}
+
+
+def role_of(key: str) -> str | None:
+    """The role in :class:`Evidence` of an optimizer's state of this name, as ``"exp_avg_sq"``; None for others."""
+    return next((role for role, words in _ROLES.items() if re.search(words, key)), None)
+
+
+def picture_of(held: Iterable[Held]) -> str:
+    """A histogram over powers of two, as one line."""
+    counts = Histogram(sum((histogram(one.values).counts for one in held), Histogram.empty().counts))
+    octaves = counts.by_octave()
+    if not octaves:
+        return "all are 0"
+    step = -(-(max(octaves) - min(octaves) + 1) // 32)
+    bins = [
+        sum(count for k, count in octaves.items() if first <= k < first + step)
+        for first in range(min(octaves), max(octaves) + 1, step)
+    ]
+    bars = "".join(_BARS[math.ceil(8 * count / max(bins))] for count in bins)
+    return f"2^{min(octaves)} {bars} 2^{max(octaves) + 1}, {counts.zeros / counts.total:.0%} are 0"
+
+
+def _share_stuck(values: Tensor, beta2: float) -> float:
+    """Of second moments, the share that a step with a gradient of 0 leaves as they are."""
+    alive = values[values > 0]
+    return float(((alive.double() * beta2).to(alive.dtype) == alive).float().mean()) if len(alive) else 0.0
+
+
+def _share_of_16_bits(values: Tensor) -> float:
+    """The share of values that BF16 or FP16 holds; 1 where all do."""
+    return max(float((values.to(dtype).to(values.dtype) == values).float().mean()) for dtype in LOWER_PRECISION_DTYPES)
+
+
+def _share_apart(master: Tensor, weight: Tensor) -> float:
+    """The share of weights that are a unit in the last place and more away from their masters."""
+    limits, exact = torch.finfo(weight.dtype), master.double()
+    unit = (exact.abs() * limits.eps).clamp(min=limits.smallest_normal * limits.eps)
+    return float(((exact - weight.double()).abs() > unit).float().mean())
+
+
+def _are_of_fp32(evidence: Evidence, narrow: Sequence[Held]) -> bool:
+    """Whether 16-bit weights in files have FP32 moments, as torch makes them for FP32 weights."""
+    moments = [one for one in evidence.seconds or evidence.firsts if one.dtype is torch.float32]
+    wide = [one for one in evidence.weights if one.dtype is torch.float32]
+    return evidence.is_saved and _elements(moments) - _elements(wide) >= _elements(narrow) / 2
+
+
+def _mean(weighted: Iterable[tuple[int, float]]) -> float:
+    pairs = list(weighted)
+    return sum(count * value for count, value in pairs) / max(1, sum(count for count, _ in pairs))
+
+
+def _elements(held: Iterable[Held]) -> int:
+    return sum(one.elements for one in held)
+
+
+def _count(held: Iterable[Held]) -> str:
+    return f"{_elements(held):,}"
+
+
+def _spelled(held: Iterable[Held]) -> str:
+    return " and ".join(sorted({spell(one.dtype) for one in held}))

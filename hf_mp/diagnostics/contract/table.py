@@ -1,0 +1,109 @@
+"""The precision contract as data, as lines for a console, and as a table of Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
+
+HEADER = ("parameters", "elements", "stored", "computed", "gradient", "reduced", "moments", "saved")
+MOST_ROWS = 6
+NOT_SEEN, NONE = "?", "-"
+
+
+@dataclass(frozen=True)
+class ContractRow:
+    """Parameters of one kind that a training treats alike.
+
+    A dtype is ``"fp32"``, ``"bf16"``, ``"fp16"`` or torch's own word; ``"a/b"`` where there are several, ``"a+b"``
+    where both together are the value, ``"-"`` where there is none, and ``"?"`` where nothing has shown it yet.
+
+    Attributes:
+        kind: ``linear``, ``embeddings``, ``norms``, ``experts``, ``adapters``, ``frozen`` or ``other``.
+        elements: how many parameters these are, on this process.
+        stored: of the parameter; ``"bf16+16"`` is a BF16 weight and the 16 bits that it lacks of FP32, ``"bf16+fp32"``
+            one with an FP32 master in the optimizer.
+        computed: of what the modules gave in the forward.
+        gradient: of what the backward left.
+        reduced: of what travelled between the processes to sum the gradients.
+        moments: of the optimizer's state that has an element for each of the parameter's.
+        saved: of the weight that ``save_model`` writes.
+    """
+
+    kind: str
+    elements: int
+    stored: str
+    computed: str
+    gradient: str
+    reduced: str
+    moments: str
+    saved: str
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """All but kind and elements."""
+        return astuple(self)[2:]
+
+
+@dataclass(frozen=True)
+class PrecisionContract:
+    """What a training stores, computes, sums and saves in which dtype; ``print`` shows a table.
+
+    Attributes:
+        rows: one for each kind of parameter and treatment, the largest first.
+    """
+
+    rows: tuple[ContractRow, ...]
+
+    @classmethod
+    def of(cls, rows: Iterable[ContractRow]) -> PrecisionContract:
+        """Rows of single parameters, those that are alike put together."""
+        elements: dict[tuple[str, ...], int] = {}
+        for row in rows:
+            key = (row.kind, *row.dtypes)
+            elements[key] = elements.get(key, 0) + row.elements
+        found = [ContractRow(kind, count, *dtypes) for (kind, *dtypes), count in elements.items()]
+        return cls(tuple(sorted(found, key=lambda row: -row.elements)))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> PrecisionContract:
+        """What :meth:`to_dict` gave."""
+        return cls(tuple(ContractRow(**row) for row in values["rows"]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @property
+    def lacks_masters(self) -> bool:
+        """Whether 16-bit weights are trained that have no FP32 master."""
+        return any(row.stored in ("fp16", "bf16") and row.kind != "frozen" for row in self.rows)
+
+    def cells(self) -> Iterator[tuple[str, ...]]:
+        """The rows to show, in the order of :data:`HEADER`: kinds that are treated alike together, at most six."""
+        together: dict[tuple[str, ...], list[ContractRow]] = {}
+        for row in self.rows:
+            together.setdefault(row.dtypes, []).append(row)
+        lines = [
+            (", ".join(dict.fromkeys(row.kind for row in rows)), f"{sum(row.elements for row in rows):,}", *dtypes)
+            for dtypes, rows in together.items()
+        ]
+        yield from lines[:MOST_ROWS]
+        if more := len(lines) - MOST_ROWS if len(lines) > MOST_ROWS else 0:
+            yield (f"{more} more", *("" for _ in HEADER[1:]))
+
+    def __str__(self) -> str:
+        lines = [HEADER, *self.cells()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.rjust(width) if index == 1 else cell.ljust(width)
+                for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        )
+
+    def to_markdown(self) -> str:
+        """A table for a model card."""
+        lines = [HEADER, ["---"] * len(HEADER), *self.cells()]
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)

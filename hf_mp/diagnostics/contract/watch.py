@@ -1,0 +1,176 @@
+"""Takes the precision contract from the tensors of a training, and from what one of its steps does."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hf_mp.casting.nested import tensors_in
+from hf_mp.diagnostics.contract.table import NONE, NOT_SEEN, ContractRow, PrecisionContract
+from hf_mp.memory.footprint import gradients_of
+from hf_mp.policy import LOWER_PRECISION_DTYPES, spell
+from hf_mp.scaling.events import StepObserver
+from hf_mp.weights.accelerated import as_accelerated
+from hf_mp.weights.attachable import runtimes_of
+from hf_mp.weights.distributed import is_running, local_part
+from hf_mp.weights.outside_reads import stores_16_bits
+from hf_mp.weights.split_parameter import SplitParameter
+
+# By which gradients travel: DDP's hooks and FSDP2 call these. DDP's own reduction, in C++, sends gradients as they are.
+_COLLECTIVES = ("all_reduce", "all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_single")
+_WORDS = {"experts": ("expert",), "norms": ("norm",), "embeddings": ("embed",), "linear": ("linear", "conv", "head")}
+
+
+class ContractWatch(StepObserver):
+    """Looks on while ``model`` takes a step, from :meth:`start` to :meth:`stop`, with one forward hook for each module.
+
+    What is compiled gets none: hooks would be traced, and compiled anew without them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._computed: dict[nn.Module, set[str]] = defaultdict(set)
+        self._gradients: dict[int, set[str]] = defaultdict(set)
+        self._sent: set[str] = set()
+        self._undo = ExitStack()
+
+    def start(self) -> None:
+        """Put the hooks on."""
+        if all(module._compiled_call_impl is None for module in self.model.modules()):
+            for module in self.model.modules():
+                if module._parameters:
+                    self._undo.callback(module.register_forward_hook(self._ran).remove)
+        for name in _COLLECTIVES if is_running() else ():
+            if (own := getattr(torch.distributed, name, None)) is not None:
+                self._undo.callback(setattr, torch.distributed, name, own)
+                setattr(torch.distributed, name, functools.partial(self._send, own))
+
+    def stop(self) -> None:
+        """Take them off."""
+        self._undo.close()
+
+    def _ran(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._computed[module] |= dtypes_of(tensor for tensor in tensors_in(output) if tensor.is_floating_point())
+
+    def _send(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.is_floating_point()]
+        if given and given[-1].numel() > 1:  # not the agreement on a step; the input comes last
+            self._sent |= dtypes_of(given[-1:])
+        return own(*args, **kwargs)
+
+    def backward_ended(self, largest: Tensor | None = None) -> None:
+        """Note the gradients that are there: an attached model's, before its update frees them."""
+        for parameter in self.model.parameters():
+            self._gradients[id(parameter)] |= dtypes_of(gradients_of(parameter))
+
+    @stores_16_bits
+    def contract(self, optimizer: Any = None, save_dtype: torch.dtype | None = None) -> PrecisionContract:
+        """What was seen so far; ``save_dtype``: to which weights are cast when they are saved, if they are."""
+        self.backward_ended()
+        if (accelerated := as_accelerated(optimizer)) is not None:
+            optimizer = accelerated.optimizer
+        owners: dict[int, tuple[str, nn.Module, nn.Parameter]] = {}
+        computed: dict[int, set[str]] = defaultdict(set)  # by parameter, which several modules may share
+        for path, module in self.model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    owners.setdefault(id(parameter), (f"{path}.{name}", module, parameter))
+                    computed[id(parameter)] |= self._computed.get(module, set())
+        return PrecisionContract.of(
+            self._row(kind_of(name, module, parameter), parameter, computed[key], optimizer, save_dtype)
+            for key, (name, module, parameter) in owners.items()
+        )
+
+    def _row(
+        self, kind: str, parameter: nn.Parameter, computed: set[str], optimizer: Any, save_dtype: torch.dtype | None
+    ) -> ContractRow:
+        elements, dtype = local_part(parameter).numel(), parameter.dtype
+        stored = saved = spell(dtype)
+        if isinstance(parameter, SplitParameter):
+            stored, saved = f"{stored}+16", "fp32"
+        elif dtype in LOWER_PRECISION_DTYPES and getattr(optimizer, "keeps_masters", False):
+            stored += "+fp32"
+        if save_dtype is not None and parameter.is_floating_point():
+            saved = spell(save_dtype)
+        if not parameter.requires_grad:
+            return ContractRow(kind, elements, stored, _said(computed), NONE, NONE, NONE, saved)
+        gradient = _said(self._gradients[id(parameter)])
+        reduced = (_said(self._sent) if self._sent else gradient) if is_running() else NONE
+        moments = NOT_SEEN if optimizer is None else _said(moments_of(optimizer, parameter), NONE)
+        return ContractRow(kind, elements, stored, _said(computed), gradient, reduced, moments, saved)
+
+
+def precision_contract(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    run: Callable[[], Any] | None = None,
+    save_dtype: torch.dtype | None = None,
+) -> PrecisionContract:
+    """What a training stores, computes, sums and saves in which dtype: any training, attached or not.
+
+    It is read from the tensors that are there. What only a step shows (in what modules compute, what travels between
+    processes) is taken while ``run`` runs; else it is ``"?"``, as gradients and moments are before the first step.
+
+    Args:
+        model: any module, under DDP or FSDP2 too.
+        optimizer: over its parameters; torch's, accelerate's around it, or a :class:`hf_mp.MasterWeightOptimizer`.
+        run: takes a step, or a part of one, as ``lambda: model(**batch).loss.backward()``.
+        save_dtype: to which weights are cast when they are saved; default: they are not.
+
+    Returns:
+        A :class:`PrecisionContract`; ``print`` shows a table.
+
+    Raises:
+        TypeError: if ``model`` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"precision_contract takes a model (nn.Module), not {type(model).__name__}: trainer.model")
+    watch = ContractWatch(model)
+    if run is None:
+        return watch.contract(optimizer, save_dtype)
+    runtimes = runtimes_of(model)
+    watch.start()
+    for runtime in runtimes:
+        runtime.observers.append(watch)
+    try:
+        run()
+        return watch.contract(optimizer, save_dtype)
+    finally:
+        watch.stop()
+        for runtime in runtimes:
+            runtime.observers.remove(watch)
+
+
+def kind_of(name: str, module: nn.Module, parameter: nn.Parameter) -> str:
+    """What a contract calls a parameter: frozen, of an adapter, or by the names of its module and of what holds it."""
+    if not parameter.requires_grad:
+        return "frozen"
+    if "lora" in name.lower() or type(module).__module__.startswith("peft."):
+        return "adapters"
+    words = f"{name} {type(module).__name__}".lower()
+    found = (kind for kind, parts in _WORDS.items() if any(part in words for part in parts))
+    return next(found, "linear" if parameter.ndim > 1 else "other")
+
+
+def moments_of(optimizer: Any, parameter: nn.Parameter) -> set[str]:
+    """The dtypes of an optimizer's state that has an element for each of the parameter's, or of all that it has."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    state = [value for value in inner.state.get(parameter, {}).values() if isinstance(value, Tensor) and value.ndim]
+    return dtypes_of([one for one in state if one.numel() == parameter.numel()] or state)
+
+
+def dtypes_of(tensors: Iterable[Tensor]) -> set[str]:
+    """Their dtypes in our words."""
+    return {spell(tensor.dtype) for tensor in tensors}
+
+
+def _said(dtypes: set[str], none: str = NOT_SEEN) -> str:
+    return "/".join(sorted(dtypes)) or none

@@ -1,0 +1,251 @@
+"""The precision contract says what the tensors are and what ran, whatever the settings say."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+from trainer_runs import quick_arguments, tiny_gpt2, token_rows
+from transformers import GPT2LMHeadModel, Trainer
+
+import hf_mp
+from hf_mp import MixedPrecisionArguments, MixedPrecisionCallback, MixedPrecisionTrainer, PrecisionContract
+
+pytestmark = pytest.mark.usefixtures("without_first_check")
+
+
+def contract_of(model: nn.Module, optimizer: Any, batch: dict[str, Any]) -> PrecisionContract:
+    def step() -> None:
+        model(**batch).loss.backward()
+        optimizer.step()
+
+    return hf_mp.precision_contract(model, optimizer, run=step)
+
+
+def rows_of(contract: PrecisionContract, kind: str) -> set[tuple[str, ...]]:
+    return {row.dtypes for row in contract.rows if row.kind == kind}
+
+
+@pytest.mark.parametrize(
+    ("precision", "linear", "norms"),
+    [
+        (None, "bf16 bf16 bf16 - bf16 bf16", "bf16 bf16 bf16 - bf16 bf16"),
+        ("bf16", "fp32 bf16 fp32 - fp32 fp32", "fp32 fp32 fp32 - fp32 fp32"),
+        ("fp16", "fp32 fp16 fp32 - fp32 fp32", "fp32 fp32 fp32 - fp32 fp32"),
+        ("fp16-lean", "fp16+16 fp16 fp16 - fp32 fp32", "fp16+16 fp32 fp16 - fp32 fp32"),
+        ("bf16-lean", "bf16+16 bf16 bf16 - fp32 fp32", "bf16+16 fp32 bf16 - fp32 fp32"),
+    ],
+)
+def test_each_layout_shows_what_it_does(gpt2: GPT2LMHeadModel, batch, precision, linear, norms) -> None:
+    model: Any = gpt2.to(torch.bfloat16)
+    optimizer: Any = AdamW(model.parameters(), lr=1e-3)
+    if precision is not None:
+        model, optimizer = hf_mp.prepare(model, optimizer, precision)
+    contract = contract_of(model, optimizer, batch)
+    assert rows_of(contract, "linear") == {tuple(linear.split())}
+    assert rows_of(contract, "norms") == {tuple(norms.split())}
+    assert contract.lacks_masters == (precision is None)
+    assert sum(row.elements for row in contract.rows) == sum(one.numel() for one in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_bare_master_optimizer_is_seen(gpt2: GPT2LMHeadModel, batch) -> None:
+    model = gpt2.to(torch.bfloat16)
+    contract = contract_of(model, hf_mp.MasterWeightOptimizer(AdamW(model.parameters())), batch)
+    assert rows_of(contract, "linear") == {("bf16+fp32", "bf16", "bf16", "-", "fp32", "bf16")}
+    assert not contract.lacks_masters
+
+
+def test_torch_autocast_is_seen(gpt2: GPT2LMHeadModel, batch) -> None:
+    optimizer = SGD(gpt2.parameters(), lr=1e-3)
+
+    def run() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = gpt2(**batch).loss
+        loss.backward()
+
+    contract = hf_mp.precision_contract(gpt2, optimizer, run=run)
+    assert rows_of(contract, "linear") == {("fp32", "bf16", "fp32", "-", "-", "fp32")}
+
+
+def test_planted_differences_show(gpt2: GPT2LMHeadModel, batch) -> None:
+    """Each plant contradicts the settings, which say bf16 with FP32 masters."""
+    model, optimizer = hf_mp.prepare(gpt2, AdamW(gpt2.parameters()), "bf16")
+    block = model.transformer.h[1]
+    block.mlp.c_fc.register_forward_hook(lambda module, args, output: output.double())
+    block.mlp.c_proj.register_forward_pre_hook(lambda module, args: (args[0].to(torch.bfloat16),))
+    hooked = block.attn.c_proj.weight
+    contract_of(model, optimizer, batch)  # makes the moments
+    optimizer.state[hooked]["exp_avg_sq"] = optimizer.state[hooked]["exp_avg_sq"].to(torch.bfloat16)
+    frozen = block.ln_1.weight.requires_grad_(False)
+    frozen.data = frozen.data.half()
+    model.zero_grad()
+    model(**batch).loss.backward()
+    contract = hf_mp.precision_contract(model, optimizer, run=lambda: model(**batch).loss.backward())
+    linear = rows_of(contract, "linear")
+    assert ("fp32", "float64", "fp32", "-", "fp32", "fp32") in linear
+    assert ("fp32", "bf16", "fp32", "-", "bf16/fp32", "fp32") in linear
+    assert ("fp32", "bf16", "fp32", "-", "fp32", "fp32") in linear
+    (row,) = rows_of(contract, "frozen")
+    assert (row[0], *row[2:]) == ("fp16", "-", "-", "-", "fp16")
+
+
+def test_what_has_not_run_is_not_claimed(gpt2: GPT2LMHeadModel) -> None:
+    (linear,) = rows_of(hf_mp.precision_contract(gpt2), "linear")
+    assert linear == ("fp32", "?", "?", "-", "?", "fp32")
+    (linear,) = rows_of(hf_mp.precision_contract(gpt2, AdamW(gpt2.parameters())), "linear")
+    assert linear[4] == "-"
+    with pytest.raises(TypeError, match=r"precision_contract takes a model \(nn.Module\), not AdamW: trainer.model"):
+        hf_mp.precision_contract(AdamW(gpt2.parameters()))  # type: ignore[arg-type]
+
+
+def test_kinds_have_rows_of_their_own() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
+    model = peft.get_peft_model(tiny_gpt2(torch.bfloat16), config)
+    batch = {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
+    contract = contract_of(model, AdamW([one for one in model.parameters() if one.requires_grad]), batch)
+    assert {row.kind for row in contract.rows} == {"adapters", "frozen"}
+    (adapters,) = rows_of(contract, "adapters")
+    assert adapters == ("fp32", "fp32", "fp32", "-", "fp32", "fp32")
+    assert not contract.lacks_masters
+
+
+class Stacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.ones(4, 4, 4))
+        self.A_log = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.gate[0]) * self.A_log
+
+
+def test_experts_and_lists_are_told_apart() -> None:
+    model = nn.ModuleDict(
+        {"experts": Stacked(), "mixer": Stacked(), "embed": nn.Embedding(4, 4), "last": nn.LayerNorm(4)}
+    )
+    kinds = [row.kind for row in hf_mp.precision_contract(model).rows]
+    assert sorted(kinds) == ["embeddings", "experts", "linear", "norms", "other"]
+
+
+def test_the_table_is_short(gpt2: GPT2LMHeadModel, batch) -> None:
+    for number, module in enumerate(m for m in gpt2.modules() if m._parameters):
+        module.to([torch.float32, torch.float64][number % 2])
+        module.weight.requires_grad_(number % 3 > 0)
+    contract = hf_mp.precision_contract(gpt2, AdamW(gpt2.parameters()))
+    lines = str(contract).splitlines()
+    assert len(lines) <= 8 and max(map(len, lines)) <= 120
+    many = PrecisionContract(
+        tuple(type(contract.rows[0])("linear", 1, f"int{n}", "?", "?", "-", "-", "fp32") for n in range(9))
+    )
+    assert str(many).splitlines()[-1].split()[:2] == ["3", "more"] and len(str(many).splitlines()) == 8
+    assert PrecisionContract.from_dict(contract.to_dict()) == contract
+    assert contract.to_markdown().count("\n") == len(lines) + 1
+
+
+# In a Trainer
+
+
+def train(kind: str, precision: str, path: Path, resume: bool = False, dtype=torch.bfloat16, **settings: Any) -> Any:
+    settings = {
+        "max_steps": 4 if resume else 2,
+        "learning_rate": 1e-5,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    } | settings
+    model = tiny_gpt2(dtype)
+    if kind == "callback":
+        own = {name: settings.pop(name) for name in ("precision_contract",) if name in settings}
+        args = quick_arguments(path, **settings)
+        callbacks = [MixedPrecisionCallback(precision, **own)]
+        trainer: Any = Trainer(model=model, args=args, train_dataset=token_rows(), callbacks=callbacks)
+        session_of = callbacks[0]
+    else:
+        args = quick_arguments(path, MixedPrecisionArguments, precision=precision, **settings)
+        trainer = session_of = MixedPrecisionTrainer(model=model, args=args, train_dataset=token_rows())
+    trainer.train(resume_from_checkpoint=str(path / "checkpoint-2") if resume else None)
+    return trainer, session_of
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("callback", "bf16"), ("subclass", "bf16"), ("subclass", "bf16-lean")])
+def test_it_is_printed_once_at_the_start_and_after_a_resume(kind, precision, tmp_path: Path, capsys) -> None:
+    trainer, adapter = train(kind, precision, tmp_path)
+    assert not any(module._forward_hooks for module in trainer.model.modules())
+    text = capsys.readouterr().out
+    assert text.count("precision contract of this run:") == 1
+    table = text.partition("precision contract of this run:\n")[2].splitlines()
+    stored = {"bf16": "fp32", "bf16-lean": "bf16+16"}[precision]
+    assert any(line.split()[0].startswith("linear") and stored in line.split() for line in table)
+    assert "no masters" not in text
+    contract = adapter.session.contract
+    _, resumed = train(kind, precision, tmp_path, resume=True)
+    assert capsys.readouterr().out.count("precision contract of this run:") == 1
+    assert resumed.session.contract == contract
+
+
+@pytest.mark.parametrize("kind", ["callback", "subclass"])
+def test_a_stock_run_shows_its_own_and_what_it_loses(kind, tmp_path: Path, capsys) -> None:
+    _, adapter = train(kind, "fp32", tmp_path)
+    text = capsys.readouterr().out
+    assert adapter.session.contract.lacks_masters
+    assert "no masters: " in text and "at learning rate 1e-05" in text
+
+
+@pytest.mark.parametrize("kind", ["callback", "subclass"])
+def test_one_argument_switches_it_off(kind, tmp_path: Path, capsys) -> None:
+    _, adapter = train(kind, "bf16", tmp_path, precision_contract=False)
+    assert "precision contract" not in capsys.readouterr().out and adapter.session.contract is None
+
+
+def test_a_training_is_the_same_with_and_without_it(tmp_path: Path) -> None:
+    one, _ = train("subclass", "fp16", tmp_path / "with")
+    other, _ = train("subclass", "fp16", tmp_path / "without", precision_contract=False)
+    for parameter, same in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(parameter, same)
+
+
+def test_page_and_card_have_it(tmp_path: Path) -> None:
+    trainer, adapter = train("subclass", "bf16", tmp_path, precision_report=True)
+    trainer.create_model_card()
+    assert adapter.session.contract.to_markdown() in (tmp_path / "README.md").read_text()
+    page = (tmp_path / "precision_report.html").read_text()
+    assert "Precision contract" in page
+    for cell in next(adapter.session.contract.cells()):
+        assert f"<td>{cell}</td>" in page
+
+
+class FailingModel(GPT2LMHeadModel):
+    def forward(self, input_ids: Any = None, labels: Any = None) -> Any:
+        raise RuntimeError("no forward today")
+
+
+def test_a_failed_first_step_leaves_no_hook(tmp_path: Path) -> None:
+    model = tiny_gpt2()
+    model.__class__ = FailingModel
+    args = quick_arguments(tmp_path, MixedPrecisionArguments, precision="bf16", max_steps=1)
+    trainer = MixedPrecisionTrainer(model=model, args=args, train_dataset=token_rows())
+    with pytest.raises(RuntimeError, match="no forward today"):
+        trainer.train()
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_thousand_tensors_take_a_second() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(500)))
+    optimizer = SGD(model.parameters(), lr=1e-3)
+
+    def run() -> None:
+        model(torch.ones(1, 8)).sum().backward()
+
+    run()
+    began = time.perf_counter()
+    run()
+    alone = time.perf_counter() - began
+    began = time.perf_counter()
+    hf_mp.precision_contract(model, optimizer, run=run)
+    assert time.perf_counter() - began - alone < 1.0
