@@ -56,7 +56,8 @@ def test_the_subclass_writes_a_section(gpt2: GPT2LMHeadModel, data: Any, tmp_pat
     for words in (
         "- precision: `fp16`, by hf_mp ", "- loss scaling: headroom, at 1024 first", "- skipped steps: 0 of 3",
         "- own rules: `lm_head` in fp32, `softmax` in fp32",
-        "| parameters | elements | stored | computed | gradient | reduced | moments | saved |\n| --- |", "\n| linear | ",
+        "| parameters | elements | stored | computed | gradient | reduced | moments | saved |\n| --- |",
+        "\n| linear | ",
         "- [precision report](precision_report.html) of the run",
     ):  # fmt: skip
         assert words in text
