@@ -35,7 +35,7 @@ from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.events import StepObserver, check_on_overflow
 from hf_mp.scaling.rules import FP16_MAX, StepReport, scale_text, scale_with_headroom
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.distributed import ddp_of, is_sharded
+from hf_mp.weights.distributed import is_sharded
 
 logger = logging.get_logger(__name__)
 
@@ -103,7 +103,7 @@ class Healer(StepObserver):
         self._ddp: Any = None
 
     def forward(self, forward: Any, args: Any, kwargs: Any) -> None:
-        self._ddp = ddp_of(self._runtime.model) if self._runtime.model is not None else None
+        self._ddp = self._runtime.placement.ddp
 
     def overflowed(self, optimizer: Optimizer) -> StepReport | None:
         """Heal a step that overflowed, and run it again.

@@ -25,10 +25,11 @@ from hf_mp.step.gradients import GradientCheck, Verdict
 from hf_mp.step.update import StepGuard
 from hf_mp.weights.accelerated import as_accelerated
 from hf_mp.weights.attachable import NO_BORDER, RUNTIMES, check_attachable, check_layout, check_optimizer
-from hf_mp.weights.distributed import Ranks, ddp_of, has_processes
+from hf_mp.weights.distributed import ALONE, has_processes, placement_of
 from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.layout import WeightLayout, make_layout, too_large
 from hf_mp.weights.optimizer_in_backward import FreeGradients, OptimizerInBackward, check_free_gradients
+from hf_mp.weights.ranks import Ranks
 from hf_mp.weights.reading_region import cache_patches, make_region
 from hf_mp.weights.region import Region
 from hf_mp.weights.slots import GROUP_ELEMENTS, Slots
@@ -54,7 +55,8 @@ class MixedPrecision:
         switches: ``fp32_head=True``, ``exact_generation=True``, as in :class:`PrecisionPolicy`.
 
     Attributes:
-        policy, scaler, stats: the :class:`PrecisionStats`; step_was_skipped: whether the last step was.
+        policy, scaler, stats: the :class:`PrecisionStats`; step_was_skipped: whether the last step was; placement: how
+            the model is spread over processes.
 
     Raises TypeError or ValueError for an unknown policy, or ``free_gradients`` or ``max_grad_norm`` without effect.
     """
@@ -82,6 +84,7 @@ class MixedPrecision:
         self.step_was_skipped = self.is_of_session = False  # a Trainer's, whose next session takes the model over
         self.stats = PrecisionStats.before_first_step(self.scaler.get_scale())
         self._model: weakref.ref[nn.Module] | None = None
+        self.placement = ALONE  # over processes
         self._patches: weakref.finalize[..., nn.Module] | None = None  # takes them off with the model
         self._forwards, self._guards = list[weakref.ref[AttachedForward]](), list[StepGuard]()
         updates = [OptimizerInBackward(max_grad_norm, self._backward_ended)] if free_gradients == "backward" else []
@@ -105,8 +108,9 @@ class MixedPrecision:
             return model
         if self.model is not None:
             raise ValueError("this MixedPrecision has a model already: detach() it, or make another one")
-        check_attachable(model)
-        check_layout(model, self.policy, is_scaled=self.scaler.is_scaling)
+        self.placement = placement_of(model)
+        check_attachable(model, self.placement)
+        check_layout(model, self.placement, self.policy, is_scaled=self.scaler.is_scaling)
         try:
             self._take_model(model)
             self._use_layout_for(model.parameters())
@@ -160,6 +164,7 @@ class MixedPrecision:
             accelerated.optimizer = self.attach_optimizer(accelerated.optimizer)
             return optimizer
         check_optimizer(optimizer, self.model)
+        self.placement = placement_of(self.model)
         self._use_layout_for(parameter for group in optimizer.param_groups for parameter in group["params"])
         optimizer = self.layout.wrap(optimizer)
         state_to_fp32(optimizer)
@@ -184,7 +189,8 @@ class MixedPrecision:
         if self._patches is None:  # a deep copy, which is whole now
             self._take_model(model)
         if has_processes():  # DDP or FSDP may have come after attach()
-            self.ranks.note_forward(model, is_lean=self.policy.is_lean)
+            self.placement = placement_of(model)
+            self.ranks.note_forward(model, self.placement, is_lean=self.policy.is_lean)
             self._use_layout_for(model.parameters())
         if (parameter := next(model.parameters(), None)) is not None:
             self.scaler.scale_tensors(parameter.device)
@@ -208,18 +214,19 @@ class MixedPrecision:
     ) -> Slots:
         """The weights of one forward of ``model``, of this ``kind``, whose borders ask ``crossings``."""
         # DDP takes a parameter for ready as soon as the border that it shares has run.
-        is_alone = self.in_backward is None and not (has_processes() and ddp_of(model) is not None)
+        is_alone = self.in_backward is None and self.placement.ddp is None
         elements = GROUP_ELEMENTS if is_alone else 1
         uses, made_earlier = None if in_fp32 else self.region.uses, self.region.made_earlier
         return Slots(self.layout, model, crossings, has_grad, self.check.is_scaled, uses, made_earlier, elements, kind)
 
     def _use_layout_for(self, parameters: Iterable[Tensor]) -> None:
-        before, self.layout = self.layout, self.ranks.layout_for(parameters, self.layout, self.model)
+        model, placement, before = self.model, self.placement, self.layout
+        self.layout = self.ranks.layout_for(parameters, before, model, placement)
         if self.layout is not before:
             before.copies.clear()
             self.check.layout = self.region.layout = self.layout
-        if self.model is not None:
-            self.layout.join_ranks(self.model, self, self.region.fp32_modules)
+        if model is not None:
+            self.layout.join_ranks(model, placement, self, self.region.fp32_modules)
 
     def _trained_parameters(self) -> list[nn.Parameter]:
         return self.layout.trained_parameters(self.model, [guard.optimizer for guard in self._guards])
@@ -256,7 +263,8 @@ class MixedPrecision:
                 return report
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if has_processes():  # FSDP may have come since, around the model too
-            self.ranks.check_optimizer(optimizer, self.model)
+            self.placement = placement_of(self.model)
+            self.ranks.check_optimizer(optimizer, self.model, self.placement)
             self._use_layout_for(parameters)
         return self.check.verdict(parameters)
 

@@ -34,6 +34,7 @@ from hf_mp.trainer.logged_gap import LoggedGap
 from hf_mp.trainer.reporting import TrainerReporting
 from hf_mp.trainer.settings import SessionSettings
 from hf_mp.weights.attachable import check_attachable, runtimes_of
+from hf_mp.weights.distributed import placement_of
 from hf_mp.weights.reading_layout import ReadingLayout
 
 logger = logging.get_logger(__name__)
@@ -80,7 +81,7 @@ class TrainerSession:
             ValueError: naming the reason and the way out.
         """
         if self.runtime is not None and not _runtimes_of(model):
-            check_attachable(model)
+            check_attachable(model, placement_of(model))
             select_layers(model, self.settings.histogram_layers)
 
     def begin(self, model: nn.Module, *, measures_norm: bool = False) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hf_mp.casting.replacements.base import ReplacedForward
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.weights.distributed import check_masters, check_parallelism, updates
+from hf_mp.weights.distributed import Placement, check_masters, check_placement, updates
 from hf_mp.weights.split_parameter import SplitParameter
 
 UNKNOWN_OPTIMIZER = (
@@ -69,7 +69,7 @@ def detach(model: _Module) -> _Module:
     return model
 
 
-def check_attachable(model: nn.Module) -> None:
+def check_attachable(model: nn.Module, placement: Placement) -> None:
     """Raise a ValueError if mixed precision cannot be attached to ``model`` in any layout."""
     if isinstance(model, nn.DataParallel):
         raise ValueError("DataParallel replicates a model behind our back: use DistributedDataParallel (torchrun)")
@@ -77,7 +77,7 @@ def check_attachable(model: nn.Module) -> None:
         raise ValueError(
             f"{type(model).__name__} has no floating parameters, so there is nothing to train in mixed precision"
         )
-    check_parallelism(model)
+    check_placement(model, placement)
     if runtimes_of(model):
         raise ValueError(
             f"this {type(model).__name__}, or a part of it, is attached to a MixedPrecision already: call "
@@ -85,7 +85,7 @@ def check_attachable(model: nn.Module) -> None:
         )
 
 
-def check_layout(model: nn.Module, policy: PrecisionPolicy, *, is_scaled: bool) -> None:
+def check_layout(model: nn.Module, placement: Placement, policy: PrecisionPolicy, *, is_scaled: bool) -> None:
     """Raise a ValueError if mixed precision cannot be attached to ``model`` with this policy."""
     if policy.is_lean and isinstance(model, DistributedDataParallel):
         raise ValueError(
@@ -95,7 +95,7 @@ def check_layout(model: nn.Module, policy: PrecisionPolicy, *, is_scaled: bool) 
     if policy.exact_generation and (reasons := list(_inexact(model))):
         raise ValueError(f"exact_generation=True would not be exact for {type(model).__name__}: {reasons[0]}")
     if not policy.is_lean:
-        check_masters(model)
+        check_masters(model, placement)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, SplitParameter) and parameter.is_saved_in_full:
             raise ValueError(

@@ -1,230 +1,21 @@
-"""Several processes: which of them train a model together, and how they come to one decision at each step.
-
-Every process measures its own gradients (under FSDP its own shards), but all must skip the same steps and hold the same
-loss scale: one all-reduce of one number at each step.
-"""
+"""How a model is spread over processes: looked up in one walk, for all who decide by it."""
 
 from __future__ import annotations
 
-import json
-import math
 import sys
-import warnings
-import weakref
-import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES
-from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.model_walk import modules_of, parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not in every build of torch
-
-_NOT_MEASURED = -1.0
-
-
-def to_number(report: StepReport) -> float:
-    """A report as one number whose maximum over all processes is the report of all: inf for an overflow, never NaN."""
-    found = _NOT_MEASURED if report.largest_gradient is None else report.largest_gradient
-    return math.inf if report.overflow or not math.isfinite(found) else found
-
-
-def to_report(number: float) -> StepReport:
-    """The report that :func:`to_number` made a number of."""
-    if number == math.inf:
-        return StepReport(overflow=True)
-    return StepReport(overflow=False, largest_gradient=None if number < 0.0 else number)
-
-
-def _device_for(group: ProcessGroup, preferred: torch.device) -> torch.device:
-    served = [part.partition(":")[0] for part in torch.distributed.get_backend_config(group).split(",")]
-    return preferred if preferred.type in served else torch.device(served[0])
-
-
-class Ranks:
-    """Which processes train one model together: those of the DDP that it runs in, or of the meshes that FSDP uses.
-
-    Processes that train models of their own, each without DDP and FSDP, never wait for each other here.
-    """
-
-    def __init__(self, settings: Callable[[], Mapping[str, Any]]) -> None:
-        self._groups: list[ProcessGroup] = []
-        self._stepped = False
-        self._settings = settings
-        self._compared: list[ProcessGroup] = []
-        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()  # DDPs and optimizers
-
-    def note_attached(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Warn if a rank that came before stores the weights of the same model in another ``dtype``.
-
-        DDP's constructor sends weights without comparing dtypes, and gloo then aborts. Nobody waits here: the rank that
-        comes last sees what the others have. Ranks that train models of their own may differ.
-        """
-        if not is_running() or (store := _default_store()) is None:
-            return
-        shapes = [(name, None if is_lazy(p) else p.shape) for name, p in model.named_parameters()]
-        name = _next_key(f"attached/{_digest([type(model).__qualname__, *shapes])}")
-        keys = {one: f"{name}/{one}" for one in (torch.float32, *LOWER_PRECISION_DTYPES)}
-        store.set(keys.pop(dtype), str(get_rank()))
-        for other, key in keys.items():
-            if store.check([key]):
-                warnings.warn(
-                    f"rank {store.get(key).decode()} stores the weights of a {type(model).__name__} like this one in "
-                    f"{other}, and rank {get_rank()} in {dtype}: if one DistributedDataParallel is to hold both, it "
-                    "fails to send them. Give all ranks of one model the same precision",
-                    stacklevel=3,
-                )
-
-    def note_forward(self, model: nn.Module, *, is_lean: bool) -> None:
-        """Look in which DDP a forward of ``model`` runs, and whether FSDP shards it; called when one begins."""
-        if not is_running():
-            return
-        check_parallelism(model)
-        if not is_lean:
-            check_masters(model)
-        if not torch.is_grad_enabled():
-            return
-        if self._stepped:
-            self._groups, self._stepped = [], False
-        ddp = ddp_of(model)
-        if ddp is not None and ddp not in self._checked:
-            check_reduced_dtypes(ddp)
-            self._checked.add(ddp)
-        if ddp is not None and not is_lean:
-            check_hooks(ddp)
-        # Inside join() other processes may have no batch left and so no step to agree on. There all gradients are
-        # those of the all-reduce, and who steps decides alike.
-        if ddp is not None and ddp.process_group not in self._groups and not ddp._join_config.enable:
-            self._groups.append(ddp.process_group)
-            self._compare(ddp.process_group, model)
-
-    def check_optimizer(self, optimizer: Any, model: nn.Module | None) -> None:
-        """Raise a ValueError if FSDP2 has put shards in the places of all parameters that ``optimizer`` holds."""
-        if model is None or optimizer in self._checked or self._groups or not is_running() or not is_sharded(model):
-            return
-        self._checked.add(optimizer)
-        if not updates(optimizer, model):
-            raise ValueError(
-                f"no parameter of this {type(optimizer).__name__} is in the model any more: fully_shard put shards in "
-                "their places. Make the optimizer after it, from model.parameters(), and attach it then"
-            )
-
-    def layout_for(self, parameters: Iterable[Tensor], layout: Any, model: nn.Module | None) -> Any:
-        """The :class:`WeightLayout` to go on with, after ``layout``, for parameters of ``model`` or its optimizer."""
-        if not is_running() and (model is None or not is_tensor_parallel(model)):  # a mesh may be of one process
-            return layout
-        parameters = list(parameters)
-        for group in mesh_groups(parameters):
-            self._compare(group, model)
-        return layout.for_parameters(parameters, model)
-
-    def _compare(self, group: ProcessGroup, model: nn.Module | None) -> None:
-        if group not in self._compared and torch.distributed.get_world_size(group) > 1:
-            self._compared.append(group)
-            compare_settings(group, {**self._settings(), "model": None if model is None else _spell(model)})
-
-    def gradients_are_final(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether nobody reduces gradients after a backward: a loop's own ``all_reduce`` raises no version counter."""
-        return not is_running() or bool(self._groups) or any(is_dtensor(parameter) for parameter in parameters)
-
-    def agree(self, report: StepReport, parameters: Iterable[Tensor]) -> StepReport:
-        """The report of all processes that train ``parameters``: a collective call; ``report`` itself on a single one.
-
-        It travels as one number, on the parameters' device if the group's backend can (gloo on CPUs, NCCL on GPUs).
-        """
-        if not is_running():
-            return report
-        parameters = list(parameters)
-        self._stepped = True
-        device = next((local_part(p).device for p in parameters), torch.device("cpu"))
-        for group in [*self._groups, *mesh_groups(parameters)]:  # one after the other: the dimensions of a mesh
-            if torch.distributed.get_world_size(group) > 1:
-                number = torch.tensor([to_number(report)], dtype=torch.float32, device=_device_for(group, device))
-                torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=group)
-                report = to_report(number.item())
-        return report
-
-    def gather(self, value: Any) -> list[Any]:
-        """What each process that trains the model along has given: a collective call, with a value that pickles."""
-        found = [value]
-        for group in self._groups if is_running() else ():
-            found = [None] * torch.distributed.get_world_size(group)
-            torch.distributed.all_gather_object(found, value, group=group)
-        return found
-
-    def average(self, gradients: Iterable[Tensor]) -> None:
-        """The mean over these processes, in place, as DDP takes it: a collective call for each."""
-        for gradient in gradients:
-            for group in self._groups if is_running() else ():
-                torch.distributed.all_reduce(gradient, group=group)
-                gradient.div_(torch.distributed.get_world_size(group))
-
-
-def compare_settings(group: ProcessGroup, settings: Mapping[str, Any]) -> None:
-    """Raise a ValueError, on all ranks of ``group``, if not all of them call this with the same ``settings``.
-
-    It names the first that differs, from which others may follow. A rank that does not come ends the others' wait
-    after the timeout of ``init_process_group``: a RuntimeError.
-    """
-    ranks, store, name = torch.distributed.get_process_group_ranks(group), _default_store(), _next_key(group.group_name)
-    if store is None:
-        return
-    keys = {rank: f"{name}/{rank}" for rank in ranks}
-    store.set(keys[get_rank()], json.dumps(settings, default=repr))
-    try:
-        store.wait(list(keys.values()), 0.9 * store.timeout)  # before the others' collectives end the job
-    except RuntimeError as error:
-        late = ", ".join(str(rank) for rank, key in keys.items() if not store.check([key]))
-        raise RuntimeError(
-            f"rank {late} has not attached mixed precision as rank {get_rank()} has, or has not come so far: all of "
-            f"ranks {ranks} train one model, so all must attach it alike"
-        ) from error
-    found = {rank: json.loads(said) for rank, said in zip(keys, store.multi_get(list(keys.values())), strict=True)}
-    for name in dict.fromkeys(name for one in found.values() for name in one):
-        if len({repr(one.get(name)) for one in found.values()}) > 1:
-            said = "; ".join(f"rank {rank} has {name}={one.get(name)}" for rank, one in found.items())
-            raise ValueError(f"ranks that train one model have different settings: {said}. Give all of them the same")
-
-
-def _default_store() -> Any:
-    """The store of all processes; None where there is none to ask: MPI, a fake process group, another torch."""
-    distributed: Any = torch.distributed
-    find_store = getattr(distributed.distributed_c10d, "_get_default_store", None)  # private
-    return None if find_store is None or distributed.get_backend() == "fake" else find_store()
-
-
-def _spell(model: nn.Module) -> str:
-    """What must be alike of a model of which all ranks have a copy or a part."""
-    parameters = [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()]
-    elements = sum(math.prod(shape) for _, shape, _ in parameters)
-    trained = sum(math.prod(shape) for _, shape, is_trained in parameters if is_trained)
-    return f"{type(model).__name__} of {elements:,} elements, {trained:,} trained, shapes {_digest(parameters)}"
-
-
-def _digest(values: list[Any]) -> str:
-    return f"{zlib.crc32(repr(values).encode()):08x}"
-
-
-def _next_key(name: str) -> str:
-    _COMPARISONS[name] += 1
-    return f"hf_mp/{name}/{_COMPARISONS[name]}"
-
-
-_COMPARISONS: Counter[str] = Counter()  # by name, counted alike on all ranks
-
-
-def ddp_of(model: nn.Module) -> DistributedDataParallel | None:
-    """The DDP in which a forward of ``model`` runs."""
-    is_ddp = isinstance(model, DistributedDataParallel)
-    return model if is_ddp else DistributedDataParallel._get_active_ddp_module()  # type: ignore[return-value]
 
 
 def is_running() -> bool:
@@ -300,71 +91,101 @@ def fsdp_modules(model: nn.Module) -> Iterator[Any]:
     return (module for module in modules_of(model) if fsdp is not None and isinstance(module, fsdp.FSDPModule))
 
 
-def check_parallelism(model: nn.Module) -> None:
-    """Raise a ValueError where a model is spread over processes in a way that mixed precision cannot follow."""
-    if _is_flattened(model):
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """How one model is spread over processes, as :func:`placement_of` finds it."""
+
+    ddp: DistributedDataParallel | None = None  # in which a forward runs now
+    fsdp: tuple[Any, ...] = ()  # the modules that FSDP2 shards
+    dtensors: tuple[Any, ...] = ()  # the parameters that are DTensors
+    # Whether FSDP1 holds it, also while its forward runs and it shows views in the places of parameters.
+    is_flattened: bool = False
+    # Whether products compute with DTensors: it has some, and FSDP2 does not make them whole before.
+    is_tensor_parallel: bool = False
+
+
+ALONE = Placement()
+
+
+def placement_of(model: nn.Module | None) -> Placement:
+    """How ``model`` is spread now: DDP and FSDP may come at any time. :data:`ALONE` without a process group."""
+    if model is None or not has_processes():
+        return ALONE
+    modules, parameters, fsdp = modules_of(model), parameters_of(model), tuple(fsdp_modules(model))
+    spread = {
+        module
+        for module in modules
+        if not vars(module).get("_is_fsdp_managed_module")  # fully_shard's mark, also where it wraps from outside
+        and any(is_dtensor(parameter) for parameter in module._parameters.values() if parameter is not None)
+    }
+    # torch's composable replicate(), an FSDPModule too, leaves no mark.
+    is_parallel = bool(spread) and not spread <= {inner for module in fsdp for inner in module.modules()}
+    fsdp1 = sys.modules.get("torch.distributed.fsdp")
+    is_flattened = fsdp1 is not None and (
+        any(isinstance(module, fsdp1.FullyShardedDataParallel) for module in modules)
+        or any(not isinstance(p, nn.Parameter) or hasattr(p, "_fsdp_flattened") for p in parameters)
+    )
+    return Placement(_ddp_of(model), fsdp, tuple(filter(is_dtensor, parameters)), is_flattened, is_parallel)
+
+
+def _ddp_of(model: nn.Module) -> DistributedDataParallel | None:
+    is_ddp = isinstance(model, DistributedDataParallel)
+    return model if is_ddp else DistributedDataParallel._get_active_ddp_module()  # type: ignore[return-value]
+
+
+def check_placement(model: nn.Module, placement: Placement) -> None:
+    """Raise a ValueError where ``model`` is spread over processes in a way that mixed precision cannot follow."""
+    if placement.is_flattened:
         raise ValueError(
             "FSDP1 (FullyShardedDataParallel) flattens parameters, and there is nothing left to give a working copy: "
             "use FSDP2 (fsdp_version 2, torch.distributed.fsdp.fully_shard)"
         )
-    for module in fsdp_modules(model):
+    for module in placement.fsdp:
         policy = module._get_fsdp_state()._mp_policy
         if not {policy.param_dtype, policy.reduce_dtype} <= {None, torch.float32}:
             raise ValueError(
                 f"fully_shard(mp_policy={policy}) is a mixed precision of FSDP's own: leave mp_policy "
                 "out, so that FP32 masters are gathered and FP32 gradients reduced"
             )
-    _check_placements(model)
+    if placement.is_tensor_parallel and placement.fsdp:  # torch refuses DistributedDataParallel itself
+        raise ValueError(
+            "this model is tensor parallel, and fully_shard wraps a part of it: leave that out, or load it without "
+            "tp_plan"
+        )
+    if placement.is_tensor_parallel:
+        check_heads(model, placement.dtensors[0].device_mesh.size())
+    for parameter in placement.dtensors:
+        _check_dtensor(parameter, placement, model)
 
 
-def _is_flattened(model: nn.Module) -> bool:
-    """Whether FSDP1 holds ``model``, also while its forward runs and it shows views in the places of parameters."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and (
-        any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules_of(model))
-        or any(not isinstance(p, nn.Parameter) or hasattr(p, "_fsdp_flattened") for p in parameters_of(model))
-    )
+def _check_dtensor(parameter: Any, placement: Placement, model: nn.Module) -> None:
+    placements, mesh, first = parameter.placements, parameter.device_mesh, placement.dtensors[0]
+    # (Shard,) is FSDP, (Replicate, Shard) its hybrid form; anything else is (also) tensor parallelism.
+    is_hybrid = len(placements) == 2 and placements[0].is_replicate()
+    if len(placements) > 1 and (placement.is_tensor_parallel or not is_hybrid):
+        raise ValueError(
+            f"{_name_of(parameter, model)} is placed as {tuple(placements)}: tensor parallelism works alone, over "
+            "a mesh of one dimension; leave FSDP2 and other dimensions out, or use FSDP2 alone"
+        )
+    if placement.is_tensor_parallel and mesh != first.device_mesh:
+        raise ValueError(
+            f"{_name_of(parameter, model)} is spread over {mesh} and {_name_of(first, model)} over "
+            f"{first.device_mesh}: tensor parallelism needs one mesh for the whole model"
+        )
 
 
-def check_masters(model: nn.Module) -> None:
-    """Raise a ValueError where DDP or FSDP2 holds trained parameters in 16 bits."""
-    wrapper = "DistributedDataParallel" if isinstance(model, DistributedDataParallel) else "fully_shard"
-    if wrapper == "fully_shard" and not is_sharded(model):
+def check_masters(model: nn.Module, placement: Placement) -> None:
+    """Raise a ValueError where DDP or FSDP2 holds trained parameters of ``model`` in 16 bits."""
+    is_ddp = isinstance(model, DistributedDataParallel)
+    if not is_ddp and not placement.fsdp:
         return
+    wrapper = "DistributedDataParallel" if is_ddp else "fully_shard"
     for parameter in parameters_of(model):
         if parameter.requires_grad and parameter.dtype in LOWER_PRECISION_DTYPES:
             raise ValueError(
                 f"{_name_of(parameter, model)} is {parameter.dtype} and {wrapper} holds it already, so it cannot be "
                 f"given an FP32 master: attach mixed precision to the model before {wrapper}, or load it in FP32"
             )
-
-
-def check_reduced_dtypes(ddp: Any) -> None:
-    """Raise a ValueError if DDP took parameters over in other dtypes than they have: it reduces none of those."""
-    logged: dict[str, str] = getattr(ddp, "_get_ddp_logging_data", dict)()
-    held = set(filter(None, logged.get("dtypes", "").split(", ")))
-    dtypes = {parameter.dtype for parameter in ddp.module.parameters() if parameter.requires_grad}
-    now = {_DTYPES_OF_DDP[dtype] for dtype in dtypes & _DTYPES_OF_DDP.keys()}
-    if held and now and held != now:
-        raise ValueError(
-            f"DistributedDataParallel holds parameters of {', '.join(sorted(held))}, and they are "
-            f"{', '.join(sorted(now))} since mixed precision was attached, so that it would reduce no gradients: "
-            "attach it to the model first, and wrap it then"
-        )
-
-
-def check_hooks(ddp: Any) -> None:
-    """Raise a ValueError if DDP rounds gradients to FP16 by a hook of torch's: they are unscaled then."""
-    for hook, _ in getattr(ddp, "_comm_hooks", ()):
-        if getattr(hook, "__name__", "").startswith("fp16_compress"):
-            raise ValueError(
-                f"{hook.__name__} rounds gradients to FP16 that are unscaled already, so that small ones become 0: "
-                "leave register_comm_hook out, or have the policy send scaled ones, as in 'fp16,reduce=fp16' and "
-                "'bf16,reduce=bf16'"
-            )
-
-
-_DTYPES_OF_DDP = {torch.float32: "float", torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
 
 
 def check_heads(model: Any, ranks: int) -> None:
@@ -377,48 +198,6 @@ def check_heads(model: Any, ranks: int) -> None:
             f"ranks={ranks} cannot share the {heads} key and value heads of {type(model).__name__} evenly: use a "
             f"number of ranks that divides {heads}"
         )
-
-
-def is_tensor_parallel(model: nn.Module) -> bool:
-    """Whether products of ``model`` compute with DTensors: it has some, and FSDP2 does not make them whole before."""
-    if not has_processes():
-        return False
-    spread = {
-        module
-        for module in modules_of(model)
-        if not vars(module).get("_is_fsdp_managed_module")  # fully_shard's mark, also where it wraps from outside
-        and any(is_dtensor(parameter) for parameter in module._parameters.values() if parameter is not None)
-    }
-    # torch's composable replicate(), an FSDPModule too, leaves no mark.
-    return bool(spread) and not spread <= {inner for module in fsdp_modules(model) for inner in module.modules()}
-
-
-def _check_placements(model: nn.Module) -> None:
-    spread: list[Any] = [parameter for parameter in parameters_of(model) if is_dtensor(parameter)]
-    if not spread:
-        return
-    is_parallel = is_tensor_parallel(model)
-    if is_parallel and is_sharded(model):  # torch refuses DistributedDataParallel itself
-        raise ValueError(
-            "this model is tensor parallel, and fully_shard wraps a part of it: leave that out, or load it without "
-            "tp_plan"
-        )
-    if is_parallel:
-        check_heads(model, spread[0].device_mesh.size())
-    for parameter in spread:
-        placements, mesh = parameter.placements, parameter.device_mesh
-        # (Shard,) is FSDP, (Replicate, Shard) its hybrid form; anything else is (also) tensor parallelism.
-        is_hybrid = len(placements) == 2 and placements[0].is_replicate()
-        if len(placements) > 1 and (is_parallel or not is_hybrid):
-            raise ValueError(
-                f"{_name_of(parameter, model)} is placed as {tuple(placements)}: tensor parallelism works alone, over "
-                "a mesh of one dimension; leave FSDP2 and other dimensions out, or use FSDP2 alone"
-            )
-        if is_parallel and mesh != spread[0].device_mesh:
-            raise ValueError(
-                f"{_name_of(parameter, model)} is spread over {mesh} and {_name_of(spread[0], model)} over "
-                f"{spread[0].device_mesh}: tensor parallelism needs one mesh for the whole model"
-            )
 
 
 def _name_of(parameter: Tensor, model: nn.Module) -> str:

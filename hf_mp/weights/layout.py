@@ -17,15 +17,7 @@ from torch.optim import Optimizer
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude, largest_magnitude_and_norm
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 from hf_mp.weights.buckets import Buckets, check_split_reduction
-from hf_mp.weights.distributed import (
-    ddp_of,
-    is_dtensor,
-    is_running,
-    is_sharded,
-    is_tensor_parallel,
-    local_part,
-    local_parts,
-)
+from hf_mp.weights.distributed import Placement, is_dtensor, is_running, local_part, local_parts
 from hf_mp.weights.fused_adamw import step_whole
 from hf_mp.weights.model_walk import modules_of, parameters_of
 from hf_mp.weights.optimizer import MasterWeightOptimizer, clip_grad_norm_
@@ -76,17 +68,18 @@ class WeightLayout:
         """What lower-precision ops read in the place of ``weight``, without grad; None where they cast it."""
         return self.copies.get(weight) if _is_master(weight) else None
 
-    def for_parameters(self, parameters: Iterable[Tensor], model: nn.Module | None) -> WeightLayout:
-        """The layout to use on several processes, for parameters of ``model`` or its optimizer."""
+    def for_parameters(self, parameters: Iterable[Tensor], placement: Placement) -> WeightLayout:
+        """The layout to use on several processes, for parameters of a model, or of its optimizer."""
         if not any(map(is_dtensor, parameters)):
             return self
-        is_parallel = model is not None and is_tensor_parallel(model)
-        return TensorParallelLayout(self.policy) if is_parallel else TransientLayout(self.policy)
+        return TensorParallelLayout(self.policy) if placement.is_tensor_parallel else TransientLayout(self.policy)
 
-    def join_ranks(self, model: nn.Module, runtime: Runtime, in_fp32: Sequence[nn.Module]) -> None:
+    def join_ranks(
+        self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]
+    ) -> None:
         """Take over the communication of ``model``; weights of the modules ``in_fp32`` are not rounded."""
-        if self.policy.wire is not torch.float32 and is_running() and (ddp := ddp_of(model)) is not None:
-            self._join_ddp(ddp, runtime)
+        if self.policy.wire is not torch.float32 and is_running() and placement.ddp is not None:
+            self._join_ddp(placement.ddp, runtime)
 
     def _join_ddp(self, ddp: DistributedDataParallel, runtime: Runtime) -> bool:
         if ddp not in self._joined:
@@ -153,10 +146,12 @@ class TransientLayout(WeightLayout):
     def working_copy(self, weight: Tensor) -> Tensor | None:
         return self._transient.get(weight) if _is_master(weight) else None
 
-    def for_parameters(self, parameters: Iterable[Tensor], model: nn.Module | None) -> WeightLayout:
+    def for_parameters(self, parameters: Iterable[Tensor], placement: Placement) -> WeightLayout:
         return self
 
-    def join_ranks(self, model: nn.Module, runtime: Runtime, in_fp32: Sequence[nn.Module]) -> None:
+    def join_ranks(
+        self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]
+    ) -> None:
         send_in_16_bits(model, self.policy, runtime, in_fp32, None)
 
     def restore(self, model: nn.Module | None) -> None:
@@ -196,7 +191,9 @@ class TensorParallelLayout(TransientLayout):
     def working_copy(self, weight: Tensor) -> Tensor | None:
         return weight.detach().to(self.policy.compute) if _is_master(weight) else None
 
-    def join_ranks(self, model: nn.Module, runtime: Runtime, in_fp32: Sequence[nn.Module]) -> None:
+    def join_ranks(
+        self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]
+    ) -> None:
         pass  # activations travel, as they are computed
 
     def wrap(self, optimizer: Optimizer) -> Optimizer:
@@ -237,10 +234,10 @@ class SplitLayout(WeightLayout):
                     if isinstance(parameter, SplitParameter)
                 }
 
-    def for_parameters(self, parameters: Iterable[Tensor], model: nn.Module | None) -> WeightLayout:
+    def for_parameters(self, parameters: Iterable[Tensor], placement: Placement) -> WeightLayout:
         if not any(map(is_dtensor, parameters)):
             return self
-        if model is not None and is_tensor_parallel(model):
+        if placement.is_tensor_parallel:
             usual = str(self.policy).removesuffix("-lean")
             raise ValueError(
                 f"precision={str(self.policy)!r} keeps the rest of each master next to a whole weight or FSDP2's shard "
@@ -248,16 +245,18 @@ class SplitLayout(WeightLayout):
             )
         return ShardedSplitLayout(self.policy, self._unsharded)
 
-    def join_ranks(self, model: nn.Module, runtime: Runtime, in_fp32: Sequence[nn.Module]) -> None:
-        if is_running() and is_sharded(model):
+    def join_ranks(
+        self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]
+    ) -> None:
+        if is_running() and placement.fsdp:
             raise ValueError(
                 f"precision={str(self.policy)!r} learned that FSDP shards this {type(model).__name__} when a forward "
                 "ran already: call attach_optimizer before the first forward"
             )
-        if not is_running() or (ddp := ddp_of(model)) is None:
+        if not is_running() or placement.ddp is None:
             return
         self._unsharded.clear()
-        if self._join_ddp(ddp, runtime):
+        if self._join_ddp(placement.ddp, runtime):
             check_split_reduction(model, self.policy, runtime)
 
     def take_gradient(self, weight: Tensor, gradients: Sequence[Tensor], inverse: Tensor | None) -> bool:
@@ -311,10 +310,12 @@ class ShardedSplitLayout(SplitLayout, TransientLayout):
     def prepare(self, model: nn.Module) -> None:
         pass  # what is whole now is FSDP's, until it is used
 
-    def for_parameters(self, parameters: Iterable[Tensor], model: nn.Module | None) -> WeightLayout:
+    def for_parameters(self, parameters: Iterable[Tensor], placement: Placement) -> WeightLayout:
         return self
 
-    def join_ranks(self, model: nn.Module, runtime: Runtime, in_fp32: Sequence[nn.Module]) -> None:
+    def join_ranks(
+        self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]
+    ) -> None:
         from hf_mp.weights.split_shard import split_shards  # imports DTensor
 
         if self._arrivals is None:

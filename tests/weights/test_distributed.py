@@ -12,16 +12,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hf_mp.scaling.scalers import StepReport
 from hf_mp.weights.distributed import (
-    Ranks,
-    check_parallelism,
+    ALONE,
+    check_placement,
     is_dtensor,
     is_running,
     is_sharded,
-    is_tensor_parallel,
     local_part,
-    to_number,
-    to_report,
+    placement_of,
 )
+from hf_mp.weights.ranks import Ranks, to_number, to_report
 
 CLEAN = [StepReport(False, None), StepReport(False, 0.0), StepReport(False, 1e-30), StepReport(False, 3.0)]
 OVERFLOWS = [StepReport(True), StepReport(True, 5.0), StepReport(False, math.inf), StepReport(False, math.nan)]
@@ -51,14 +50,15 @@ def test_the_maximum_of_two_numbers_is_the_report_of_both(left: StepReport, righ
 
 def test_a_single_process_agrees_with_itself() -> None:
     ranks, report = Ranks(dict), StepReport(False, 2.0)
-    ranks.note_forward(nn.Linear(2, 2), is_lean=False)
+    ranks.note_forward(nn.Linear(2, 2), ALONE, is_lean=False)
     assert not is_running()
     assert ranks.agree(report, [nn.Parameter(torch.ones(2))]) is report
 
 
 def test_a_plain_model_is_neither_sharded_nor_refused() -> None:
     model = nn.Linear(2, 2).half()
-    check_parallelism(model)
+    assert placement_of(model) is ALONE
+    check_placement(model, ALONE)
     assert not is_sharded(model)
     assert not is_dtensor(model.weight)
     assert local_part(model.weight) is model.weight
@@ -77,4 +77,5 @@ def test_a_replicated_model_is_not_tensor_parallel() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     replicated.replicate(model, mesh=init_device_mesh("cpu", (1,)))
     assert all(map(is_dtensor, model.parameters()))
-    assert is_sharded(model) and not is_tensor_parallel(model)
+    placement = placement_of(model)
+    assert is_sharded(model) and len(placement.fsdp) == 1 and not placement.is_tensor_parallel

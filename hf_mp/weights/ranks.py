@@ -1,0 +1,259 @@
+"""Which processes train a model together, and how they come to one decision at each step.
+
+Every process measures its own gradients (under FSDP its own shards), but all must skip the same steps and hold the same
+loss scale: one all-reduce of one number at each step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.scaling.rules import StepReport
+from hf_mp.weights.distributed import (
+    Placement,
+    check_masters,
+    check_placement,
+    get_rank,
+    is_dtensor,
+    is_running,
+    local_part,
+    mesh_groups,
+    updates,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # not in every build of torch
+
+_NOT_MEASURED = -1.0
+
+
+def to_number(report: StepReport) -> float:
+    """A report as one number whose maximum over all processes is the report of all: inf for an overflow, never NaN."""
+    found = _NOT_MEASURED if report.largest_gradient is None else report.largest_gradient
+    return math.inf if report.overflow or not math.isfinite(found) else found
+
+
+def to_report(number: float) -> StepReport:
+    """The report that :func:`to_number` made a number of."""
+    if number == math.inf:
+        return StepReport(overflow=True)
+    return StepReport(overflow=False, largest_gradient=None if number < 0.0 else number)
+
+
+def _device_for(group: ProcessGroup, preferred: torch.device) -> torch.device:
+    served = [part.partition(":")[0] for part in torch.distributed.get_backend_config(group).split(",")]
+    return preferred if preferred.type in served else torch.device(served[0])
+
+
+class Ranks:
+    """Which processes train one model together: those of the DDP that it runs in, or of the meshes that FSDP uses.
+
+    Processes that train models of their own, each without DDP and FSDP, never wait for each other here.
+    """
+
+    def __init__(self, settings: Callable[[], Mapping[str, Any]]) -> None:
+        self._groups: list[ProcessGroup] = []
+        self._stepped = False
+        self._settings = settings
+        self._compared: list[ProcessGroup] = []
+        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()  # DDPs and optimizers
+
+    def note_attached(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Warn if a rank that came before stores the weights of the same model in another ``dtype``.
+
+        DDP's constructor sends weights without comparing dtypes, and gloo then aborts. Nobody waits here: the rank that
+        comes last sees what the others have. Ranks that train models of their own may differ.
+        """
+        if not is_running() or (store := _default_store()) is None:
+            return
+        shapes = [(name, None if is_lazy(p) else p.shape) for name, p in model.named_parameters()]
+        name = _next_key(f"attached/{_digest([type(model).__qualname__, *shapes])}")
+        keys = {one: f"{name}/{one}" for one in (torch.float32, *LOWER_PRECISION_DTYPES)}
+        store.set(keys.pop(dtype), str(get_rank()))
+        for other, key in keys.items():
+            if store.check([key]):
+                warnings.warn(
+                    f"rank {store.get(key).decode()} stores the weights of a {type(model).__name__} like this one in "
+                    f"{other}, and rank {get_rank()} in {dtype}: if one DistributedDataParallel is to hold both, it "
+                    "fails to send them. Give all ranks of one model the same precision",
+                    stacklevel=3,
+                )
+
+    def note_forward(self, model: nn.Module, placement: Placement, *, is_lean: bool) -> None:
+        """Look in which DDP a forward of ``model`` runs, and whether FSDP shards it; called when one begins."""
+        if not is_running():
+            return
+        check_placement(model, placement)
+        if not is_lean:
+            check_masters(model, placement)
+        if not torch.is_grad_enabled():
+            return
+        if self._stepped:
+            self._groups, self._stepped = [], False
+        ddp = placement.ddp
+        if ddp is not None and ddp not in self._checked:
+            check_reduced_dtypes(ddp)
+            self._checked.add(ddp)
+        if ddp is not None and not is_lean:
+            check_hooks(ddp)
+        # Inside join() other processes may have no batch left and so no step to agree on. There all gradients are
+        # those of the all-reduce, and who steps decides alike.
+        if ddp is not None and ddp.process_group not in self._groups and not ddp._join_config.enable:
+            self._groups.append(ddp.process_group)
+            self._compare(ddp.process_group, model)
+
+    def check_optimizer(self, optimizer: Any, model: nn.Module | None, placement: Placement) -> None:
+        """Raise a ValueError if FSDP2 has put shards in the places of all parameters that ``optimizer`` holds."""
+        if model is None or optimizer in self._checked or self._groups or not is_running() or not placement.fsdp:
+            return
+        self._checked.add(optimizer)
+        if not updates(optimizer, model):
+            raise ValueError(
+                f"no parameter of this {type(optimizer).__name__} is in the model any more: fully_shard put shards in "
+                "their places. Make the optimizer after it, from model.parameters(), and attach it then"
+            )
+
+    def layout_for(
+        self, parameters: Iterable[Tensor], layout: Any, model: nn.Module | None, placement: Placement
+    ) -> Any:
+        """The :class:`WeightLayout` to go on with, after ``layout``, for parameters of ``model`` or its optimizer."""
+        if not is_running() and not placement.is_tensor_parallel:  # a mesh may be of one process
+            return layout
+        parameters = list(parameters)
+        for group in mesh_groups(parameters):
+            self._compare(group, model)
+        return layout.for_parameters(parameters, placement)
+
+    def _compare(self, group: ProcessGroup, model: nn.Module | None) -> None:
+        if group not in self._compared and torch.distributed.get_world_size(group) > 1:
+            self._compared.append(group)
+            compare_settings(group, {**self._settings(), "model": None if model is None else _spell(model)})
+
+    def gradients_are_final(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether nobody reduces gradients after a backward: a loop's own ``all_reduce`` raises no version counter."""
+        return not is_running() or bool(self._groups) or any(is_dtensor(parameter) for parameter in parameters)
+
+    def agree(self, report: StepReport, parameters: Iterable[Tensor]) -> StepReport:
+        """The report of all processes that train ``parameters``: a collective call; ``report`` itself on a single one.
+
+        It travels as one number, on the parameters' device if the group's backend can (gloo on CPUs, NCCL on GPUs).
+        """
+        if not is_running():
+            return report
+        parameters = list(parameters)
+        self._stepped = True
+        device = next((local_part(p).device for p in parameters), torch.device("cpu"))
+        for group in [*self._groups, *mesh_groups(parameters)]:  # one after the other: the dimensions of a mesh
+            if torch.distributed.get_world_size(group) > 1:
+                number = torch.tensor([to_number(report)], dtype=torch.float32, device=_device_for(group, device))
+                torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=group)
+                report = to_report(number.item())
+        return report
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each process that trains the model along has given: a collective call, with a value that pickles."""
+        found = [value]
+        for group in self._groups if is_running() else ():
+            found = [None] * torch.distributed.get_world_size(group)
+            torch.distributed.all_gather_object(found, value, group=group)
+        return found
+
+    def average(self, gradients: Iterable[Tensor]) -> None:
+        """The mean over these processes, in place, as DDP takes it: a collective call for each."""
+        for gradient in gradients:
+            for group in self._groups if is_running() else ():
+                torch.distributed.all_reduce(gradient, group=group)
+                gradient.div_(torch.distributed.get_world_size(group))
+
+
+def compare_settings(group: ProcessGroup, settings: Mapping[str, Any]) -> None:
+    """Raise a ValueError, on all ranks of ``group``, if not all of them call this with the same ``settings``.
+
+    It names the first that differs, from which others may follow. A rank that does not come ends the others' wait
+    after the timeout of ``init_process_group``: a RuntimeError.
+    """
+    ranks, store, name = torch.distributed.get_process_group_ranks(group), _default_store(), _next_key(group.group_name)
+    if store is None:
+        return
+    keys = {rank: f"{name}/{rank}" for rank in ranks}
+    store.set(keys[get_rank()], json.dumps(settings, default=repr))
+    try:
+        store.wait(list(keys.values()), 0.9 * store.timeout)  # before the others' collectives end the job
+    except RuntimeError as error:
+        late = ", ".join(str(rank) for rank, key in keys.items() if not store.check([key]))
+        raise RuntimeError(
+            f"rank {late} has not attached mixed precision as rank {get_rank()} has, or has not come so far: all of "
+            f"ranks {ranks} train one model, so all must attach it alike"
+        ) from error
+    found = {rank: json.loads(said) for rank, said in zip(keys, store.multi_get(list(keys.values())), strict=True)}
+    for name in dict.fromkeys(name for one in found.values() for name in one):
+        if len({repr(one.get(name)) for one in found.values()}) > 1:
+            said = "; ".join(f"rank {rank} has {name}={one.get(name)}" for rank, one in found.items())
+            raise ValueError(f"ranks that train one model have different settings: {said}. Give all of them the same")
+
+
+def _default_store() -> Any:
+    """The store of all processes; None where there is none to ask: MPI, a fake process group, another torch."""
+    distributed: Any = torch.distributed
+    find_store = getattr(distributed.distributed_c10d, "_get_default_store", None)  # private
+    return None if find_store is None or distributed.get_backend() == "fake" else find_store()
+
+
+def _spell(model: nn.Module) -> str:
+    """What must be alike of a model of which all ranks have a copy or a part."""
+    parameters = [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()]
+    elements = sum(math.prod(shape) for _, shape, _ in parameters)
+    trained = sum(math.prod(shape) for _, shape, is_trained in parameters if is_trained)
+    return f"{type(model).__name__} of {elements:,} elements, {trained:,} trained, shapes {_digest(parameters)}"
+
+
+def _digest(values: list[Any]) -> str:
+    return f"{zlib.crc32(repr(values).encode()):08x}"
+
+
+def _next_key(name: str) -> str:
+    _COMPARISONS[name] += 1
+    return f"hf_mp/{name}/{_COMPARISONS[name]}"
+
+
+_COMPARISONS: Counter[str] = Counter()  # by name, counted alike on all ranks
+
+
+def check_reduced_dtypes(ddp: Any) -> None:
+    """Raise a ValueError if DDP took parameters over in other dtypes than they have: it reduces none of those."""
+    logged: dict[str, str] = getattr(ddp, "_get_ddp_logging_data", dict)()
+    held = set(filter(None, logged.get("dtypes", "").split(", ")))
+    dtypes = {parameter.dtype for parameter in ddp.module.parameters() if parameter.requires_grad}
+    now = {_DTYPES_OF_DDP[dtype] for dtype in dtypes & _DTYPES_OF_DDP.keys()}
+    if held and now and held != now:
+        raise ValueError(
+            f"DistributedDataParallel holds parameters of {', '.join(sorted(held))}, and they are "
+            f"{', '.join(sorted(now))} since mixed precision was attached, so that it would reduce no gradients: "
+            "attach it to the model first, and wrap it then"
+        )
+
+
+def check_hooks(ddp: Any) -> None:
+    """Raise a ValueError if DDP rounds gradients to FP16 by a hook of torch's: they are unscaled then."""
+    for hook, _ in getattr(ddp, "_comm_hooks", ()):
+        if getattr(hook, "__name__", "").startswith("fp16_compress"):
+            raise ValueError(
+                f"{hook.__name__} rounds gradients to FP16 that are unscaled already, so that small ones become 0: "
+                "leave register_comm_hook out, or have the policy send scaled ones, as in 'fp16,reduce=fp16' and "
+                "'bf16,reduce=bf16'"
+            )
+
+
+_DTYPES_OF_DDP = {torch.float32: "float", torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
