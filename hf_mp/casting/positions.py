@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+
+from hf_mp.casting.replacements.base import ReplacedForward
 
 
 def positions_of(mask: Tensor) -> Tensor:
@@ -14,20 +17,24 @@ def positions_of(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
-def with_positions(forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keywords of a call of an attached forward, for ``exact_generation`` with the ``position_ids`` of its mask.
+def counting_positions(replaced: ReplacedForward) -> Callable[..., Any]:
+    """The model's own forward, for ``exact_generation`` given the ``position_ids`` of the mask that it is given.
 
     Without, Transformers' forwards count from 0 at the first column, padding included.
     """
-    if not forward.runtime.policy.exact_generation:
-        return kwargs
-    names = list(inspect.signature(forward.original).parameters)
-    if not getattr(forward.module(), "can_generate", lambda: False)() or "position_ids" not in names:
-        return kwargs
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    mask, tokens = given.get("attention_mask"), given.get("input_ids")
-    tokens = given.get("inputs_embeds") if tokens is None else tokens
-    has_positions = given.get("position_ids") is not None or len(args) > names.index("position_ids")
-    if has_positions or mask is None or mask.dim() != 2 or tokens is None:
-        return kwargs
-    return {**kwargs, "position_ids": positions_of(mask)[:, -tokens.shape[1] :]}
+    forward, module = replaced.original, replaced.module()
+    names = list(inspect.signature(forward).parameters)
+    if not getattr(module, "can_generate", lambda: False)() or "position_ids" not in names:
+        return forward
+
+    @functools.wraps(forward)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        mask, tokens = given.get("attention_mask"), given.get("input_ids")
+        tokens = given.get("inputs_embeds") if tokens is None else tokens
+        has_positions = given.get("position_ids") is not None or len(args) > names.index("position_ids")
+        if has_positions or mask is None or mask.dim() != 2 or tokens is None:
+            return forward(*args, **kwargs)
+        return forward(*args, **{**kwargs, "position_ids": positions_of(mask)[:, -tokens.shape[1] :]})
+
+    return counted

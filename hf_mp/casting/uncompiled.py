@@ -34,8 +34,15 @@ def uncompiled(function: Any) -> Any:
     return function
 
 
-def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compiler.disable(recursive=False)``, whose function the compiler does not examine anew in each call."""
-    _pass_by(function, with_calls=False)  # type: ignore[arg-type]
-    disabled: Callable[..., Any] = torch.compiler.disable(function, recursive=False)
-    return disabled
+def outside_of_graphs(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """``torch.compiler.disable(recursive=False)``, whose function the compiler does not examine anew in each call.
+
+    ``reason`` is what the error of ``fullgraph=True`` says.
+    """
+
+    def disable(function: Callable[..., Any]) -> Callable[..., Any]:
+        _pass_by(function, with_calls=False)  # type: ignore[arg-type]
+        disabled: Callable[..., Any] = torch.compiler.disable(function, recursive=False, reason=reason)
+        return disabled
+
+    return disable

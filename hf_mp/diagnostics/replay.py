@@ -129,7 +129,7 @@ class Replay:
         region = self._runtime.region
         weights = self._runtime.weights_for(self._model, self, in_fp32=not autocast)
         with region.running(weights), nullcontext() if autocast else region.island():
-            forward = call.forward.original
+            forward = call.forward.inside
             outputs = (region.ruled(module, forward) if autocast else forward)(*args, **kwargs)
         return [(name, output_border(found, self)) for name, found in named_tensors(outputs)]
 

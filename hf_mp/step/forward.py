@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hf_mp.casting.active import state as autocasts
 from hf_mp.casting.deferred_output import DeferredOutput, can_be_deferred, may_stay_unread
 from hf_mp.casting.nested import apply_to_tensors
-from hf_mp.casting.positions import with_positions
+from hf_mp.casting.positions import counting_positions
 from hf_mp.casting.replacements.base import ReplacedForward
 from hf_mp.casting.uncompiled import outside_of_graphs
 from hf_mp.scaling.borders import output_border
@@ -28,22 +28,23 @@ class AttachedForward(ReplacedForward):
     def __init__(self, runtime: MixedPrecision, module: nn.Module) -> None:
         super().__init__(module)
         self.runtime = runtime
+        self.inside = counting_positions(self) if runtime.policy.exact_generation else self.original
         functools.update_wrapper(self, self.original, updated=())  # not the attributes of an attached forward below
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Inside another attached forward this one is a part of it, also of its graph, and the borders are the outer's.
         is_inside = any([isinstance(mode, Region) for mode in autocasts.active])
-        return self.original(*args, **with_positions(self, args, kwargs)) if is_inside else self._run(args, kwargs)
+        return self.inside(*args, **kwargs) if is_inside else self._run(args, kwargs)
 
     # torch.compile leaves this frame alone and compiles the model's own forward, in the region, as one graph.
-    @outside_of_graphs
+    @outside_of_graphs("hf_mp's borders are outside of the graph of an attached model: leave fullgraph=True out")
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Detached: a library that put its own forward over this calls it. Or this was part of a model that is gone.
         if self.runtime.model is None:
             return self.original(*args, **kwargs)
         passage = _Passage(self, args, kwargs)
         try:
-            outputs = passage.forward(*passage.args, **with_positions(self, passage.args, passage.kwargs))
+            outputs = passage.forward(*passage.args, **passage.kwargs)
         finally:
             passage.leave()
         return passage.bring_out(outputs)
@@ -67,7 +68,7 @@ class _Passage:
         self.args, self.kwargs = args, kwargs
         self._inside = runtime.region.running(weights)
         self._inside.__enter__()
-        self.forward = autocasts.active[-1].ruled(forward.module(), forward.original)
+        self.forward = autocasts.active[-1].ruled(forward.module(), forward.inside)
 
     @torch.compiler.disable
     def leave(self) -> None:
