@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.activations import AccurateGELUActivation, FastGELUActivation, NewGELUActivation, QuickGELUActivation
 
-from hf_mp.casting.replacements.activations import ONE_KERNEL, OneKernel, OneKernelActivations
+from hf_mp.casting.replacements.activations import ONE_KERNEL, ONE_KERNEL_ACTIVATIONS, OneKernel
 from hf_mp.scaling.scalers import StaticLossScaler
 from hf_mp.step.mixed_precision import MixedPrecision
 
@@ -101,14 +101,14 @@ class TestInstalling:
             return input
 
         model[3].forward = own
-        OneKernelActivations().install(model)
+        ONE_KERNEL_ACTIVATIONS.install(model)
         assert [isinstance(module.__dict__.get("forward"), OneKernel) for module in model] == [
             True,
             False,
             False,
             False,
         ]
-        OneKernelActivations().remove(model)
+        ONE_KERNEL_ACTIVATIONS.remove(model)
         assert "forward" not in model[0].__dict__
         assert model[3].forward is own
 
@@ -124,7 +124,7 @@ class TestInstalling:
 
     def test_copies_have_their_own_and_pickles_none(self) -> None:
         model = nn.ModuleList([NewGELUActivation()])
-        OneKernelActivations().install(model)
+        ONE_KERNEL_ACTIVATIONS.install(model)
         copied = copy.deepcopy(model)
         assert copied[0].forward.module() is copied[0]
         pickled = pickle.loads(pickle.dumps(model))

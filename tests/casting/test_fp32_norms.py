@@ -18,7 +18,7 @@ from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import hf_mp
-from hf_mp.casting.replacements.fp32_norms import FP32Norm, FP32Norms, computes_in_fp32
+from hf_mp.casting.replacements.fp32_norms import FP32_NORMS, FP32Norm, computes_in_fp32
 from hf_mp.weights.region import Region
 
 KINDS: list[Callable[[int], nn.Module]] = [LlamaRMSNorm, T5LayerNorm, GemmaRMSNorm, Llama4TextRMSNorm, CohereLayerNorm]
@@ -75,7 +75,7 @@ def test_the_bits_are_those_of_the_norm_that_asks(kind: Any, precision: str, pas
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
     x[0, 0], x[1] = 2.0**-140, 0.0
     model, asking = attached(kind, precision), attached(kind, precision)
-    FP32Norms().remove(asking)
+    FP32_NORMS.remove(asking)
     assert isinstance(model.norm.forward, FP32Norm) and "forward" not in vars(asking.norm)
     for left, right in zip(run(model, x), run(asking, x), strict=True):
         assert left.dtype is right.dtype and torch.equal(left, right)

@@ -26,7 +26,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import hf_mp
 import hf_mp.step.mixed_precision
 from hf_mp.casting import deferred_output
-from hf_mp.casting.replacements.fp32_norms import FP32Norms
+from hf_mp.casting.replacements.fp32_norms import FP32_NORMS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 from autograd_functions import Times
@@ -368,7 +368,7 @@ def fsdp_norms() -> dict[str, tuple[float, float]]:
             runtime = hf_mp.MixedPrecision(precision, loss_scaler=hf_mp.StaticLossScaler(1024.0))
             runtime.attach(model)
             if asks:
-                FP32Norms().remove(model)
+                FP32_NORMS.remove(model)
             for block in model.model.layers:
                 if way == "compiled, run eagerly":
                     block.compile(backend="eager")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import nn
 
-from hf_mp.casting.replacements.activations import OneKernelActivations
+from hf_mp.casting.replacements.activations import ONE_KERNEL_ACTIVATIONS
 from hf_mp.casting.replacements.base import ModelReplacement
-from hf_mp.casting.replacements.fp32_norms import FP32Norms
+from hf_mp.casting.replacements.fp32_norms import FP32_NORMS
 from hf_mp.casting.replacements.lm_losses import LMLossReplacement
-from hf_mp.casting.replacements.routers import FP32Routers
+from hf_mp.casting.replacements.routers import FP32_ROUTERS
 from hf_mp.casting.tables import TableName
 
-REPLACEMENTS: tuple[ModelReplacement, ...] = (LMLossReplacement(), OneKernelActivations(), FP32Norms(), FP32Routers())
+REPLACEMENTS: tuple[ModelReplacement, ...] = (LMLossReplacement(), ONE_KERNEL_ACTIVATIONS, FP32_NORMS, FP32_ROUTERS)
 
 
 def install_replacements(model: nn.Module, tables: TableName) -> None:

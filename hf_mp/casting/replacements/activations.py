@@ -6,15 +6,14 @@ width of the MLP are kept for its backward. torch's kernel computes in FP32 regi
 
 from __future__ import annotations
 
-import sys
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from hf_mp.casting.replacements.base import ModelReplacement, ReplacedForward
+from hf_mp.casting.replacements.base import ForwardReplacement, ReplacedForward
 
 ONE_KERNEL = ("NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation")
-_MODULE = "transformers.activations"
 
 
 class OneKernel(ReplacedForward):
@@ -24,20 +23,9 @@ class OneKernel(ReplacedForward):
         return F.gelu(input, approximate="tanh")
 
 
-class OneKernelActivations(ModelReplacement):
-    """Has the activation modules that are known here compute in one kernel."""
+def has_one_kernel(kind: type[Any]) -> bool:
+    """Whether a class of activations is one that torch has a kernel for."""
+    return kind.__module__ == "transformers.activations" and kind.__name__ in ONE_KERNEL
 
-    tables = ("compact",)
 
-    def install(self, model: nn.Module) -> None:
-        if _MODULE not in sys.modules:
-            return
-        for module in model.modules():
-            kind = type(module)
-            if kind.__module__ == _MODULE and kind.__name__ in ONE_KERNEL and "forward" not in module.__dict__:
-                module.forward = OneKernel(module)
-
-    def remove(self, model: nn.Module) -> None:
-        for module in model.modules():
-            if isinstance(forward := module.__dict__.get("forward"), OneKernel):
-                forward.remove()
+ONE_KERNEL_ACTIVATIONS = ForwardReplacement(OneKernel, has_one_kernel, tables=("compact",))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import types
 import weakref
-from typing import Any, ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -15,7 +17,7 @@ from hf_mp.casting.tables import TableName
 class ModelReplacement:
     """One piece, which computes the same in fewer kernels or less memory."""
 
-    tables: ClassVar[tuple[TableName, ...] | None] = None  # for which of autocast's; None for all
+    tables: tuple[TableName, ...] | None = None  # for which of autocast's; None for all
 
     def install(self, model: nn.Module) -> None:
         """Put it wherever ``model`` has the piece."""
@@ -57,6 +59,25 @@ class ReplacedForward:
 
     def __reduce__(self) -> Any:
         return _class_forward, (self.module(),)
+
+
+@dataclass(frozen=True)
+class ForwardReplacement(ModelReplacement):
+    """Gives the modules of some classes another ``forward``; one that a library has put over theirs stays."""
+
+    kind: type[ReplacedForward]
+    is_for: Callable[[type[Any]], bool]
+    tables: tuple[TableName, ...] | None = None
+
+    def install(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if "forward" not in vars(module) and self.is_for(type(module)):
+                vars(module)["forward"] = self.kind(module)
+
+    def remove(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(forward := vars(module).get("forward"), self.kind):
+                forward.remove()
 
 
 def _class_forward(module: Any) -> Any:

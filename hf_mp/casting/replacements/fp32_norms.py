@@ -9,10 +9,9 @@ import types
 from typing import Any
 
 import torch
-from torch import nn
 
 from hf_mp.casting.active import active_autocast
-from hf_mp.casting.replacements.base import ModelReplacement, ReplacedForward
+from hf_mp.casting.replacements.base import ForwardReplacement, ReplacedForward
 
 _PACKAGE = "transformers.models."
 # What their code may name: a cast to FP32 first, then calls that give FP32 for FP32, in every table.
@@ -37,20 +36,6 @@ class FP32Norm(ReplacedForward):
             return self.original(*args)
 
 
-class FP32Norms(ModelReplacement):
-    """Has the norms of Transformers' models that begin with a cast to FP32 run past the mode."""
-
-    def install(self, model: nn.Module) -> None:
-        for module in model.modules():
-            if "forward" not in module.__dict__ and computes_in_fp32(type(module)):
-                module.forward = FP32Norm(module)
-
-    def remove(self, model: nn.Module) -> None:
-        for module in model.modules():
-            if isinstance(forward := module.__dict__.get("forward"), FP32Norm):
-                forward.remove()
-
-
 def computes_in_fp32(kind: Any) -> bool:
     """Whether the code of a class of norms casts to FP32 first, and then makes calls that no table changes."""
     if not kind.__module__.startswith(_PACKAGE) or "Norm" not in kind.__name__:
@@ -66,3 +51,6 @@ def _names_in(function: Any) -> list[str]:
     """The names that the code of ``function`` looks up, in the order in which they first come."""
     code = getattr(function, "__code__", None)
     return list(code.co_names) if isinstance(code, types.CodeType) and not code.co_freevars else ["unknown"]
+
+
+FP32_NORMS = ForwardReplacement(FP32Norm, computes_in_fp32)

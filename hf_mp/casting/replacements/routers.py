@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from hf_mp.casting.active import active_autocast
-from hf_mp.casting.replacements.base import ModelReplacement, ReplacedForward
+from hf_mp.casting.replacements.base import ForwardReplacement, ReplacedForward
 
 
 class FP32Router(ReplacedForward):
@@ -26,20 +25,9 @@ class FP32Router(ReplacedForward):
             return self.original(*mode.cast(args, torch.float32), **kwargs)
 
 
-class FP32Routers(ModelReplacement):
-    """Has the routers of Transformers' models, which it names so, run in FP32."""
-
-    def install(self, model: nn.Module) -> None:
-        for module in model.modules():
-            if "forward" not in module.__dict__ and is_router(type(module)):
-                module.forward = FP32Router(module)
-
-    def remove(self, model: nn.Module) -> None:
-        for module in model.modules():
-            if isinstance(forward := module.__dict__.get("forward"), FP32Router):
-                forward.remove()
-
-
-def is_router(kind: type[nn.Module]) -> bool:
-    """Whether a class of Transformers chooses experts by their logits."""
+def is_router(kind: type[Any]) -> bool:
+    """Whether a class of Transformers, which names it so, chooses experts by their logits."""
     return kind.__module__.startswith("transformers.models.") and kind.__name__.lower().endswith("topkrouter")
+
+
+FP32_ROUTERS = ForwardReplacement(FP32Router, is_router)
