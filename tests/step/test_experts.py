@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from mixtures import IMPLEMENTATIONS, KINDS, SIZES, make
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.llama4.modeling_llama4 import Llama4Router
 
 import hf_mp
+from hf_mp.casting.replacements.routers import is_router
 
 BF16 = torch.bfloat16
 
@@ -134,6 +138,31 @@ def test_routers_run_in_fp32_unless_a_rule_names_them(kind: str, precision: str)
             assert found.dtypes == {expected}
         hf_mp.detach(model)
         assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "expected"),
+    [
+        ("llama4", "Llama4Router", True),
+        ("switch_transformers", "SwitchTransformersTop1Router", True),
+        ("jetmoe", "JetMoeTopKGating", True),
+        ("hunyuan_v1_moe", "HunYuanMoEV1Gate", True),
+        ("d_fine", "DFineGate", False),
+        ("mixtral", "MixtralRMSNorm", False),
+    ],
+)
+def test_routers_are_known_by_their_class(module: str, name: str, expected: bool) -> None:
+    home = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+    assert is_router(getattr(home, name)) is expected
+
+
+def test_a_router_that_is_a_linear_layer_runs_in_fp32() -> None:
+    sizes = {"hidden_size": 16, "num_local_experts": 4, "num_experts_per_tok": 1}
+    model = nn.Sequential(nn.Linear(16, 16), Llama4Router(SimpleNamespace(**sizes)))
+    hf_mp.MixedPrecision("bf16").attach(model)
+    with _RouterProducts() as found:
+        model(torch.randn(8, 16))[1].sum().backward()
+    assert found.dtypes == {torch.float32}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -25,9 +25,12 @@ class FP32Router(ReplacedForward):
             return self.original(*mode.cast(args, torch.float32), **kwargs)
 
 
+_NAMES = ("Router", "Gating", "MoEV1Gate")  # of Mixtral, Llama 4, Switch; of JetMoe; of HunYuan
+
+
 def is_router(kind: type[Any]) -> bool:
     """Whether a class of Transformers, which names it so, chooses experts by their logits."""
-    return kind.__module__.startswith("transformers.models.") and kind.__name__.lower().endswith("topkrouter")
+    return kind.__module__.startswith("transformers.models.") and kind.__name__.endswith(_NAMES)
 
 
 FP32_ROUTERS = ForwardReplacement(FP32Router, is_router)
