@@ -47,13 +47,14 @@ def alternate(
     warmup: int = 1,
     untimed: int = 0,
     before: Mapping[str, Callable[[], None]] | None = None,
+    after_round: Callable[[dict[str, list[float]]], object] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of every call of every contender, in turns, so that a machine that slows down slows all of them.
 
     Each round calls each contender once, every second round in reverse order. The first ``warmup`` rounds are not
     in the result. ``untimed`` calls of a contender come before each that is timed: in training, a step follows another
     of its kind and finds that one's memory and caches. ``before`` has what is called before each timed call of a
-    contender. With CUDA, a call ends when the GPU has finished its work.
+    contender. ``after_round`` is given what there is so far. With CUDA, a call ends when the GPU has finished its work.
     """
     if not contenders or rounds < 1 or warmup < 0 or untimed < 0:
         raise ValueError(f"nothing to time: {len(contenders)} contenders, rounds={rounds}, warmup={warmup}")
@@ -68,14 +69,17 @@ def alternate(
             elapsed = _time_one(contenders[name])
             if round_number >= warmup:
                 seconds[name].append(elapsed)
+        if after_round is not None and round_number >= warmup:
+            after_round(seconds)
     return seconds
 
 
 def save_result(name: str, payload: Mapping[str, Any], *, directory: Path = RESULTS) -> Path:
     """Write ``NAME.json``: the payload under ``result``, with the date, the command, the device and the versions.
 
-    An older result of that name is replaced. Raises ValueError on a name that is not lower-case words joined by
-    ``_`` or ``-``, and on a number that JSON has no word for (inf, NaN).
+    An older result of that name is replaced at once, so that a script that is ended leaves a whole one.
+    Raises ValueError on a name that is not lower-case words joined by ``_`` or ``-``, and on a number that JSON has no
+    word for (inf, NaN).
     """
     if not re.fullmatch(r"[a-z0-9]+([_-][a-z0-9]+)*", name):
         raise ValueError(f"result name {name!r}: use lower-case letters, digits, '_' and '-', as in 'step_time'")
@@ -89,8 +93,9 @@ def save_result(name: str, payload: Mapping[str, Any], *, directory: Path = RESU
     text = json.dumps(record, indent=2, allow_nan=False)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.json"
-    path.write_text(text + "\n", encoding="utf-8")
-    return path
+    unfinished = path.with_suffix(".json.part")
+    unfinished.write_text(text + "\n", encoding="utf-8")
+    return unfinished.replace(path)
 
 
 def _times_depend_on(environment: Mapping[str, str]) -> list[str]:

@@ -4,7 +4,8 @@
     python scripts/bench_autocast.py --layers 2 --width 64 --vocab 500 --seq 32 --rounds 2      # a quick look
 
 The floor of forward and backward is their matrix products at the best rate that this device reached; that of generation
-reads all weights in 16 bits for each token, at the bandwidth of a copy. Stores ``scripts/results/bench_autocast.json``.
+reads all weights in 16 bits for each token, at the bandwidth of a copy. Stores ``scripts/results/bench_autocast.json``,
+anew after each of its parts.
 """
 
 from __future__ import annotations
@@ -225,21 +226,29 @@ def main(
         "generation_layers": generating.layers,
         "threads": torch.get_num_threads(),
         "floor_seconds": floors,
-        "added_to_a_call": call_overhead(torch_dtype, device, calls, max(3, rounds)),
-        "weight_casts_per_forward": {c: weight_casts(c, workload, torch_dtype) for c in CONTENDERS},
         "cast_all_weights": median_and_spread(cast_seconds)._asdict(),
-        "forward_backward": compare(
+    }
+    parts: dict[str, Callable[[], Any]] = {
+        "forward_backward": lambda: compare(
             {c: training(c, workload, torch_dtype) for c in CONTENDERS}, rounds, floors["forward_backward"]
         ),
-        "generation": compare(
-            {c: generation(c, generating, torch_dtype, tokens) for c in CONTENDERS}, rounds, floors["generation"]
-        ),
+        "added_to_a_call": lambda: call_overhead(torch_dtype, device, calls, max(3, rounds)),
+        "weight_casts_per_forward": lambda: {c: weight_casts(c, workload, torch_dtype) for c in CONTENDERS},
+        "generation": lambda: generated(generating, torch_dtype, tokens, rounds, floors["generation"]),
     }
-    for row in result["generation"].values():
-        row["tokens_per_second"] = tokens / row["median_seconds"]
-    path = save_result(name, result, directory=output_dir)
+    for part, measure in parts.items():
+        result[part] = measure()
+        save_result(name, result, directory=output_dir)
     show(result)
-    print(f"stored in {path.name}")
+    print(f"stored in {name}.json")
+
+
+def generated(workload: Workload, dtype: torch.dtype, tokens: int, rounds: int, floor_seconds: float) -> Rows:
+    """:func:`compare` of generation, with tokens a second."""
+    rows = compare({c: generation(c, workload, dtype, tokens) for c in CONTENDERS}, rounds, floor_seconds)
+    for row in rows.values():
+        row["tokens_per_second"] = tokens / row["median_seconds"]
+    return rows
 
 
 def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:

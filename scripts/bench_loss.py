@@ -6,7 +6,8 @@
 torch: the logits cast to FP32 and ``cross_entropy``, as Transformers' loss does. Ours:
 ``hf_mp.kernels.cross_entropy.cross_entropy``. Peak memory counts the logits of the step and their gradient. The floor
 reads the logits in forward, reads them again in backward, when the loss scale is known, and writes their gradient, at
-the bandwidth of a copy; that of memory is the logits. Stores ``scripts/results/bench_loss.json``.
+the bandwidth of a copy; that of memory is the logits. Stores ``scripts/results/bench_loss.json``, anew
+after each round.
 """
 
 from __future__ import annotations
@@ -81,26 +82,10 @@ def main(
         for dtype in ("fp16", "bf16")
         for loss in LOSSES
     }
-    seconds = alternate(
-        {contender: step.run for contender, step in steps.items()},
-        before={contender: step.prepare for contender, step in steps.items()},
-        rounds=rounds,
-        warmup=2,
-    )
+    peaks = {contender: peak_tensor_bytes(step.both, torch.device(device)) for contender, step in steps.items()}
     bandwidth = copy_bytes_per_second(device)
     floor_seconds, floor_bytes = 3 * 2 * rows * vocab / bandwidth, 2 * rows * vocab
     result: dict[str, dict[str, Any]] = {}
-    for contender, step in steps.items():
-        timing = median_and_spread(seconds[contender])
-        peak = peak_tensor_bytes(step.both, torch.device(device))
-        result[contender] = {**timing._asdict(), "peak_bytes": peak}
-        torchs = result[f"{PEER} {contender.split()[1]}"]
-        result[contender] |= {
-            "ratio_to_torch": timing.median_seconds / torchs["median_seconds"],
-            "ratio_to_floor": timing.median_seconds / floor_seconds,
-            "peak_ratio_to_torch": peak / torchs["peak_bytes"],
-            "peak_ratio_to_floor": peak / floor_bytes,
-        }
     payload = {
         "rows": rows,
         "vocab": vocab,
@@ -112,9 +97,29 @@ def main(
         "floor_bytes": floor_bytes,
         "contenders": result,
     }
-    path = save_result(name, payload, directory=output_dir)
+
+    def store(seconds: dict[str, list[float]]) -> None:
+        for contender, times in seconds.items():
+            timing, peak = median_and_spread(times), peaks[contender]
+            result[contender] = {**timing._asdict(), "rounds": len(times), "peak_bytes": peak}
+            torchs = result[f"{PEER} {contender.split()[1]}"]
+            result[contender] |= {
+                "ratio_to_torch": timing.median_seconds / torchs["median_seconds"],
+                "ratio_to_floor": timing.median_seconds / floor_seconds,
+                "peak_ratio_to_torch": peak / torchs["peak_bytes"],
+                "peak_ratio_to_floor": peak / floor_bytes,
+            }
+        save_result(name, payload, directory=output_dir)
+
+    alternate(
+        {contender: step.run for contender, step in steps.items()},
+        before={contender: step.prepare for contender, step in steps.items()},
+        rounds=rounds,
+        warmup=2,
+        after_round=store,
+    )
     show(payload)
-    print(f"stored in {path.name}")
+    print(f"stored in {name}.json")
 
 
 def show(payload: dict[str, Any]) -> None:

@@ -11,13 +11,14 @@ is its matrix products at the best rate that this device reached in that dtype, 
 bandwidth of a copy. Utilisation is the products at that rate over the time of the step. Peak memory is that of all
 tensors of a training of its own, model and optimizer state included.
 
-Stores ``scripts/results/bench_step.json``, or under another ``--name``.
+Stores ``scripts/results/bench_step.json``, or under another ``--name``, anew after each peak and each round.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,32 +64,44 @@ def main(
     names = [part.strip() for part in contenders.split(",") if part.strip()]
     chosen, left_out = choose(names, device, compiled=compile)
     slow = [contender for contender in left_out if contender == SLOW and torch_fp16_rounds]
-    peaks = {contender: settled_peak(contender, workload) for contender in chosen} if peak else {}
-    seconds = timed(chosen, workload, rounds, warmup) if rounds else {}
     if slow:
-        seconds |= timed(slow, workload, torch_fp16_rounds, 0)
         del left_out[SLOW]
-    payload = summarise(workload, [*chosen, *slow], seconds, peaks)
-    path = save_result(name, {**payload, "left_out": left_out}, directory=output_dir)
-    show(payload["contenders"], str(workload))
+    rates, described = DeviceRates.measure(workload), workload.as_dict()
+    peaks: dict[str, int] = {}
+    seconds: dict[str, list[float]] = {}
+
+    def store(found: dict[str, list[float]]) -> dict[str, Any]:
+        seconds.update(found)
+        payload = summarise(described, rates, [*chosen, *slow], seconds, peaks)
+        save_result(name, {**payload, "left_out": left_out}, directory=output_dir)
+        return payload
+
+    for contender in chosen if peak else ():
+        peaks[contender] = settled_peak(contender, workload)
+        store({})
+    if rounds:
+        timed(chosen, workload, rounds, warmup, store)
+    if slow:
+        timed(slow, workload, torch_fp16_rounds, 0, store)
+    show(store({})["contenders"], str(workload))
     show_left_out(left_out)
-    print(f"stored in {path.name}")
+    print(f"stored in {name}.json")
 
 
-def timed(names: list[str], workload: Workload, rounds: int, warmup: int) -> dict[str, list[float]]:
-    """Seconds of the steps of all contenders, which take turns: loops first, Trainers after them.
+def timed(
+    names: list[str], workload: Workload, rounds: int, warmup: int, store: Callable[[dict[str, list[float]]], object]
+) -> None:
+    """Hand ``store`` the seconds of the steps of all contenders, which take turns: loops first, Trainers after them.
 
     A Trainer is stepped in a thread of its own, and so are its OpenMP workers: with more of these than cores, every
     short operation of the loops would wait for one to wake up.
     """
-    found: dict[str, list[float]] = {}
     loops = [name for name in names if not find_contender(name)[0].is_trainer]
     for group in filter(None, (loops, [name for name in names if name not in loops])):
         with contextlib.ExitStack() as stack:
             steps = {name: stack.enter_context(training(name, workload)) for name in group}
-            found |= alternate(steps, rounds=rounds, warmup=warmup, untimed=1)
+            alternate(steps, rounds=rounds, warmup=warmup, untimed=1, after_round=store)
         release_memory()
-    return found
 
 
 def settled_peak(name: str, workload: Workload) -> int:
@@ -107,11 +120,13 @@ def release_memory() -> None:
 
 
 def summarise(
-    workload: Workload, names: list[str], seconds: dict[str, list[float]], peaks: dict[str, int]
+    described: dict[str, Any],
+    rates: DeviceRates,
+    names: list[str],
+    seconds: dict[str, list[float]],
+    peaks: dict[str, int],
 ) -> dict[str, Any]:
     """What is stored: the workload, the device's rates and a row for each contender."""
-    rates = DeviceRates.measure(workload)
-    described = workload.as_dict()
     timings = {name: median_and_spread(times) for name, times in seconds.items()}
     fp32 = timings.get("fp32")
     rows: dict[str, dict[str, float | int | None]] = {}

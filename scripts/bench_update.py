@@ -10,7 +10,7 @@ weights with 8-bit state. Ours: the measurement when backward ends, the Trainer'
 refreshed working copies. And the arithmetic of a lean update as one kernel that torch's compiler writes.
 
 The floor is what each has to move in two passes (one for the norm, one for the update), at the bandwidth of a copy
-measured in the same run. Stores ``scripts/results/bench_update.json``.
+measured in the same run. Stores ``scripts/results/bench_update.json``, anew after each round.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from _benchmarks import (
     show_table,
 )
 from _contenders import LEAN_UPDATE, MIXED_UPDATE, why_not_compiled
-from _results import RESULTS, Timing, alternate, median_and_spread, save_result
+from _results import RESULTS, alternate, median_and_spread, save_result
 from hf_mp.kernels.adamw import AdamWSettings
 from hf_mp.kernels.gradient_scan import total_norm
 from hf_mp.weights.optimizer import clip_factor
@@ -259,7 +259,23 @@ def main(
         raise typer.BadParameter(f"{unknown} are not known: use some of {', '.join(CONTENDERS)}")
     reasons = {contender: CONTENDERS[contender].why_not_here(device) for contender in wanted}
     left_out = {contender: reason for contender, reason in reasons.items() if reason is not None}
-    timings: dict[str, Timing] = {}
+    parameters, bandwidth = workload.parameters(), copy_bytes_per_second(device)
+    measured: dict[str, list[float]] = {}
+
+    def store(seconds: dict[str, list[float]]) -> dict[str, Any]:
+        measured.update(seconds)
+        payload = {
+            "parameters": parameters,
+            "device": device,
+            "rounds": rounds,
+            "threads": torch.get_num_threads(),
+            "copy_bytes_per_second": bandwidth,
+            "contenders": summarise(measured, parameters, bandwidth),
+            "left_out": left_out,
+        }
+        save_result(name, payload, directory=output_dir)
+        return payload
+
     # AdamW8bit takes ten times as long on a CPU: in turns with it, the others would find their memory given away.
     for is_8bit in (False, True):
         steps = {
@@ -268,10 +284,16 @@ def main(
             if contender not in left_out and (CONTENDERS[contender].package == _BNB) is is_8bit
         }
         if steps:
-            seconds = alternate(steps, rounds=rounds, warmup=2, untimed=1)
-            timings |= {contender: median_and_spread(times) for contender, times in seconds.items()}
+            alternate(steps, rounds=rounds, warmup=2, untimed=1, after_round=store)
         steps.clear()
-    parameters, bandwidth = workload.parameters(), copy_bytes_per_second(device)
+    show(store({}))
+    show_left_out(left_out)
+    print(f"stored in {name}.json")
+
+
+def summarise(measured: dict[str, list[float]], parameters: int, bandwidth: float) -> dict[str, dict[str, Any]]:
+    """A row for each contender that was measured."""
+    timings = {contender: median_and_spread(seconds) for contender, seconds in measured.items()}
     rows: dict[str, dict[str, Any]] = {}
     for contender, timing in timings.items():
         moved = CONTENDERS[contender].update.total
@@ -279,24 +301,13 @@ def main(
         floor = moved * parameters / bandwidth
         rows[contender] = {
             **timing._asdict(),
+            "rounds": len(measured[contender]),
             "ratio_to_torch": None if peer is None else timing.median_seconds / peer.median_seconds,
             "floor_bytes_per_parameter": moved,
             "floor_seconds": floor,
             "ratio_to_floor": timing.median_seconds / floor,
         }
-    payload = {
-        "parameters": parameters,
-        "device": device,
-        "rounds": rounds,
-        "threads": torch.get_num_threads(),
-        "copy_bytes_per_second": bandwidth,
-        "contenders": rows,
-        "left_out": left_out,
-    }
-    path = save_result(name, payload, directory=output_dir)
-    show(payload)
-    show_left_out(left_out)
-    print(f"stored in {path.name}")
+    return rows
 
 
 def show(payload: dict[str, Any]) -> None:

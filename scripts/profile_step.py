@@ -6,7 +6,7 @@
 
 Contenders are the plain loops of bench_step.py. A cost is the time inside an op itself, without the ops that it
 calls; on a GPU, that of a kernel. Writes a Chrome trace of each (chrome://tracing, https://ui.perfetto.dev) into
-``outputs/profiles/`` and stores ``scripts/results/profile_step.json``.
+``outputs/profiles/`` and stores ``scripts/results/profile_step.json``, anew after each.
 """
 
 from __future__ import annotations
@@ -127,25 +127,19 @@ def main(
         model, layers=layers, width=width, heads=heads, vocab=vocab, batch=batch, seq=seq,
         accumulation=accumulation, dropout=dropout, device=device,
     )  # fmt: skip
-    profiles = {}
+    profiles: dict[str, dict[str, Any]] = {}
+    payload = {"workload": workload.as_dict(), "threads": torch.get_num_threads(), "profiles": profiles}
     for contender in (ours, theirs):
         trace = traces / f"{re.sub(r'[^a-z0-9]+', '_', contender.lower())}.json"
-        profiles[contender] = profile_steps(contender, workload, warmup=warmup, steps=steps, trace=trace)
+        found = profile_steps(contender, workload, warmup=warmup, steps=steps, trace=trace)
+        profiles[contender] = {
+            "total_milliseconds": sum(cost.milliseconds for cost in found),
+            "largest": [asdict(cost) for cost in found[:LARGEST]],
+        }
+        save_result(name, payload, directory=output_dir)
         print(f"wrote {trace.name}")
-    payload: dict[str, Any] = {
-        "workload": workload.as_dict(),
-        "threads": torch.get_num_threads(),
-        "profiles": {
-            contender: {
-                "total_milliseconds": sum(cost.milliseconds for cost in found),
-                "largest": [asdict(cost) for cost in found[:LARGEST]],
-            }
-            for contender, found in profiles.items()
-        },
-    }
-    path = save_result(name, payload, directory=output_dir)
-    show(payload["profiles"], str(workload))
-    print(f"stored in {path.name}")
+    show(profiles, str(workload))
+    print(f"stored in {name}.json")
 
 
 def show(profiles: dict[str, dict[str, Any]], title: str) -> None:

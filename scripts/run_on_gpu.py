@@ -4,14 +4,16 @@
     python scripts/run_on_gpu.py --output-dir OUT --only "tests,bench_update_gpt2" --minutes 3
     python scripts/run_on_gpu.py --output-dir OUT --tiny --device cpu         # tries every piece at tiny sizes
 
-Each piece runs in a process of its own and stores its JSON in the given directory when it is done, the most important
-first; what there is no time for is named at the end, and the exit code is 1 then. Needs torch, transformers,
-accelerate, pytest, typer and rich, and neither datasets nor bitsandbytes; FlashOptim is measured where it is installed.
+Starts from a bare checkout, hf_mp not installed. Each piece runs in a process of its own, the most important first, and
+rewrites its JSON in the given directory as its rows come, so that one that is ended has left what it had. What there
+was no time for is named at the end, and the exit code is 1 then. Needs torch, transformers, accelerate, pytest, typer
+and rich, and neither datasets nor bitsandbytes; FlashOptim is measured where it is installed.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,8 +24,8 @@ from typing import Annotated
 
 import typer
 
-from _results import ROOT
-
+# Nothing of the checkout is imported: where it is not installed, only the pieces are told where it is.
+ROOT = Path(__file__).resolve().parent.parent
 TRAINERS = ("Trainer fp16=True", "MixedPrecisionTrainer fp16", "MixedPrecisionTrainer fp16-lean")
 LOOPS = (
     "torch.autocast fp16",
@@ -33,12 +35,16 @@ LOOPS = (
     "hf_mp bf16",
     "torch.autocast bf16",
 )
-GPU_TESTS = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider")
+PEERS = ("torch.autocast fp16", "hf_mp fp16", "hf_mp fp16-lean")
+# -v: a line for each test as it ends. Without the settings of pyproject.toml, which want plugins.
+PYTEST = ("-m", "pytest", "-v", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib")
+GPU_TESTS = (*PYTEST, "-m", "gpu and not outside")
 STEP = ("--batch", "8", "--seq", "1024", "--dropout", "0.1")
 TINY_STEP = (
     *("--layers", "1", "--width", "32", "--heads", "2", "--vocab", "200"),
     *("--batch", "2", "--seq", "16", "--dropout", "0.1", "--rounds", "1"),
 )
+UPDATES = "torch.amp,hf_mp fp16,hf_mp fp16-lean,FlashAdamW"
 TINY_UPDATE = ("--layers", "1", "--width", "32", "--heads", "2", "--vocab", "200", "--rounds", "2")
 TINY_AUTOCAST = (
     *("--layers", "1", "--width", "32", "--heads", "2", "--vocab", "200"),
@@ -54,13 +60,13 @@ class Piece:
         name: of the result that it stores; of the log alone for the tests.
         command: what Python runs, without the options for device, name and directory that the benchmarks share.
         tiny: the same with small sizes, for a CPU.
-        most_seconds: after these it is ended, so that others get their turn.
+        seconds: its share of the default of 9.5 minutes; what others leave is shared as well.
     """
 
     name: str
     command: tuple[str, ...]
     tiny: tuple[str, ...]
-    most_seconds: int
+    seconds: int
 
     def full_command(self, *, tiny: bool, device: str, directory: Path) -> list[str]:
         """What is run."""
@@ -68,7 +74,7 @@ class Piece:
         shared = ("--device", device, "--name", self.name, "--output-dir", str(directory))
         if chosen[0].startswith("scripts/"):
             return [sys.executable, *chosen, *shared]
-        return [sys.executable, *chosen, *gpu_tests()]
+        return [sys.executable, *chosen, *(gpu_tests() if chosen == GPU_TESTS else [])]
 
 
 def gpu_tests() -> list[str]:
@@ -80,13 +86,13 @@ def gpu_tests() -> list[str]:
     ]
 
 
-def _step(name: str, model: str, contenders: tuple[str, ...], rounds: int, most_seconds: int, *options: str) -> Piece:
+def _step(name: str, model: str, contenders: tuple[str, ...], rounds: int, seconds: int, *options: str) -> Piece:
     chosen = ("--contenders", ",".join(contenders), *options)
     return Piece(
         name,
         ("scripts/bench_step.py", "--model", model, *STEP, "--rounds", str(rounds), "--warmup", "4", *chosen),
         ("scripts/bench_step.py", *TINY_STEP, "--contenders", ",".join(_runs_on_a_cpu(contenders)), *options),
-        most_seconds,
+        seconds,
     )
 
 
@@ -99,49 +105,51 @@ def _compiled(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{name} compiled" for name in names)
 
 
+# In the order of their weight.
 PIECES = (
-    Piece("tests", GPU_TESTS, GPU_TESTS, 150),
+    Piece("tests", GPU_TESTS, (*PYTEST, "tests/kernels/test_registry.py"), 100),
     Piece(
         "bench_update_gpt2",
         ("scripts/bench_update.py", "--model", "gpt2", "--rounds", "30"),
         ("scripts/bench_update.py", *TINY_UPDATE),
-        60,
+        45,
     ),
-    _step("bench_step_gpt2", "gpt2", (*TRAINERS, *LOOPS), 20, 120),
-    _step("bench_step_gpt2_large", "gpt2-large", (*TRAINERS, *LOOPS[:4]), 8, 150),
-    _step("bench_step_gpt2_compiled", "gpt2", _compiled(TRAINERS), 20, 180, "--no-peak"),
+    _step("bench_step_gpt2", "gpt2", (*TRAINERS, *LOOPS), 20, 90),
+    _step("bench_step_gpt2_large", "gpt2-large", (*TRAINERS, *PEERS), 8, 110),
     Piece(
-        "bench_update_gpt2_large",
-        ("scripts/bench_update.py", "--model", "gpt2-large", "--rounds", "15"),
-        ("scripts/bench_update.py", *TINY_UPDATE),
-        60,
+        "bench_update_gpt2_large",  # without those that would not fit into 80 GB side by side
+        ("scripts/bench_update.py", "--model", "gpt2-large", "--rounds", "15", "--contenders", UPDATES),
+        ("scripts/bench_update.py", *TINY_UPDATE, "--contenders", UPDATES),
+        45,
     ),
+    _step("bench_step_gpt2_compiled", "gpt2", _compiled(TRAINERS), 20, 90, "--no-peak"),
     Piece(
         "bench_loss",
         ("scripts/bench_loss.py", "--rows", "8192", "--rounds", "20"),
         ("scripts/bench_loss.py", "--rows", "8", "--vocab", "100", "--rounds", "2"),
-        60,
-    ),
-    _step("bench_step_gpt2_large_compiled", "gpt2-large", _compiled(TRAINERS), 8, 240, "--no-peak"),
-    Piece(
-        "bench_autocast",
-        ("scripts/bench_autocast.py", "--dtype", "fp16", "--batch", "8", "--seq", "512", "--rounds", "5"),
-        ("scripts/bench_autocast.py", *TINY_AUTOCAST),
-        90,
+        25,
     ),
     Piece(
         "profile_step",
         ("scripts/profile_step.py", "--model", "gpt2", *STEP),
         ("scripts/profile_step.py", *TINY_STEP[:-2], "--steps", "1", "--warmup", "1"),
-        60,
+        30,
+    ),
+    Piece(
+        "bench_autocast",
+        ("scripts/bench_autocast.py", "--dtype", "fp16", "--batch", "8", "--seq", "512", "--rounds", "3"),
+        ("scripts/bench_autocast.py", *TINY_AUTOCAST),
+        35,
     ),
 )
+# Run where they are named.
+ASKED_FOR = (_step("bench_step_gpt2_large_compiled", "gpt2-large", _compiled(TRAINERS), 8, 240, "--no-peak"),)
 
 
 def run_piece(piece: Piece, *, tiny: bool, device: str, directory: Path, seconds: float) -> str:
     """Run one piece for at most ``seconds``; its output is shown and kept in ``NAME.log``. Gives what became of it."""
     command = piece.full_command(tiny=tiny, device=device, directory=directory)
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(
         path for path in (str(ROOT), os.environ.get("PYTHONPATH")) if path
     )}  # fmt: skip
     start = time.monotonic()
@@ -159,18 +167,27 @@ def run_piece(piece: Piece, *, tiny: bool, device: str, directory: Path, seconds
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    return f"{outcome}, {time.monotonic() - start:.0f} s"
+    took = time.monotonic() - start
+    if "pytest" in command:
+        ended = re.findall(r"^\S+::.* (PASSED|FAILED|ERROR)\b", log_of(piece, directory), re.MULTILINE)
+        outcome = f"{outcome}, {ended.count('PASSED')} tests passed" if ended else "failed: no test ran"
+    return f"{outcome}, {took:.0f} s"
+
+
+def log_of(piece: Piece, directory: Path) -> str:
+    """What a piece has printed."""
+    return (directory / f"{piece.name}.log").read_text(encoding="utf-8", errors="replace")
 
 
 def choose(only: str | None) -> list[Piece]:
-    """The pieces of these names; all for None.
+    """The pieces of these names; for None all but those that must be asked for.
 
     Raises:
         ValueError: for a name that is not known.
     """
     if only is None:
         return list(PIECES)
-    known = {piece.name: piece for piece in PIECES}
+    known = {piece.name: piece for piece in (*PIECES, *ASKED_FOR)}
     names = [name.strip() for name in only.split(",")]
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"--only {', '.join(unknown)}: not known, use some of {', '.join(known)}")
@@ -188,15 +205,16 @@ def main(
     deadline = time.monotonic() + 60 * minutes
     directory = output_dir.resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    complete = True
-    for piece in choose(only):
-        seconds = min(piece.most_seconds, deadline - time.monotonic())
+    complete, chosen = True, choose(only)
+    for place, piece in enumerate(chosen):
+        # ended after its share of what is left, so that others get their turn
+        share = piece.seconds / sum(later.seconds for later in chosen[place:])
+        seconds = share * (deadline - time.monotonic())
         outcome = "no time was left"
         if seconds > 5:
             print(f"{piece.name} ...", flush=True)
             outcome = run_piece(piece, tiny=tiny, device=device, directory=directory, seconds=seconds)
-            lines = (directory / f"{piece.name}.log").read_text(encoding="utf-8", errors="replace").splitlines()
-            print("\n".join(lines[-30:]))
+            print("\n".join(log_of(piece, directory).splitlines()[-30:]))
         print(f"== {piece.name}: {outcome}", flush=True)
         complete = complete and outcome.startswith("done")
     sys.exit(0 if complete else 1)

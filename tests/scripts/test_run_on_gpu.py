@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
+import os
+import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,18 +19,18 @@ from typer.main import get_command
 import run_on_gpu
 from _contenders import find_contender
 from _results import ROOT
-from run_on_gpu import PIECES, Piece, choose, gpu_tests, main, run_piece
+from run_on_gpu import ASKED_FOR, GPU_TESTS, PIECES, PYTEST, Piece, choose, gpu_tests, main, run_piece
 
-BENCHMARKS = [piece for piece in PIECES if piece.command[0].startswith("scripts/")]
+BENCHMARKS = [piece for piece in (*PIECES, *ASKED_FOR) if piece.command[0].startswith("scripts/")]
 
 
 @pytest.mark.parametrize("tiny", [False, True], ids=["full", "tiny"])
 @pytest.mark.parametrize("piece", BENCHMARKS, ids=lambda piece: piece.name)
 def test_each_command_has_options_that_its_script_knows(piece, tiny, tmp_path):
     _, script, *arguments = piece.full_command(tiny=tiny, device="cuda", directory=tmp_path)
-    app = typer.Typer()
-    app.command()(importlib.import_module(Path(script).stem).main)
-    options = get_command(app).make_context(script, arguments).params
+    options = (
+        get_command(app_of(importlib.import_module(Path(script).stem).main)).make_context(script, arguments).params
+    )
     assert (options["name"], options["output_dir"], options["device"]) == (piece.name, tmp_path, "cuda")
     if script.endswith("bench_step.py"):
         assert options["seq"] == (16 if tiny else 1024) and options["dropout"] == 0.1
@@ -68,23 +73,95 @@ def test_neither_datasets_nor_bitsandbytes_is_needed(piece):
     assert not packages & {"datasets", "bitsandbytes", "flashoptim"}
 
 
+def test_the_pieces_fit_into_the_time_that_is_taken_by_default():
+    (minutes,) = [option.default for option in get_command(app_of(main)).params if option.name == "minutes"]
+    assert sum(piece.seconds for piece in PIECES) == 60 * minutes <= 600
+    assert [piece.name for piece in PIECES[:3]] == ["tests", "bench_update_gpt2", "bench_step_gpt2"]
+    assert choose(None) == list(PIECES)
+
+
+# Removes datasets, bitsandbytes and an installed hf_mp from what Python finds, in each process of the run.
+BARE = """
+import importlib.machinery, sys
+
+class Bare(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        found = super().find_spec(name, path, target)
+        is_elsewhere = name == "hf_mp" and found is not None and not found.origin.startswith({root!r})
+        return None if name in ("datasets", "bitsandbytes") or is_elsewhere else found
+
+others = [f for f in sys.meta_path if "editable" not in getattr(f, "__module__", "") + getattr(f, "__name__", "")]
+sys.meta_path[:] = [Bare if finder is importlib.machinery.PathFinder else finder for finder in others]
+"""
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> dict[str, str]:
+    """The environment of a Python that has neither hf_mp nor what the run does without."""
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "sitecustomize.py").write_text(BARE.format(root=str(ROOT)))
+    return {**os.environ, "PYTHONPATH": str(tmp_path / "bare"), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("package", ["hf_mp", "datasets", "bitsandbytes"])
+def test_the_bare_python_is_bare(package, bare, tmp_path):
+    tried = [sys.executable, "-c", f"import {package}"]
+    done = subprocess.run(tried, env=bare, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert f"No module named '{package}'" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1900)
+def test_everything_runs_from_a_bare_checkout(bare, tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, str(ROOT / "scripts" / "run_on_gpu.py"), "--output-dir", str(out)]
+    command += ["--tiny", "--device", "cpu", "--minutes", "30"]  # of a machine that others use as well
+    done = subprocess.run(command, env=bare, cwd=tmp_path, capture_output=True, text=True, timeout=1850)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
+    assert re.search(r"== tests: done, \d+ tests passed, \d+ s", done.stdout)
+    for piece in PIECES[1:]:
+        assert json.loads((out / f"{piece.name}.json").read_text())["result"], piece.name
+
+
+def test_tests_that_do_not_run_are_no_success(tmp_path):
+    none = (*PYTEST, "-k", "no_such_test", "tests/kernels/test_registry.py")
+    outcome = run_piece(Piece("tests", none, none, 60), tiny=True, device="cpu", directory=tmp_path, seconds=60)
+    assert outcome.startswith("failed: no test ran")
+    skipped = tmp_path / "test_skipped.py"
+    skipped.write_text("import pytest\n\ndef test_it():\n    pytest.skip('no GPU')\n")
+    outcome = run_piece(
+        Piece("tests", none, (*PYTEST, str(skipped)), 60), tiny=True, device="cpu", directory=tmp_path, seconds=60
+    )
+    assert outcome.startswith("failed: no test ran")
+
+
+def test_tests_that_fail_or_are_ended_are_counted(tmp_path):
+    three = tmp_path / "test_three.py"
+    three.write_text("import time\n\ndef test_a(): pass\ndef test_b(): assert 0\ndef test_c(): time.sleep(60)\n")
+    piece = Piece("tests", GPU_TESTS, (*PYTEST, str(three)), 60)
+    outcome = run_piece(piece, tiny=True, device="cpu", directory=tmp_path, seconds=15)
+    assert outcome.startswith("ended after 15 s, 1 tests passed")
+
+
+def app_of(function) -> typer.Typer:
+    app = typer.Typer()
+    app.command()(function)
+    return app
+
+
 def python(name: str, code: str) -> Piece:
     return Piece(name, ("-c", code), ("-c", code), 30)
 
 
-@pytest.fixture
-def no_tests(monkeypatch):
-    monkeypatch.setattr(run_on_gpu, "gpu_tests", lambda: [])
-
-
-def test_a_piece_runs_in_the_checkout_and_leaves_a_log(no_tests, tmp_path):
+def test_a_piece_runs_in_the_checkout_and_leaves_a_log(tmp_path):
     piece = python("about", "import os, hf_mp; print(os.getcwd())")
     outcome = run_piece(piece, tiny=False, device="cpu", directory=tmp_path, seconds=60)
     assert outcome.startswith("done")
     assert (tmp_path / "about.log").read_text().strip() == str(ROOT)
 
 
-def test_a_piece_that_takes_too_long_is_ended_with_its_children(no_tests, tmp_path):
+def test_a_piece_that_takes_too_long_is_ended_with_its_children(tmp_path):
     child = "import pathlib, sys, time; time.sleep(2.5); pathlib.Path(sys.argv[1]).touch()"
     code = f"""
 import subprocess, sys
@@ -97,7 +174,21 @@ subprocess.run([sys.executable, "-c", {child!r}, {str(tmp_path / "too late")!r}]
     assert not (tmp_path / "too late").exists()
 
 
-def test_what_fails_or_finds_no_time_is_named_and_the_others_run(no_tests, tmp_path, monkeypatch, capsys):
+def test_a_piece_has_its_share_of_the_time_that_is_left(tmp_path, monkeypatch):
+    given: dict[str, float] = {}
+
+    def run(piece, *, seconds, directory, **rest):
+        given[piece.name] = seconds
+        (directory / f"{piece.name}.log").touch()
+        return "done, 0 s"
+
+    monkeypatch.setattr(run_on_gpu, "run_piece", run)
+    with pytest.raises(SystemExit):
+        main(output_dir=tmp_path, minutes=2, only="bench_update_gpt2,bench_step_gpt2")
+    assert given == pytest.approx({"bench_update_gpt2": 40, "bench_step_gpt2": 120}, abs=1)
+
+
+def test_what_fails_or_finds_no_time_is_named_and_the_others_run(tmp_path, monkeypatch, capsys):
     pieces = [python("fails", "raise SystemExit('planted')"), python("works", "print('worked')")]
     monkeypatch.setattr(run_on_gpu, "PIECES", pieces)
     with pytest.raises(SystemExit) as ended:
