@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -133,6 +134,31 @@ def report(
         from hf_mp.diagnostics.report import report_command
 
         typer.echo(report_command(run_directory, html), nl=False)
+
+
+@app.command()
+def check(
+    target: Annotated[Path, typer.Argument(help="Folder of a model, a checkpoint (any Trainer's), or a run.")],
+    learning_rate: Annotated[
+        float | None, typer.Option(help="At which updates are lost or not. Default: the checkpoint's.")
+    ] = None,
+    keeps_bits: Annotated[bool, typer.Option("--keeps-bits", help="The optimizer rounds stochastically.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    traceback: WithTraceback = False,
+) -> None:
+    """Name what in TARGET loses bits, and the way out; exits 1 if anything does. Any Trainer's, also without hf_mp."""
+    with _errors_in_one_line("check", traceback):
+        from rich.console import Console
+        from rich.progress import track
+
+        from hf_mp.diagnostics.contract.check import check_folder
+
+        console = Console(stderr=True)
+        bar = partial(track, description="reading", console=console, transient=True, disable=not console.is_terminal)
+        found = check_folder(target, learning_rate, keeps_bits=keeps_bits, progress=bar)
+        typer.echo(found.to_json() if as_json else str(found))
+    if found.risks:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -163,7 +163,7 @@ def _fp16_moments(evidence: Evidence) -> Words:
 
 
 def _other_masters(evidence: Evidence) -> Words:
-    off = {name: share for name, master, weight in evidence.pairs if (share := _share_apart(master, weight)) > 1e-3}
+    off = {name: share for name, master, weight in evidence.pairs if (share := share_apart(master, weight)) > 1e-3}
     if not off:
         return None
     first = next(iter(off))
@@ -260,7 +260,7 @@ def _share_of_16_bits(values: Tensor) -> float:
     return max(float((values.to(dtype).to(values.dtype) == values).float().mean()) for dtype in LOWER_PRECISION_DTYPES)
 
 
-def _share_apart(master: Tensor, weight: Tensor) -> float:
+def share_apart(master: Tensor, weight: Tensor) -> float:
     """The share of weights that are a unit in the last place and more away from their masters."""
     limits, exact = torch.finfo(weight.dtype), master.double()
     unit = (exact.abs() * limits.eps).clamp(min=limits.smallest_normal * limits.eps)

@@ -1,0 +1,74 @@
+"""``hf-mp check``: the risky states of a model or a checkpoint in a folder, and the way out of each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hf_mp.diagnostics.contract.folders import evidence_of, read_folder
+from hf_mp.diagnostics.contract.risks import Held, Risk, find_risks
+from hf_mp.policy import spell
+
+_ROLES = {"weights": "weights", "masters": "masters", "firsts": "first moments", "seconds": "second moments"}
+
+
+@dataclass(frozen=True)
+class FolderCheck:
+    """What :func:`check_folder` found; prints as lines.
+
+    Attributes:
+        path: of what was looked at: of a run, its newest checkpoint.
+        held: elements by role and dtype, as ``{"weights": {"bf16": 124439808}}``.
+        risks: states that lose bits.
+    """
+
+    path: str
+    held: dict[str, dict[str, int]]
+    risks: tuple[Risk, ...]
+
+    def __str__(self) -> str:
+        stored = (
+            f"  {role}: {', '.join(f'{count:,} {dtype}' for dtype, count in dtypes.items())}"
+            for role, dtypes in self.held.items()
+        )
+        risks = map(str, self.risks) if self.risks else ["no risk was found"]
+        return "\n".join((f"{self.path} holds", *stored, *risks))
+
+    def to_json(self) -> str:
+        """One object."""
+        return json.dumps(asdict(self), indent=2)
+
+
+def check_folder(
+    path: Path,
+    learning_rate: float | None = None,
+    *,
+    keeps_bits: bool = False,
+    progress: Callable[[list[str]], Iterable[str]] = iter,
+) -> FolderCheck:
+    """Find the risky states of a model or a checkpoint, by headers and samples; nothing of it is run.
+
+    Args:
+        path: a folder of a model, a run, or a checkpoint: a Trainer's, FSDP2's and other shards of
+            ``torch.distributed.checkpoint``, DeepSpeed's, or ours.
+        learning_rate: at which updates are lost or not; default: the checkpoint's. A folder of a model has none, and
+            16-bit weights are a risk there only if it is given.
+        keeps_bits: the optimizer rounds stochastically, which its state does not show.
+        progress: goes through names, and shows how far it is.
+
+    Raises:
+        UnreadableError: (a ValueError) where there are no weights, and for a file that cannot be read.
+    """
+    folder = read_folder(path)
+    evidence = evidence_of(folder, learning_rate, keeps_bits=keeps_bits, progress=progress)
+    held = {words: found for role, words in _ROLES.items() if (found := _by_dtype(getattr(evidence, role)))}
+    return FolderCheck(str(folder.path), held, find_risks(evidence))
+
+
+def _by_dtype(held: list[Held]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for one in held:
+        counts[spell(one.dtype)] = counts.get(spell(one.dtype), 0) + one.elements
+    return counts

@@ -1,0 +1,125 @@
+"""``hf-mp check``: what was planted is found, and nothing in what is clean."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from planted_checkpoints import CLEAN, PLANTED
+from typer.testing import CliRunner
+
+from hf_mp.cli import app
+from hf_mp.diagnostics.contract.check import check_folder
+from hf_mp.diagnostics.contract.folders import UnreadableError
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_was_planted_is_found(name: str, tmp_path: Path) -> None:
+    make, kinds = PLANTED[name]
+    assert {risk.kind for risk in check_folder(make(tmp_path)).risks} == kinds
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_nothing_is_found_in_what_is_clean(name: str, tmp_path: Path) -> None:
+    check = check_folder(CLEAN[name](tmp_path))
+    assert check.risks == () and str(check).endswith("no risk was found")
+    assert sum(check.held["weights"].values()) > 1000
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["check", *arguments])
+    return result.exit_code, result.output
+
+
+def test_the_command_names_the_risk_its_share_and_the_way_out(tmp_path: Path) -> None:
+    checkpoint = PLANTED["stock: a model in bf16"][0](tmp_path)
+    code, text = run(str(checkpoint))
+    lines = text.splitlines()
+    assert code == 1 and lines[0] == f"{checkpoint} holds"
+    assert lines[1].startswith("  weights: ") and lines[1].endswith(" bf16")
+    assert "of their updates at learning rate 1e-05 are less than half a unit in the last place" in text
+    assert "way out: give them masters: MixedPrecisionCallback('bf16')" in text
+    (picture,) = (line for line in lines if "second moments by magnitude" in line)
+    assert "2^-" in picture and "█" in picture
+    code, text = run(str(checkpoint.parent), "--json", "--learning-rate", "1.0")  # the run, and updates that count
+    found = json.loads(text)
+    assert code == 1 and found["path"] == str(checkpoint)
+    assert [risk["kind"] for risk in found["risks"]] == ["stuck second moments"]
+    code, text = run(str(checkpoint), "--keeps-bits")
+    assert code == 1 and "no masters" not in text
+
+
+def test_a_model_is_a_risk_at_a_learning_rate(tmp_path: Path) -> None:
+    model = CLEAN["a model in bf16"](tmp_path)
+    assert run(str(model)) == (0, f"{model} holds\n  weights: 20,672 bf16\nno risk was found\n")
+    code, text = run(str(model), "--learning-rate", "1e-5")
+    assert code == 1 and text.count("way out") == 1
+    assert run(str(model), "--learning-rate", "1")[0] == 0
+
+
+def test_it_runs_without_the_trainer(tmp_path: Path) -> None:
+    model = CLEAN["a model in fp32"](tmp_path)
+    code = f"import sys; from hf_mp.cli import app; app(['check', {str(model)!r}], standalone_mode=False); "
+    code += "print([name for name in ('transformers', 'accelerate', 'deepspeed') if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == "[]"
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    code, text = run(str(tmp_path))
+    assert code == 2 and "holds no weights: name the folder of a model, of a checkpoint" in text
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(UnreadableError, match=r"model.safetensors cannot be read: "):
+        check_folder(tmp_path)
+
+
+class RunsCode:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return (os.system, (f"touch {self.path}",))
+
+
+@pytest.mark.parametrize("place", ["optimizer.pt", ".metadata"])
+def test_nothing_of_a_file_is_run(place: str, tmp_path: Path) -> None:
+    model = CLEAN["a model in fp32"](tmp_path / "model")
+    mark = tmp_path / "was run"
+    if place == "optimizer.pt":
+        torch.save({"state": {}, "param_groups": [{"lr": 1e-5, "code": RunsCode(mark)}]}, model / place)
+    else:
+        (model / place).write_bytes(pickle.dumps(RunsCode(mark)))
+    with pytest.raises(UnreadableError, match=re.escape(place)):
+        check_folder(model)
+    assert not mark.exists()
+
+
+def test_ten_gibibytes_take_seconds(tmp_path: Path) -> None:
+    """Sparse files of a BF16 model's weights and moments, with 32 MiB a tensor."""
+    elements, files = 2**24, 5
+    entries = {f"layers.{n}.weight": n for n in range(64)}
+    for file in range(files):
+        header = {
+            (f"optimizer/{name}/exp_avg_sq" if file == 4 else f"part{file}.{name}"): {
+                "dtype": "BF16", "shape": [elements], "data_offsets": [2 * n * elements, 2 * (n + 1) * elements],
+            }
+            for name, n in entries.items()
+        }  # fmt: skip
+        text = json.dumps(header).encode()
+        path = tmp_path / f"model-{file}.safetensors"
+        path.write_bytes(struct.pack("<Q", len(text)) + text)
+        os.truncate(path, 8 + len(text) + 2 * 64 * elements)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) >= 10 * 2**30
+    began = time.perf_counter()
+    check = check_folder(tmp_path, 1e-5)
+    assert time.perf_counter() - began < 5.0
+    assert check.held == {"weights": {"bf16": 4 * 64 * elements}, "second moments": {"bf16": 64 * elements}}
