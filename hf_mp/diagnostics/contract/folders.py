@@ -209,7 +209,7 @@ def _start_of_data(shard: Path, place: Any) -> int:
         shard.open("rb") as file,
         mmap.mmap(file.fileno(), place.offset + place.length, access=mmap.ACCESS_READ) as end,
     ):
-        (entry,) = [one for one in zipfile.ZipFile(end).infolist() if one.filename.endswith("data/0")]  # type: ignore[arg-type]
+        (entry,) = [one for one in zipfile.ZipFile(end).infolist() if one.filename.endswith("data/0")]  # type: ignore[call-overload]
         name, extra = struct.unpack("<HH", end[entry.header_offset + 26 : entry.header_offset + 30])
         return int(entry.header_offset + 30 + name + extra)
 
