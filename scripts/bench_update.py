@@ -42,8 +42,8 @@ from _contenders import LEAN_UPDATE, MIXED_UPDATE, why_not_compiled
 from _results import RESULTS, alternate, median_and_spread, save_result
 from hf_mp.kernels.adamw import AdamWSettings
 from hf_mp.kernels.gradient_scan import total_norm
-from hf_mp.weights.optimizer import clip_factor
-from hf_mp.weights.split_parameter import SplitParameter
+from hf_mp.weights.lean.optimizer import clip_factor
+from hf_mp.weights.lean.split_parameter import SplitParameter
 
 Step = Callable[[], None]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]

@@ -35,7 +35,7 @@ from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.events import StepObserver, check_on_overflow
 from hf_mp.scaling.rules import FP16_MAX, StepReport, scale_text, scale_with_headroom
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.distributed import is_sharded
+from hf_mp.weights.ranks.placement import is_sharded
 
 logger = logging.get_logger(__name__)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_mp.casting.nested import named_tensors, tensors_in
-from hf_mp.weights.split_parameter import SplitParameter, open_master
+from hf_mp.weights.lean.split_parameter import SplitParameter, open_master
 
 _GRAD: Any = Tensor.grad  # the property itself, which split parameters override
 

@@ -17,8 +17,8 @@ from hf_mp.diagnostics.contract.risks import Evidence, Held, Risk, find_risks, l
 from hf_mp.diagnostics.magnitudes import sample
 from hf_mp.policy import LOWER_PRECISION_DTYPES, spell
 from hf_mp.weights.accelerated import as_accelerated
-from hf_mp.weights.distributed import local_part
-from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor
+from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor
+from hf_mp.weights.ranks.placement import local_part
 
 
 @dataclass(frozen=True)

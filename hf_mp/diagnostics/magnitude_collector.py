@@ -18,8 +18,8 @@ from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnit
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.distributed import is_sharded, local_part
-from hf_mp.weights.split_parameter import gradient_and_factor, master_sample
+from hf_mp.weights.lean.split_parameter import gradient_and_factor, master_sample
+from hf_mp.weights.ranks.placement import is_sharded, local_part
 
 COMPILED = "activations and their gradients: the model is compiled, and its modules are not seen from outside"
 SHARDED = "weights, weight gradients and updates: FSDP gathers and shards the parameters meanwhile"

@@ -25,7 +25,7 @@ from hf_mp.scaling.scalers import LossScaleError, LossScaler
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.attachable import runtimes_of
-from hf_mp.weights.distributed import get_rank, is_running
+from hf_mp.weights.ranks.placement import get_rank, is_running
 
 logger = logging.get_logger(__name__)
 

@@ -27,7 +27,7 @@ from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import StepReport, headroom_left
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.distributed import is_running
+from hf_mp.weights.ranks.placement import is_running
 
 SEARCH = "the loss scale is finding its level"
 UNEXPLAINED = "a gradient was inf or NaN; the cause was not examined"

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hf_mp.memory.ledger import Category, Moment, Phase
 from hf_mp.memory.training import estimate_training_memory
 from hf_mp.policy import PrecisionPolicy, mixed_presets
-from hf_mp.weights.distributed import is_sharded
+from hf_mp.weights.ranks.placement import is_sharded
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.scaling.borders import output_border
 from hf_mp.scaling.rules import FP16_MAX, SMALLEST_SCALE
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.distributed import is_dtensor, is_running, is_sharded
-from hf_mp.weights.split_parameter import raw_gradient
+from hf_mp.weights.lean.split_parameter import raw_gradient
+from hf_mp.weights.ranks.placement import is_dtensor, is_running, is_sharded
 
 
 class CannotReplay(RuntimeError):

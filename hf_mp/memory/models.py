@@ -25,7 +25,7 @@ from hf_mp.memory.folding import kept_sentences
 from hf_mp.memory.footprint import memory_footprint
 from hf_mp.memory.precisions import bitsandbytes_config, parse_precision
 from hf_mp.policy import spell
-from hf_mp.weights.distributed import is_dtensor, local_part
+from hf_mp.weights.ranks.placement import is_dtensor, local_part
 
 ModelLike = str | Path | PreTrainedConfig | PreTrainedModel
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from hf_mp.weights.distributed import check_heads, has_dtensors
+from hf_mp.weights.ranks.placement import check_heads, has_dtensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

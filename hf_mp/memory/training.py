@@ -32,9 +32,9 @@ from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.sizes import largest_first, readable
 from hf_mp.policy import PrecisionPolicy, spell
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.distributed import is_dtensor
-from hf_mp.weights.optimizer import MasterWeightOptimizer
-from hf_mp.weights.optimizer_in_backward import FreeGradients, check_free_gradients
+from hf_mp.weights.lean.optimizer import MasterWeightOptimizer
+from hf_mp.weights.lean.optimizer_in_backward import FreeGradients, check_free_gradients
+from hf_mp.weights.ranks.placement import is_dtensor
 
 DEFAULT_OPTIMIZER = "adamw_torch_fused"  # TrainingArguments'
 _MAX_GRAD_NORM = 1.0  # TrainingArguments'

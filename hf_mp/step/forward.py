@@ -15,7 +15,7 @@ from hf_mp.casting.positions import counting_positions
 from hf_mp.casting.replacements.base import ReplacedForward
 from hf_mp.casting.uncompiled import outside_of_graphs
 from hf_mp.scaling.borders import output_border
-from hf_mp.weights.outside_reads import as_stored
+from hf_mp.weights.lean.outside_reads import as_stored
 from hf_mp.weights.region import Region
 
 if TYPE_CHECKING:

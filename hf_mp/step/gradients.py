@@ -17,10 +17,10 @@ from torch.nn.utils import clip_grads_with_norm_
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, magnitude_bound
 from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.attachable import REPAIRED, UNKNOWN_OPTIMIZER
-from hf_mp.weights.distributed import is_running, local_parts
 from hf_mp.weights.layout import WeightLayout, measure
-from hf_mp.weights.outside_reads import as_stored
-from hf_mp.weights.ranks import Ranks
+from hf_mp.weights.lean.outside_reads import as_stored
+from hf_mp.weights.ranks.agreement import Ranks
+from hf_mp.weights.ranks.placement import is_running, local_parts
 
 _SKIP_BY_THEMSELVES = ("cuda",)  # devices on which a fused step takes found_inf, and the host would have to wait
 

@@ -25,11 +25,12 @@ from hf_mp.step.gradients import GradientCheck, Verdict
 from hf_mp.step.update import StepGuard
 from hf_mp.weights.accelerated import as_accelerated
 from hf_mp.weights.attachable import NO_BORDER, RUNTIMES, check_attachable, check_layout, check_optimizer
-from hf_mp.weights.distributed import ALONE, has_processes, placement_of
 from hf_mp.weights.early_state import state_to_fp32
-from hf_mp.weights.layout import WeightLayout, make_layout, too_large
-from hf_mp.weights.optimizer_in_backward import FreeGradients, OptimizerInBackward, check_free_gradients
-from hf_mp.weights.ranks import Ranks
+from hf_mp.weights.layout import WeightLayout, too_large
+from hf_mp.weights.layout_choice import make_layout, spread_layout
+from hf_mp.weights.lean.optimizer_in_backward import FreeGradients, OptimizerInBackward, check_free_gradients
+from hf_mp.weights.ranks.agreement import Ranks
+from hf_mp.weights.ranks.placement import ALONE, has_processes, is_running, placement_of
 from hf_mp.weights.reading_region import cache_patches, make_region
 from hf_mp.weights.region import Region
 from hf_mp.weights.slots import GROUP_ELEMENTS, Slots
@@ -47,7 +48,7 @@ class MixedPrecision:
         loss_scaler: the scaler to use instead of the one that the policy names.
         tables, rules: as for :class:`hf_mp.autocast`; default ``"compact"`` and none.
         free_gradients: when the lean layouts free a gradient: ``"step"`` (default), or ``"backward"``: parameters are
-            updated inside ``backward()`` (:mod:`hf_mp.weights.optimizer_in_backward`).
+            updated inside ``backward()`` (:mod:`hf_mp.weights.lean.optimizer_in_backward`).
         max_grad_norm: for ``free_gradients="backward"``: clip to this global 2-norm; ``inf`` only measures it; default
             None: neither. With it, and where the loss is scaled, the backward runs twice.
         layout: how the weights are stored; default: what the policy says.
@@ -221,7 +222,10 @@ class MixedPrecision:
 
     def _use_layout_for(self, parameters: Iterable[Tensor]) -> None:
         model, placement, before = self.model, self.placement, self.layout
-        self.layout = self.ranks.layout_for(parameters, before, model, placement)
+        if is_running() or placement.is_tensor_parallel:  # a mesh may be of one process
+            parameters = list(parameters)
+            self.ranks.compare(parameters, model)
+            self.layout = spread_layout(before, parameters, placement)
         if self.layout is not before:
             before.copies.clear()
             self.check.layout = self.region.layout = self.layout

@@ -18,7 +18,7 @@ from hf_mp.trainer.checkpoints.crash_safe_trainer import SAVE_FAILURES
 from hf_mp.trainer.refusals import refuse_other_precision
 from hf_mp.trainer.session import OfSession
 from hf_mp.trainer.settings import SessionSettings
-from hf_mp.weights.optimizer_in_backward import FreeGradients
+from hf_mp.weights.lean.optimizer_in_backward import FreeGradients
 
 logger = logging.get_logger(__name__)
 

@@ -15,9 +15,9 @@ from transformers.utils import CONFIG_NAME
 from hf_mp.diagnostics.overflow import attached_runtime, runtime_of
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.checkpoints.atomic import discard, make_staging_folder, publish, sync_tree
-from hf_mp.weights.distributed import get_rank, is_dtensor, is_sharded
-from hf_mp.weights.outside_reads import stores_16_bits
-from hf_mp.weights.split_parameter import SplitParameter, open_master
+from hf_mp.weights.lean.outside_reads import stores_16_bits
+from hf_mp.weights.lean.split_parameter import SplitParameter, open_master
+from hf_mp.weights.ranks.placement import get_rank, is_dtensor, is_sharded
 
 _OF_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of activation checkpointing and torch.compile
 _OF_WEIGHTS = (".safetensors", ".bin", ".index.json")

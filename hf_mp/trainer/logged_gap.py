@@ -9,7 +9,7 @@ from transformers.utils import logging
 from hf_mp.scaling.events import StepObserver
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.log_probabilities import check_labels, counted, log_probability_gap
-from hf_mp.weights.distributed import is_sharded
+from hf_mp.weights.ranks.placement import is_sharded
 
 logger = logging.get_logger(__name__)
 

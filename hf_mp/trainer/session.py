@@ -34,7 +34,7 @@ from hf_mp.trainer.logged_gap import LoggedGap
 from hf_mp.trainer.reporting import TrainerReporting
 from hf_mp.trainer.settings import SessionSettings
 from hf_mp.weights.attachable import check_attachable, runtimes_of
-from hf_mp.weights.distributed import placement_of
+from hf_mp.weights.ranks.placement import placement_of
 from hf_mp.weights.reading_layout import ReadingLayout
 
 logger = logging.get_logger(__name__)

@@ -29,9 +29,9 @@ from hf_mp.trainer.refusals import refuse_other_precision
 from hf_mp.trainer.relative_step import read_learning_rate_from_state
 from hf_mp.trainer.session import OfSession, TrainerSession
 from hf_mp.trainer.settings import SessionSettings
-from hf_mp.weights.optimizer_in_backward import check_free_gradients
-from hf_mp.weights.outside_reads import stores_16_bits
-from hf_mp.weights.ranks import compare_settings
+from hf_mp.weights.lean.optimizer_in_backward import check_free_gradients
+from hf_mp.weights.lean.outside_reads import stores_16_bits
+from hf_mp.weights.ranks.agreement import compare_settings
 
 logger = logging.get_logger(__name__)
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from hf_mp.casting.replacements.base import ReplacedForward
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.weights.distributed import Placement, check_masters, check_placement, updates
-from hf_mp.weights.split_parameter import SplitParameter
+from hf_mp.weights.lean.split_parameter import SplitParameter
+from hf_mp.weights.ranks.placement import Placement, check_masters, check_placement, updates
 
 UNKNOWN_OPTIMIZER = (
     "this model is attached to a MixedPrecision, and an optimizer that it does not know updates its weights: updates "

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from hf_mp.kernels.split import Split, merge, split_into
 from hf_mp.weights.fused_adamw import check_moment, replaces_step
-from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, halves_of, note_written_halves
+from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor, halves_of, note_written_halves
 
 BLOCK = 256  # elements that share a scale (Dettmers et al. 2021, section 2.1)
 _ELEMENTS = {"cpu": 2**19, "cuda": 2**22}  # of a slice: what stays in a CPU's caches; few launches on a GPU

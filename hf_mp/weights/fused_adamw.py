@@ -14,8 +14,8 @@ from torch.optim import Adam, AdamW, Optimizer
 from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_, is_small
 from hf_mp.kernels.identity import is_ordinary
 from hf_mp.kernels.registry import chosen
-from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, halves_of, note_written_halves
-from hf_mp.weights.unwrapped_steps import has_hooks
+from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor, halves_of, note_written_halves
+from hf_mp.weights.lean.unwrapped_steps import has_hooks
 from hf_mp.weights.working_copies import WorkingCopies
 
 Given = tuple[AdamWTensors, Tensor | None]
@@ -58,7 +58,7 @@ def can_skip(optimizer: Optimizer, replaced_step: Callable[..., Any] | None) -> 
     """Whether the step of ``optimizer`` skips by itself where its ``found_inf`` is 1, and nobody hears of a step.
 
     ``replaced_step`` is what stood in the place of its class's ``step`` before it was guarded. Of a
-    :class:`~hf_mp.weights.optimizer.MasterWeightOptimizer` with split masters, the wrapped one skips.
+    :class:`~hf_mp.weights.lean.optimizer.MasterWeightOptimizer` with split masters, the wrapped one skips.
     """
     if replaced_step is None and getattr(optimizer, "layout", None) == "split" and not has_hooks(optimizer):
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]

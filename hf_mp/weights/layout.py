@@ -16,17 +16,11 @@ from torch.optim import Optimizer
 
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, largest_magnitude, largest_magnitude_and_norm
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
-from hf_mp.weights.buckets import Buckets, check_split_reduction
-from hf_mp.weights.distributed import Placement, is_dtensor, is_running, local_part, local_parts
 from hf_mp.weights.fused_adamw import step_whole
-from hf_mp.weights.model_walk import modules_of, parameters_of
-from hf_mp.weights.optimizer import MasterWeightOptimizer, clip_grad_norm_
-from hf_mp.weights.outside_reads import stores_16_bits
-from hf_mp.weights.split_layout import restore_parameters, save_masters, split_trainable_parameters
-from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, keep_scale_of_gradients
-from hf_mp.weights.transient_copies import TransientCopies
-from hf_mp.weights.unwrapped_steps import refuse_unwrapped_steps
-from hf_mp.weights.wire import Arrivals, Runtime, send_as_before, send_in_16_bits
+from hf_mp.weights.model_walk import parameters_of
+from hf_mp.weights.ranks.buckets import Buckets
+from hf_mp.weights.ranks.placement import Placement, is_dtensor, is_running, local_part, local_parts
+from hf_mp.weights.ranks.wire import Runtime
 from hf_mp.weights.working_copies import WorkingCopies, is_parameter
 
 logger = logging.getLogger(__name__)
@@ -66,13 +60,7 @@ class WeightLayout:
 
     def working_copy(self, weight: Tensor) -> Tensor | None:
         """What lower-precision ops read in the place of ``weight``, without grad; None where they cast it."""
-        return self.copies.get(weight) if _is_master(weight) else None
-
-    def for_parameters(self, parameters: Iterable[Tensor], placement: Placement) -> WeightLayout:
-        """The layout to use on several processes, for parameters of a model, or of its optimizer."""
-        if not any(map(is_dtensor, parameters)):
-            return self
-        return TensorParallelLayout(self.policy) if placement.is_tensor_parallel else TransientLayout(self.policy)
+        return self.copies.get(weight) if is_master(weight) else None
 
     def join_ranks(
         self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]
@@ -131,213 +119,6 @@ class WeightLayout:
         self.copies.clear()
 
 
-class TransientLayout(WeightLayout):
-    """FP32 masters whose memory something else manages (FSDP2): rounded at each use."""
-
-    keeps_copies = False
-    _instead_of_bitsandbytes = (
-        "a lean layout, whose shards under FSDP2 are plain (precision='fp16-lean'), or torch's optimizers"
-    )
-
-    def __init__(self, policy: PrecisionPolicy) -> None:
-        super().__init__(policy)
-        self._transient = TransientCopies(policy.compute)
-
-    def working_copy(self, weight: Tensor) -> Tensor | None:
-        return self._transient.get(weight) if _is_master(weight) else None
-
-    def for_parameters(self, parameters: Iterable[Tensor], placement: Placement) -> WeightLayout:
-        return self
-
-    def join_ranks(
-        self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]
-    ) -> None:
-        send_in_16_bits(model, self.policy, runtime, in_fp32, None)
-
-    def restore(self, model: nn.Module | None) -> None:
-        super().restore(model)
-        if model is not None:
-            send_as_before(model)
-
-    def trained_parameters(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-        # FSDP may leave whole parameters in the places of the shards, which have the gradients.
-        given = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-        found = [*super().trained_parameters(model, optimizers), *given]
-        return list({id(parameter): parameter for parameter in found}.values())
-
-    def wrap(self, optimizer: Optimizer) -> Optimizer:
-        if type(optimizer).__module__.startswith("bitsandbytes."):
-            raise ValueError(
-                f"{type(optimizer).__name__} of bitsandbytes updates plain tensors, and these parameters are DTensors: "
-                f"use {self._instead_of_bitsandbytes}"
-            )
-        return optimizer
-
-    def saving(self) -> AbstractContextManager[None]:
-        return self._transient.not_saved()
-
-    def step(self, optimizer: Optimizer, replaced_step: Callable[..., Any] | None, found_inf: Tensor | None) -> bool:
-        return False
-
-
-class TensorParallelLayout(TransientLayout):
-    """FP32 masters that are DTensors, whose shards the products compute with: rounded at each use.
-
-    No copy is kept between forwards: a DTensor's version counter knows nothing of writes into its shard.
-    """
-
-    _instead_of_bitsandbytes = "torch's optimizers"
-
-    def working_copy(self, weight: Tensor) -> Tensor | None:
-        return weight.detach().to(self.policy.compute) if _is_master(weight) else None
-
-    def join_ranks(
-        self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]
-    ) -> None:
-        pass  # activations travel, as they are computed
-
-    def wrap(self, optimizer: Optimizer) -> Optimizer:
-        for group in optimizer.param_groups:
-            if (group.get("fused") or group.get("foreach")) and len(set(map(is_dtensor, group["params"]))) > 1:
-                raise ValueError(
-                    f"{type(optimizer).__name__} updates a group of DTensors and plain tensors at once, which torch "
-                    "cannot: leave fused=True and foreach=True out (in the Trainer: optim='adamw_torch'), or give each "
-                    "kind a group of its own"
-                )
-        return super().wrap(optimizer)
-
-    def saving(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
-class SplitLayout(WeightLayout):
-    """The model's parameters are the working copies; with 16 more bits for each, they are the FP32 masters.
-
-    Gradients stay in FP16/BF16, scaled, until the update reads them. Frozen FP32 parameters have working copies.
-    """
-
-    takes_gradients = True
-
-    def __init__(self, policy: PrecisionPolicy) -> None:
-        super().__init__(policy)
-        self._unsharded: dict[tuple[nn.Module, str], SplitParameter] = {}  # until FSDP has sharded them
-
-    def prepare(self, model: nn.Module) -> None:
-        if split_trainable_parameters(model, self.policy.params):
-            self.copies.clear()  # of what was frozen before
-            refuse_unwrapped_steps()
-            if is_running():
-                self._unsharded = {
-                    (module, name): parameter
-                    for module in modules_of(model)
-                    for name, parameter in module._parameters.items()
-                    if isinstance(parameter, SplitParameter)
-                }
-
-    def for_parameters(self, parameters: Iterable[Tensor], placement: Placement) -> WeightLayout:
-        if not any(map(is_dtensor, parameters)):
-            return self
-        if placement.is_tensor_parallel:
-            usual = str(self.policy).removesuffix("-lean")
-            raise ValueError(
-                f"precision={str(self.policy)!r} keeps the rest of each master next to a whole weight or FSDP2's shard "
-                f"of it, and this model is tensor parallel: use {usual!r}"
-            )
-        return ShardedSplitLayout(self.policy, self._unsharded)
-
-    def join_ranks(
-        self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]
-    ) -> None:
-        if is_running() and placement.fsdp:
-            raise ValueError(
-                f"precision={str(self.policy)!r} learned that FSDP shards this {type(model).__name__} when a forward "
-                "ran already: call attach_optimizer before the first forward"
-            )
-        if not is_running() or placement.ddp is None:
-            return
-        self._unsharded.clear()
-        if self._join_ddp(placement.ddp, runtime):
-            check_split_reduction(model, self.policy, runtime)
-
-    def take_gradient(self, weight: Tensor, gradients: Sequence[Tensor], inverse: Tensor | None) -> bool:
-        is_reduced = bool(self._joined)  # by DDP, in buckets
-        if not isinstance(weight, SplitParameter):
-            return False
-        taken = all([weight.take_scaled_gradient(gradient, inverse, beside_grad=is_reduced) for gradient in gradients])
-        if is_reduced and any(buckets.looks_for_unused for buckets in self._joined.values()):
-            weight.mark_used()
-        return taken
-
-    @stores_16_bits
-    def gradients(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
-        parameters = list(parameters)
-        for buckets in self._joined.values():
-            buckets.hand_out(parameters)
-        found = [gradient_and_factor(getattr(parameter, "local", parameter)) for parameter in parameters]
-        return [(gradient, factor) for gradient, factor in found if gradient is not None]
-
-    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor | None:
-        return clip_grad_norm_([getattr(parameter, "local", parameter) for parameter in parameters], max_norm)
-
-    def wrap(self, optimizer: Optimizer) -> Optimizer:
-        is_wrapped = isinstance(optimizer, MasterWeightOptimizer)
-        return optimizer if is_wrapped else MasterWeightOptimizer(optimizer, layout="split")
-
-    def step(self, optimizer: Optimizer, replaced_step: Callable[..., Any] | None, found_inf: Tensor | None) -> bool:
-        return False
-
-    def updated(self, optimizer: Optimizer) -> None:
-        pass  # the update has written both halves
-
-    @stores_16_bits
-    def scale_changes(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
-        keep_scale_of_gradients(getattr(parameter, "local", parameter) for parameter in parameters())
-
-    def restore(self, model: nn.Module | None) -> None:
-        super().restore(model)
-        if model is not None:
-            restore_parameters(model)
-
-
-class ShardedSplitLayout(SplitLayout, TransientLayout):
-    """Split masters of what FSDP2 shards: gathered as they are, gradients reduced in 16 bits, scaled."""
-
-    def __init__(self, policy: PrecisionPolicy, unsharded: dict[tuple[nn.Module, str], SplitParameter]) -> None:
-        super().__init__(policy)
-        self._unsharded = unsharded
-        self._arrivals: Arrivals | None = None
-
-    def prepare(self, model: nn.Module) -> None:
-        pass  # what is whole now is FSDP's, until it is used
-
-    def for_parameters(self, parameters: Iterable[Tensor], placement: Placement) -> WeightLayout:
-        return self
-
-    def join_ranks(
-        self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]
-    ) -> None:
-        from hf_mp.weights.split_shard import split_shards  # imports DTensor
-
-        if self._arrivals is None:
-            check_split_reduction(model, self.policy, runtime)
-            self._arrivals = Arrivals(runtime)
-            split_shards(model, self.policy.params, self._unsharded, self._arrivals)
-            save_masters(model)
-        send_in_16_bits(model, self.policy, runtime, (), self._arrivals)
-
-    def restore(self, model: nn.Module | None) -> None:
-        from hf_mp.weights.split_shard import unsplit_shards
-
-        if model is not None:
-            unsplit_shards(model)
-        super().restore(model)
-
-
-def make_layout(policy: PrecisionPolicy) -> WeightLayout:
-    """The layout that a policy's ``params`` asks for."""
-    return WeightLayout(policy) if policy.params is torch.float32 else SplitLayout(policy)
-
-
 def _to_fp32(parameter: nn.Parameter) -> None:
     if not is_dtensor(parameter):
         parameter.data = parameter.data.float()
@@ -347,7 +128,7 @@ def _to_fp32(parameter: nn.Parameter) -> None:
     torch.utils.swap_tensors(parameter, whole)
 
 
-def _is_master(weight: Tensor) -> TypeGuard[nn.Parameter]:
+def is_master(weight: Tensor) -> TypeGuard[nn.Parameter]:
     return weight.dtype is torch.float32 and is_parameter(weight)
 
 

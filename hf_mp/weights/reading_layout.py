@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from hf_mp.kernels.split import split
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
-from hf_mp.weights.distributed import is_dtensor
 from hf_mp.weights.layout import WeightLayout
-from hf_mp.weights.split_layout import trained_with_statistics
+from hf_mp.weights.lean.split_model import trained_with_statistics
+from hf_mp.weights.ranks.placement import is_dtensor
 
 
 class ReadingLayout(WeightLayout):

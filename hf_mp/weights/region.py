@@ -22,9 +22,9 @@ from hf_mp.casting.mode import ALWAYS_HELD, autocast
 from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.casting.tables import CastRule
 from hf_mp.casting.uncompiled import uncompiled
-from hf_mp.weights.distributed import is_dtensor
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.product_uses import ProductUses
+from hf_mp.weights.ranks.placement import is_dtensor
 from hf_mp.weights.region_losses import planned_losses
 from hf_mp.weights.slots import Slots
 from hf_mp.weights.weight_calls import calls_of_weights

@@ -13,10 +13,11 @@ from torch.utils.hooks import RemovableHandle
 from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.scaling.borders import Crossings, inward_borders
-from hf_mp.weights.distributed import fsdp_modules, is_dtensor
-from hf_mp.weights.layout import TensorParallelLayout, WeightLayout
-from hf_mp.weights.outside_reads import OF_THE_TENSOR_ITSELF
+from hf_mp.weights.layout import WeightLayout
+from hf_mp.weights.lean.outside_reads import OF_THE_TENSOR_ITSELF
 from hf_mp.weights.product_uses import Notes, ProductUses, Slot, Uses
+from hf_mp.weights.ranks.layouts import TensorParallelLayout
+from hf_mp.weights.ranks.placement import fsdp_modules, is_dtensor
 
 # Weights share a border, one autograd node instead of many, up to so many elements: their gradients leave together.
 GROUP_ELEMENTS = 2**18

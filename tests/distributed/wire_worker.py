@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_mp
-from hf_mp.weights.split_parameter import raw_gradient
+from hf_mp.weights.lean.split_parameter import raw_gradient
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from bench_communication import ReceivedBytes

@@ -17,7 +17,7 @@ from hf_mp.kernels import adamw, split
 from hf_mp.step import gradients
 from hf_mp.weights import fused_adamw
 from hf_mp.weights.fused_adamw import _split_tensors as split_tensors
-from hf_mp.weights.split_parameter import has_gradient
+from hf_mp.weights.lean.split_parameter import has_gradient
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

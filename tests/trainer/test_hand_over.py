@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel, Trainer
 
 import hf_mp
 from hf_mp.trainer.hand_over import save_working_copies, working_copies
-from hf_mp.weights.split_parameter import SplitParameter
+from hf_mp.weights.lean.split_parameter import SplitParameter
 
 PRESETS = ("fp16", "bf16", "fp16-lean", "bf16-lean")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_mp import MasterWeightOptimizer
 from hf_mp.weights import blockwise_adam
-from hf_mp.weights.split_parameter import SplitParameter, raw_gradient
+from hf_mp.weights.lean.split_parameter import SplitParameter, raw_gradient
 
 bnb = pytest.importorskip("bitsandbytes")
 

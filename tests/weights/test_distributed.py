@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_mp.scaling.scalers import StepReport
-from hf_mp.weights.distributed import (
+from hf_mp.weights.ranks.agreement import Ranks, to_number, to_report
+from hf_mp.weights.ranks.placement import (
     ALONE,
     check_placement,
     is_dtensor,
@@ -20,7 +21,6 @@ from hf_mp.weights.distributed import (
     local_part,
     placement_of,
 )
-from hf_mp.weights.ranks import Ranks, to_number, to_report
 
 CLEAN = [StepReport(False, None), StepReport(False, 0.0), StepReport(False, 1e-30), StepReport(False, 3.0)]
 OVERFLOWS = [StepReport(True), StepReport(True, 5.0), StepReport(False, math.inf), StepReport(False, math.nan)]

@@ -30,8 +30,8 @@ from hf_mp import MasterWeightOptimizer, MixedPrecisionArguments, MixedPrecision
 from hf_mp.scaling.scalers import StaticLossScaler
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.session import STATE_NAME
-from hf_mp.weights.split_layout import restore_parameters, split_trainable_parameters
-from hf_mp.weights.split_parameter import SplitParameter, master_value, raw_gradient
+from hf_mp.weights.lean.split_model import restore_parameters, split_trainable_parameters
+from hf_mp.weights.lean.split_parameter import SplitParameter, master_value, raw_gradient
 
 pytestmark = pytest.mark.usefixtures("without_first_check")
 

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from hf_mp.kernels.split import split
 from hf_mp.scaling.scalers import StaticLossScaler
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.outside_reads import as_stored
-from hf_mp.weights.split_parameter import (
+from hf_mp.weights.lean.outside_reads import as_stored
+from hf_mp.weights.lean.split_parameter import (
     SplitParameter,
     check_splittable,
     gradient_and_factor,

@@ -19,9 +19,9 @@ from hf_mp.policy import LOWER_PRECISION_DTYPES, spell
 from hf_mp.scaling.events import StepObserver
 from hf_mp.weights.accelerated import as_accelerated
 from hf_mp.weights.attachable import runtimes_of
-from hf_mp.weights.distributed import is_running, local_part
-from hf_mp.weights.outside_reads import stores_16_bits
-from hf_mp.weights.split_parameter import SplitParameter
+from hf_mp.weights.lean.outside_reads import stores_16_bits
+from hf_mp.weights.lean.split_parameter import SplitParameter
+from hf_mp.weights.ranks.placement import is_running, local_part
 
 # By which gradients travel: DDP's hooks and FSDP2 call these. DDP's own reduction, in C++, sends gradients as they are.
 _COLLECTIVES = ("all_reduce", "all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_single")

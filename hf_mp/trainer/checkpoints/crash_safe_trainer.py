@@ -27,7 +27,7 @@ from hf_mp.trainer.checkpoints.manifest import (
     read_manifest,
 )
 from hf_mp.trainer.checkpoints.preemption import Preempted, PreemptionCallback, SignalWatch
-from hf_mp.weights.distributed import is_running, is_sharded
+from hf_mp.weights.ranks.placement import is_running, is_sharded
 
 logger = logging.get_logger(__name__)
 

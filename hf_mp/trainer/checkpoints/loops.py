@@ -40,7 +40,7 @@ from hf_mp.trainer.checkpoints.shards import (
     write_shards,
 )
 from hf_mp.trainer.checkpoints.untrusted import find_out_of_place, read_json
-from hf_mp.weights.distributed import get_rank, get_world_size
+from hf_mp.weights.ranks.placement import get_rank, get_world_size
 
 SHARDS_FOLDER = "shards"
 STATE_FILE = "training_state.json"

@@ -23,8 +23,8 @@ from hf_mp.trainer.checkpoints.blockwise_state import (
     is_of_bitsandbytes,
 )
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
-from hf_mp.weights.distributed import is_dtensor, local_part
-from hf_mp.weights.outside_reads import as_stored
+from hf_mp.weights.lean.outside_reads import as_stored
+from hf_mp.weights.ranks.placement import is_dtensor, local_part
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -225,7 +225,7 @@ def _cut(one: _Owned, value: Any) -> Any:
 
 
 def _on_mesh(like: Tensor, part: Tensor) -> Tensor:
-    from hf_mp.weights.split_shard import with_part  # which not every build of torch can import
+    from hf_mp.weights.lean.split_shard import with_part  # which not every build of torch can import
 
     return with_part(like, part)
 

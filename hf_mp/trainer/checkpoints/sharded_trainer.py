@@ -20,7 +20,7 @@ from hf_mp.trainer.checkpoints.model_shards import compare, model_tensors, named
 from hf_mp.trainer.checkpoints.optimizer_shards import make_room, put_state, take_state
 from hf_mp.trainer.checkpoints.shards import read_layout, read_shards, refused_together, write_shards
 from hf_mp.trainer.checkpoints.untrusted import read_json
-from hf_mp.weights.optimizer import MasterWeightOptimizer
+from hf_mp.weights.lean.optimizer import MasterWeightOptimizer
 
 _FOLDER, _SETTINGS = "optimizer_and_model_shards", "optimizer.json"
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_mp.trainer.checkpoints.manifest import CheckpointError, FileEntry, sha256
-from hf_mp.weights.distributed import get_world_size, is_running, local_part
+from hf_mp.weights.ranks.placement import get_world_size, is_running, local_part
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not in every build of torch

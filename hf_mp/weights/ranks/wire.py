@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.scalers import LossScaler
-from hf_mp.weights.distributed import fsdp_modules
+from hf_mp.weights.ranks.placement import fsdp_modules
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not in every build of torch

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_mp.kernels.identity import is_shared, version_of
 from hf_mp.kernels.split import REMAINDER_DTYPE, Split, cache_blocks, merge, split, split_into
 from hf_mp.policy import LOWER_PRECISION_DTYPES
-from hf_mp.weights.outside_reads import MasterView, OutsideReads, as_stored, stores_16_bits, view_of
+from hf_mp.weights.lean.outside_reads import MasterView, OutsideReads, as_stored, stores_16_bits, view_of
 from hf_mp.weights.working_copies import WatchedParameter, let_optimizers_be_fast, unwatch
 
 _DATA: Any = Tensor.data  # the properties themselves, which the class below overrides
@@ -41,7 +41,7 @@ class SplitParameter(nn.Parameter):
       dtype, still multiplied by the loss scale, next to ``.grad``. ``.grad`` gives it in FP32 and unscaled; who
       reads it may write it, so that from then on it is the gradient. The wrapper reads what nobody else read as it is
       (:func:`gradient_and_factor`), without the FP32 copy. A second gradient (of the next micro-batch) adds in FP32.
-    - **Values are FP32 for their readers** outside of a forward (:mod:`hf_mp.weights.outside_reads`).
+    - **Values are FP32 for their readers** outside of a forward (:mod:`hf_mp.weights.lean.outside_reads`).
     - Deep copies and pickles are ordinary FP32 parameters.
     """
 

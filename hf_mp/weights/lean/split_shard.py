@@ -11,9 +11,15 @@ from torch.distributed.tensor import DTensor
 
 from hf_mp.kernels.split import split
 from hf_mp.policy import LOWER_PRECISION_DTYPES
-from hf_mp.weights.outside_reads import stores_16_bits
-from hf_mp.weights.split_parameter import SplitParameter, become_split, master_value, remainder_where_equal, unscaled
-from hf_mp.weights.wire import Arrivals, fsdp_groups
+from hf_mp.weights.lean.outside_reads import stores_16_bits
+from hf_mp.weights.lean.split_parameter import (
+    SplitParameter,
+    become_split,
+    master_value,
+    remainder_where_equal,
+    unscaled,
+)
+from hf_mp.weights.ranks.wire import Arrivals, fsdp_groups
 
 Place = tuple[nn.Module, str]
 

@@ -11,14 +11,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES
-from hf_mp.weights.model_walk import modules_of, parameters_of
-from hf_mp.weights.split_parameter import (
+from hf_mp.weights.lean.split_parameter import (
     SplitParameter,
     check_splittable,
     make_split,
     put_masters_into_state_dict,
     unsplit,
 )
+from hf_mp.weights.model_walk import modules_of, parameters_of
 
 _CONFIG_NAME = "config.json"  # transformers.utils.CONFIG_NAME
 

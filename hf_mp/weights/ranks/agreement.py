@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.scaling.rules import StepReport
-from hf_mp.weights.distributed import (
+from hf_mp.weights.ranks.placement import (
     Placement,
     check_masters,
     check_placement,
@@ -125,16 +125,10 @@ class Ranks:
                 "their places. Make the optimizer after it, from model.parameters(), and attach it then"
             )
 
-    def layout_for(
-        self, parameters: Iterable[Tensor], layout: Any, model: nn.Module | None, placement: Placement
-    ) -> Any:
-        """The :class:`WeightLayout` to go on with, after ``layout``, for parameters of ``model`` or its optimizer."""
-        if not is_running() and not placement.is_tensor_parallel:  # a mesh may be of one process
-            return layout
-        parameters = list(parameters)
+    def compare(self, parameters: Iterable[Tensor], model: nn.Module | None) -> None:
+        """Compare the settings of ranks over whose meshes ``parameters`` are spread: of ``model``, or its optimizer."""
         for group in mesh_groups(parameters):
             self._compare(group, model)
-        return layout.for_parameters(parameters, placement)
 
     def _compare(self, group: ProcessGroup, model: nn.Module | None) -> None:
         if group not in self._compared and torch.distributed.get_world_size(group) > 1:

@@ -18,11 +18,10 @@ from hf_mp.kernels.gradient_scan import real_values, total_norm
 from hf_mp.kernels.split import split
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.blockwise_adam import step_blockwise
-from hf_mp.weights.distributed import is_dtensor, mesh_of
 from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.fused_adamw import replaces_step, step_split
-from hf_mp.weights.outside_reads import as_stored, stores_16_bits
-from hf_mp.weights.split_parameter import (
+from hf_mp.weights.lean.outside_reads import as_stored, stores_16_bits
+from hf_mp.weights.lean.split_parameter import (
     SplitParameter,
     gradient_and_factor,
     has_gradient,
@@ -33,6 +32,7 @@ from hf_mp.weights.split_parameter import (
     unscaled,
     write_master,
 )
+from hf_mp.weights.ranks.placement import is_dtensor, mesh_of
 from hf_mp.weights.working_copies import seen, watch
 
 MasterLayout = Literal["whole", "split"]

@@ -26,8 +26,8 @@ from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.borders import accumulates
 from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import StepReport
-from hf_mp.weights.optimizer import clip_factor, norm_of, steps_by_parameter
-from hf_mp.weights.split_parameter import (
+from hf_mp.weights.lean.optimizer import clip_factor, norm_of, steps_by_parameter
+from hf_mp.weights.lean.split_parameter import (
     SplitParameter,
     gradient_and_factor,
     has_gradient,

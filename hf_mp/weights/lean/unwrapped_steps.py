@@ -12,7 +12,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from hf_mp.weights.split_parameter import SplitParameter
+from hf_mp.weights.lean.split_parameter import SplitParameter
 from hf_mp.weights.working_copies import WatchedParameter
 
 _ORDINARY = (Tensor, nn.Parameter, WatchedParameter)

@@ -13,9 +13,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.weights.distributed import is_dtensor
-from hf_mp.weights.split_parameter import SplitParameter, follow_first_rank
-from hf_mp.weights.wire import Runtime, before_sum, reduce_scatter
+from hf_mp.weights.lean.split_parameter import SplitParameter, follow_first_rank
+from hf_mp.weights.ranks.placement import is_dtensor
+from hf_mp.weights.ranks.wire import Runtime, before_sum, reduce_scatter
 
 
 class Buckets:

@@ -1,0 +1,39 @@
+"""Which layout a policy asks for, and how a model is spread over processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from hf_mp.policy import PrecisionPolicy
+from hf_mp.weights.layout import WeightLayout
+from hf_mp.weights.lean.layouts import ShardedSplitLayout, SplitLayout
+from hf_mp.weights.ranks.layouts import TensorParallelLayout, TransientLayout
+from hf_mp.weights.ranks.placement import Placement, is_dtensor
+
+
+def make_layout(policy: PrecisionPolicy) -> WeightLayout:
+    """The layout that a policy's ``params`` asks for."""
+    return WeightLayout(policy) if policy.params is torch.float32 else SplitLayout(policy)
+
+
+def spread_layout(layout: WeightLayout, parameters: Iterable[Tensor], placement: Placement) -> WeightLayout:
+    """The layout that follows ``layout`` on several processes, for ``parameters`` of a model, or of its optimizer.
+
+    Raises:
+        ValueError: for a lean layout of a model that is tensor parallel.
+    """
+    if isinstance(layout, TransientLayout) or not any(map(is_dtensor, parameters)):
+        return layout
+    policy = layout.policy
+    if not isinstance(layout, SplitLayout):
+        return TensorParallelLayout(policy) if placement.is_tensor_parallel else TransientLayout(policy)
+    if placement.is_tensor_parallel:
+        usual = str(policy).removesuffix("-lean")
+        raise ValueError(
+            f"precision={str(policy)!r} keeps the rest of each master next to a whole weight or FSDP2's shard "
+            f"of it, and this model is tensor parallel: use {usual!r}"
+        )
+    return ShardedSplitLayout(policy, layout.unsharded)

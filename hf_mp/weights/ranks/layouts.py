@@ -1,0 +1,92 @@
+"""Layouts of FP32 masters whose memory something else manages: FSDP2, tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hf_mp.policy import PrecisionPolicy
+from hf_mp.weights.layout import WeightLayout, is_master
+from hf_mp.weights.ranks.placement import Placement, is_dtensor
+from hf_mp.weights.ranks.transient_copies import TransientCopies
+from hf_mp.weights.ranks.wire import Runtime, send_as_before, send_in_16_bits
+
+
+class TransientLayout(WeightLayout):
+    """FP32 masters whose memory something else manages (FSDP2): rounded at each use."""
+
+    keeps_copies = False
+    _instead_of_bitsandbytes = (
+        "a lean layout, whose shards under FSDP2 are plain (precision='fp16-lean'), or torch's optimizers"
+    )
+
+    def __init__(self, policy: PrecisionPolicy) -> None:
+        super().__init__(policy)
+        self._transient = TransientCopies(policy.compute)
+
+    def working_copy(self, weight: Tensor) -> Tensor | None:
+        return self._transient.get(weight) if is_master(weight) else None
+
+    def join_ranks(
+        self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]
+    ) -> None:
+        send_in_16_bits(model, self.policy, runtime, in_fp32, None)
+
+    def restore(self, model: nn.Module | None) -> None:
+        super().restore(model)
+        if model is not None:
+            send_as_before(model)
+
+    def trained_parameters(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+        # FSDP may leave whole parameters in the places of the shards, which have the gradients.
+        given = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        found = [*super().trained_parameters(model, optimizers), *given]
+        return list({id(parameter): parameter for parameter in found}.values())
+
+    def wrap(self, optimizer: Optimizer) -> Optimizer:
+        if type(optimizer).__module__.startswith("bitsandbytes."):
+            raise ValueError(
+                f"{type(optimizer).__name__} of bitsandbytes updates plain tensors, and these parameters are DTensors: "
+                f"use {self._instead_of_bitsandbytes}"
+            )
+        return optimizer
+
+    def saving(self) -> AbstractContextManager[None]:
+        return self._transient.not_saved()
+
+    def step(self, optimizer: Optimizer, replaced_step: Callable[..., Any] | None, found_inf: Tensor | None) -> bool:
+        return False
+
+
+class TensorParallelLayout(TransientLayout):
+    """FP32 masters that are DTensors, whose shards the products compute with: rounded at each use.
+
+    No copy is kept between forwards: a DTensor's version counter knows nothing of writes into its shard.
+    """
+
+    _instead_of_bitsandbytes = "torch's optimizers"
+
+    def working_copy(self, weight: Tensor) -> Tensor | None:
+        return weight.detach().to(self.policy.compute) if is_master(weight) else None
+
+    def join_ranks(
+        self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]
+    ) -> None:
+        pass  # activations travel, as they are computed
+
+    def wrap(self, optimizer: Optimizer) -> Optimizer:
+        for group in optimizer.param_groups:
+            if (group.get("fused") or group.get("foreach")) and len(set(map(is_dtensor, group["params"]))) > 1:
+                raise ValueError(
+                    f"{type(optimizer).__name__} updates a group of DTensors and plain tensors at once, which torch "
+                    "cannot: leave fused=True and foreach=True out (in the Trainer: optim='adamw_torch'), or give each "
+                    "kind a group of its own"
+                )
+        return super().wrap(optimizer)
+
+    def saving(self) -> AbstractContextManager[None]:
+        return nullcontext()
