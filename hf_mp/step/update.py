@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from hf_mp.scaling.events import tried_again
 from hf_mp.step.gradients import Verdict
@@ -16,6 +17,7 @@ from hf_mp.weights.accelerated import tell_accelerate
 from hf_mp.weights.fused_adamw import can_skip, skipping
 
 if TYPE_CHECKING:
+    from hf_mp.scaling.rules import StepReport
     from hf_mp.step.mixed_precision import MixedPrecision
 
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"
@@ -50,39 +52,46 @@ class StepGuard:
         optimizer, runtimes = self.optimizer, list(self.runtimes)
         if not runtimes:
             return self._unguarded(closure, **kwargs) if closure is not None else self._unguarded(**kwargs)
-        _check_step(
-            optimizer, in_scaled_backward=any(one.check.is_scaled and one.check.open_backwards for one in runtimes)
-        )
+        _check_step(optimizer, runtimes)
         self._told = self._told or tell_accelerate(optimizer)  # it may have been imported since
         loss = None if closure is None else torch.enable_grad()(closure)()
+        result = self._update_or_skip(runtimes, kwargs)
+        return result if closure is None else loss
+
+    def _update_or_skip(self, runtimes: list[MixedPrecision], kwargs: dict[str, Any]) -> Any:
+        """Verdict, update, next loss scale; gives what the optimizer's own step does."""
+        optimizer, is_alone, result = self.optimizer, len(runtimes) == 1 and not kwargs, None
         verdicts = [runtime.verdict(optimizer) for runtime in runtimes]
-        is_alone, replaced_step = len(runtimes) == 1 and not kwargs, self._before.get("step")
-        first, found_inf = verdicts[0], None
-        if is_alone and isinstance(first, Verdict) and (found := first.found_inf()) is not None:
-            found_inf = found if can_skip(optimizer, replaced_step) else None
-
-        def update() -> Any:
-            if is_alone and runtimes[0].layout.step(optimizer, replaced_step, found_inf):
-                return None
-            with nullcontext() if found_inf is None else skipping(optimizer, found_inf):
-                result = self._unguarded(**kwargs)
-            for runtime in runtimes:
-                runtime.layout.updated(optimizer)
-            return result
-
-        # Where the device can skip, all of the update is queued before the host waits for the verdict.
-        result = None if found_inf is None else update()
+        found_inf = self._found_inf(verdicts[0]) if is_alone else None
+        if found_inf is not None:  # the device can skip: all of the update is queued before the host waits for it
+            result = self._update(runtimes, kwargs, found_inf)
         reports = [runtime.report(verdict) for runtime, verdict in zip(runtimes, verdicts, strict=True)]
         if is_alone and reports[0].overflow and (again := tried_again(runtimes[0].observers, optimizer)):
             reports, found_inf = [again], None
-        optimizer.step_was_skipped = was_skipped = any(report.overflow for report in reports)
+        optimizer.step_was_skipped = was_skipped = any([report.overflow for report in reports])
         if found_inf is None and not was_skipped:
-            result = update()
+            result = self._update(runtimes, kwargs, None)
         elif not was_skipped and hasattr(optimizer, "free_gradients"):
             optimizer.free_gradients()
         for runtime, report in zip(runtimes, reports, strict=True):
             runtime.finish_step(report, was_skipped=was_skipped)
-        return result if closure is None else loss
+        return result
+
+    def _found_inf(self, verdict: Verdict | StepReport) -> Tensor | None:
+        """What tells the optimizer's device to skip, where both can."""
+        found = verdict.found_inf() if isinstance(verdict, Verdict) else None
+        return found if found is not None and can_skip(self.optimizer, self._before.get("step")) else None
+
+    def _update(self, runtimes: list[MixedPrecision], kwargs: dict[str, Any], found_inf: Tensor | None) -> Any:
+        """Write the masters and what follows them, where ``found_inf``, FP32 of shape (), is None or 0."""
+        layout = runtimes[0].layout
+        if len(runtimes) == 1 and not kwargs and layout.step(self.optimizer, self._before.get("step"), found_inf):
+            return None
+        with nullcontext() if found_inf is None else skipping(self.optimizer, found_inf):
+            result = self._unguarded(**kwargs)
+        for runtime in runtimes:
+            runtime.layout.updated(self.optimizer)
+        return result
 
     def remove(self, runtime: MixedPrecision) -> None:
         """Guard for one model less; with the last, give the optimizer its own ``step`` back."""
@@ -101,9 +110,9 @@ class StepGuard:
             state[_SUPPORTS_SCALING] = self._before[_SUPPORTS_SCALING]
 
 
-def _check_step(optimizer: Any, *, in_scaled_backward: bool) -> None:
+def _check_step(optimizer: Any, runtimes: list[MixedPrecision]) -> None:
     """Raise a RuntimeError if a ``torch.amp.GradScaler`` steps ``optimizer``, as its attributes tell, or a backward."""
-    if in_scaled_backward:
+    if any([runtime.check.is_scaled and runtime.check.open_backwards for runtime in runtimes]):
         raise RuntimeError(
             "optimizer.step() was called in a backward, of which the other gradients would be divided by the next loss "
             "scale: use free_gradients='backward' in a lean layout, or a precision that scales nothing (bf16)"
