@@ -96,13 +96,22 @@ def check_layout(model: nn.Module, placement: Placement, policy: PrecisionPolicy
         raise ValueError(f"exact_generation=True would not be exact for {type(model).__name__}: {reasons[0]}")
     if not policy.is_lean:
         check_masters(model, placement)
+    _refuse_shared_lean_parameters(model)
+    if is_scaled:
+        _refuse_trained_scripts(model)
+
+
+def _refuse_shared_lean_parameters(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, SplitParameter) and parameter.is_saved_in_full:
             raise ValueError(
                 f"{name} is in the lean layout of another model that mixed precision is attached to, and its gradients "
                 "would be mixed up: attach one model with both parts, or use a default layout (fp16, bf16) for both"
             )
-    for name, module in model.named_modules() if is_scaled else ():
+
+
+def _refuse_trained_scripts(model: nn.Module) -> None:
+    for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(p.requires_grad for p in module.parameters()):
             raise ValueError(
                 f"{name or type(model).__name__} is a TorchScript module, and gradients would reach its parameters "

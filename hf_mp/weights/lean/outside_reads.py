@@ -98,31 +98,39 @@ def read_in_fp32(
     kwargs = kwargs or {}
     first = args[0] if args else None
     with as_stored():
-        if func in _VIEWS and _is_split(first) and (func in _DETACHES or not _needs_graph(first)):
-            if (view := _view(func, first, args[1:], kwargs)) is not None:
-                return view
-        elif func in _OF_THE_TENSOR_ITSELF or (func in _FINDS_NODES and len(args) == 2 and args[1] is first):
+        is_view = func in _VIEWS and _is_split(first) and (func in _DETACHES or not _needs_graph(first))
+        if is_view and (view := _view(func, first, args[1:], kwargs)) is not None:
+            return view
+        if not is_view and _means_what_is_stored(func, args):
             return func(*args, **kwargs)
-        targets = _targets(func, args, kwargs)
-        everything = list(tensors_in((args, kwargs)))
-        least = min([1, *[tensor.dim() for tensor in everything if _is_split(tensor)]])  # numbers decide no dtype
-        company = {tensor.dtype for tensor in everything if not _is_split(tensor) and tensor.dim() >= least}
-        is_narrow = any([_is_split(t) and t.dtype in company for t in everything]) and not company & _WIDE
-        if is_narrow or any(map(_needs_graph, targets)):  # torch refuses to write to a leaf that wants a gradient
+        targets, tensors = _targets(func, args, kwargs), list(tensors_in((args, kwargs)))
+        if _means_16_bits(tensors) or any(map(_needs_graph, targets)):  # torch writes to no leaf that wants a gradient
             for tensor in targets:
                 _owner(tensor).take_snapshot()
             return func(*args, **kwargs)
         values = {id(tensor): tensor.fp32_value() for tensor in targets}
-        values |= {id(t): _value(t) for t in everything if _is_split(t) and id(t) not in values}
+        values |= {id(t): _value(t) for t in tensors if _is_split(t) and id(t) not in values}
         read, named = apply_to_tensors(lambda tensor: values.get(id(tensor), tensor), (args, dict(kwargs)))
     result = func(*read, **named)
     for tensor in targets:
         tensor.write_fp32(values[id(tensor)])
-    if (
-        func in _CASTS and _is_split(first) and (func not in _MOVES or _names_dtype(args, kwargs))
-    ):  # the whole model may be cast
+    is_cast = func in _CASTS and (func not in _MOVES or _names_dtype(args, kwargs))
+    if is_cast and _is_split(first):  # the whole model may be cast
         _owner(first).note_cast(result)
     return next((tensor for tensor in targets if result is values[id(tensor)]), result)
+
+
+def _means_what_is_stored(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    is_node_lookup = func in _FINDS_NODES and len(args) == 2 and args[1] is args[0]
+    return func in _OF_THE_TENSOR_ITSELF or is_node_lookup
+
+
+def _means_16_bits(tensors: list[Tensor]) -> bool:
+    """Whether split parameters are in the company of tensors of their own 16 bits, and of none that is wider."""
+    split, others = [t for t in tensors if _is_split(t)], [t for t in tensors if not _is_split(t)]
+    least = min([1, *[tensor.dim() for tensor in split]])  # numbers decide no dtype
+    company = {tensor.dtype for tensor in others if tensor.dim() >= least}
+    return any([tensor.dtype in company for tensor in split]) and not company & _WIDE
 
 
 def _value(tensor: Any) -> Tensor:
