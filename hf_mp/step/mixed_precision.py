@@ -252,9 +252,11 @@ class MixedPrecision:
             observer.backward_began(node, gradient)
 
     def take(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
-        for place in list(uses) if self.layout.takes_gradients else ():
-            if accumulates(node, place) and self.layout.take_gradient(node.outside[place], uses[place], inverse):
-                del uses[place]
+        if self.layout.takes_gradients and (places := [place for place in uses if accumulates(node, place)]):
+            weights, gradients = [node.outside[place] for place in places], [uses[place] for place in places]
+            for place, taken in zip(places, self.layout.take_gradients(weights, gradients, inverse), strict=True):
+                if taken:
+                    del uses[place]
 
     def _backward_ended(self, largest: Tensor | None) -> None:
         for observer in self.observers:

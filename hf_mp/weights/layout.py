@@ -34,7 +34,7 @@ class WeightLayout:
     """
 
     keeps_copies = True  # whether a working copy outlives its use
-    takes_gradients = False  # whether to ask take_gradient()
+    takes_gradients = False  # whether to ask take_gradients()
 
     def __init__(self, policy: PrecisionPolicy) -> None:
         self.policy = policy
@@ -83,9 +83,11 @@ class WeightLayout:
         """To run a forward in: decides what autograd saves of the working copies."""
         return nullcontext()
 
-    def take_gradient(self, weight: Tensor, gradients: Sequence[Tensor], inverse: Tensor | None) -> bool:
-        """Keep the gradients of the uses of ``weight``, still scaled, and ``inverse``; False where autograd is to."""
-        return False
+    def take_gradients(
+        self, weights: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]], inverse: Tensor | None
+    ) -> list[bool]:
+        """Keep the gradients of the uses of each weight, still scaled, and ``inverse``; False where autograd is to."""
+        return [False] * len(weights)
 
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
         """The existing gradients, as backward left them, each with the FP32 factor that unscales it (None for 1)."""

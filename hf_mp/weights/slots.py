@@ -92,7 +92,10 @@ class Slots:
         """What to put into which of ``slots``."""
         self._slots += slots if self.is_learning else []
         # Made fresh before an alias inside exists: anything else that shares the memory may write it unseen.
-        copies = [self._copy_of(weight) if in_16_bits else None for _, _, _, weight, in_16_bits in slots]
+        copies = [
+            self._copy_of(weight) if in_16_bits and weight.dtype is torch.float32 else None
+            for _, _, _, weight, in_16_bits in slots
+        ]
         if self.has_grad:
             self._bring_in_trained(slots, copies)
         found, placed = [], set[int]()

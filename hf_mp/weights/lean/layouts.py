@@ -60,13 +60,20 @@ class SplitLayout(WeightLayout):
         if self._join_ddp(placement.ddp, runtime):
             check_split_reduction(model, self.policy, runtime)
 
-    def take_gradient(self, weight: Tensor, gradients: Sequence[Tensor], inverse: Tensor | None) -> bool:
+    def take_gradients(
+        self, weights: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]], inverse: Tensor | None
+    ) -> list[bool]:
         is_reduced = bool(self._joined)  # by DDP, in buckets
-        if not isinstance(weight, SplitParameter):
-            return False
-        taken = all([weight.take_scaled_gradient(gradient, inverse, beside_grad=is_reduced) for gradient in gradients])
-        if is_reduced and any(buckets.looks_for_unused for buckets in self._joined.values()):
-            weight.mark_used()
+        looks_for_unused = any(buckets.looks_for_unused for buckets in self._joined.values())
+        taken = []
+        for weight, uses in zip(weights, gradients, strict=True):
+            is_taken = isinstance(weight, SplitParameter)
+            if isinstance(weight, SplitParameter):
+                for gradient in uses:
+                    is_taken &= weight.take_scaled_gradient(gradient, inverse, beside_grad=is_reduced)
+                if looks_for_unused:
+                    weight.mark_used()
+            taken.append(is_taken)
         return taken
 
     @stores_16_bits

@@ -388,8 +388,8 @@ def gradient_and_factor(parameter: nn.Parameter) -> tuple[Tensor | None, Tensor 
         return parameter.grad, None
     if parameter._read is None and _GRAD.__get__(parameter) is None:
         return parameter._scaled
-    parameter.grad = parameter.grad  # it may have been written where it was read, through `.data` or NumPy too
-    return parameter.grad, None
+    parameter.grad = gradient = parameter.grad  # it may have been written where it was read, by `.data` or NumPy too
+    return gradient, None
 
 
 def has_gradient(parameter: nn.Parameter) -> bool:
@@ -505,13 +505,14 @@ def _renew_snapshot(parameter: SplitParameter) -> None:
 
 def _reconcile(parameter: SplitParameter) -> None:
     """Let writes from outside win."""
+    version = version_of(parameter)
     if parameter._snapshot is not None:
         _keep_where_equal(parameter.remainder_bits, _DATA.__get__(parameter), parameter._snapshot)
         _renew_snapshot(parameter)
-    elif parameter._version_seen != version_of(parameter):
+    elif parameter._version_seen != version:
         parameter.remainder_bits.zero_()
         parameter._merged = None
-    parameter._version_seen = version_of(parameter)
+    parameter._version_seen = version
 
 
 @torch.no_grad()
