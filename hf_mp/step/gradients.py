@@ -94,10 +94,10 @@ class GradientCheck:
     def forget(self) -> None:
         """Begin anew: the gradients were used, or thrown away."""
         self._largest: Tensor | None = None  # of the unscaled gradients since the last step
-        self._take([], None, None)
-
-    def _take(self, gradients: Iterable[Tensor], norm: Tensor | None, largest: Tensor | None) -> None:
-        self._measured, self._norm, self._bound = MeasuredGradients(gradients), norm, largest
+        # Of the last backward: what was measured, its 2-norm and its largest magnitude.
+        self._measured: MeasuredGradients | None = None
+        self._norm: Tensor | None = None
+        self._bound: Tensor | None = None
 
     # Backward
 
@@ -133,7 +133,8 @@ class GradientCheck:
             return None
         largest, norm = measure(found, with_norm=self.measures_norm)
         is_final = self._ranks.gradients_are_final(parameters)
-        self._take([gradient for gradient, _ in found] if is_final else [], norm, largest)
+        self._measured = MeasuredGradients([gradient for gradient, _ in found]) if is_final else None
+        self._norm, self._bound = norm, largest
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
         return largest
 
@@ -141,12 +142,13 @@ class GradientCheck:
 
     def are_unchanged(self, gradients: Sequence[Tensor]) -> bool:
         """Whether all ``gradients``, at least one, were measured, and not written since."""
-        return bool(gradients) and self._measured.hold(gradients)
+        return bool(gradients) and self._measured is not None and self._measured.hold(gradients)
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """The global 2-norm as the backward left it, bit for bit ``get_total_norm``'s; None where it is not known."""
         gradients = self.gradients(parameters)
-        return self._norm if self._measured.are_among(gradients) and self.are_unchanged(gradients) else None
+        is_all = self._measured is not None and self._measured.are_among(gradients)
+        return self._norm if is_all and self.are_unchanged(gradients) else None
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
         """Scale all gradients down to ``max_norm``, as ``torch.nn.utils.clip_grads_with_norm_``, from :meth:`norm`."""
@@ -155,7 +157,9 @@ class GradientCheck:
             return  # torch would multiply them by 1
         clip_grads_with_norm_(parameters, max_norm, norm)
         # By inf or NaN, others have become 0 or NaN.
-        self._take([] if is_known and not norm.isfinite() else self.gradients(parameters), None, self._bound)
+        is_spoiled = is_known and not norm.isfinite()
+        self._measured = None if is_spoiled else MeasuredGradients(self.gradients(parameters))
+        self._norm = None
 
     # Step
 
