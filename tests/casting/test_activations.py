@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import saved_tensors
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.activations import AccurateGELUActivation, FastGELUActivation, NewGELUActivation, QuickGELUActivation
@@ -79,15 +80,10 @@ def test_they_keep_less_for_backward() -> None:
     def kept_bytes(tables: Any) -> int:
         model = gpt2()
         MixedPrecision("fp16", tables=tables).attach(model)
-        kept: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with saved_tensors() as kept:
             model(input_ids=IDS, labels=IDS)
-        return sum(kept.values())
+        storages = [tensor.untyped_storage() for tensor in kept]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     intermediate = 2 * 16 * 4 * 32 * 4  # bytes of one FP32 tensor of the MLP's width
     assert kept_bytes("cuda") - kept_bytes("compact") == 2 * 3 * intermediate  # in 2 layers

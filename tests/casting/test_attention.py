@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny import Using, saved_tensors
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -150,11 +151,13 @@ def test_the_reference_is_torchs_attention() -> None:
 
 def test_probabilities_are_not_kept_for_backward() -> None:
     given = make(heads=2, shared=2, rows=128, keys=128, dropout=0.3, is_causal=True)
-    kept: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+    with saved_tensors() as kept:
         attend(given)
     scores = 2 * 2 * 128 * 128
-    assert sum(kept) == given.query.nbytes + given.key.nbytes + given.value.nbytes + scores // 8
+    assert (
+        sum(tensor.nbytes for tensor in kept)
+        == given.query.nbytes + given.key.nbytes + given.value.nbytes + scores // 8
+    )
 
 
 def test_the_output_lies_as_the_query_does() -> None:
@@ -342,15 +345,12 @@ class TestWhichCallsAreTaken:
         monkeypatch.setattr(module, "SMALL_SCORES", 2**13)
         monkeypatch.setattr(handlers, "attend", lambda given: calls.append(given) or attend(given))
 
-        class Attending(torch.nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.weight = torch.nn.Parameter(random(1, 4, rows, 8).float())
-
-            def forward(self, x: Tensor, queries: int = rows) -> Tensor:
-                return F.scaled_dot_product_attention((x * self.weight)[:, :, :queries], x, x, dropout_p=dropout)
-
-        model = Attending()
+        model = Using(
+            lambda m, x, queries=rows: F.scaled_dot_product_attention(
+                (x * m.weight)[:, :, :queries], x, x, dropout_p=dropout
+            ),
+            weight=torch.nn.Parameter(random(1, 4, rows, 8).float()),
+        )
         hf_mp.MixedPrecision("fp16" if dtype is FP16 else "bf16").attach(model)
         model(random(2, 4, rows, 8).float())
         assert bool(calls) == taken
@@ -426,8 +426,7 @@ def test_flash_of_many_scores_in_bf16(dtype: torch.dtype | None, amx: bool, monk
 def test_flash_keeps_what_torchs_keeps() -> None:
     query, key, value = (random(2, 128, 4, 8, seed=seed).transpose(1, 2).requires_grad_() for seed in range(3))
     given = Attention(query, key, value, None, 0.0, True, 8**-0.5)
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saved_tensors() as kept:
         found = attend(given)
     sums = 4 * 2 * 128 * 4  # FP32, one a row
     assert sum(tensor.nbytes for tensor in kept) == 3 * query.nbytes + found.nbytes + sums
@@ -438,8 +437,7 @@ def test_flash_keeps_what_torchs_keeps() -> None:
 def test_flash_keeps_an_expanded_mask_as_it_is(dtype: torch.dtype) -> None:
     query = random(2, 4, 128, 8).requires_grad_()
     mask = (torch.arange(128) < 100).to(dtype).expand(2, 4, 128, 128)
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saved_tensors() as kept:
         attend(Attention(query, query, query, mask, 0.0, False, 8**-0.5))
     assert (
         sum(tensor.untyped_storage().nbytes() for tensor in kept if tensor.shape == mask.shape) == mask[0, 0, 0].nbytes

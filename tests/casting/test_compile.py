@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from covering import covering
+from tiny import Using, assert_true, attached, gradients_of, take_step
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.func import functional_call, grad, jvp, vmap
@@ -45,39 +46,22 @@ def gpt2(gpt2_config: GPT2Config) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(gpt2_config).train()
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.MultiheadAttention(16, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.heads(x, x, x, need_weights=False)[0]
+def raw_attention(m: Any, x: Tensor) -> Tensor:
+    q, k, v = m.qkv(x)[:, None].chunk(3, dim=-1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-class RawAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(16, 48)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x)[:, None].chunk(3, dim=-1)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-class Norm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.softmax(self.out(self.norm(x)), -1) * x
+def norm() -> Using:
+    return Using(lambda m, x: torch.softmax(m.out(m.norm(x)), -1) * x, norm=nn.LayerNorm(16), out=nn.Linear(16, 16))
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Sequential(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 4)),
-    "attention": RawAttention,
-    "multi-head attention": Attention,
-    "norm": Norm,
+    "attention": lambda: Using(raw_attention, qkv=nn.Linear(16, 48)),
+    "multi-head attention": lambda: Using(
+        lambda m, x: m.heads(x, x, x, need_weights=False)[0], heads=nn.MultiheadAttention(16, 2, batch_first=True)
+    ),
+    "norm": norm,
 }
 
 
@@ -290,51 +274,39 @@ def test_an_attached_model_has_the_gradients_of_eager(
 ) -> None:
     precision = "fp16" if dtype is FP16 else "bf16"
     MixedPrecision(precision).attach(gpt2)
-    expected = gpt2(**batch)
-    expected.loss.backward()
-    expected_gradients = [p.grad.clone() for p in gpt2.parameters()]
-    gpt2.zero_grad()
-    found = torch.compile(gpt2, backend=backend)(**batch)
-    found.loss.backward()
-    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
-    gradients = [p.grad for p in gpt2.parameters()]
-    assert all(g.dtype is FP32 for g in gradients)
-    assert max(map(relative, gradients, expected_gradients)) <= GRADIENT_TOLERANCE[dtype]
+    losses: list[Tensor] = []
+
+    def gradients(run: Any) -> list[Tensor | None]:
+        return gradients_of(gpt2, lambda: losses.append(run(**batch).loss) or losses[-1])  # type: ignore[func-returns-value]
+
+    expected = gradients(gpt2)
+    found = gradients(torch.compile(gpt2, backend=backend))
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-5)
+    assert all(gradient is not None and gradient.dtype is FP32 for gradient in found)
+    assert_true(found, expected, GRADIENT_TOLERANCE[dtype], 0.0)
 
 
-class ConvolutionNet(nn.Module):
+def convolution_net() -> Using:
     """Batch and group norms, an activation and dropout as modules, and a loss that the forward makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = (nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8))
-        self.layers, self.head = nn.Sequential(*layers, nn.Dropout(0.0)), nn.Linear(8, 10)
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        features = F.relu(self.layers(images)).mean((2, 3))
-        return F.cross_entropy(self.head(features), labels)
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8))
+    return Using(
+        lambda m, images, labels: F.cross_entropy(m.head(F.relu(m.layers(images)).mean((2, 3))), labels),
+        layers=nn.Sequential(*layers, nn.Dropout(0.0)),
+        head=nn.Linear(8, 10),
+    )
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("precision", ["fp16", "bf16-lean"])
 def test_a_convolution_net_trains_compiled_as_eager(precision: str, backend: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    images, labels = torch.randn(4, 3, 12, 12, generator=generator), torch.arange(4)
+    images, labels = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(0)), torch.arange(4)
 
     def losses(is_compiled: bool) -> list[float]:
-        torch.manual_seed(0)
-        net: Any = ConvolutionNet()
+        net: Any = convolution_net()
         net, optimizer = hf_mp.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True), precision)
         forward = torch.compile(net, backend=backend) if is_compiled else net
-        found = []
-        for _ in range(4):
-            loss = forward(images, labels)
-            loss.backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        return found
+        return [take_step(forward(images, labels), optimizer, clip=1.0) for _ in range(4)]
 
     assert losses(is_compiled=True) == pytest.approx(losses(is_compiled=False), rel=5e-3)
     assert counters["stats"]["unique_graphs"] == 1
@@ -360,28 +332,6 @@ def test_another_loss_scale_needs_no_compiling_and_changes_no_gradient(
         compiled(**batch).loss.backward()
     gradients = [p.grad for p in gpt2.parameters()]
     assert max(map(relative, gradients, expected)) <= 2.0**-10
-
-
-def test_training_compiled_follows_training_eager(gpt2: GPT2LMHeadModel, batch: dict[str, Tensor]) -> None:
-    def losses(model: nn.Module, run: Callable[..., Any]) -> list[float]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        runtime = MixedPrecision("fp16", loss_scaler=StaticLossScaler(1024.0))
-        runtime.attach(model)
-        runtime.attach_optimizer(optimizer)
-        called = run(model)
-        found = []
-        for _ in range(4):
-            loss = called(**batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        return found
-
-    eager = losses(copy.deepcopy(gpt2), lambda model: model)
-    compiled = losses(gpt2, lambda model: torch.compile(model, backend="aot_eager"))
-    assert eager[-1] < eager[0]
-    assert compiled == pytest.approx(eager, rel=1e-4)
 
 
 def test_torchs_own_answers_outside_are_unaffected() -> None:
@@ -428,18 +378,6 @@ class TestTransforms:
         assert found.dtype is dtype
         assert relative(found, expected) <= torch.finfo(dtype).eps
 
-    def test_gradients_of_each_sample(self, layer: nn.Linear) -> None:
-        x = torch.randn(5, 8)
-
-        def loss(parameters: dict[str, Tensor], one: Tensor) -> Tensor:
-            return functional_call(layer, parameters, (one,)).float().square().sum()
-
-        parameters = dict(layer.named_parameters())
-        with autocast(FP16):
-            found = vmap(grad(loss), (None, 0))(parameters, x)
-            expected = [grad(loss)(parameters, one)["weight"] for one in x]
-        assert relative(found["weight"], torch.stack(expected)) <= GRADIENT_TOLERANCE[FP16]
-
     @LOWER
     def test_jvp(self, layer: nn.Linear, dtype: torch.dtype) -> None:
         x, tangent = torch.randn(3, 8), torch.randn(3, 8)
@@ -448,12 +386,6 @@ class TestTransforms:
             expected = tangent.to(dtype).float() @ layer.weight.to(dtype).float().t()
         assert value.dtype is found.dtype is dtype
         assert relative(found, expected) <= torch.finfo(dtype).eps
-
-    def test_functional_call_with_other_weights(self, layer: nn.Linear) -> None:
-        doubled = {name: 2 * p.detach() for name, p in layer.named_parameters()}
-        x = torch.randn(3, 8)
-        with autocast(FP16):
-            assert torch.equal(functional_call(layer, doubled, (x,)), 2 * layer(x))
 
 
 DECOMPOSED: dict[str, Function] = {
@@ -500,27 +432,15 @@ def test_einsum_in_a_compiled_island() -> None:
         assert compiled(x).dtype is FP32
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        self.before, self.inside, self.use_reentrant = nn.Linear(8, 8), nn.Linear(8, 8), use_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        inside: Tensor = checkpoint(self.inside, self.before(x), use_reentrant=self.use_reentrant)
-        return inside
-
-
 @BACKENDS
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointed_parts_of_a_compiled_model_have_their_casts_and_borders(backend: str, use_reentrant: bool) -> None:
-    x = torch.randn(4, 8)
-    model = Checkpointed(use_reentrant)
-    reference = copy.deepcopy(model)
-    reference(x).square().sum().backward()
-    MixedPrecision("fp16", loss_scaler=StaticLossScaler(1024.0)).attach(model)
-    torch.compile(model, backend=backend)(x).square().sum().backward()
-    for found, wanted in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, wanted.grad, rtol=0.02, atol=0.02)
+    x, model = torch.randn(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model.forward = lambda x: checkpoint(model[1], model[0](x), use_reentrant=use_reentrant)  # type: ignore[method-assign]
+    expected = gradients_of(model, lambda: model(x).square().sum())
+    attached(model)
+    compiled = torch.compile(model, backend=backend)
+    assert_true(gradients_of(model, lambda: compiled(x).square().sum()), expected, 0.01)
 
 
 class TestOneGraph:
@@ -545,7 +465,7 @@ class TestOneGraph:
     @pytest.mark.parametrize("precision", ["bf16", "fp16"])
     def test_weights_come_in_rounded(self, precision: str) -> None:
         graphs: list[Any] = []
-        model = Norm()
+        model = norm()
         runtime = MixedPrecision(precision, loss_scaler=StaticLossScaler(4.0) if precision == "fp16" else None)
         runtime.attach(model)
         optimizer = runtime.attach_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -570,25 +490,20 @@ class TestOneGraph:
 def test_a_compiled_forward_is_examined_once(breaks: str, has_grad: bool) -> None:
     """Where its code breaks off, the mode is not taken for code to compile; and no call looks at the forward anew."""
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            if breaks == "in a frame that is skipped":
-                try:
-                    x = F.silu(self.first(x))
-                    torch._dynamo.graph_break()
-                    return F.dropout(F.layer_norm(self.second(x), (4,)), 0.0, True)
-                finally:
-                    pass
-            x = F.gelu(self.first(x))
-            if breaks == "between":
+    def use(m: Any, x: Tensor) -> Tensor:
+        if breaks == "in a frame that is skipped":
+            try:
+                x = F.silu(m.first(x))
                 torch._dynamo.graph_break()
-            return self.second(x)
+                return F.dropout(F.layer_norm(m.second(x), (4,)), 0.0, True)
+            finally:
+                pass
+        x = F.gelu(m.first(x))
+        if breaks == "between":
+            torch._dynamo.graph_break()
+        return m.second(x)
 
-    model, x = Model(), torch.ones(2, 4)
+    model, x = Using(use, first=nn.Linear(4, 4), second=nn.Linear(4, 4)), torch.ones(2, 4)
     MixedPrecision("bf16").attach(model)
     expected = model(x)
     compiled = torch.compile(model, backend="eager")

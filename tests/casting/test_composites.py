@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny import Using
 from torch import Tensor, nn
 
 from hf_mp.casting.mode import autocast
@@ -46,17 +47,8 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = {
     "encoder layer": (encoder_layer, SEQUENCE, False),
     "encoder layer, norm first": (lambda: encoder_layer(norm_first=True), SEQUENCE, False),
     "encoder layer, evaluated": (lambda: encoder_layer().eval(), SEQUENCE, False),
-    "Bilinear": (lambda: Twice(nn.Bilinear(8, 8, 4)), ROW, False),
+    "Bilinear": (lambda: Using(lambda m, x: m.inner(x, x), inner=nn.Bilinear(8, 8, 4)), ROW, False),
 }
-
-
-class Twice(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x, x)
 
 
 @LOWER
@@ -175,7 +167,10 @@ AS_TORCH: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
         torch.randn(SEQUENCE),
     ),
     "encoder layer": lambda: (encoder_layer(), torch.randn(SEQUENCE)),
-    "attention": lambda: (SelfAttention(), torch.randn(SEQUENCE)),
+    "attention": lambda: (
+        Using(lambda m, x: m.heads(x, x, x)[0], heads=nn.MultiheadAttention(8, 2, batch_first=True)),
+        torch.randn(SEQUENCE),
+    ),
     "GRU": lambda: (nn.GRU(8, 8, batch_first=True), torch.randn(SEQUENCE)),
     "LSTM with projection": lambda: (nn.LSTM(8, 8, proj_size=4, batch_first=True), torch.randn(SEQUENCE)),
     "LSTMCell": lambda: (nn.LSTMCell(8, 8), torch.randn(ROW)),
@@ -183,15 +178,6 @@ AS_TORCH: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "RNNCell": lambda: (nn.RNNCell(8, 8), torch.randn(ROW)),
     "encoder layer, fast path": lambda: (encoder_layer().eval().requires_grad_(False), torch.randn(SEQUENCE)),
 }
-
-
-class SelfAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.heads(x, x, x)[0]
 
 
 @pytest.mark.parametrize("name", AS_TORCH)

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from autograd_functions import Times
+from tiny import Using, assert_true, attached, check_gradients, gradients_of
 from torch import Tensor, nn
 
 import hf_mp
 from hf_mp import autocast, custom_bwd, custom_fwd
-from hf_mp.scaling.scalers import StaticLossScaler
 from hf_mp.step.mixed_precision import MixedPrecision
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -191,14 +191,12 @@ def test_decorated_functions_keep_their_names() -> None:
     assert hf_mp.custom_fwd is custom_fwd and hf_mp.custom_bwd is custom_bwd
 
 
-class Model(nn.Module):
-    def __init__(self, function: Any, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.function = function
-        self.linear, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(shape))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function.apply(self.linear(x), self.weight).float().square().mean()
+def applying(function: Any, shape: tuple[int, ...]) -> Using:
+    return Using(
+        lambda m, x: function.apply(m.linear(x), m.weight).float().square().mean(),
+        linear=nn.Linear(4, 4),
+        weight=nn.Parameter(torch.randn(shape)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -208,15 +206,8 @@ class Model(nn.Module):
 def test_a_bare_parameter_in_an_attached_model_gets_its_true_gradient(
     function: Callable[..., Any], shape: tuple[int, ...], scale: float
 ) -> None:
-    model, x = Model(function, shape), torch.randn(3, 4)
-    model(x).backward()
-    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    MixedPrecision("fp16", loss_scaler=StaticLossScaler(scale)).attach(model)
-    model(x).backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad.dtype is FP32
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=0.01, atol=2e-3, msg=name)
+    model, x = applying(function, shape), torch.randn(3, 4)
+    check_gradients(model, lambda: model(x), tolerance=0.01, scale=scale)
 
 
 CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -228,32 +219,19 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class Calling(nn.Module):
-    def __init__(self, call: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.call, self.linear, self.weight = call, nn.Linear(4, 4), nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.call(self.linear(x), self.weight).sum()
-
-
 @pytest.mark.parametrize("backend", ["none", "eager", "aot_eager"])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_bare_parameter_in_a_compiled_model_gets_its_true_gradient_too(call: str, backend: str) -> None:
     if call == "keyword" and not TAKES_KEYWORDS:
         pytest.skip("this torch's apply takes no keywords")
     torch._dynamo.reset()
-    model, x = Calling(CALLS[call]), torch.randn(2, 4)
-    model(x).backward()
-    expected = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    MixedPrecision("fp16", loss_scaler=StaticLossScaler(1024.0)).attach(model)
+    weight, x = nn.Parameter(torch.randn(4)), torch.randn(2, 4)
+    model = Using(lambda m, x: CALLS[call](m.linear(x), m.weight).sum(), linear=nn.Linear(4, 4), weight=weight)
     run = model if backend == "none" else torch.compile(model, backend=backend)
+    expected = gradients_of(model, lambda: model(x))
+    attached(model)
     for _ in range(2):
-        model.zero_grad()
-        run(x).backward()
-        for parameter, gradient in zip(model.parameters(), expected, strict=True):
-            torch.testing.assert_close(parameter.grad, gradient, rtol=0.01, atol=2e-3)
+        assert_true(gradients_of(model, lambda: run(x)), expected, 0.01)
 
 
 def _takes_keywords() -> bool:
@@ -271,30 +249,22 @@ def test_no_graph_is_broken_for_a_border() -> None:
     torch._dynamo.reset()
     weight, outside = nn.Parameter(torch.ones(4)), torch.full((4,), 3.0, requires_grad=True)
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = weight
-
-        @torch.compile(fullgraph=True, backend="eager")
-        def forward(self, x: Tensor) -> Tensor:
-            return (Times.apply(x, self.weight) + Times.apply(x, outside)).sum()
-
-    model = Model()
-    MixedPrecision("fp16", loss_scaler=StaticLossScaler(1024.0)).attach(model)
+    model = Using(lambda m, x: (Times.apply(x, m.weight) + Times.apply(x, outside)).sum(), weight=weight)
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
+    attached(model)
     model(torch.ones(2, 4)).backward()
     assert torch.equal(weight.grad, torch.full((4,), 2.0)) and torch.equal(outside.grad, torch.full((4,), 2.0))
 
 
 def test_a_function_outside_of_the_model_is_left_alone() -> None:
     model, weight = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
-    MixedPrecision("fp16", loss_scaler=StaticLossScaler(4096.0)).attach(model)
+    attached(model, scale=4096.0)
     Times.apply(model(torch.randn(2, 4)).detach() * 0 + 1, weight).sum().backward()
     assert torch.equal(weight.grad, torch.full((4,), 2.0))
 
 
 def test_frozen_parameters_and_no_grad() -> None:
-    model, x = Model(Times, (4,)), torch.randn(3, 4)
+    model, x = applying(Times, (4,)), torch.randn(3, 4)
     MixedPrecision("fp16").attach(model)
     model.weight.requires_grad_(False)
     model(x).backward()

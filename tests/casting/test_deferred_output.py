@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 import torch
 from crossings import Crossings
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_mp.casting import deferred_output as module
 from hf_mp.casting.deferred_output import DeferredOutput
 from hf_mp.scaling.borders import output_border
-from hf_mp.step.mixed_precision import MixedPrecision
 
 
 class Square(torch.autograd.Function):
@@ -109,49 +106,3 @@ def test_the_source_goes_when_the_values_are_there() -> None:
     output = deferred_output()
     output.sum()
     assert not hasattr(output, "_source")
-
-
-class TestInAModel:
-    @pytest.fixture
-    def model(self, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-        monkeypatch.setattr(module, "DEFERRED_ELEMENTS", 1)
-        torch.manual_seed(0)
-        config = GPT2Config(
-            n_layer=1, n_embd=32, n_head=2, vocab_size=64, n_positions=32, bos_token_id=0, eos_token_id=0
-        )
-        model = GPT2LMHeadModel(config).eval()
-        MixedPrecision("fp16").attach(model)
-        return model
-
-    IDS = torch.arange(32).view(2, 16)
-
-    def test_logits_beside_a_loss_are_deferred_and_right(self, model: nn.Module) -> None:
-        outputs = model(input_ids=self.IDS, labels=self.IDS)
-        assert isinstance(outputs.logits, DeferredOutput)
-        assert type(outputs.loss) is Tensor
-        alone = model(input_ids=self.IDS).logits
-        assert type(alone) is Tensor
-        assert torch.equal(outputs.logits, alone)
-        _, logits = model(input_ids=self.IDS, labels=self.IDS, return_dict=False)[:2]
-        assert isinstance(logits, DeferredOutput) and torch.equal(logits, alone)
-        with torch.no_grad():
-            assert type(model(input_ids=self.IDS, labels=self.IDS).logits) is Tensor
-
-    def test_a_loss_made_of_them_trains_like_one_of_ordinary_logits(
-        self, model: nn.Module, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        gradients = []
-        for smallest in (1, 2**20):
-            monkeypatch.setattr(module, "DEFERRED_ELEMENTS", smallest)
-            outputs = model(input_ids=self.IDS, labels=self.IDS)
-            F.cross_entropy(outputs.logits.flatten(0, 1), self.IDS.flatten()).backward()
-            gradients.append([p.grad for p in model.parameters()])
-            model.zero_grad()
-        for left, right in zip(*gradients, strict=True):
-            assert torch.equal(left, right)
-
-    def test_reading_them_after_backward_gives_what_was_there(self, model: nn.Module) -> None:
-        before = model(input_ids=self.IDS).logits.detach()
-        outputs = model(input_ids=self.IDS, labels=self.IDS)
-        outputs.loss.backward()
-        assert torch.equal(outputs.logits, before)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import Using, linear
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.models.chameleon.modeling_chameleon import ChameleonLayerNorm
@@ -25,16 +26,12 @@ KINDS: list[Callable[[int], nn.Module]] = [LlamaRMSNorm, T5LayerNorm, GemmaRMSNo
 WIDTH = 16
 
 
-class Model(nn.Module):
-    def __init__(self, kind: Callable[[int], nn.Module]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), kind(WIDTH)
-        self.offset: Tensor | None = None  # from outside of the forward
+def made(kind: Callable[[int], nn.Module]) -> Any:
+    def use(m: Any, x: Tensor) -> Tensor:
+        hidden = m.linear(x)
+        return m.norm(hidden if m.offset is None else m.offset)
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.linear(x)
-        return self.norm(hidden if self.offset is None else self.offset)
+    return Using(use, linear=linear(WIDTH, WIDTH), norm=kind(WIDTH), offset=None)  # which comes from outside
 
 
 class Local(LlamaRMSNorm):
@@ -56,7 +53,7 @@ def past(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def attached(kind: Callable[[int], nn.Module], precision: str = "bf16", **settings: Any) -> Any:
-    return hf_mp.MixedPrecision(precision, **settings).attach(Model(kind))
+    return hf_mp.MixedPrecision(precision, **settings).attach(made(kind))
 
 
 def run(model: Any, x: Tensor) -> tuple[Tensor, ...]:
@@ -89,7 +86,7 @@ def test_other_norms_are_left_alone(kind: Any) -> None:
 
 def test_detaching_gives_the_norm_its_own_forward() -> None:
     precision = hf_mp.MixedPrecision("bf16")
-    model = precision.attach(Model(LlamaRMSNorm))
+    model = precision.attach(made(LlamaRMSNorm))
     precision.detach()
     assert "forward" not in vars(model.norm)
 
@@ -126,7 +123,7 @@ def test_what_comes_from_outside_has_its_border(past: list[bool]) -> None:
     model = attached(LlamaRMSNorm, "params=fp32,compute=bf16,loss_scale=1024")
     model.offset = leaf = torch.randn(2, WIDTH, requires_grad=True)
     model(torch.randn(2, WIDTH)).square().sum().backward()
-    plain = Model(LlamaRMSNorm)
+    plain = made(LlamaRMSNorm)
     plain.offset = expected = leaf.detach().clone().requires_grad_()
     plain(torch.randn(2, WIDTH)).square().sum().backward()
     assert past == [False]

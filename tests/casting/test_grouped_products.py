@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  # registers its product, which the compiler is given
+from tiny import saved_tensors
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -31,17 +32,13 @@ def reference(x: Tensor, weight: Tensor, ends: list[int]) -> Tensor:
 def test_it_is_lowered_and_saves_16_bits(dtype: torch.dtype, spelling: str, is_compiled: bool, ends: list[int]) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(12, 8, requires_grad=True), torch.randn(3, 8, 16, requires_grad=True)
-    offsets, saved = torch.tensor(ends, dtype=torch.int32), list[torch.dtype]()
-
-    def keep(tensor: Tensor) -> Tensor:
-        saved.append(tensor.dtype)
-        return tensor
+    offsets = torch.tensor(ends, dtype=torch.int32)
 
     def multiply(x: Tensor, weight: Tensor) -> Any:
         with hf_mp.autocast(dtype):
             return SPELLINGS[spelling](x, weight, offs=offsets)
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with saved_tensors() as saved:
         found = (torch.compile(multiply, backend="aot_eager") if is_compiled else multiply)(x, weight)
     assert found.dtype is dtype
     wide = [tensor.detach().to(dtype).float().requires_grad_() for tensor in (x, weight)]
@@ -54,4 +51,4 @@ def test_it_is_lowered_and_saves_16_bits(dtype: torch.dtype, spelling: str, is_c
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=unit, atol=8 * unit)  # sums of up to 16 products
     if not is_compiled:  # the compiler decides by itself what it keeps
-        assert {one for one in saved if one.is_floating_point} == {dtype}
+        assert {tensor.dtype for tensor in saved if tensor.is_floating_point()} == {dtype}

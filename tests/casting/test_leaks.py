@@ -1,4 +1,4 @@
-"""A thousand enters and exits: no tensor, no object, no mode stays."""
+"""Hundreds of enters and exits: no tensor, no object, no mode stays."""
 
 import contextlib
 import gc
@@ -14,7 +14,7 @@ from hf_mp.casting.mode import active_autocast, autocast
 from hf_mp.step.mixed_precision import MixedPrecision
 
 FP16 = torch.float16
-TIMES = 1000
+TIMES = 300
 
 
 @pytest.fixture
@@ -48,141 +48,95 @@ def assert_nothing_stays(once: Callable[[], Any], times: int = TIMES) -> None:
     assert active_autocast() is None
 
 
-def test_a_new_autocast_each_time(layer: nn.Linear) -> None:
-    x = torch.randn(4, 16)
-
-    def once() -> None:
-        with autocast(FP16):
-            layer(x)
-
-    assert_nothing_stays(once)
+X = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+REUSED: dict[str, Any] = {}  # an autocast and an island of torch's
 
 
-def test_one_autocast_entered_again_and_again(layer: nn.Linear) -> None:
-    x, mode = torch.randn(4, 16), autocast(FP16)
-
-    def once() -> None:
-        with mode, mode:
-            layer(x)
-
-    assert_nothing_stays(once)
-    assert mode._casts == {}
+def in_a_new_one(layer: nn.Linear) -> None:
+    with autocast(FP16):
+        layer(X)
 
 
-def test_with_backward(layer: nn.Linear) -> None:
-    x = torch.randn(4, 16)
-    layer(x).sum().backward()
-
-    def once() -> None:
-        with autocast(FP16):
-            loss = layer(layer(x)).float().square().sum()
-        loss.backward()
-        layer.zero_grad(set_to_none=False)
-
-    assert_nothing_stays(once)
+def in_one_again(layer: nn.Linear) -> None:
+    with REUSED["autocast"], REUSED["autocast"]:
+        layer(X)
 
 
-def test_a_graph_that_is_never_run(layer: nn.Linear) -> None:
-    x = torch.randn(4, 16, requires_grad=True)
-
-    def once() -> None:
-        with autocast(FP16):
-            torch.softmax(layer(x), -1) @ torch.einsum("ij,jk->ik", x, layer.weight).t()
-
-    assert_nothing_stays(once)
+def backward(layer: nn.Linear) -> None:
+    with autocast(FP16):
+        loss = layer(layer(X)).float().square().sum()
+    loss.backward()
+    layer.zero_grad(set_to_none=False)
 
 
-def test_exceptions(layer: nn.Linear) -> None:
-    x = torch.randn(4, 16)
-
-    def once() -> None:
-        with pytest.raises(RuntimeError), autocast(FP16):
-            layer(layer(x)[:, :3])
-
-    assert_nothing_stays(once, times=300)
+def a_graph_that_is_never_run(layer: nn.Linear) -> None:
+    x = X.clone().requires_grad_()
+    with autocast(FP16):
+        torch.softmax(layer(x), -1) @ torch.einsum("ij,jk->ik", x, layer.weight).t()
 
 
-def test_islands_and_rules(layer: nn.Linear) -> None:
-    model, x = nn.Sequential(layer, nn.Linear(16, 16)), torch.randn(4, 16)
+def exceptions(layer: nn.Linear) -> None:
+    with pytest.raises(RuntimeError), autocast(FP16):
+        layer(layer(X)[:, :3])
 
-    def once() -> None:
-        with autocast(FP16, rules={"1": "fp32", torch.tanh: "fp32"}, model=model):
-            model(x)
-            with torch.autocast("cpu", enabled=False), autocast(torch.bfloat16):
-                model(x)
 
-    assert_nothing_stays(once, times=200)
+def islands_and_rules(layer: nn.Linear) -> None:
+    model = nn.Sequential(layer, nn.Linear(16, 16))
+    with autocast(FP16, rules={"1": "fp32", torch.tanh: "fp32"}, model=model):
+        model(X)
+        with torch.autocast("cpu", enabled=False), autocast(torch.bfloat16):
+            model(X)
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model)
 
 
-def test_one_island_of_torchs_used_again_and_again(layer: nn.Linear) -> None:
-    island, x = torch.autocast("cpu", enabled=False), torch.randn(4, 16)
-
-    def once() -> None:
-        with autocast(FP16), island:
-            layer(x)
-
-    assert_nothing_stays(once)
-    assert island.__dict__.get("_hf_mp_islands") == []
+def one_island_again(layer: nn.Linear) -> None:
+    with autocast(FP16), REUSED["island"]:
+        layer(X)
 
 
-class Raises(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.fails = layer, False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layer(x)
-        if self.fails:
-            raise ValueError("no")
-        return x
+def attaching_and_detaching(layer: nn.Linear) -> None:
+    runtime = MixedPrecision("fp16")
+    runtime.attach_optimizer(torch.optim.SGD(runtime.attach(layer).parameters(), lr=0.1))
+    layer(X)
+    runtime.detach()
 
 
-def test_an_attached_model(layer: nn.Linear) -> None:
-    model, x = Raises(layer), torch.randn(4, 16)
-    MixedPrecision("fp16").attach(model)
-    model(x).square().sum().backward()
-
-    def once() -> None:
-        model(x).square().sum().backward()
-        model.zero_grad(set_to_none=False)
-        with torch.no_grad():
-            model(x)
-
-    assert_nothing_stays(once, times=500)
+def an_attached_model(model: nn.Module) -> None:
+    model(X).square().sum().backward()
+    model.zero_grad(set_to_none=False)
+    with torch.no_grad():
+        model(X)
 
 
-def test_an_attached_model_that_raises(layer: nn.Linear) -> None:
-    model, x = Raises(layer), torch.randn(4, 16)
-    MixedPrecision("fp16").attach(model)
-    model(x)
-    model.fails = True
-
-    def once() -> None:
-        with pytest.raises(ValueError, match="no"):
-            model(x)
-
-    assert_nothing_stays(once, times=300)
-    model.fails = False
-    assert model(x).dtype is torch.float32
+def an_attached_model_that_raises(model: nn.Module) -> None:
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(X[:, :3])
 
 
-def test_attaching_and_detaching(layer: nn.Linear) -> None:
-    x = torch.randn(4, 16)
-
-    def once() -> None:
-        runtime = MixedPrecision("fp16")
-        model = runtime.attach(layer)
-        runtime.attach_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        model(x)
-        runtime.detach()
-
-    assert_nothing_stays(once, times=200)
-
-
-def test_explaining(layer: nn.Linear) -> None:
-    x = torch.randn(4, 16)
-    assert_nothing_stays(lambda: autocast.explain(layer, x), times=200)
+@pytest.mark.parametrize(
+    ("once", "times"),
+    [
+        (in_a_new_one, TIMES),
+        (in_one_again, TIMES),
+        (backward, TIMES),
+        (a_graph_that_is_never_run, TIMES),
+        (exceptions, 300),
+        (islands_and_rules, 200),
+        (one_island_again, TIMES),
+        (attaching_and_detaching, 200),
+        (an_attached_model, 500),
+        (an_attached_model_that_raises, 300),
+        (lambda layer: autocast.explain(layer, X), 200),
+    ],
+)
+def test_nothing_stays(once: Callable[[Any], Any], times: int, layer: nn.Linear) -> None:
+    if once in (an_attached_model, an_attached_model_that_raises):
+        MixedPrecision("fp16").attach(layer)
+    REUSED.update(autocast=autocast(FP16), island=torch.autocast("cpu", enabled=False))
+    layer(X).sum().backward()
+    assert_nothing_stays(lambda: once(layer), times)
+    assert REUSED.pop("autocast")._casts == {}
+    assert REUSED.pop("island").__dict__.get("_hf_mp_islands", []) == []
 
 
 def test_fifty_deep() -> None:

@@ -1,8 +1,12 @@
 """Rules for one op of a module: in FP32, or as a product of numbers divided by a power of two."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny import Using
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
@@ -14,29 +18,20 @@ from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
 FP16, FP32, FP64 = torch.float16, torch.float32, torch.float64
 
 
-class Block(nn.Module):
+def block(is_checkpointed: bool) -> Using:
     """Calls the op of its rule itself, and so does the module inside it."""
 
-    def __init__(self, is_checkpointed: bool = False) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList([Inner()])
-        self.is_checkpointed = is_checkpointed
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def use(m: Any, x: Tensor) -> dict[str, Tensor]:
         before = x.half() * 2
-        run = self.inner[0]
-        inside = checkpoint(run, before, use_reentrant=False) if self.is_checkpointed else run(before)
+        inside = checkpoint(m.inner, before, use_reentrant=False) if is_checkpointed else m.inner(before)
         return {"before": before, "inside": inside, "after": inside * 3}
 
-
-class Inner(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.half() * 5
+    return Using(use, inner=Using(lambda m, x: x.half() * 5))
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_an_op_of_one_module_and_not_of_those_inside_it(is_checkpointed: bool) -> None:
-    model, x = Block(is_checkpointed), torch.rand(3, requires_grad=True)
+    model, x = block(is_checkpointed), torch.rand(3, requires_grad=True)
     with autocast(FP16, rules={":mul": "fp32"}, model=model):
         found = model(x)
     assert {name: tensor.dtype for name, tensor in found.items()} == {"before": FP32, "inside": FP16, "after": FP32}
@@ -53,13 +48,9 @@ def test_inside_an_island_the_island_decides() -> None:
 
 
 def test_an_exception_leaves_no_rule_in_force() -> None:
-    class Fails(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise ValueError("no")
-
-    model = Fails()
+    model = Using(lambda m, x: 1 // 0)
     with autocast(FP16, rules={":mul": "fp32"}, model=model):
-        with pytest.raises(ValueError, match="no"):
+        with pytest.raises(ZeroDivisionError):
             model(torch.rand(2))
         assert (torch.rand(2).half() * 2).dtype is FP16
 
@@ -100,24 +91,20 @@ def test_a_divided_product_is_that_of_16_bits_with_a_wider_exponent(
     assert x.grad is not None and x.grad.isfinite().all()
 
 
-class Contraction(nn.Module):
-    def __init__(self, product: str) -> None:
-        super().__init__()
-        self.product = product
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        if self.product == "einsum":
-            return torch.einsum("bij,bjk->bik", x, y)
-        return torch.einsum("bij,bjk->bik", [x, y]) if self.product == "einsum of a list" else x @ y
+CONTRACTIONS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "einsum": lambda m, x, y: torch.einsum("bij,bjk->bik", x, y),
+    "einsum of a list": lambda m, x, y: torch.einsum("bij,bjk->bik", [x, y]),
+    "matmul": lambda m, x, y: x @ y,
+}
 
 
-@pytest.mark.parametrize("product", ["einsum", "einsum of a list", "matmul"])
+@pytest.mark.parametrize("product", CONTRACTIONS)
 def test_factors_that_are_divided_both(product: str) -> None:
     """One of them does not fit into FP16, as their product; against FP64, with gradients."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(-9, 10, (2, 4, 8), generator=generator).float().requires_grad_()
     y = (2.0**14 * torch.randint(-9, 10, (2, 8, 3), generator=generator)).requires_grad_()
-    model, g = Contraction(product), torch.randint(-2, 3, (2, 4, 3), generator=generator).float()
+    model, g = Using(CONTRACTIONS[product]), torch.randint(-2, 3, (2, 4, 3), generator=generator).float()
     with autocast(FP16, rules={f":{product.partition(' ')[0]}": "scaled/16/1/64"}, model=model):
         found = model(x, y)
     assert y.abs().max() > 65504 and found.dtype is FP32
@@ -142,11 +129,7 @@ def test_a_backward_of_divided_gradients() -> None:
 
 
 def test_a_cast_in_fp32_is_a_cast_to_fp32() -> None:
-    class Cast(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x * 1e6).to(FP16)
-
-    model = Cast()
+    model = Using(lambda m, x: (x * 1e6).to(FP16))
     with autocast(FP16, rules={":to": "fp32"}, model=model):
         assert model(torch.ones(1)).item() == 1e6
 
@@ -155,20 +138,14 @@ def test_a_cast_in_fp32_is_a_cast_to_fp32() -> None:
 def test_rules_of_an_attached_model_itself(rules: dict[str, str]) -> None:
     """It is called before its autocast is entered."""
 
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2, 2))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.seen = F.linear(x, self.weight)
-            return self.seen
-
-    model = Root()
-    runtime = MixedPrecision("fp16", rules=rules)
-    runtime.attach(model)
+    seen: list[Tensor] = []
+    model = Using(
+        lambda m, x: seen.append(F.linear(x, m.weight)) or seen[0],  # type: ignore[func-returns-value]
+        weight=nn.Parameter(torch.ones(2, 2)),
+    )
+    MixedPrecision("fp16", rules=rules).attach(model)
     model(torch.ones(1, 2)).sum().backward()
-    assert model.seen.dtype is FP32
+    assert seen[0].dtype is FP32
     assert not model._forward_hooks and not model._forward_pre_hooks
 
 

@@ -1,6 +1,5 @@
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,12 +8,12 @@ import torch.nn.functional as F
 from crossings import Crossings
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import saved_tensors
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from hf_mp.casting import plans
 from hf_mp.casting.cpu import blockwise, handlers
-from hf_mp.casting.cpu.products import Operand, Product, multiply, read_product
+from hf_mp.casting.cpu.products import Operand, multiply
 from hf_mp.casting.cpu.upcast import run_through_fp32
 from hf_mp.casting.mode import autocast
 from hf_mp.scaling.borders import behind_border, inward_borders, output_border
@@ -133,14 +132,6 @@ class TestAgainstTheReference:
         rows = list(blockwise.blocks(10, 9))
         columns = list(blockwise.blocks(13, max(9, rows[0].stop)))
         assert (len(rows) > 1, len(columns) > 1) == (blocks == 24, blocks == 24)
-
-    @every_dtype
-    @pytest.mark.parametrize("size", [1, 7, 24, 200, 10_000])
-    def test_any_size_of_block(self, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", size)
-        for transposed in (False, True):
-            given = operands((11,), 6, 8, bias=True, transposed=transposed, dtype=dtype)
-            check_product(given, transposed=transposed)
 
     @settings(deadline=None, derandomize=True, max_examples=40)
     @given(
@@ -392,14 +383,14 @@ class TestSavedTensors:
     @pytest.mark.parametrize("transposed", [False, True])
     def test_they_are_the_16_bit_operands(self, transposed: bool, dtype: torch.dtype) -> None:
         given = operands((7,), 9, 13, bias=True, transposed=transposed, dtype=dtype)
-        with saved() as tensors:
+        with saved_tensors() as tensors:
             quickly(*given, transposed=transposed)
         assert {tensor.dtype for tensor in tensors} == {dtype}
         assert {tensor.data_ptr() for tensor in tensors} <= {t.data_ptr() for t in given if t is not None}
 
     def test_a_master_takes_no_memory(self) -> None:
         weight = nn.Parameter(torch.ones(13, 9))
-        with saved() as tensors:
+        with saved_tensors() as tensors:
             factor = brought_in(weight, weight.detach().half(), Crossings(1.0))
             multiply(random(7, 9), factor, None, transposed=False)
         assert all(tensor.dtype is FP16 or tensor.data_ptr() == weight.data_ptr() for tensor in tensors)
@@ -409,7 +400,7 @@ class TestSavedTensors:
         given = operands((7,), 9, 13, bias=True, transposed=False, dtype=FP16)
         for i in frozen:
             given[i].requires_grad_(False)
-        with saved() as tensors:
+        with saved_tensors() as tensors:
             quickly(*given, transposed=False)
         unneeded = given.weight if frozen == (0,) else given.x
         assert unneeded.data_ptr() not in {tensor.data_ptr() for tensor in tensors}
@@ -430,14 +421,6 @@ class TestSavedTensors:
         assert all(torch.equal(one, other) for one, other in zip(once, twice, strict=True))
         with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             result.backward()
-
-
-@contextmanager
-def saved() -> Iterator[list[Tensor]]:
-    """What autograd saves inside of this context."""
-    tensors: list[Tensor] = []
-    with saved_tensors_hooks(lambda tensor: tensors.append(tensor) or tensor, lambda tensor: tensor):
-        yield tensors
 
 
 class TestSecondDerivatives:
@@ -656,14 +639,3 @@ def test_a_result_may_be_changed_in_place(dtype: torch.dtype, native: bool) -> N
     result.sum().backward()
     assert result._base is None
     assert x.grad is not None
-
-
-def test_reading_a_product() -> None:
-    x, weight, bias = random(7, 9), random(13, 9), random(13)
-    read = read_product("linear", F.linear, (x, weight), {"bias": bias})
-    assert isinstance(read, Product)
-    assert read.x is x and read.weight is weight and read.bias is bias and not read.transposed
-    turned = read_product("matmul", Tensor.__rmatmul__, (weight.t(), x), {})
-    assert turned is not None and turned.x is x and turned.transposed
-    assert read_product("bmm", torch.bmm, (x, weight), {}) is None
-    assert read_product("linear", F.linear, (x, weight, random(12)), {}) is None

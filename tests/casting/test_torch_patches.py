@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import hf_mp
 from hf_mp.casting import torch_patches
@@ -143,25 +142,6 @@ def test_this_torch_lacks_nothing(recwarn: pytest.WarningsRecorder) -> None:
         places = {place for patch in TABLE for place in patch.places}
         assert len(PATCHES._replaced) >= len(TABLE) and len(places) >= len(TABLE)
     assert not [warning for warning in recwarn if "has no" in str(warning.message)]
-
-
-def test_an_exception_in_a_forward_leaves_nothing_behind() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            raise ValueError(str(self.linear(x).dtype))
-
-    model, original = Model(), torch.autocast.__enter__
-    runtime = hf_mp.MixedPrecision("fp16")
-    runtime.attach(model)
-    with pytest.raises(ValueError, match=r"torch\.float16"):
-        model(torch.ones(1, 2))
-    assert "weight" not in vars(model.linear)
-    runtime.detach()
-    assert torch.autocast.__enter__ is original
 
 
 def test_a_compiler_without_strategies_costs_one_warning_at_import() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from tiny import Using, linear
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn import functional as F
@@ -80,21 +81,19 @@ def test_the_reference(value: float, dtype: torch.dtype) -> None:
         torch.testing.assert_close(one, other, rtol=2 * torch.finfo(dtype).eps, atol=1e-2, equal_nan=True)
 
 
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second, self.small = nn.Linear(8, 16), nn.Linear(16, 8, bias=False), nn.Linear(8, 2)
+def use(m: Any, x: Tensor) -> Tensor:
+    product = m.second(F.gelu(m.first(x)))
+    return m.small(torch.addmm(m.second.weight[:, 0], product.flatten(0, 1), m.first.weight[:8].t()))
 
-    def forward(self, x: Tensor) -> Tensor:
-        product = self.second(F.gelu(self.first(x)))
-        return self.small(torch.addmm(self.second.weight[:, 0], product.flatten(0, 1), self.first.weight[:8].t()))
+
+def layers(use: Callable[[Any, Tensor], Tensor] = use) -> Using:
+    return Using(use, first=linear(8, 16), second=nn.Linear(16, 8, bias=False), small=nn.Linear(8, 2))
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
 def test_compiled_products_are_those_of_uncompiled_code(precision: str) -> None:
     def gradients(compiles: bool) -> tuple[Tensor, list[Tensor | None]]:
-        model = Layers()
+        model = layers()
         runtime = MixedPrecision(precision, loss_scaler=StaticLossScaler(64.0))
         runtime.attach(model)
         if compiles:
@@ -115,7 +114,7 @@ def test_compiled_products_are_those_of_uncompiled_code(precision: str) -> None:
 
 def test_small_products_are_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced_products, "LEAST_ELEMENTS", 2**16)
-    model, graphs = Layers(), Graphs()
+    model, graphs = layers(), Graphs()
     MixedPrecision("fp16").attach(model)
     model.compile(backend=graphs)
     model(torch.ones(2, 3, 8))
@@ -123,7 +122,7 @@ def test_small_products_are_the_compilers(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_rows_may_change_without_compiling_anew() -> None:
-    model, graphs = Layers(), Graphs()
+    model, graphs = layers(), Graphs()
     MixedPrecision("fp16").attach(model)
     model.compile(backend=graphs, dynamic=True)
     for rows in (2, 3, 5):
@@ -148,14 +147,9 @@ def test_transforms_of_functions_are_the_compilers() -> None:
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_exported_program_needs_no_hf_mp(strict: bool) -> None:
-    class Inside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = Layers()
+    def inside(m: Any, x: Tensor) -> Tensor:
+        with autocast(FP16):
+            return use(m, x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            with autocast(FP16):
-                return self.layers(x)
-
-    program = torch.export.export(Inside(), (torch.ones(2, 3, 8),), strict=strict)
+    program = torch.export.export(layers(inside), (torch.ones(2, 3, 8),), strict=strict)
     assert "hf_mp" not in program.graph_module.code

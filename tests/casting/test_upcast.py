@@ -1,14 +1,14 @@
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny import Dispatched, saved_tensors
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from hf_mp import autocast
@@ -74,18 +74,6 @@ def check_equal(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@contextmanager
-def saved_into(saved: list[Tensor]) -> Iterator[None]:
-    """Collects what autograd saves."""
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield
-
-
 @every_dtype
 @every_case
 def test_result_and_gradients_are_those_of_fp32_rounded_once(name: str, dtype: torch.dtype) -> None:
@@ -112,8 +100,7 @@ def test_the_result_is_within_one_rounding_of_fp64(name: str, dtype: torch.dtype
 def test_what_backward_needs_of_the_inputs_is_saved_in_16_bits(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     inputs = operands(case, dtype)
-    saved: list[Tensor] = []
-    with saved_into(saved):
+    with saved_tensors() as saved:
         run_through_fp32(case.op, inputs, {}, dtype)
     addresses = {tensor.data_ptr() for tensor in inputs}
     assert len({tensor.data_ptr() for tensor in saved} & addresses) == case.saved, "not the operands themselves"
@@ -149,8 +136,7 @@ def test_a_copy_that_the_op_made_and_expanded() -> None:
 def test_without_grad_nothing_is_saved(name: str) -> None:
     case = CASES[name]
     inputs = operands(case, FP16)
-    saved: list[Tensor] = []
-    with torch.no_grad(), saved_into(saved):
+    with torch.no_grad(), saved_tensors() as saved:
         result = run_through_fp32(case.op, inputs, {}, FP16)
     assert saved == [] and not result.requires_grad
     check_equal([result], [plainly(case.op, *inputs).detach()])
@@ -316,9 +302,8 @@ class TestInsideOfOtherHooks:
 
     def test_the_inner_hooks_end_with_the_op(self) -> None:
         inputs = operands(CASES["bmm"], FP16)
-        saved: list[Tensor] = []
         run_through_fp32(torch.bmm, inputs, {}, FP16)
-        with saved_into(saved):
+        with saved_tensors() as saved:
             torch.bmm(*inputs)
         assert [tensor.dtype for tensor in saved] == [FP16, FP16]
         with pytest.raises(RuntimeError):
@@ -365,20 +350,14 @@ class TestNativeProducts:
 
     def test_the_gradient_of_an_fp16_convolution_is_one_of_fp32(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(through_fp32, "CPU_PRODUCTS", {FP32: True, FP16: True, BF16: True})
-        model, found = nn.Conv2d(3, 4, 3), []
-
-        class Seen(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                if func is torch.ops.aten.convolution_backward.default:
-                    found.append({tensor.dtype for tensor in args[:3]})
-                return func(*args, **(kwargs or {}))
+        model = nn.Conv2d(3, 4, 3)
 
         with autocast(FP16):
             output = model(torch.randn(2, 3, 6, 7))
         assert output.dtype is FP16
-        with Seen():
+        with Dispatched("convolution_backward") as seen:
             output.sum().backward()
-        assert found == [{FP32}]
+        assert [{tensor.dtype for tensor in args[:3]} for _, args in seen.calls] == [{FP32}]
 
 
 @every_dtype

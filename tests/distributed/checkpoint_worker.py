@@ -164,44 +164,34 @@ def refused(folder: Path, wrap: str) -> dict[str, str]:
     hf_mp.save_checkpoint(folder / "run/checkpoint-1", model, optimizer, 1)
     (folder / "file").touch()
 
-    def one_rank_has_other_state() -> None:
-        if dist.get_rank() == 1:
-            parameter = next(iter(model.parameters()))
-            optimizer.state[parameter]["factor"] = torch.ones(3)
-        hf_mp.save_checkpoint(folder / "run/checkpoint-2", model, optimizer, 2)
+    first, *rest = model.parameters()
 
-    def factored_moments() -> None:
-        parameter = next(iter(model.parameters()))
-        optimizer.state[parameter]["row_var"] = distribute_tensor(torch.ones(4), parameter.device_mesh)
+    def save(step: int, place: str = "run", **settings: Any) -> Any:
+        return hf_mp.save_checkpoint(folder / f"{place}/checkpoint-{step}", model, optimizer, step, **settings)
+
+    def with_state(name: str, value: Tensor | None) -> None:
         try:
-            hf_mp.save_checkpoint(folder / "run/checkpoint-4", model, optimizer, 4)
+            optimizer.state[first].update({} if value is None else {name: value})
+            save(2)
         finally:
-            del optimizer.state[parameter]["row_var"]
+            optimizer.state[first].pop(name, None)
 
-    def another_model() -> None:
-        other = hf_mp.MixedPrecision("fp16").attach(nn.Linear(4, 4))
-        hf_mp.load_checkpoint(folder / "run", other, torch.optim.AdamW(other.parameters()))
-
-    def other_groups() -> None:
-        first, *rest = model.parameters()
-        hf_mp.load_checkpoint(folder / "run", model, torch.optim.AdamW([{"params": [first]}, {"params": rest}]))
-
-    def values_that_json_does_not_know() -> None:
-        hf_mp.save_checkpoint(folder / "run/checkpoint-3", model, optimizer, 3, extra={"loss": torch.ones(1)})
-
-    def nothing_there() -> None:
-        hf_mp.load_checkpoint(folder / "nowhere", model, optimizer)
-
-    def no_directory() -> None:
-        hf_mp.save_checkpoint(folder / "file/checkpoint-1", model, optimizer, 1)
-
-    def asynchronously_into_no_directory() -> None:
-        hf_mp.save_checkpoint(folder / "file/checkpoint-1", model, optimizer, 1, asynchronous=True).result()
-
+    other = hf_mp.MixedPrecision("fp16").attach(nn.Linear(4, 4))
+    groups = torch.optim.AdamW([{"params": [first]}, {"params": rest}])
     said = said_of(
-        another_model, other_groups, values_that_json_does_not_know, nothing_there, no_directory,
-        asynchronously_into_no_directory, factored_moments, one_rank_has_other_state,
-    )  # fmt: skip
+        {
+            "another_model": lambda: hf_mp.load_checkpoint(
+                folder / "run", other, torch.optim.AdamW(other.parameters())
+            ),
+            "other_groups": lambda: hf_mp.load_checkpoint(folder / "run", model, groups),
+            "values_that_json_does_not_know": lambda: save(3, extra={"loss": torch.ones(1)}),
+            "nothing_there": lambda: hf_mp.load_checkpoint(folder / "nowhere", model, optimizer),
+            "no_directory": lambda: save(1, "file"),
+            "asynchronously_into_no_directory": lambda: save(1, "file", asynchronous=True).result(),
+            "factored_moments": lambda: with_state("row_var", distribute_tensor(torch.ones(4), first.device_mesh)),
+            "one_rank_has_other_state": lambda: with_state("factor", torch.ones(3) if dist.get_rank() == 1 else None),
+        }
+    )
     said["files"] = ",".join(sorted(path.name for path in (folder / "run").iterdir()))
     return said
 

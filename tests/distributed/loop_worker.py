@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -30,8 +30,8 @@ from hf_mp.casting.replacements.fp32_norms import FP32_NORMS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 from autograd_functions import Times
+from tiny import Using
 
-STEPS = 30
 LEARNING_RATE = 0.1
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -130,15 +130,16 @@ def prepared(
     return wrapped, optimizer
 
 
-def said_of(*cases: Callable[[], None]) -> dict[str, str]:
+def said_of(cases: dict[str, Callable[[], Any]], *, context: Any = contextlib.nullcontext) -> dict[str, str]:
     """The error that each case raises on this rank, "nothing" where it raises none, by the name of the case."""
     said = {}
-    for case in cases:
+    for name, case in cases.items():
         try:
-            case()
-            said[case.__name__] = "nothing"
+            with context():
+                case()
+            said[name] = "nothing"
         except (ValueError, RuntimeError, TypeError) as error:
-            said[case.__name__] = f"{type(error).__name__}: {error}"
+            said[name] = f"{type(error).__name__}: {error}"
         dist.barrier()
     return said
 
@@ -156,77 +157,25 @@ def overflow_at(step: int, rank: int) -> Callable[[int, Tensor], Tensor]:
     return lambda now, loss: loss * math.inf if now == step and dist.get_rank() == rank else loss
 
 
-# One process, the whole batch
-
-
-def one() -> dict[str, Any]:
-    return train(*prepared(), batches(STEPS), clip=1.0)
-
-
-def one_unclipped() -> dict[str, Any]:
-    return train(*prepared(), batches(8))
-
-
-def one_bf16() -> dict[str, Any]:
-    return train(*prepared(precision="bf16"), batches(6))
-
-
-def by_hand_in_fp32() -> dict[str, Any]:
-    """Plain torch, nothing of ours: a wrong factor on the gradients of the others would show against it."""
-    model, log = tiny_gpt2(), []
-    velocities = [torch.zeros_like(p) for p in model.parameters()]
-    for batch in batches(8):
-        loss = model(input_ids=batch, labels=batch).loss
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        with torch.no_grad():
-            for parameter, velocity, gradient in zip(model.parameters(), velocities, gradients, strict=True):
-                velocity.mul_(0.5).add_(gradient)
-                parameter.sub_(LEARNING_RATE * velocity)
-        log.append(loss.item())
-    return {"loss": log, "weights": weights(model)}
-
-
 # DDP
 
 
-def ddp() -> dict[str, Any]:
-    return train(*prepared(DistributedDataParallel), batches(STEPS), clip=1.0)
-
-
-def ddp_overflow() -> dict[str, Any]:
-    model, optimizer = prepared(DistributedDataParallel)
-    before = train(model, optimizer, batches(3))["weights"]
-    log = train(model, optimizer, batches(4), plant=overflow_at(0, rank=1))
-    return {**log, "before": before}
-
-
 def ddp_headroom_differs() -> dict[str, Any]:
-    """Gradients 30 times larger on one process, accumulated without synchronisation."""
-    model, optimizer = prepared(DistributedDataParallel)
+    """Gradients 30 times larger on one process, or not, accumulated without synchronisation."""
+    found = {}
+    for factor in (1.0, 30.0):
+        model, optimizer = prepared(DistributedDataParallel)
 
-    def plant(step: int, loss: Tensor) -> Tensor:
-        return loss * 30.0 if dist.get_rank() == 1 else loss
+        def plant(step: int, loss: Tensor, factor: float = factor) -> Tensor:
+            return loss * factor if dist.get_rank() == 1 else loss
 
-    return train(model, optimizer, batches(4), plant=plant, accumulate=2, not_synced=model.no_sync)
-
-
-def ddp_accumulation() -> dict[str, Any]:
-    model, optimizer = prepared(DistributedDataParallel)
-    return train(model, optimizer, batches(8), accumulate=2, not_synced=model.no_sync)
+        found[factor] = train(model, optimizer, batches(4), plant=plant, accumulate=2, not_synced=model.no_sync)
+    return found
 
 
-def ddp_options() -> dict[str, Any]:
-    kinds: dict[str, dict[str, Any]] = {
-        "none": {},
-        "bucket_view": {"gradient_as_bucket_view": True},
-        "static_graph": {"static_graph": True},
-        "unused": {"find_unused_parameters": True},
-    }
-    results = {}
-    for name, settings in kinds.items():
-        model, optimizer = prepared(lambda model, settings=settings: DistributedDataParallel(model, **settings))
-        results[name] = train(model, optimizer, batches(6), plant=overflow_at(3, rank=0))
-    return results
+def ddp() -> dict[str, Any]:
+    """An overflow of one process in the fourth of six steps: what others are compared with."""
+    return train(*prepared(DistributedDataParallel), batches(6), plant=overflow_at(3, rank=0))
 
 
 def ddp_around_prepared_model() -> dict[str, Any]:
@@ -234,18 +183,7 @@ def ddp_around_prepared_model() -> dict[str, Any]:
     model = DistributedDataParallel(tiny_gpt2())
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.5)
     hf_mp.prepare(model, optimizer)
-    runtime = model.forward.runtime
-    log: dict[str, Any] = {"loss": [], "skipped": [], "scale": []}
-    for step, batch in enumerate(batches(6)):
-        part = my_rows(batch)
-        loss = model(input_ids=part, labels=part).loss
-        overflow_at(3, rank=0)(step, loss).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        log["loss"].append(mean(loss))
-        log["skipped"].append(runtime.step_was_skipped)
-        log["scale"].append(runtime.stats.loss_scale)
-    return {**log, "weights": weights(model)}
+    return train(model, optimizer, batches(6), runtime=model.forward.runtime, plant=overflow_at(3, rank=0))
 
 
 def ddp_wrapped_after_a_forward() -> dict[str, Any]:
@@ -298,37 +236,11 @@ def ddp_join() -> dict[str, Any]:
 
 
 def fsdp() -> dict[str, Any]:
+    """What others are compared with."""
     model, optimizer = prepared(shard)
-    log = train(model, optimizer, batches(STEPS), clip=1.0)
+    log = train(model, optimizer, batches(8))
     kinds = {type(p).__name__ for p in model.parameters()} | {str(p.grad) for p in model.parameters()}
     return {**log, "kinds": sorted(kinds), "copies": len(runtime_of(model).layout.copies)}
-
-
-def fsdp_bf16() -> dict[str, Any]:
-    return train(*prepared(shard, precision="bf16"), batches(6))
-
-
-def fsdp_shard_overflow() -> dict[str, Any]:
-    """One element of one process's shard is NaN; no other process can see it."""
-    model, optimizer = prepared(shard)
-    before = train(model, optimizer, batches(3))["weights"]
-
-    def plant(step: int) -> None:
-        if step == 0 and dist.get_rank() == 1:
-            model.transformer.h[0].mlp.c_fc.weight.grad.to_local()[0, 0] = math.nan
-
-    skipped = train(model, optimizer, batches(1), after_backward=plant)
-    log = train(model, optimizer, batches(3))
-    return {"before": before, "after": skipped["weights"], "skip": skipped["skipped"], **log}
-
-
-def fsdp_loss_overflow() -> dict[str, Any]:
-    return train(*prepared(shard), batches(5), plant=overflow_at(2, rank=1), clip=1.0)
-
-
-def fsdp_accumulation() -> dict[str, Any]:
-    model, optimizer = prepared(shard)
-    return train(model, optimizer, batches(8), accumulate=2, not_synced=lambda: no_sync(model))
 
 
 def fsdp_of_fp16_model() -> dict[str, Any]:
@@ -453,31 +365,12 @@ def fsdp_hybrid() -> dict[str, Any]:
 
 def fsdp_outside_of_model() -> dict[str, Any]:
     """A module around the attached model is sharded, the model itself is not."""
-
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = tiny_gpt2()
-
-        def forward(self, **batch: Tensor) -> Any:
-            return self.inner(**batch)
-
-    around = Around()
+    around = Using(lambda m, **batch: m.inner(**batch), inner=tiny_gpt2())
     runtime = hf_mp.MixedPrecision("fp16")
     runtime.attach(around.inner)
     fully_shard(around)
     optimizer = torch.optim.SGD(around.parameters(), lr=LEARNING_RATE, momentum=0.5)
-    runtime.attach_optimizer(optimizer)
-    log: dict[str, Any] = {"loss": [], "scale": []}
-    for batch in batches(8):
-        part = my_rows(batch)
-        loss = around(input_ids=part, labels=part).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        log["loss"].append(mean(loss))
-        log["scale"].append(runtime.stats.loss_scale)
-    return log
+    return train(around, runtime.attach_optimizer(optimizer), batches(8), runtime=runtime)
 
 
 class Stretched(nn.Linear):
@@ -540,63 +433,32 @@ def fsdp_detach() -> dict[str, Any]:
         }
 
 
-def refusals() -> dict[str, str]:
-    """What cannot work, and what is said about it."""
-    ids = batches(1)[0]
-
-    def sharded_in_fp16() -> None:
-        hf_mp.MixedPrecision("fp16").attach(shard(tiny_gpt2().half()))
-
-    def policy_of_fsdp() -> None:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        hf_mp.MixedPrecision("fp16").attach(shard(tiny_gpt2(), mp_policy=policy))
-
-    def policy_of_fsdp_later() -> None:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        prepared(lambda model: shard(model, mp_policy=policy))[0](input_ids=ids)
-
-    def fsdp1() -> None:
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
-        hf_mp.MixedPrecision("fp16").attach(FullyShardedDataParallel(tiny_gpt2(), device_id=torch.device("cpu")))
-
-    def fsdp1_later() -> None:
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
-        model = tiny_gpt2()
-        hf_mp.MixedPrecision("fp16").attach(model)
-        FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)(input_ids=ids)
-
-    def ddp_in_fp16() -> None:
-        hf_mp.MixedPrecision("fp16").attach(DistributedDataParallel(tiny_gpt2().half()))
-
-    return said_of(sharded_in_fp16, policy_of_fsdp, policy_of_fsdp_later, fsdp1, fsdp1_later, ddp_in_fp16)
-
-
-ONE_PROCESS = [one, one_unclipped, one_bf16, by_hand_in_fp32, fsdp_of_frozen_fp16]
 CASES = [
-    ddp, ddp_overflow, ddp_headroom_differs, ddp_accumulation, ddp_options, ddp_around_prepared_model,
-    ddp_wrapped_after_a_forward, processes_of_their_own, averaged_by_hand, ddp_join, fsdp, fsdp_bf16,
-    fsdp_shard_overflow, fsdp_loss_overflow, fsdp_accumulation, fsdp_of_fp16_model, fsdp_before_prepare,
-    fsdp_checkpointing, fsdp_norms, compiled, fsdp_without_resharding, fsdp_of_frozen_fp16, fsdp_hybrid,
-    fsdp_outside_of_model, fsdp_custom_function, fsdp_saves_no_copies, fsdp_detach, deferred_outputs, refusals,
+    ddp, ddp_headroom_differs, ddp_around_prepared_model, ddp_wrapped_after_a_forward, processes_of_their_own,
+    averaged_by_hand, ddp_join, fsdp, fsdp_of_fp16_model, fsdp_before_prepare, fsdp_checkpointing, fsdp_norms, compiled,
+    fsdp_without_resharding, fsdp_of_frozen_fp16, fsdp_hybrid, fsdp_outside_of_model, fsdp_custom_function,
+    fsdp_saves_no_copies, fsdp_detach, deferred_outputs,
 ]  # fmt: skip
 
 
-def main(folder: str, *names: str) -> None:
-    several = "RANK" in os.environ
-    if several:
+def write_results(
+    cases: dict[int, Sequence[Callable[..., Any]]], call: Callable[..., Any] = lambda case: case()
+) -> None:
+    """Run the cases of so many processes, or those that are named, and save what each returned on this rank."""
+    folder, *names = sys.argv[1:]
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1 and not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     results = {}
-    for case in CASES if several else ONE_PROCESS:
+    for case in cases[ranks]:
         if not names or case.__name__ in names:
-            results[case.__name__] = case()
-            if several:
+            results[case.__name__] = call(case)
+            if ranks > 1:
                 dist.barrier()
     torch.save(results, Path(folder) / f"rank{os.environ.get('RANK', '0')}.pt")
-    if several:
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    write_results({1: [fsdp_of_frozen_fp16], 2: CASES})

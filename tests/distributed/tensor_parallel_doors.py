@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, ParallelismConfig
-from loop_worker import batches, tiny_gpt2, whole
+from loop_worker import batches, said_of, tiny_gpt2, weights
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -74,8 +74,7 @@ def trainer(folder: str, load: Callable[..., nn.Module]) -> dict[str, Any]:
     checkpoints = {"save_strategy": "steps", "save_steps": STEPS, "save_only_model": True}
     made, log = _trainer(folder, load(folder), optim="adamw_torch_fused", **checkpoints)
     made.train()
-    trained = {name: whole(p.detach()).clone() for name, p in made.model.named_parameters()}
-    return {**log.found, "trained": trained}
+    return {**log.found, "trained": weights(made.model)}
 
 
 def callback(folder: str, load: Callable[..., nn.Module]) -> dict[str, Any]:
@@ -108,18 +107,6 @@ CASES = [trainer, callback, accelerate]
 
 
 def refused(folder: str, load: Callable[..., nn.Module]) -> dict[str, Any]:
-    def on_cpus() -> None:
-        _trainer(folder, load(folder))
-
-    def lean() -> None:
-        _trainer(folder, load(folder), "fp16-lean")[0].train()
-
-    def lean_callback() -> None:
-        _trainer(folder, load(folder), "fp16-lean", callback=True)[0].train()
-
-    def to_resume() -> None:
-        _trainer(folder, load(folder), save_strategy="steps")
-
     def fused() -> None:
         model = load(folder)
         hf_mp.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), "fp16")
@@ -129,17 +116,15 @@ def refused(folder: str, load: Callable[..., nn.Module]) -> dict[str, Any]:
         model = tiny_gpt2()
         accelerator.prepare(*hf_mp.prepare(model, torch.optim.AdamW(model.parameters()), "fp16"))
 
-    said = {}
-    for case in (on_cpus, lean, lean_callback, to_resume, fused, whole_model):
-        with contextlib.nullcontext() if case is on_cpus else meshes_on_cpus():
-            try:
-                case()
-                said[case.__name__] = "nothing"
-            except (ValueError, NotImplementedError) as error:
-                said[case.__name__] = f"{type(error).__name__}: {error}"
-        AcceleratorState._reset_state(reset_partial_state=True)
-        dist.barrier()
-    return said
+    said = said_of({"on_cpus": lambda: _trainer(folder, load(folder))})
+    cases: dict[str, Callable[[], Any]] = {
+        "lean": lambda: _trainer(folder, load(folder), "fp16-lean")[0].train(),
+        "lean_callback": lambda: _trainer(folder, load(folder), "fp16-lean", callback=True)[0].train(),
+        "to_resume": lambda: _trainer(folder, load(folder), save_strategy="steps"),
+        "fused": fused,
+        "whole_model": whole_model,
+    }
+    return said | said_of(cases, context=meshes_on_cpus)
 
 
 def run(folder: str, load: Callable[..., nn.Module]) -> dict[str, Any]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import tensor_parallel_doors
 import torch
 import torch.distributed as dist
-from loop_worker import batches, said_of, whole
+from loop_worker import batches, said_of, weights, whole, write_results
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -116,13 +115,13 @@ def gradients(folder: str) -> dict[str, Any]:
 def overflow(folder: str) -> dict[str, Any]:
     """One element of one rank's shard is NaN: nobody else can see it."""
     model, optimizer, runtime = made(folder, "fp16")
-    before = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+    before = weights(model)
     backward(model, batches(1)[0])
     if dist.get_rank() == 1:
         model.model.layers[0].mlp.up_proj.weight.grad.to_local()[0, 0] = math.nan
     optimizer.step()
     optimizer.zero_grad()
-    after = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+    after = weights(model)
     scale, skipped = runtime.stats.loss_scale, runtime.step_was_skipped
     backward(model, batches(1)[0])
     optimizer.step()
@@ -165,8 +164,7 @@ def fifty_steps(folder: str) -> dict[str, list[float]]:
 
 
 def refusals(folder: str) -> dict[str, str]:
-    def lean() -> None:
-        hf_mp.MixedPrecision("bf16-lean").attach(loaded(folder))
+    ranks = dist.get_world_size()
 
     def with_fsdp() -> None:
         model = loaded(folder)
@@ -174,27 +172,33 @@ def refusals(folder: str) -> dict[str, str]:
         hf_mp.MixedPrecision("fp16").attach(model)
 
     def two_dimensions() -> None:
-        mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "model"))
+        mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("data", "model"))
         layers = parallelize_module(nn.Sequential(nn.Linear(8, 8)), mesh["model"], {"0": ColwiseParallel()})
-        fully_shard(layers, mesh=mesh["data"])
-        hf_mp.MixedPrecision("fp16").attach(layers)
+        hf_mp.MixedPrecision("fp16").attach(fully_shard(layers, mesh=mesh["data"]))
 
     def two_meshes() -> None:
-        alone = [init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(name,)) for name in ("one", "two")]
         layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        parallelize_module(layers, alone[0], {"0": ColwiseParallel()})
-        parallelize_module(layers, alone[1], {"1": RowwiseParallel()})
+        for name, style in (("0", ColwiseParallel()), ("1", RowwiseParallel())):
+            parallelize_module(
+                layers, init_device_mesh("cpu", (ranks,), mesh_dim_names=(f"mesh {name}",)), {name: style}
+            )
         hf_mp.MixedPrecision("fp16").attach(layers)
-
-    def layouts_differ() -> None:
-        hf_mp.MixedPrecision(("fp16", "bf16")[dist.get_rank()]).attach(loaded(folder))
 
     def heads_that_ranks_cannot_share() -> None:
         model = loaded(folder)
         model.config.num_key_value_heads = 3
         hf_mp.MixedPrecision("fp16").attach(model)(input_ids=torch.ones(1, 2, dtype=torch.int64))
 
-    return said_of(lean, with_fsdp, two_dimensions, two_meshes, layouts_differ, heads_that_ranks_cannot_share)
+    return said_of(
+        {
+            "lean": lambda: hf_mp.MixedPrecision("bf16-lean").attach(loaded(folder)),
+            "with_fsdp": with_fsdp,
+            "two_dimensions": two_dimensions,
+            "two_meshes": two_meshes,
+            "layouts_differ": lambda: hf_mp.MixedPrecision(("fp16", "bf16")[dist.get_rank()]).attach(loaded(folder)),
+            "heads_that_ranks_cannot_share": heads_that_ranks_cannot_share,
+        }
+    )
 
 
 def front_doors(folder: str) -> dict[str, Any]:
@@ -211,12 +215,5 @@ ONE_PROCESS = [losses, gradients, *([front_doors] if HAS_DOORS else [])]
 CASES = [losses, gradients, overflow, follows_writes, refusals, *([front_doors, refused_doors] if HAS_DOORS else [])]
 
 
-def main(folder: str, *names: str) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    results = {case.__name__: case(folder) for case in ([globals()[name] for name in names] or CASES)}
-    torch.save(results, Path(folder) / f"rank{dist.get_rank()}.pt")
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    write_results({2: [globals()[name] for name in sys.argv[2:]] or CASES}, lambda case: case(sys.argv[1]))

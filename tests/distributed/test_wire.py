@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 Results = list[dict[str, Any]]
 PRECISIONS = ("fp16", "bf16", "fp16-lean", "bf16-lean")
@@ -22,8 +24,13 @@ def one(launch: Callable[..., Results], tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def two(launch: Callable[..., Results], tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch("wire_worker.py", tmp_path_factory.mktemp("two"), processes=2)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def two(launch: Callable[..., Results], folder: Path) -> Results:
+    return launch("wire_worker.py", folder, processes=2)
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +85,15 @@ def test_gradients_of_micro_batches_are_true_and_fp32(
             assert error < (0.03 if precision.startswith("bf16") else 0.005), name
 
 
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
 @pytest.mark.parametrize("kind", ["bucket_view", "static_graph", "unused"])
-def test_settings_of_ddp_change_no_bit_of_a_lean_layout(two: Results, kind: str) -> None:
+def test_settings_of_ddp_change_no_bit(two: Results, kind: str, precision: str) -> None:
     for rank in two:
         cases = rank["ddp_options"]
-        plain, other = cases.get(f"none_{kind}", cases["none"]), cases[kind]
-        assert other["loss"] == plain["loss"] and not any(other["skipped"])
+        plain, other = cases.get(f"{precision} none_{kind}", cases[f"{precision} none"]), cases[f"{precision} {kind}"]
+        assert other["skipped"] == plain["skipped"] == [False, True, False, False]
+        for key in ("loss", "scale", "headroom"):
+            assert repr(other[key]) == repr(plain[key]), key
         assert same(other["weights"], plain["weights"])
 
 
@@ -100,8 +110,8 @@ def test_masters_keep_all_their_bits(two: Results, name: str) -> None:
         assert math.isfinite(case["ran"])
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
-@pytest.mark.parametrize("precision", ["fp16-lean", "bf16-lean", IN_16_BITS])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp", "shard"])
+@pytest.mark.parametrize("precision", [*PRECISIONS, IN_16_BITS])
 def test_an_overflow_of_one_process_is_skipped_by_all(two: Results, wrap: str, precision: str) -> None:
     first, second = (rank["overflows"][f"{wrap} {precision}"] for rank in two)
     for case in (first, second):
@@ -173,6 +183,12 @@ def test_bytes_of_a_lean_parameter_over_all_ranks(one: dict[str, Any], two: Resu
             "halved_inside_of_ddp",
             "ValueError: DistributedDataParallel holds .* c10::Half, .*attach it to the model first",
         ),
+        ("sharded_in_fp16", "ValueError: .* is torch.float16 and fully_shard holds it already.*before fully_shard"),
+        ("policy_of_fsdp", "ValueError: fully_shard.mp_policy=.*of FSDP's own.*leave mp_policy out"),
+        ("policy_of_fsdp_later", "ValueError: fully_shard.mp_policy=.*of FSDP's own.*leave mp_policy out"),
+        ("fsdp1", "ValueError: FSDP1 .FullyShardedDataParallel.*use FSDP2"),
+        ("fsdp1_later", "ValueError: FSDP1 .FullyShardedDataParallel.*use FSDP2"),
+        ("ddp_in_fp16", "ValueError: .* is torch.float16 and DistributedDataParallel holds it already"),
         ("optimizer_before_fsdp", "ValueError: no parameter of this SGD is in the model any more: fully_shard put"),
         ("lean_without_optimizer", "ValueError: .*ran already: call attach_optimizer before the first forward"),
         ("lean_with_an_optimizer_forgotten", "RuntimeError: this SGD would round its updates to the 16 bits"),
@@ -185,6 +201,18 @@ def test_bytes_of_a_lean_parameter_over_all_ranks(one: dict[str, Any], two: Resu
 def test_what_cannot_work_is_refused_by_all(two: Results, case: str, said: str) -> None:
     for rank in two:
         assert re.match(said, rank["refusals"][case], flags=re.DOTALL), rank["refusals"][case]
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_working_copies_are_handed_over_whole(two: Results, folder: Path, wrap: str) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(folder / wrap)
+    for rank in two:
+        found = rank["handed_over"][wrap]
+        assert wrap == "ddp" or found["is_there"]  # when it returns, on every process
+        for name, parameter in loaded.named_parameters():
+            assert parameter.dtype is torch.float16
+            assert torch.equal(found["copies"][name], found["masters"][name].half())
+            assert torch.equal(parameter, found["copies"][name])
 
 
 def test_a_rank_that_stores_other_dtypes_is_warned_of_before_ddp_fails(two: Results) -> None:

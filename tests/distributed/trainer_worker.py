@@ -5,10 +5,13 @@ Usage: torchrun (or accelerate launch) ... trainer_worker.py FOLDER [CASE ...]; 
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import math
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -17,7 +20,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, ParallelismConfig
-from loop_worker import tiny_gpt2
+from loop_worker import said_of, tiny_gpt2, weights, whole
 from safetensors.torch import load_file
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -95,16 +98,12 @@ def trainer(
         "disable_tqdm": True,
         "use_cpu": True,
     }
-    args = MixedPrecisionArguments(**{**defaults, **settings})
+    args = MixedPrecisionArguments(**copy.deepcopy({**defaults, **settings}))  # which take dictionaries apart
     log = Log()
     data = {"train_dataset": rows(uneven=uneven), "eval_dataset": rows(8)}
     made = Planting(tiny_gpt2(width=width), args, callbacks=[log], **data)
     made.overflow_at, log.trainer = overflow_at, made
     return made, log
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
 def run(folder: Path, resume: str | None = None, **settings: Any) -> dict[str, Any]:
@@ -116,7 +115,7 @@ def run(folder: Path, resume: str | None = None, **settings: Any) -> dict[str, A
         "scale": log.scales,
         "learning_rate": log.learning_rates,
         "grad_norm": log.grad_norms,
-        "weights": {name: whole(p.detach()) for name, p in made.model.named_parameters()},
+        "weights": weights(made.model),
         "momentum": [whole(s["momentum_buffer"]) for s in made.optimizer.state_dict()["state"].values() if s]
         if settings.get("optim_args")
         else [],
@@ -144,24 +143,42 @@ def resumed(folder: Path, **settings: Any) -> dict[str, Any]:
     }
 
 
-# Cases: DDP, or one process
+def fsdp(**settings: Any) -> dict[str, Any]:
+    config = {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"], **settings}
+    return {"fsdp": True, "fsdp_config": config}
 
 
-def twenty_steps(folder: Path) -> dict[str, Any]:
-    return run(folder, max_steps=20)
-
-
-def overflow(folder: Path) -> dict[str, Any]:
-    return run(folder, overflow_at=3, lr_scheduler_type="linear")
-
-
-def accumulation(folder: Path) -> dict[str, Any]:
-    """Uneven numbers of tokens: the Trainer divides by those of all processes and micro-batches."""
-    return run(folder, uneven=True, gradient_accumulation_steps=2, per_device_train_batch_size=2 // PROCESSES)
-
-
-def resume(folder: Path) -> dict[str, Any]:
-    return resumed(folder)
+FULL, SHARDED = (fsdp(state_dict_type=f"{kind}_STATE_DICT") for kind in ("FULL", "SHARDED"))
+OVERFLOW = {"overflow_at": 3, "lr_scheduler_type": "linear"}
+# Uneven numbers of tokens: the Trainer divides by those of all processes and micro-batches.
+ACCUMULATION = {"uneven": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2 // PROCESSES}
+LEAN = {"precision": "fp16-lean"}
+EIGHT_BITS = {"optim": "adamw_8bit", "optim_args": None, "learning_rate": 1e-3, "width": 64}
+RUNS: dict[str, dict[str, Any]] = {
+    "twenty_steps": {"max_steps": 20},
+    "overflow": OVERFLOW,
+    "accumulation": ACCUMULATION,
+    "fsdp_twenty_steps": {"max_steps": 20, **fsdp()},
+    "fsdp_overflow": {**OVERFLOW, **fsdp()},
+    "fsdp_accumulation": {**ACCUMULATION, **fsdp()},
+    "fsdp_without": fsdp(),
+    "fsdp_checkpointing": fsdp(activation_checkpointing=True),
+    "fsdp_of_model": {"gradient_checkpointing": True, **fsdp()},
+    "fsdp_ram_efficient": fsdp(cpu_ram_efficient_loading=True),
+    "eight_bits_fp16": EIGHT_BITS,
+    "eight_bits_fp16-lean": {**LEAN, **EIGHT_BITS},
+    "fsdp_eight_bits": {**LEAN, **EIGHT_BITS, **fsdp()},
+}
+RESUMED: dict[str, dict[str, Any]] = {
+    "resume": {},
+    "lean": {**LEAN, "save_in_background": True},
+    "eight_bits_resume": {**LEAN, **EIGHT_BITS},
+    "fsdp_resume_full": FULL,
+    "fsdp_resume_sharded": SHARDED,
+    "fsdp_lean_resume": {**LEAN, "save_in_background": True, **SHARDED},
+    "fsdp_lean_resume_full": {**LEAN, **FULL},
+    "fsdp_eight_bits_resume": {**LEAN, **EIGHT_BITS, **fsdp()},
+}
 
 
 def resume_from_two(folder: Path) -> dict[str, Any]:
@@ -185,44 +202,6 @@ def recipe(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
     finetune_gpt2.main([f"--{name}={value}" for name, value in settings.items()])
     return json.loads((folder / "run" / "summary.json").read_text()) if text.stem == "0" else {}
-
-
-# Cases: FSDP2
-
-
-def _fsdp(**settings: Any) -> dict[str, Any]:
-    config = {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"], **settings}
-    return {"fsdp": True, "fsdp_config": config}
-
-
-def fsdp_twenty_steps(folder: Path) -> dict[str, Any]:
-    return run(folder, max_steps=20, **_fsdp())
-
-
-def fsdp_overflow(folder: Path) -> dict[str, Any]:
-    return run(folder, overflow_at=3, lr_scheduler_type="linear", **_fsdp())
-
-
-def fsdp_accumulation(folder: Path) -> dict[str, Any]:
-    settings = {"uneven": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2 // PROCESSES}
-    return run(folder, **settings, **_fsdp())
-
-
-def fsdp_resume_full(folder: Path) -> dict[str, Any]:
-    return resumed(folder, **_fsdp(state_dict_type="FULL_STATE_DICT"))
-
-
-def fsdp_resume_sharded(folder: Path) -> dict[str, Any]:
-    return resumed(folder, **_fsdp(state_dict_type="SHARDED_STATE_DICT"))
-
-
-def fsdp_checkpointing(folder: Path) -> dict[str, Any]:
-    return {
-        "of_fsdp": run(folder, **_fsdp(activation_checkpointing=True)),
-        "of_model": run(folder, gradient_checkpointing=True, **_fsdp()),
-        "without": run(folder, **_fsdp()),
-        "ram_efficient": run(folder, **_fsdp(cpu_ram_efficient_loading=True)),
-    }
 
 
 def evaluated_before(folder: Path) -> dict[str, Any]:
@@ -249,7 +228,7 @@ def callback_evaluated_before(folder: Path) -> dict[str, Any]:
             if name == "refused":
                 made.evaluation_loop(made.get_eval_dataloader(), "evaluation")
             made.train()
-            found[name] = {key: whole(p.detach()) for key, p in made.model.named_parameters()}
+            found[name] = weights(made.model)
         except ValueError as error:
             found[name] = str(error)
         finally:
@@ -259,66 +238,45 @@ def callback_evaluated_before(folder: Path) -> dict[str, Any]:
 
 def refused(folder: Path) -> dict[str, str]:
     """Another mixed precision, and a mesh that does not fit: said by each rank, before the first step."""
-
     large = ParallelismConfig(dp_shard_size=4)
-    cases = {
-        "fp16": lambda: trainer(folder, fp16=True),
-        "launched": lambda: trainer(folder),
-        "too large": lambda: trainer(folder, parallelism_config=large, **_fsdp())[0].train(),
-    }
-    said = {}
-    for name, case in cases.items():
-        if name == "launched":  # as `accelerate launch` has it, of its configuration's mixed_precision: fp16
-            os.environ["ACCELERATE_MIXED_PRECISION"] = "fp16"
+    of_fp16 = str(folder.parent / "fsdp_resume_sharded" / "checkpoint-4")
+
+    def launched() -> None:
+        """As ``accelerate launch`` has it, of its configuration's ``mixed_precision: fp16``."""
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "fp16"
+        trainer(folder)
+
+    @contextlib.contextmanager
+    def alone() -> Iterator[None]:
         try:
-            case()
-            said[name] = "nothing"
-        except (ValueError, RuntimeError) as error:
-            said[name] = f"{type(error).__name__}: {error}"
+            yield
         finally:
             os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
             AcceleratorState._reset_state()
-    return said
+
+    cases: dict[str, Callable[[], Any]] = {
+        "lean from fp16": lambda: run(folder, of_fp16, **LEAN, **SHARDED),
+        "fp16": lambda: trainer(folder, fp16=True),
+        "launched": launched,
+        "too large": lambda: trainer(folder, parallelism_config=large, **fsdp())[0].train(),
+    }
+    return said_of(cases, context=alone)
 
 
-def mixed_layouts(folder: Path) -> str:
-    try:
-        trainer(folder, precision=("fp16", "fp16-lean")[dist.get_rank()])[0].train()
-    except ValueError as error:
-        return str(error)
-    return "nothing"
-
-
-def lean(folder: Path) -> dict[str, Any]:
-    return resumed(folder, precision="fp16-lean", save_in_background=True)
-
-
-def eight_bits(folder: Path) -> dict[str, Any]:
-    """bitsandbytes' 8-bit AdamW: in each layout, and a lean one that goes on from a checkpoint."""
-    settings = {"optim": "adamw_8bit", "optim_args": None, "learning_rate": 1e-3, "width": 64}
-    found = {precision: run(folder, precision=precision, **settings) for precision in ("fp16", "fp16-lean")}
-    return {**found, "resumed": resumed(folder / "resumed", precision="fp16-lean", **settings)}
-
-
-def fsdp_eight_bits(folder: Path) -> dict[str, Any]:
-    settings = {"precision": "fp16-lean", "optim": "adamw_8bit", "learning_rate": 1e-3, "width": 64, **_fsdp()}
-    return {"log": run(folder, **settings), "resumed": resumed(folder / "resumed", **{**settings, "optim_args": None})}
+def mixed_layouts(folder: Path) -> dict[str, str]:
+    layout = ("fp16", "fp16-lean")[dist.get_rank()]
+    return said_of({"mixed layouts": lambda: trainer(folder, precision=layout)[0].train()})
 
 
 def fsdp_compiled(folder: Path) -> dict[str, Any]:
     """``torch_compile=True``, with which accelerate compiles each block."""
-    settings = {
-        "torch_compile": True,
-        "torch_compile_backend": "aot_eager",
-        "max_steps": 4,
-        "overflow_at": 2,
-    }
+    settings = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 4, "overflow_at": 2}
     found = {}
     try:
         for precision in ("fp16", "fp16-lean"):
             torch._dynamo.reset()
             counters.clear()
-            found[precision] = run(folder, precision=precision, **settings, **_fsdp())
+            found[precision] = run(folder, precision=precision, **settings, **fsdp())
             found[precision]["compiled_frames"] = counters["frames"]["ok"]
     finally:
         for name in [name for name in os.environ if name.startswith("ACCELERATE_DYNAMO_")]:
@@ -328,57 +286,33 @@ def fsdp_compiled(folder: Path) -> dict[str, Any]:
 
 def fsdp_lean(folder: Path) -> dict[str, Any]:
     """Twenty steps; the model that is saved in between, in FP32."""
-    made, log = trainer(folder, precision="fp16-lean", max_steps=20, save_steps=20, save_strategy="steps",
-                        save_only_model=True, **_fsdp(state_dict_type="FULL_STATE_DICT"))  # fmt: skip
-    made.train()
-    weights = {name: whole(p.detach()) for name, p in made.model.named_parameters()}
-    saved = load_file(folder / "checkpoint-20" / "model.safetensors")
-    return {"loss": log.losses, "scale": log.scales, "weights": weights, "saved": saved}
+    saving = {"max_steps": 20, "save_steps": 20, "save_strategy": "steps", "save_only_model": True}
+    log = run(folder, **LEAN, **saving, **FULL)
+    return {**log, "saved": load_file(folder / "checkpoint-20" / "model.safetensors")}
 
 
-def fsdp_lean_resume(folder: Path) -> dict[str, Any]:
-    sharded = _fsdp(state_dict_type="SHARDED_STATE_DICT")
-    found = resumed(folder, precision="fp16-lean", save_in_background=True, **sharded)
-    lean = folder / "checkpoint-4"
-    plain = run(folder / "plain", str(lean), optim_args="momentum=0.5", lr_scheduler_type="linear", **sharded)
-    return {**found, "in_fp16": plain["loss"]}
-
-
-def fsdp_lean_resume_full(folder: Path) -> dict[str, Any]:
-    return resumed(folder, precision="fp16-lean", **_fsdp(state_dict_type="FULL_STATE_DICT"))
-
-
-def fsdp_lean_from_fp16(folder: Path) -> str:
-    try:
-        run(folder, str(folder.parent / "fsdp_resume_sharded" / "checkpoint-4"), precision="fp16-lean",
-            **_fsdp(state_dict_type="SHARDED_STATE_DICT"))  # fmt: skip
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+def lean_in_fp16(folder: Path) -> dict[str, Any]:
+    """A checkpoint of a lean layout goes on in the default one."""
+    lean = str(folder.parent / "fsdp_lean_resume" / "checkpoint-4")
+    return run(folder, lean, optim_args="momentum=0.5", lr_scheduler_type="linear", **SHARDED)
 
 
 def fsdp_saved_model(folder: Path) -> dict[str, Any]:
-    made, _ = trainer(folder, **_fsdp())
+    made, _ = trainer(folder, **fsdp())
     made.train()
     made.save_model(str(folder / "model"))
     dist.barrier()
-    loaded = GPT2LMHeadModel.from_pretrained(folder / "model")
-    return {
-        "trained": {name: whole(p.detach()) for name, p in made.model.named_parameters()},
-        "loaded": dict(loaded.named_parameters()),
-    }
+    return {"trained": weights(made.model), "loaded": weights(GPT2LMHeadModel.from_pretrained(folder / "model"))}
 
 
-ONE_PROCESS = [twenty_steps, accumulation, resume_from_two, recipe, eight_bits]
+ONE_PROCESS = ["twenty_steps", "accumulation", "resume_from_two", "recipe", "eight_bits_fp16", "eight_bits_fp16-lean"]
+# What runs FSDP leaves it in the environment, so it comes last.
 TWO_PROCESSES = [
-    twenty_steps, overflow, accumulation, resume, lean, mixed_layouts, evaluated_before, callback_evaluated_before,
-    recipe, eight_bits,
-    fsdp_twenty_steps, fsdp_overflow, fsdp_accumulation,
-    fsdp_resume_full, fsdp_resume_sharded, fsdp_checkpointing, fsdp_saved_model, fsdp_lean, fsdp_lean_resume,
-    fsdp_lean_resume_full, fsdp_lean_from_fp16, fsdp_eight_bits, refused,
-]  # fmt: skip
-
-WHERE_NAMED = [fsdp_compiled]
+    *(name for name, settings in (RUNS | RESUMED).items() if "fsdp" not in settings),
+    *("mixed_layouts", "evaluated_before", "callback_evaluated_before", "recipe"),
+    *(name for name, settings in (RUNS | RESUMED).items() if "fsdp" in settings),
+    *("fsdp_saved_model", "fsdp_lean", "lean_in_fp16", "refused"),
+]
 
 
 def allow_fsdp_on_cpu() -> None:
@@ -395,16 +329,18 @@ def allow_fsdp_on_cpu() -> None:
     AcceleratorState.__init__ = init  # type: ignore[method-assign]
 
 
-def main(folder: str, *names: str) -> None:
-    allow_fsdp_on_cpu()
-    results, rank = {}, int(os.environ.get("RANK", "0"))
-    for case in [*(TWO_PROCESSES if PROCESSES > 1 else ONE_PROCESS), *WHERE_NAMED]:
-        if case.__name__ in names or not (names or case in WHERE_NAMED):
-            results[case.__name__] = case(Path(folder, case.__name__))
-    torch.save(results, Path(folder) / f"rank{rank}.pt")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def case(name: str) -> dict[str, Any]:
+    folder = Path(sys.argv[1], name)
+    if name in RESUMED:
+        return resumed(folder, **RESUMED[name])
+    found: dict[str, Any] = run(folder, **RUNS[name]) if name in RUNS else globals()[name](folder)
+    return found
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    allow_fsdp_on_cpu()
+    names = sys.argv[2:] or (TWO_PROCESSES if PROCESSES > 1 else ONE_PROCESS)
+    results = {name: case(name) for name in names}
+    torch.save(results, Path(sys.argv[1]) / f"rank{os.environ.get('RANK', '0')}.pt")
+    if dist.is_initialized():
+        dist.destroy_process_group()

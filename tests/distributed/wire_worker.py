@@ -7,21 +7,34 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import itertools
 import math
-import os
 import sys
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from loop_worker import Wrap, batches, my_rows, no_sync, overflow_at, said_of, shard, tiny_gpt2, train, whole
+from loop_worker import (
+    Wrap,
+    batches,
+    my_rows,
+    no_sync,
+    overflow_at,
+    said_of,
+    shard,
+    tiny_gpt2,
+    train,
+    whole,
+    write_results,
+)  # fmt: skip
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_mp
@@ -32,6 +45,7 @@ from bench_communication import ReceivedBytes
 
 PRECISIONS = ("fp16", "bf16", "fp16-lean", "bf16-lean")
 WRAPS: dict[str, Wrap] = {"ddp": DistributedDataParallel, "fsdp": shard}
+IN_16_BITS = "params=fp32,compute=fp16,reduce=fp16"
 STEPS = 50
 
 
@@ -89,9 +103,8 @@ def losses() -> dict[str, Any]:
 
 def losses_of_16_bit_reductions() -> dict[str, Any]:
     """Gradients of the default layout in 16 bits, summed in FP32 and in FP16."""
-    text = "params=fp32,compute=fp16,reduce=fp16"
     return {
-        f"{wrap} {sums}": trained(f"{text},reduce_sum={sums}", WRAPS[wrap])["loss"]
+        f"{wrap} {sums}": trained(f"{IN_16_BITS},reduce_sum={sums}", WRAPS[wrap])["loss"]
         for wrap, sums in (("ddp", "fp16"), ("fsdp", "fp32"), ("fsdp", "fp16"))
     }
 
@@ -131,10 +144,13 @@ def ddp_options() -> dict[str, Any]:
         "unused": {"find_unused_parameters": True},
     }
     found = {}
-    for name, settings in kinds.items():
-        model, optimizer, runtime = made("fp16-lean", lambda model, settings=settings: WRAPS["ddp"](model, **settings))
-        ids, parts = batches(3, rows=8), 1 if name.endswith("static_graph") else 2
-        found[name] = train(model, optimizer, ids, runtime=runtime, accumulate=parts, not_synced=model.no_sync)
+    for precision, (name, settings) in itertools.product(("fp16", "fp16-lean"), kinds.items()):
+        model, optimizer, runtime = made(precision, functools.partial(DistributedDataParallel, **settings))
+        parts = 1 if name.endswith("static_graph") else 2
+        found[f"{precision} {name}"] = train(
+            model, optimizer, batches(4, rows=8), runtime=runtime, accumulate=parts, not_synced=model.no_sync,
+            plant=overflow_at(1, rank=0),
+        )  # fmt: skip
     return found
 
 
@@ -168,17 +184,28 @@ def masters_survive() -> dict[str, Any]:
 
 
 def overflows() -> dict[str, Any]:
-    """One process overflows once: all skip, nothing but the scale has changed, training goes on."""
+    """One process overflows once: all skip, nothing but the scale has changed, training goes on.
+
+    The loss of rank 1 is infinite, or one element of a gradient in its shard, which no other process can see.
+    """
     found = {}
-    for name, wrap in WRAPS.items():
-        for precision in ("fp16-lean", "bf16-lean", "params=fp32,compute=fp16,reduce=fp16"):
-            model, optimizer, runtime = made(precision, wrap)
-            train(model, optimizer, batches(2), runtime=runtime)
-            before = masters(model)
+    for name, precision in itertools.product((*WRAPS, "shard"), (*PRECISIONS, IN_16_BITS)):
+        model, optimizer, runtime = made(precision, WRAPS.get(name, shard))
+        train(model, optimizer, batches(2), runtime=runtime)
+        before = masters(model)
+        if name == "shard":
+
+            def plant(step: int, model: Any = model) -> None:
+                if dist.get_rank() == 1:
+                    gradient = model.transformer.h[0].mlp.c_fc.weight.grad
+                    (gradient.to_local() if hasattr(gradient, "to_local") else gradient)[0, 0] = math.nan
+
+            skipped = train(model, optimizer, batches(1), runtime=runtime, after_backward=plant)["skipped"]
+        else:
             skipped = train(model, optimizer, batches(1), runtime=runtime, plant=overflow_at(0, rank=1))["skipped"]
-            after = masters(model)
-            rest = train(model, optimizer, batches(3), runtime=runtime, clip=1.0)
-            found[f"{name} {precision}"] = {"before": before, "after": after, "skipped": skipped, "rest": rest}
+        after = masters(model)
+        rest = train(model, optimizer, batches(3), runtime=runtime, clip=1.0)
+        found[f"{name} {precision}"] = {"before": before, "after": after, "skipped": skipped, "rest": rest}
     return found
 
 
@@ -205,7 +232,7 @@ def received() -> dict[str, Any]:
     for name, policy in (("torch bf16", {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}), ("torch", {})):
         model = shard(wide(), mp_policy=MixedPrecisionPolicy(**policy))
         found[name] = count(stepped(model, torch.optim.AdamW(model.parameters())))
-    for precision in (*PRECISIONS, "params=fp32,compute=fp16,reduce=fp16"):
+    for precision in (*PRECISIONS, IN_16_BITS):
         for name, wrap in WRAPS.items():
             model, optimizer, _ = made(precision, wrap, model=wide())
             found[f"{name} {precision}"] = count(stepped(model, optimizer))
@@ -256,106 +283,63 @@ def hybrid() -> dict[str, Any]:
 
 def refusals() -> dict[str, str]:
     ids = my_rows(batches(1)[0])
+    rank = dist.get_rank()
 
-    def forward(**settings: Any) -> None:
-        model = DistributedDataParallel(hf_mp.MixedPrecision("fp16", **settings).attach(tiny_gpt2()))
-        model(input_ids=ids, labels=ids)
+    def forward(wrapped: nn.Module) -> Any:
+        return wrapped(input_ids=ids, labels=ids)
 
-    def settings_differ() -> None:
-        forward(loss_scaler=hf_mp.DynamicLossScaler(init_scale=2.0 ** (8 + dist.get_rank())))
+    def ddp_of(precision: str = "fp16", **settings: Any) -> DistributedDataParallel:
+        return DistributedDataParallel(hf_mp.MixedPrecision(precision, **settings).attach(tiny_gpt2()))
 
-    def layouts_differ() -> None:
-        runtime = hf_mp.MixedPrecision(("fp16", "bf16")[dist.get_rank()])
-        model = shard(runtime.attach(tiny_gpt2()))
+    def with_scaler(scaler: type, **settings: Any) -> None:
+        forward(ddp_of(loss_scaler=scaler(**settings)))
+
+    def sharded_after(precision: str, model: nn.Module | None = None) -> None:
+        runtime = hf_mp.MixedPrecision(precision)
+        model = shard(runtime.attach(tiny_gpt2() if model is None else model))
         runtime.attach_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
-    def patience_differs() -> None:
-        forward(loss_scaler=hf_mp.HeadroomLossScaler(patience=100 + dist.get_rank()))
+    def attach_to(precision: str, wrapped: nn.Module) -> None:
+        hf_mp.MixedPrecision(precision).attach(wrapped)
 
-    def most_skips_differ() -> None:
-        forward(loss_scaler=hf_mp.HeadroomLossScaler(max_consecutive_skips=50 + dist.get_rank()))
+    def attached_inside(precision: str, model: nn.Module) -> None:
+        wrapped = DistributedDataParallel(model)
+        hf_mp.MixedPrecision(precision).attach(model)
+        forward(wrapped)
 
-    def rules_differ() -> None:
-        forward(rules=[{}, {"lm_head": "fp32"}][dist.get_rank()])
+    def hooked(precision: str) -> None:
+        model = ddp_of(precision)
+        model.register_comm_hook(None, fp16_compress_hook)
+        forward(model)
 
     def models_differ() -> None:
         model = tiny_gpt2()
-        model.transformer.h[0].requires_grad_(dist.get_rank() == 0)
-        runtime = hf_mp.MixedPrecision("fp16")
-        model = shard(runtime.attach(model))
-        runtime.attach_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-    def attached_inside_of_ddp() -> None:
-        model = tiny_gpt2()
-        wrapped = DistributedDataParallel(model)
-        hf_mp.MixedPrecision("fp16-lean").attach(model)
-        wrapped(input_ids=ids, labels=ids)
-
-    def halved_inside_of_ddp() -> None:
-        model = tiny_gpt2().half()
-        wrapped = DistributedDataParallel(model)
-        hf_mp.MixedPrecision("fp16").attach(model)
-        wrapped(input_ids=ids, labels=ids)
+        model.transformer.h[0].requires_grad_(rank == 0)
+        sharded_after("fp16", model)
 
     def optimizer_before_fsdp() -> None:
         model: Any = tiny_gpt2()
         _, optimizer = hf_mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16")
-        shard(model)(input_ids=ids, labels=ids).loss.backward()
+        forward(shard(model)).loss.backward()
         optimizer.step()
-
-    def lean_after_ddp() -> None:
-        hf_mp.MixedPrecision("fp16-lean").attach(DistributedDataParallel(tiny_gpt2()))
-
-    def lean_with_a_hook() -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-        model = DistributedDataParallel(hf_mp.MixedPrecision("fp16-lean").attach(tiny_gpt2()))
-        model.register_comm_hook(None, fp16_compress_hook)
-        model(input_ids=ids, labels=ids)
-
-    def default_with_a_hook() -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-        model = DistributedDataParallel(hf_mp.MixedPrecision("fp16").attach(tiny_gpt2()))
-        model.register_comm_hook(None, fp16_compress_hook)
-        model(input_ids=ids, labels=ids)
 
     def lean_of_a_hooked_weight() -> None:
         model = hf_mp.MixedPrecision("fp16-lean").attach(tiny_gpt2())
         model.transformer.ln_f.weight.register_hook(lambda gradient: None)
-        DistributedDataParallel(model)(input_ids=ids, labels=ids)
-
-    def lean_of_16_bit_shards() -> None:
-        hf_mp.MixedPrecision("bf16-lean").attach(shard(tiny_gpt2().bfloat16()))
+        forward(DistributedDataParallel(model))
 
     def lean_after_a_forward() -> None:
         model = shard(tiny_gpt2())
-        model(input_ids=ids)
-        hf_mp.MixedPrecision("bf16-lean").attach(model)
-
-    def lean_without_optimizer() -> None:
-        model = tiny_gpt2()
-        hf_mp.MixedPrecision("bf16-lean").attach(model)
-        fully_shard(model)(input_ids=ids)
+        forward(model)
+        attach_to("bf16-lean", model)
 
     def lean_with_an_optimizer_forgotten() -> None:
         runtime = hf_mp.MixedPrecision("bf16-lean")
         model = shard(runtime.attach(tiny_gpt2()))
         first, *others = model.parameters()
         runtime.attach_optimizer(torch.optim.SGD([first], lr=0.1))
-        model(input_ids=ids, labels=ids).loss.backward()
+        forward(model).loss.backward()
         torch.optim.SGD(others, lr=0.1).step()
-
-    def lean_in_backward() -> None:
-        runtime = hf_mp.MixedPrecision("bf16-lean", free_gradients="backward")
-        DistributedDataParallel(runtime.attach(tiny_gpt2()))(input_ids=ids, labels=ids)
-
-    def lean_with_batch_norm() -> None:
-        runtime = hf_mp.MixedPrecision("bf16-lean")
-        runtime.attach(fully_shard(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))))
-
-    def lean_offloaded() -> None:
-        hf_mp.MixedPrecision("bf16-lean").attach(shard(tiny_gpt2(), offload_policy=CPUOffloadPolicy(pin_memory=False)))
 
     def eight_bits_of_dtensors() -> None:
         from bitsandbytes.optim import AdamW8bit
@@ -363,13 +347,60 @@ def refusals() -> dict[str, str]:
         runtime = hf_mp.MixedPrecision("fp16")
         runtime.attach_optimizer(AdamW8bit(shard(runtime.attach(tiny_gpt2())).parameters()))
 
-    return said_of(
-        settings_differ, layouts_differ, patience_differs, most_skips_differ, rules_differ, models_differ,
-        attached_inside_of_ddp, halved_inside_of_ddp, optimizer_before_fsdp, lean_after_ddp,
-        lean_with_a_hook, default_with_a_hook, lean_of_a_hooked_weight, lean_of_16_bit_shards, lean_after_a_forward,
-        lean_without_optimizer, lean_with_an_optimizer_forgotten,
-        lean_in_backward, lean_with_batch_norm, lean_offloaded, eight_bits_of_dtensors,
-    )  # fmt: skip
+    def fsdp1(model: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    norms = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    offloading = CPUOffloadPolicy(pin_memory=False)
+    partial = functools.partial
+    cases: dict[str, Callable[[], Any]] = {
+        "settings_differ": partial(with_scaler, hf_mp.DynamicLossScaler, init_scale=2.0 ** (8 + rank)),
+        "layouts_differ": partial(sharded_after, ("fp16", "bf16")[rank]),
+        "patience_differs": partial(with_scaler, hf_mp.HeadroomLossScaler, patience=100 + rank),
+        "most_skips_differ": partial(with_scaler, hf_mp.HeadroomLossScaler, max_consecutive_skips=50 + rank),
+        "rules_differ": lambda: forward(ddp_of(rules=[{}, {"lm_head": "fp32"}][rank])),
+        "models_differ": models_differ,
+        "attached_inside_of_ddp": lambda: attached_inside("fp16-lean", tiny_gpt2()),
+        "halved_inside_of_ddp": lambda: attached_inside("fp16", tiny_gpt2().half()),
+        "ddp_in_fp16": lambda: attach_to("fp16", DistributedDataParallel(tiny_gpt2().half())),
+        "optimizer_before_fsdp": optimizer_before_fsdp,
+        "sharded_in_fp16": lambda: attach_to("fp16", shard(tiny_gpt2().half())),
+        "policy_of_fsdp": lambda: attach_to("fp16", shard(tiny_gpt2(), mp_policy=policy)),
+        "policy_of_fsdp_later": lambda: forward(
+            shard(hf_mp.MixedPrecision("fp16").attach(tiny_gpt2()), mp_policy=policy)
+        ),
+        "fsdp1": lambda: attach_to("fp16", fsdp1(tiny_gpt2())),
+        "fsdp1_later": lambda: forward(fsdp1(hf_mp.MixedPrecision("fp16").attach(tiny_gpt2()))),
+        "lean_after_ddp": lambda: attach_to("fp16-lean", DistributedDataParallel(tiny_gpt2())),
+        "lean_with_a_hook": partial(hooked, "fp16-lean"),
+        "default_with_a_hook": partial(hooked, "fp16"),
+        "lean_of_a_hooked_weight": lean_of_a_hooked_weight,
+        "lean_of_16_bit_shards": lambda: attach_to("bf16-lean", shard(tiny_gpt2().bfloat16())),
+        "lean_after_a_forward": lean_after_a_forward,
+        "lean_without_optimizer": lambda: forward(fully_shard(hf_mp.MixedPrecision("bf16-lean").attach(tiny_gpt2()))),
+        "lean_with_an_optimizer_forgotten": lean_with_an_optimizer_forgotten,
+        "lean_in_backward": lambda: forward(ddp_of("bf16-lean", free_gradients="backward")),
+        "lean_with_batch_norm": lambda: attach_to("bf16-lean", fully_shard(norms)),
+        "lean_offloaded": lambda: attach_to("bf16-lean", shard(tiny_gpt2(), offload_policy=offloading)),
+        "eight_bits_of_dtensors": eight_bits_of_dtensors,
+    }
+    return said_of(cases)
+
+
+def handed_over() -> dict[str, Any]:
+    """Working copies of a sharded and of a replicated model, written by one rank."""
+    found = {}
+    for name, wrap in WRAPS.items():
+        model = tiny_gpt2()
+        wrapped, optimizer, runtime = made("fp16", wrap, model=model)
+        train(wrapped, optimizer, batches(2), runtime=runtime)
+        copies = {key: copied.clone() for key, copied in hf_mp.working_copies(model)}
+        folder = Path(sys.argv[1], name)
+        hf_mp.save_working_copies(wrapped, folder)
+        found[name] = {"copies": copies, "masters": masters(model), "is_there": (folder / "config.json").exists()}
+        dist.barrier()
+    return found
 
 
 def dtypes_differ() -> dict[str, list[str]]:
@@ -389,25 +420,10 @@ def dtypes_differ() -> dict[str, list[str]]:
 ONE_PROCESS = [one, one_gradients, persistent_bytes]
 CASES = [
     losses, losses_of_16_bit_reductions, gradients, ddp_options, masters_survive, overflows, received,
-    persistent_bytes, dtypes_differ, refusals,
+    persistent_bytes, handed_over, dtypes_differ, refusals,
 ]  # fmt: skip
 FOUR_PROCESSES = [losses, hybrid]
 
 
-def main(folder: str, *names: str) -> None:
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    results = {}
-    for case in {1: ONE_PROCESS, 4: FOUR_PROCESSES}.get(ranks, CASES):
-        if not names or case.__name__ in names:
-            results[case.__name__] = case()
-            if ranks > 1:
-                dist.barrier()
-    torch.save(results, Path(folder) / f"rank{os.environ.get('RANK', '0')}.pt")
-    if ranks > 1:
-        dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    write_results({1: ONE_PROCESS, 2: CASES, 4: FOUR_PROCESSES})

@@ -1,4 +1,5 @@
 import math
+import re
 from typing import Any
 
 import pytest
@@ -178,9 +179,13 @@ def test_no_grad_and_inference_mode() -> None:
             torch.testing.assert_close(cross_entropy(logits, labels), cross_entropy_reference(logits, labels))
 
 
-def test_bad_shapes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"logits must be of shape \(rows, classes\).*\(2, 3, 4\) and \(6,\): flatten"):
-        cross_entropy(torch.randn(2, 3, 4), torch.zeros(6, dtype=torch.long))
+@pytest.mark.parametrize(
+    ("logits", "labels"), [((2, 3, 4), (6,)), ((2, 3, 4), (2,)), ((6, 4), (5,)), ((6, 4), (6, 1))], ids=str
+)
+def test_bad_shapes_are_refused(logits: tuple[int, ...], labels: tuple[int, ...]) -> None:
+    message = f"logits must be of shape (rows, classes) and labels of shape (rows,), not {logits} and {labels}: flatten"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cross_entropy(torch.randn(logits), torch.zeros(labels, dtype=torch.long))
 
 
 @pytest.mark.usefixtures("other_default_dtype")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny import Using, attached
 from torch import Tensor, nn
-
-from hf_mp import MixedPrecision, StaticLossScaler
 
 SCALE = 1024.0
 # How an operand comes to be: each gives the tensors that are trained for it, and the operand from them.
@@ -25,34 +26,23 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
 PRECISIONS = ("fp16", "fp16-lean", "bf16")
 
 
-class Operand(nn.Module):
-    def __init__(self, kind: str, *shape: int) -> None:
-        super().__init__()
-        self.kind = kind
-        value = torch.randn(*shape) / 4
-        dtype = torch.float16 if kind.startswith("half") else torch.float32
-        self.value = nn.Parameter(value.to(dtype), requires_grad="frozen" not in kind)
-        if kind.startswith("computed"):
-            self.gain = nn.Parameter(torch.ones(shape[0]))
-
-    def forward(self) -> Tensor:
-        if not self.kind.startswith("computed"):
-            return self.value
-        gain = self.gain.reshape(-1, *[1] * (self.value.dim() - 1))
-        return self.value * gain
+def operand(kind: str, *shape: int) -> Using:
+    """A value that is trained or not, and what is made of it."""
+    dtype = torch.float16 if kind.startswith("half") else torch.float32
+    value = nn.Parameter((torch.randn(*shape) / 4).to(dtype), requires_grad="frozen" not in kind)
+    if not kind.startswith("computed"):
+        return Using(lambda m: m.value, value=value)
+    columns = [1] * (len(shape) - 1)
+    return Using(lambda m: m.value * m.gain.reshape(-1, *columns), value=value, gain=nn.Parameter(torch.ones(shape[0])))
 
 
-class Product(nn.Module):
-    def __init__(self, product: str, weight: str, bias: str | None) -> None:
-        super().__init__()
-        self.product = PRODUCTS[product]
-        self.first = nn.Linear(6, 6)
-        self.weight = Operand(weight, 4, 6)
-        self.bias = None if bias is None else Operand(bias, 4)
+def product_of(product: str, weight: str, bias: str | None) -> Using:
+    def use(m: Any, x: Tensor) -> Tensor:
+        added = None if bias is None else m.bias()
+        return PRODUCTS[product](torch.tanh(m.first(x)), m.weight(), added).float().pow(2).sum()
 
-    def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias()
-        return self.product(torch.tanh(self.first(x)), self.weight(), bias).float().pow(2).sum()
+    parts = {} if bias is None else {"bias": operand(bias, 4)}
+    return Using(use, first=nn.Linear(6, 6), weight=operand(weight, 4, 6), **parts)
 
 
 def _gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
@@ -74,12 +64,10 @@ def test_there_are_more_than_540() -> None:
 def test_gradients_are_those_of_fp32(product: str, precision: str) -> None:
     x, wrong = torch.randn(8, 6), []
     for weight, bias in itertools.product(KINDS, (*KINDS, None)):
-        model = Product(product, weight, bias)
-        reference = Product(product, weight, bias)
-        reference.load_state_dict(model.state_dict())
+        model = product_of(product, weight, bias)
+        reference = copy.deepcopy(model)
         expected = _gradients(reference.float(), x)
-        scaler = StaticLossScaler(1.0 if precision == "bf16" else SCALE)
-        MixedPrecision(precision, loss_scaler=scaler).attach(model)
+        attached(model, precision, 1.0 if precision == "bf16" else SCALE)
         for _ in range(2):  # the second forward knows which weights are read as working copies
             found = _gradients(model, x)
         wrong += [

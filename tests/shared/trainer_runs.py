@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny import same as same
+from tiny import weights as weights
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments
 
@@ -77,14 +79,6 @@ def make_trainer(
 def callback_of(trainer: Trainer) -> MixedPrecisionCallback:
     (callback,) = (cb for cb in trainer.callback_handler.callbacks if isinstance(cb, MixedPrecisionCallback))
     return callback
-
-
-def weights(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def history(trainer: Trainer, without: set[str] = CLOCK) -> list[str]:

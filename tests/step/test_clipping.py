@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import Using, copies, linear, same
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
@@ -17,18 +18,9 @@ PRECISIONS = ["bf16", "fp16", "bf16-lean", "fp16-lean"]
 by_precision = pytest.mark.parametrize("precision", PRECISIONS)
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).tanh()).float().square().mean()
-
-
-def after_backward(precision: str = "bf16", factor: float = 1.0) -> tuple[Model, Any]:
-    torch.manual_seed(0)
-    model = Model()
+def after_backward(precision: str = "bf16", factor: float = 1.0) -> tuple[Any, Any]:
+    use = lambda m, x: m.second(m.first(x).tanh()).float().square().mean()  # noqa: E731
+    model: Any = Using(use, first=linear(), second=nn.Linear(8, 4))
     model, optimizer = hf_mp.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), precision)
     (model(torch.randn(3, 8)) * factor).backward()
     return model, optimizer
@@ -48,11 +40,11 @@ def clip_by_torch(model: nn.Module, optimizer: Any, max_norm: float = 1e-3) -> T
 @pytest.mark.parametrize("factor", [torch.inf, torch.nan])
 def test_a_norm_that_is_not_finite_skips_the_step(precision: str, factor: float) -> None:
     model, optimizer = after_backward(precision, factor)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
+    before = copies(model.parameters())
     assert not clip(model, optimizer).isfinite()
     optimizer.step()
     assert optimizer.step_was_skipped
-    assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
+    assert same(before, model.parameters())
 
 
 def test_an_infinite_norm_of_finite_gradients_skips_nothing() -> None:
@@ -72,14 +64,25 @@ def replace_gradient(weight: nn.Parameter) -> None:
 @by_precision
 @pytest.mark.parametrize(
     "write",
-    [lambda weight: weight.grad.fill_(torch.nan), lambda weight: weight.grad.data.fill_(torch.nan), replace_gradient],
+    [
+        lambda weight: weight.grad.fill_(torch.nan),
+        lambda weight: weight.grad.__setitem__((0, 0), torch.inf),
+        lambda weight: weight.grad.data.fill_(torch.nan),
+        lambda weight: weight.grad.numpy().fill(torch.nan),
+        replace_gradient,
+    ],
+    ids=["fill_", "an element", "data", "numpy", "replaced"],
 )
-def test_what_is_written_after_clipping_is_seen(precision: str, write: Callable[[nn.Parameter], None]) -> None:
+@pytest.mark.parametrize("by", [clip_by_torch, lambda *given: None], ids=["clipped", "not clipped"])
+def test_what_is_written_after_backward_is_seen(
+    precision: str, write: Callable[[nn.Parameter], None], by: Callable[..., Any]
+) -> None:
     model, optimizer = after_backward(precision)
-    clip_by_torch(model, optimizer)
+    by(model, optimizer)
     write(model.second.weight)
+    before = copies(model.parameters())
     optimizer.step()
-    assert optimizer.step_was_skipped
+    assert optimizer.step_was_skipped and same(before, model.parameters())
 
 
 @by_precision

@@ -15,63 +15,29 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny import Using, assert_true, attached, check_gradients, copies, gradients_of, same, take_step
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_mp
-from hf_mp import MixedPrecision, StaticLossScaler
+from hf_mp import MixedPrecision
 from hf_mp.weights.slots import _groups
 
-SCALE = 1024.0
-Make = Callable[[], nn.Module]
-
-
-def attached(model: nn.Module, precision: str = "fp16", scale: float = SCALE) -> MixedPrecision:
-    runtime = MixedPrecision(precision, loss_scaler=StaticLossScaler(scale))
-    runtime.attach(model)
-    return runtime
-
-
-def assert_true(found: list[Tensor | None], expected: list[Tensor | None], tolerance: float = 0.05) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
-            assert (one.float() - other).norm() <= tolerance * other.norm() + 1e-6, (one, other)
-
-
-def gradients_of(model: nn.Module, loss: Callable[[], Tensor], others: tuple[Tensor, ...] = ()) -> list[Tensor | None]:
-    leaves = [*model.parameters(), *others]
-    for leaf in leaves:
-        leaf.grad = None
-    loss().backward()
-    return [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
-
-
-def check(
-    model: nn.Module, loss: Callable[[], Tensor], others: tuple[Tensor, ...] = (), precision: str = "fp16"
-) -> None:
-    """The gradients of ``loss`` are those of FP32 once ``model`` is attached, in its first and second forward."""
-    expected = gradients_of(model, loss, others)
-    runtime = attached(model, precision)
-    for _ in range(2):
-        assert_true(gradients_of(model, loss, others), expected)
-    runtime.detach()
-
-
-class Body(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 2)
-
-    def hidden(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.first(x))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.second(self.hidden(x))
-
-
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(3))
+every_kind = pytest.mark.parametrize("precision", ["fp16", "fp16-lean", "bf16"])
+
+
+def hidden(m: Any, x: Tensor) -> Tensor:
+    return torch.tanh(m.first(x))
+
+
+def body(use: Callable[..., Any] = lambda m, x: m.second(hidden(m, x)), **parts: Any) -> Any:
+    return Using(use, first=nn.Linear(6, 6), second=nn.Linear(6, 2), **parts)
+
+
+def squared(y: Tensor) -> Tensor:
+    return y.float().pow(2).sum()
 
 
 class Slotted:
@@ -91,165 +57,174 @@ class Record:
     value: Tensor
 
 
+@dataclass(slots=True)
+class SlottedRecord:
+    value: Tensor
+
+
 def normal(y: Tensor) -> torch.distributions.Normal:
     return torch.distributions.Normal(y, F.softplus(y) + 0.1)
 
 
+def likelihood(d: torch.distributions.Distribution) -> Tensor:
+    return -d.log_prob(torch.ones(2)).mean() / 4
+
+
 OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
-    "distribution": (normal, lambda d: -d.log_prob(torch.ones(2)).mean() / 4),
-    "independent": (
-        lambda y: torch.distributions.Independent(normal(y), 1),
-        lambda d: -d.log_prob(torch.ones(2)).mean() / 4,
-    ),
-    "object": (Plain, lambda o: o.me.value.pow(2).sum()),
+    "distribution": (normal, likelihood),
+    "independent": (lambda y: torch.distributions.Independent(normal(y), 1), likelihood),
+    "object": (Plain, lambda o: squared(o.me.value)),
     "slots": (Slotted, lambda o: (o.value * o.deep[0]).sum()),
-    "set": (lambda y: {y}, lambda s: next(iter(s)).pow(2).sum()),
-    "deque": (lambda y: collections.deque([y], maxlen=3), lambda d: d[0].pow(2).sum()),
-    "namespace": (lambda y: types.SimpleNamespace(value=y), lambda o: o.value.pow(2).sum()),
-    "dataclass in a list": (lambda y: [Record(y)], lambda o: o[0].value.pow(2).sum()),
-    "object in a mapping": (lambda y: {"a": (Plain(y),)}, lambda o: o["a"][0].value.pow(2).sum()),
+    "set": (lambda y: {y}, lambda s: squared(next(iter(s)))),
+    "deque": (lambda y: collections.deque([y], maxlen=3), lambda d: squared(d[0])),
+    "namespace": (lambda y: types.SimpleNamespace(value=y), lambda o: squared(o.value)),
+    "namespace in a tuple": (lambda y: (types.SimpleNamespace(value=y), 1), lambda o: squared(o[0].value)),
+    "dataclass in a list": (lambda y: [Record(y)], lambda o: squared(o[0].value)),
+    "dataclass with slots": (SlottedRecord, lambda o: squared(o.value)),
+    "object in a mapping": (lambda y: {"a": (Plain(y),)}, lambda o: squared(o["a"][0].value)),
+    "defaultdict": (lambda y: collections.defaultdict(list, a=y), lambda o: squared(o["a"])),
+    "mapping proxy": (lambda y: types.MappingProxyType({"a": y}), lambda o: squared(o["a"])),
+    "two of one": (lambda y: {"pair": (y, [y * 2])}, lambda o: squared(o["pair"][0]) + squared(o["pair"][1][0])),
 }
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_outputs_in_objects(name: str) -> None:
     wrap, loss = OUTPUTS[name]
+    model = body(lambda m, x: wrap(m.second(hidden(m, x))))
+    check_gradients(model, lambda: loss(model(X)))
 
-    class Model(Body):
-        def forward(self, x: Tensor) -> Any:
-            return wrap(self.second(self.hidden(x)))
 
-    model = Model()
-    check(model, lambda: loss(model(X)))
+def test_floating_outputs_are_fp32_and_others_as_they_are() -> None:
+    model = body(lambda m, x: {"pair": (y := m.first(x), [y * 2]), "count": 3, "ids": torch.tensor([1]), "none": None})
+    attached(model)
+    out = model(X)
+    assert out["pair"][0].dtype is out["pair"][1][0].dtype is torch.float32
+    assert out["count"] == 3 and out["ids"].dtype is torch.int64 and out["none"] is None
 
 
 def test_a_task_whose_output_is_a_distribution_is_learnt() -> None:
-    class Model(Body):
-        def forward(self, x: Tensor) -> Any:
-            return torch.distributions.Normal(self.second(self.hidden(x)), 1.0)
-
-    def losses(precision: str) -> tuple[float, float]:
+    def losses(precision: str) -> list[float]:
         torch.manual_seed(0)
-        model = Model()
+        model = body(lambda m, x: torch.distributions.Normal(m.second(hidden(m, x)), 1.0))
         target = torch.stack([X.sum(1), X[:, 0]], 1) / 4
         _, optimizer = hf_mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05), precision)
-        values = []
-        for _ in range(100):
-            optimizer.zero_grad()
-            loss = -model(X).log_prob(target).mean()
-            loss.backward()
-            optimizer.step()
-            values.append(loss.item())
-        return values[0], values[-1]
+        return [take_step(-model(X).log_prob(target).mean(), optimizer) for _ in range(100)]
 
-    first, last = losses("fp16")
-    assert last == pytest.approx(losses("fp32")[1], abs=2e-3) and last < first - 0.05
+    found = losses("fp16")
+    assert found[-1] == pytest.approx(losses("fp32")[-1], abs=2e-3) and found[-1] < found[0] - 0.05
 
 
 def test_a_tensor_that_is_stashed_and_not_returned_has_its_true_gradient_and_a_warning() -> None:
-    class Model(Body):
-        def forward(self, x: Tensor) -> None:
-            self.kept = self.second(self.hidden(x))
-
-    model = Model()
-
-    def loss() -> Tensor:
-        model(X)
-        return model.kept.float().pow(2).sum()
-
+    kept: list[Tensor] = []
+    model = body(lambda m, x: kept.append(m.second(hidden(m, x))))
     with pytest.warns(UserWarning, match=r"none came in through its outputs.*return it"):
-        check(model, loss)
+        check_gradients(model, lambda: squared((model(X), kept[-1])[1]))
 
 
-class Gated(Body):
-    gate: Any = None
+WAYS_IN: dict[str, Callable[[Tensor], Callable[[], Tensor]]] = {
+    "attribute": lambda gate: gate,  # type: ignore[dict-item, return-value]
+    "list": lambda gate: [gate],  # type: ignore[dict-item, return-value]
+    "closure": lambda gate: lambda: gate,
+    "object": lambda gate: (lambda holder: lambda: holder.value)(types.SimpleNamespace(value=gate)),
+}
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate = self.gate() if callable(self.gate) else self.gate
-        return self.second(self.hidden(x) * (gate[0] if isinstance(gate, list) else gate))
 
+@pytest.mark.parametrize("is_leaf", [False, True], ids=["computed", "leaf"])
+@pytest.mark.parametrize("way", WAYS_IN)
+def test_tensors_with_grad_that_come_in_other_than_by_arguments(way: str, is_leaf: bool) -> None:
+    def use(m: Any, x: Tensor) -> Tensor:
+        gate = m.gate() if callable(m.gate) else m.gate
+        return m.second(hidden(m, x) * (gate[0] if isinstance(gate, list) else gate))
 
-@pytest.mark.parametrize("way", ["attribute", "list", "closure", "object", "leaf attribute", "leaf in a list"])
-def test_tensors_with_grad_that_come_in_other_than_by_arguments(way: str) -> None:
-    model, hypernet, z = Gated(), nn.Linear(3, 6), torch.randn(3)
-    leaf = torch.randn(6, requires_grad=True)
+    model, hypernet, z, leaf = body(use), nn.Linear(3, 6), torch.randn(3), torch.randn(6, requires_grad=True)
 
     def loss() -> Tensor:
-        gate = leaf if way.startswith("leaf") else torch.sigmoid(hypernet(z))
-        if way == "closure":
-            object.__setattr__(model, "gate", lambda: gate)
-        else:
-            wrapped = {"object": types.SimpleNamespace(__getitem__=0)}.get(way, gate)
-            object.__setattr__(model, "gate", [gate] if "list" in way else wrapped if way == "object" else gate)
-            if way == "object":
-                holder = types.SimpleNamespace(value=gate)
-                object.__setattr__(model, "gate", lambda: holder.value)
-        return model(X).float().pow(2).sum()
+        object.__setattr__(model, "gate", WAYS_IN[way](leaf if is_leaf else torch.sigmoid(hypernet(z))))
+        return squared(model(X))
 
-    others = (leaf,) if way.startswith("leaf") else tuple(hypernet.parameters())
-    check(model, loss, others)
+    check_gradients(model, loss, (leaf,) if is_leaf else hypernet.parameters())
 
 
 def test_an_input_inside_of_an_object() -> None:
-    class Model(Body):
-        def forward(self, batch: Any) -> Tensor:
-            return self.second(self.hidden(batch.x * batch.more["y"]))
-
-    model, encoder = Model(), nn.Linear(6, 6)
+    model, encoder = body(lambda m, batch: m.second(hidden(m, batch.x * batch.more["y"]))), nn.Linear(6, 6)
 
     def loss() -> Tensor:
-        batch = Plain(X)
+        batch: Any = Plain(X)
         batch.x, batch.more = encoder(X), {"y": encoder(X + 1)}
-        return model(batch).float().pow(2).sum()
+        return squared(model(batch))
 
-    check(model, loss, tuple(encoder.parameters()))
+    check_gradients(model, loss, encoder.parameters())
 
 
 def test_functional_call_with_tensors_that_are_no_parameters() -> None:
-    model, shift = Body(), torch.full((2,), 0.5, requires_grad=True)
+    model, shift = body(), torch.full((2,), 0.5, requires_grad=True)
 
     def loss() -> Tensor:
         weights = {name: p * 1.5 for name, p in model.named_parameters()}
-        weights["second.bias"] = shift
-        return torch.func.functional_call(model, weights, (X,)).float().pow(2).sum()
+        return squared(torch.func.functional_call(model, weights | {"second.bias": shift}, (X,)))
 
-    expected = gradients_of(model, loss, (shift,))
-    attached(model)
-    for _ in range(2):
-        assert_true(gradients_of(model, loss, (shift,)), expected)
+    check_gradients(model, loss, (shift,))
 
 
-class Returning(Body):
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature, self.prototypes = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.randn(3, 2))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.second(self.hidden(x)), self.temperature, {"prototypes": self.prototypes}
+# What a forward does with its weights
 
 
-@pytest.mark.parametrize("precision", ["fp16", "fp16-lean", "bf16"])
-def test_a_bare_parameter_may_be_returned(precision: str) -> None:
-    model = Returning()
+def viewed(m: Any, x: Tensor) -> Tensor:
+    return (x @ m.matrix.T).mean() + (x + m.shift[1]).mean() + torch.stack([m.shift[2], m.shift[3]]).mean()
 
-    def loss() -> Tensor:
-        y, temperature, more = model(X)
-        return (F.softmax(y.float() @ more["prototypes"].t() / temperature, -1)[:, 0]).sum()
 
-    check(model, loss, precision=precision)
+def low_rank(m: Any, x: Tensor) -> Tensor:
+    code = torch.tanh(F.linear(x, m.linear.weight + m.up @ m.down.weight, m.linear.bias))
+    return F.linear(code, m.linear.weight.t(), m.back) - x
+
+
+def forces(create_graph: bool) -> Callable[[Any, Tensor], Tensor]:
+    def use(m: Any, x: Tensor) -> Tensor:
+        position = x.clone().requires_grad_()
+        energy = squared(m.second(hidden(m, position)))
+        (force,) = torch.autograd.grad(energy, position, create_graph=create_graph)
+        return force if create_graph else force.sum() + m.second(hidden(m, x))
+
+    return use
+
+
+USES: dict[str, Callable[[], nn.Module]] = {
+    "views of weights": lambda: Using(
+        viewed, matrix=nn.Parameter(torch.ones(2, 6)), shift=nn.Parameter(torch.ones(5, 6))
+    ),
+    "bare parameters that are returned": lambda: body(
+        lambda m, x: (m.second(hidden(m, x)), m.temperature, {"prototypes": m.prototypes}),
+        temperature=nn.Parameter(torch.tensor(2.0)),
+        prototypes=nn.Parameter(torch.randn(3, 2)),
+    ),
+    "low-rank updates and a tied autoencoder": lambda: Using(
+        low_rank, linear=nn.Linear(6, 4), up=nn.Parameter(torch.randn(4, 2)), down=nn.Linear(6, 2),
+        back=nn.Parameter(torch.zeros(6)),
+    ),
+    "forces": lambda: body(forces(True)),
+    "forces without a graph": lambda: body(forces(False)),
+}  # fmt: skip
+
+
+def of_what_is_returned(found: Any) -> Tensor:
+    if isinstance(found, Tensor):
+        return squared(found) / 16
+    y, temperature, more = found
+    return F.softmax(y.float() @ more["prototypes"].t() / temperature, -1)[:, 0].sum()
+
+
+@every_kind
+@pytest.mark.parametrize("name", USES)
+def test_what_is_done_with_weights(name: str, precision: str) -> None:
+    torch.manual_seed(0)
+    model = USES[name]()
+    check_gradients(model, lambda: of_what_is_returned(model(X)), precision=precision)
 
 
 def test_a_model_that_returns_what_it_was_given() -> None:
-    class Identity(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.unused = nn.Parameter(torch.ones(1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    model, x = Identity(), torch.randn(3, requires_grad=True)
-    check(model, lambda: model(x).pow(2).sum(), (x,))
+    model, x = Using(lambda m, x: x, unused=nn.Parameter(torch.ones(1))), torch.randn(3, requires_grad=True)
+    check_gradients(model, lambda: squared(model(x)), (x,))
 
 
 PARAMETRIZED: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -262,41 +237,26 @@ PARAMETRIZED: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("precision", ["fp16", "fp16-lean", "bf16"])
+@every_kind
 @pytest.mark.parametrize("name", PARAMETRIZED)
 def test_parametrized_layers(name: str, precision: str) -> None:
     if (name, precision) == ("orthogonal", "fp16-lean"):
         pytest.skip("torch has no matrix exponential of FP16 weights")
     torch.manual_seed(1)
     model = nn.Sequential(PARAMETRIZED[name](nn.Linear(6, 6)), nn.Tanh(), nn.Linear(6, 2)).eval()
-    check(model, lambda: model(X).float().pow(2).sum(), precision=precision)
+    check_gradients(model, lambda: squared(model(X)), precision=precision)
 
 
-def test_low_rank_updates_and_tied_autoencoders() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.up, self.down = nn.Linear(6, 4), nn.Parameter(torch.randn(4, 2)), nn.Linear(6, 2)
-            self.back = nn.Parameter(torch.zeros(6))
-
-        def forward(self, x: Tensor) -> Tensor:
-            code = torch.tanh(F.linear(x, self.linear.weight + self.up @ self.down.weight, self.linear.bias))
-            return F.linear(code, self.linear.weight.t(), self.back)
-
-    model = Model()
-    check(model, lambda: (model(X) - X).float().pow(2).sum())
-
-
-@pytest.mark.parametrize("precision", ["fp16", "fp16-lean", "bf16"])
+@every_kind
 def test_a_frozen_half_base_with_trained_biases(precision: str) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 2))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("bias" in name)
         parameter.data = parameter.data.half().float()  # the same values in both
-    expected = gradients_of(model, lambda: model(X).pow(2).sum())
+    expected = gradients_of(model, lambda: squared(model(X)))
     attached(model.half(), precision)
     for _ in range(2):
-        assert_true(gradients_of(model, lambda: model(X.half()).float().pow(2).sum()), expected)
+        assert_true(gradients_of(model, lambda: squared(model(X.half()))), expected)
 
 
 # Models within models
@@ -305,58 +265,51 @@ def test_a_frozen_half_base_with_trained_biases(precision: str) -> None:
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_part_of_an_attached_model_is_attached_as_well(precision: str) -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 2))
-    loss = lambda: model(X).float().pow(2).sum()  # noqa: E731
-    part = lambda: model[0](X).float().pow(2).sum()  # noqa: E731
-    expected, expected_part = gradients_of(model, loss), gradients_of(model, part)
+    losses = [lambda: squared(model(X)), lambda: squared(model[0](X))]
+    expected = [gradients_of(model, loss) for loss in losses]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    hf_mp.prepare(model, optimizer, precision, loss_scaler=StaticLossScaler(SCALE))
+    hf_mp.prepare(model, optimizer, precision, loss_scaler=hf_mp.StaticLossScaler(1024.0))
     hf_mp.prepare(model[0], torch.optim.SGD(model[0].parameters(), lr=0.0), precision)
     for _ in range(2):
-        assert_true(gradients_of(model, loss), expected)
-        assert_true(gradients_of(model, part), expected_part)
+        for loss, gradients in zip(losses, expected, strict=True):
+            assert_true(gradients_of(model, loss), gradients)
         optimizer.step()
         assert not optimizer.step_was_skipped
 
 
 def test_an_attached_model_that_is_called_inside_of_another() -> None:
-    inner = Body()
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(inner(x))
-
-    outer = Outer()
-    loss = lambda: outer(X).float().pow(2).sum()  # noqa: E731
-    others = tuple(inner.parameters())
-    expected = gradients_of(outer, loss, others)
+    inner = body()
+    outer = Using(lambda m, x: m.head(inner(x)), head=nn.Linear(2, 2))
+    expected = gradients_of(outer, lambda: squared(outer(X)), inner.parameters())
     attached(inner, scale=64.0)
     attached(outer)
     for _ in range(2):
-        assert_true(gradients_of(outer, loss, others), expected)
+        assert_true(gradients_of(outer, lambda: squared(outer(X)), inner.parameters()), expected)
+
+
+def two_with_a_shared_layer() -> tuple[nn.Module, nn.Module]:
+    shared = nn.Linear(6, 6)
+    return nn.Sequential(shared, nn.Linear(6, 2)), nn.Sequential(shared, nn.Linear(6, 2))
 
 
 def test_a_layer_that_two_default_models_share_has_the_sum_of_both_gradients() -> None:
-    shared = nn.Linear(6, 6)
-    one, other = nn.Sequential(shared, nn.Linear(6, 2)), nn.Sequential(shared, nn.Linear(6, 2))
-    loss = lambda: one(X).float().pow(2).sum() + other(X).float().abs().sum()  # noqa: E731
-    others = tuple(other.parameters())
-    expected = gradients_of(one, loss, others)
+    one, other = two_with_a_shared_layer()
+
+    def gradients() -> list[Tensor | None]:
+        return gradients_of(one, lambda: squared(one(X)) + other(X).float().abs().sum(), other.parameters())
+
+    expected = gradients()
     attached(one)
     attached(other, scale=8.0)
-    assert_true(gradients_of(one, loss, others), expected)
+    assert_true(gradients(), expected)
 
 
-def test_a_layer_of_a_lean_model_is_refused_in_another_one() -> None:
-    shared = nn.Linear(6, 6)
-    one, other = nn.Sequential(shared, nn.Linear(6, 2)), nn.Sequential(shared, nn.Linear(6, 2))
+@pytest.mark.parametrize("precision", ["fp16-lean", "fp16"])
+def test_a_layer_of_a_lean_model_is_refused_in_another_one(precision: str) -> None:
+    one, other = two_with_a_shared_layer()
     attached(one, "fp16-lean")
-    for precision in ("fp16-lean", "fp16"):
-        with pytest.raises(ValueError, match=r"0\.weight is in the lean layout of another model.*default layout"):
-            attached(other, precision)
+    with pytest.raises(ValueError, match=r"0\.weight is in the lean layout of another model.*default layout"):
+        attached(other, precision)
 
 
 def test_one_optimizer_over_two_attached_models_skips_for_both() -> None:
@@ -364,49 +317,21 @@ def test_one_optimizer_over_two_attached_models_skips_for_both() -> None:
     optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1)
     hf_mp.prepare(one, optimizer, "fp16")
     hf_mp.prepare(other, optimizer, "fp16")
-    before = [p.detach().clone() for p in (*one.parameters(), *other.parameters())]
+    before = copies([*one.parameters(), *other.parameters()])
     for factor, skipped in ((float("inf"), True), (1.0, False)):
-        optimizer.zero_grad()
-        (one(X).sum() + other(X).sum() * factor).backward()
-        optimizer.step()
+        take_step(one(X).sum() + other(X).sum() * factor, optimizer)
         assert optimizer.step_was_skipped is skipped
-        after = [p.detach() for p in (*one.parameters(), *other.parameters())]
-        assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True)) is skipped
-
-
-# What a model differentiates itself
-
-
-@pytest.mark.parametrize("create_graph", [True, False])
-def test_a_model_that_differentiates_inside_of_its_forward(create_graph: bool) -> None:
-    class Forces(Body):
-        def forward(self, x: Tensor) -> Tensor:
-            position = x.clone().requires_grad_()
-            energy = self.second(self.hidden(position)).float().pow(2).sum()
-            (force,) = torch.autograd.grad(energy, position, create_graph=create_graph)
-            return force if create_graph else force.sum() + self.second(self.hidden(x))
-
-    model = Forces()
-    expected = model(X).detach()
-    loss = lambda: model(X).float().pow(2).mean()  # noqa: E731
-    reference = gradients_of(model, loss)
-    runtime = attached(model)
-    assert (model(X) - expected).norm() <= 0.02 * expected.norm()
-    for _ in range(2):
-        assert_true(gradients_of(model, loss), reference)
-    runtime.detach()
+        assert same([*one.parameters(), *other.parameters()], before) is skipped
 
 
 def test_what_lies_in_the_place_of_a_weight_is_no_parameter() -> None:
-    class Model(Body):
-        def forward(self, x: Tensor) -> Tensor:
-            assert not isinstance(self.second.weight, nn.Parameter)
-            with pytest.raises(AttributeError, match="is not an nn"):
-                self.second.get_parameter("weight")
-            return self.second(self.hidden(x))
+    def use(m: Any, x: Tensor) -> Tensor:
+        assert not isinstance(m.second.weight, nn.Parameter)
+        with pytest.raises(AttributeError, match="is not an nn"):
+            m.second.get_parameter("weight")
+        return m.second(hidden(m, x))
 
-    model = Model()
-    MixedPrecision("fp16").attach(model)
+    model = MixedPrecision("fp16").attach(body(use))
     model(X)
     assert isinstance(model.second.weight, nn.Parameter)
 
@@ -433,55 +358,43 @@ def test_an_autograd_function_of_ones_own_is_given_a_weight(way: str) -> None:
             x, weight = ctx.saved_tensors
             return gradient.float() @ weight.t(), x.t() @ gradient.float()
 
-    class Model(Body):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(6, 6))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(Product.apply(self.hidden(x).float(), WAYS_TO_A_WEIGHT[way](self)))
-
-    model = Model()
-    check(model, lambda: model(X).float().pow(2).sum())
+    model = body(
+        lambda m, x: m.second(Product.apply(hidden(m, x).float(), WAYS_TO_A_WEIGHT[way](m))),
+        weight=nn.Parameter(torch.randn(6, 6)),
+    )
+    check_gradients(model, lambda: squared(model(X)))
     assert all(isinstance(weight, nn.Parameter) for weight in model.parameters())
 
 
 def test_a_state_that_is_carried_from_one_forward_to_the_next() -> None:
-    class Recurrent(Body):
-        state: Tensor | None = None
+    def use(m: Any, x: Tensor) -> Tensor:
+        m.state = hidden(m, x if m.state is None else x + m.state)
+        return m.second(m.state)
 
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.hidden(x if self.state is None else x + self.state)
-            self.state = hidden
-            return self.second(hidden)
-
-    model = Recurrent()
+    model = body(use, state=None)
 
     def loss() -> Tensor:
         model.state = None
         model(X)
-        return model(X).float().pow(2).sum() + model(X).float().abs().sum()
+        return squared(model(X)) + model(X).float().abs().sum()
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check(model, loss)
+        check_gradients(model, loss)
 
 
 def test_weights_that_a_forward_writes_are_honoured() -> None:
-    class Clipped(Body):
-        def forward(self, x: Tensor) -> Tensor:
-            self.first.weight.data.clamp_(-0.1, 0.1)
-            self.second.weight.data = self.second.weight.data.sign() / 8
-            return self.second(self.hidden(x))
+    def use(m: Any, x: Tensor) -> Tensor:
+        m.first.weight.data.clamp_(-0.1, 0.1)
+        m.second.weight.data = m.second.weight.data.sign() / 8
+        return m.second(hidden(m, x))
 
-    model, reference = Clipped(), Clipped()
-    reference.load_state_dict(model.state_dict())
+    model = body(use)
+    reference = copy.deepcopy(model)
     attached(model)
     for _ in range(2):
-        found, expected = model(X), reference(X)
-        assert (found - expected).norm() <= 0.01 * expected.norm()
-    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(one, other)
+        assert_true([model(X)], [reference(X)], 0.01)
+    assert same(model.parameters(), reference.parameters())
     assert all(isinstance(p, nn.Parameter) for p in model.parameters())
     assert "weight" not in vars(model.first)
 

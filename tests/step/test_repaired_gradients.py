@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import copies, same
 from torch import Tensor, nn
 
 import hf_mp
@@ -98,16 +99,15 @@ def test_a_repair_between_micro_batches_counts_too() -> None:
     assert optimizer.step_was_skipped
 
 
-@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
-def test_clip_grad_value_repairs_nothing(precision: str) -> None:
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean", "compute=fp16", "compute=fp16,loss_scale=dynamic"])
+@pytest.mark.parametrize("factor", [torch.inf, torch.nan])
+def test_clip_grad_value_repairs_nothing(precision: str, factor: float) -> None:
     """It makes a small number of inf; torch's recipe with GradScaler looks for an overflow before it clips."""
     model, optimizer = made(precision)
-    overflow(model)
-    nn.utils.clip_grad_value_(model.parameters(), 0.5)
-    optimizer.step()
-    assert optimizer.step_was_skipped
-    optimizer.zero_grad()
-    model(X).sum().backward()
-    nn.utils.clip_grad_value_(model.parameters(), 0.5)
-    optimizer.step()
-    assert not optimizer.step_was_skipped
+    for by, skipped in ((factor, True), (1.0, False)):
+        before = copies(model.parameters())
+        (model(X).mean() * by).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.step_was_skipped is skipped and same(before, model.parameters()) is skipped

@@ -11,7 +11,7 @@ import torch
 from covering import covering
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from trainer_runs import arguments, callback_of, difference, logged, make_trainer, poisoned, same, tiny_gpt2, weights
+from trainer_runs import arguments, logged, make_trainer, poisoned, tiny_gpt2
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hf_mp.step.forward import AttachedForward
@@ -65,51 +65,6 @@ def trl_trainer(
     model = AutoModelForCausalLM.from_pretrained(saved, dtype=dtype)
     torch.manual_seed(7)
     return make_trainer(contender, precision, model, args, base, **named)
-
-
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_the_callback_at_fp32_is_the_stock_trainer(tmp_path: Path, saved: Path, kind: str, lora: bool) -> None:
-    ends = []
-    for contender in ("stock", "callback"):
-        trainer = trl_trainer(kind, contender, "fp32", saved, tmp_path, lora=lora)
-        trainer.train()
-        ends.append((weights(trainer.model), logged(trainer, "loss")))
-    assert same(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1]
-
-
-@pytest.mark.parametrize(("kind", "dtype", "lora"), covering(["sft", "dpo"], DTYPES, [False, True]), ids=str)
-def test_fp16_follows_the_stock_trainer(tmp_path: Path, saved: Path, kind: str, dtype: torch.dtype, lora: bool) -> None:
-    """With SGD, clipping and TRL's own defaults (gradient checkpointing among them)."""
-    settings = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "max_steps": 3}
-    stock = trl_trainer(kind, "stock", "fp32", saved, tmp_path, lora=lora, **settings)
-    start = weights(stock.model)
-    ours = trl_trainer(kind, "callback", "fp16", saved, tmp_path, lora=lora, dtype=dtype, **settings)
-    with torch.no_grad():  # peft draws an adapter in the base's dtype
-        for parameter, drawn in zip(ours.model.parameters(), start, strict=True):
-            parameter.copy_(drawn)
-    stock.train()
-    ours.train()
-    assert callback_of(ours).mixed_precision.stats.steps == 3
-    assert not same(weights(ours.model), weights(stock.model))
-    assert logged(ours, "loss") == pytest.approx(logged(stock, "loss"), rel=5e-3)
-    assert logged(ours, "grad_norm") == pytest.approx(logged(stock, "grad_norm"), rel=0.03)
-    trained = [parameter.requires_grad for parameter in stock.model.parameters()]
-    ends = [
-        [weight.float() for weight, is_trained in zip(run, trained, strict=True) if is_trained]
-        for run in (weights(ours.model), weights(stock.model), start)
-    ]
-    assert difference(*ends) < 0.05
-    assert {p.dtype for p in ours.model.parameters() if p.requires_grad} == {torch.float32}
-    assert all(key in ours.state.log_history[0] for key in ("loss_scale", "skipped_steps", "headroom"))
-
-
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_an_overflow_is_skipped(tmp_path: Path, saved: Path, kind: str) -> None:
-    trainer = trl_trainer(kind, "callback", "fp16", saved, tmp_path, poisoned=(1,))
-    trainer.train()
-    assert logged(trainer, "skipped_steps") == [0, 1, 1, 1]
-    assert all(torch.isfinite(weight).all() for weight in weights(trainer.model))
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])

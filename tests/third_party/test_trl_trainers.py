@@ -21,7 +21,20 @@ RATES = {"sft": 0.5, "dpo": 0.05, "kto": 0.5, "reward": 0.05, "grpo": 0.5, "rloo
 SETTINGS = {"optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.5}
 # Entries of a log that need not be equal, or are small differences of large numbers.
 NOT_COMPARED = ("time", "per_second", "margin", "accura", "rewards/", "logits/", "kl")
-IN_EVERY_RUN = {("kto", True), ("reward", False), ("grpo", False)}
+# TRL's own defaults for those that generate nothing: gradient checkpointing among them.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "sft": {"gradient_checkpointing": True, "gradient_accumulation_steps": 2},
+    "dpo": {"gradient_checkpointing": True},
+}
+
+
+def cases(*in_every_run: tuple[str, bool]) -> list[Any]:
+    """Each Trainer, with and without LoRA."""
+    return [
+        pytest.param(kind, lora, marks=() if (kind, lora) in in_every_run else pytest.mark.exhaustive)
+        for kind in KINDS
+        for lora in (False, True)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +46,13 @@ def trainer_of(kind: str, contender: str, precision: str, lora: bool, saved: Pat
     loading = {} if precision == "fp16" else {"dtype": torch.float32}  # ours as it loads by default: in FP16
     task = KINDS[kind].task
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type=task) if lora else None
-    settings = {"learning_rate": RATES[kind], **SETTINGS, **settings}
+    settings = {"learning_rate": RATES[kind], **SETTINGS, **DEFAULTS.get(kind, {}), **settings}
     return trl_trainer(kind, contender, precision, load_default(kind, saved, **loading), path, adapter, **settings)
 
 
-CASES = [
-    pytest.param(kind, lora, marks=[] if (kind, lora) in IN_EVERY_RUN else pytest.mark.exhaustive)
-    for kind in KINDS
-    for lora in (False, True)
-]
-
-
-@pytest.mark.parametrize(("kind", "lora"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "lora"), cases(("sft", True), ("dpo", False), ("kto", True), ("reward", False), ("grpo", False))
+)
 def test_fp16_follows_the_stock_trainer_in_fp32(tmp_path: Path, saved: Path, kind: str, lora: bool) -> None:
     stock = trainer_of(kind, "stock", "", lora, saved, tmp_path)
     ours = trainer_of(kind, "callback", "fp16", lora, saved, tmp_path)
@@ -73,9 +81,7 @@ def test_fp16_follows_the_stock_trainer_in_fp32(tmp_path: Path, saved: Path, kin
     assert {p.dtype for p in ours.model.parameters() if p.requires_grad} == {torch.float32}
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
-@pytest.mark.parametrize("kind", ["kto", "reward", "grpo", "rloo"])  # the others: test_trl.py
+@pytest.mark.parametrize(("kind", "lora"), cases(("sft", False), ("dpo", True)))
 def test_the_callback_at_fp32_is_the_stock_trainer(tmp_path: Path, saved: Path, kind: str, lora: bool) -> None:
     ends = []
     for contender in ("stock", "callback"):
@@ -114,10 +120,9 @@ def test_the_reference_of_the_callback_is_as_small_as_its_settings_say(tmp_path:
     assert logged(trainer, "rewards/margins") == [0.0]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["kto", "reward", "grpo", "rloo"])
-def test_an_overflow_is_skipped(tmp_path: Path, saved: Path, kind: str) -> None:
-    trainer = trainer_of(kind, "callback", "fp16", False, saved, tmp_path, max_grad_norm=0.0)
+@pytest.mark.parametrize(("kind", "lora"), cases(("sft", False), ("dpo", False)))
+def test_an_overflow_is_skipped(tmp_path: Path, saved: Path, kind: str, lora: bool) -> None:
+    trainer = trainer_of(kind, "callback", "fp16", lora, saved, tmp_path, max_grad_norm=0.0)
     compute = trainer.compute_loss
 
     def overflows(*given: Any, **named: Any) -> Any:

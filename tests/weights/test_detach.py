@@ -25,9 +25,11 @@ def make() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
 
 
-def prepared(precision: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.Optimizer]:
+def prepared(
+    precision: str, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.Optimizer]:
     """The model, its optimizer, and the one to step."""
-    model = make()
+    model = make().to(dtype)
     optimizer = torch.optim.AdamW(model.parameters())
     return (model, optimizer, hf_mp.prepare(model, optimizer, precision)[1])
 
@@ -46,14 +48,18 @@ def check_ordinary(model: nn.Module, expected: dict[str, Tensor]) -> None:
     assert torch.equal(model(x), plain(x))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("precision", mixed_presets())
-def test_of_what_prepare_attached(precision: str) -> None:
-    expected = make().state_dict()
-    model, optimizer, _ = prepared(precision)
+def test_of_what_prepare_attached(precision: str, dtype: torch.dtype) -> None:
+    expected = make().to(dtype).float().state_dict()
+    model, optimizer, _ = prepared(precision, dtype)
     with pytest.raises(ValueError, match=r"attached to a MixedPrecision already: call hf_mp\.detach\(model\) first"):
         hf_mp.prepare(model, optimizer, "bf16")
+    runtime = weakref.ref(model.forward.runtime)
     assert hf_mp.detach(model) is model
     check_ordinary(model, expected)
+    gc.collect()
+    assert runtime() is None
     assert "step" not in vars(optimizer) and not hasattr(optimizer, "step_was_skipped")
     model, stepped = hf_mp.prepare(model, optimizer, precision)
     model(torch.randn(2, 8)).sum().backward()

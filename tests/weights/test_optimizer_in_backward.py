@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import Using
 from torch import Tensor, nn
 from trainer_runs import arguments, tiny_gpt2, token_rows
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -240,17 +241,12 @@ class TestRefused:
         run.train(2)  # blocks have parameters of their own: each is given its gradient once
 
     def test_a_parameter_with_gradients_at_two_times(self) -> None:
-        class Twice(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.inner = nn.Linear(4, 4)
+        def twice(m: Any, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = torch.utils.checkpoint.checkpoint(m.inner, x, use_reentrant=True)
+            return x.square().mean()
 
-            def forward(self, x: Tensor) -> Tensor:
-                for _ in range(2):
-                    x = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=True)
-                return x.square().mean()
-
-        model = Twice()
+        model = Using(twice, inner=nn.Linear(4, 4))
         runtime = hf_mp.MixedPrecision("fp16-lean", free_gradients="backward")
         runtime.attach(model)
         runtime.attach_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -342,9 +338,3 @@ class TestTrainer:
     def test_accumulation_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="gradient_accumulation_steps=2 adds gradients up"):
             hf_mp.MixedPrecisionArguments(str(tmp_path), free_gradients="backward", gradient_accumulation_steps=2)
-
-    @pytest.mark.parametrize("precision", ["fp16", "fp32"])
-    def test_other_layouts_are_refused(self, precision: str, tmp_path: Path) -> None:
-        args = arguments(tmp_path, hf_mp.MixedPrecisionArguments, precision=precision, free_gradients="backward")
-        with pytest.raises(ValueError, match="needs a lean layout"):
-            hf_mp.MixedPrecisionTrainer(model=tiny_gpt2(), args=args)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny import Dispatched, Using, linear, same, take_step, weights
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.pytorch_utils import Conv1D
 
@@ -19,20 +19,17 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
-class Model(nn.Module):
+class Model(Using):
     """Runs ``use`` and notes the dtypes that lie in the slots meanwhile."""
 
     def __init__(self, use: Callable[[Any, Tensor], Tensor], **modules: nn.Module) -> None:
-        super().__init__()
-        self.raw = nn.Parameter(torch.randn(8, 8, generator=torch.Generator().manual_seed(1)))
-        for name, module in modules.items():
-            self.add_module(name, module)
-        self.use, self.inside = use, dict[str, torch.dtype]()
+        raw = nn.Parameter(torch.randn(8, 8, generator=torch.Generator().manual_seed(1)))
+        super().__init__(use, raw=raw, inside=dict[str, torch.dtype](), **modules)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch._C.DisableTorchFunction():  # autocast tells the parameters' dtypes
             self.inside = {name: parameter.dtype for name, parameter in self.named_parameters()}
-        return self.use(self, x)
+        return super().forward(x)
 
 
 def dtypes_inside(model: Model, x: Tensor = X, precision: str = "bf16", **settings: Any) -> dict[str, torch.dtype]:
@@ -42,11 +39,6 @@ def dtypes_inside(model: Model, x: Tensor = X, precision: str = "bf16", **settin
         model(x).float().square().mean().backward()
     assert all(parameter.dtype is FP32 and parameter.is_leaf for parameter in model.parameters())
     return model.inside
-
-
-def linear(**settings: Any) -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(8, 8, **settings)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -106,23 +98,13 @@ def test_the_first_forward_decides_for_a_module_that_nobody_knows(use: Any, expe
     ],
 )
 def test_what_is_no_product_is_given_fp32_from_the_first_forward_on(use: Any) -> None:
-    class Seen(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dtypes: set[torch.dtype] = set()
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.overloadpacket.__name__ in ("linalg_vector_norm", "abs", "add") and args[0].shape == (8, 8):
-                self.dtypes.add(args[0].dtype)
-            return func(*args, **(kwargs or {}))
-
     model = Model(use, part=linear())
     hf_mp.MixedPrecision("bf16").attach(model)
     outputs = []
     for _ in range(2):
-        with Seen() as seen:
+        with Dispatched("linalg_vector_norm", "abs", "add") as seen:
             outputs.append(model(X))
-        assert seen.dtypes == {FP32}
+        assert {args[0].dtype for _, args in seen.calls if args[0].shape == (8, 8)} == {FP32}
     assert model.inside["part.weight"] is FP32 and torch.equal(*outputs)
 
 
@@ -169,12 +151,10 @@ def test_a_compiled_island_widens_the_weight() -> None:
 
 
 def test_rules_decide_before_the_class() -> None:
-    found = dtypes_inside(Model(lambda m, x: m.part(x), part=linear()), rules={"part": "fp32"})
-    assert found["part.weight"] is FP32
-    found = dtypes_inside(Model(lambda m, x: m.part(x), part=linear()), rules={F.linear: "fp32"})
-    assert found["part.weight"] is FP32
-    found = dtypes_inside(Model(lambda m, x: m.part(x), part=linear()), rules={"part:linear": "scaled/16"})
-    assert found["part.weight"] is FP32  # its gradient is multiplied in FP32
+    # of a scaled product, the gradient is multiplied in FP32
+    for rules in ({"part": "fp32"}, {F.linear: "fp32"}, {"part:linear": "scaled/16"}):
+        found = dtypes_inside(Model(lambda m, x: m.part(x), part=linear()), rules=rules)
+        assert found["part.weight"] is FP32
 
 
 def test_a_weight_that_the_first_forward_did_not_use_goes_by_its_class() -> None:
@@ -185,9 +165,7 @@ def test_a_weight_that_the_first_forward_did_not_use_goes_by_its_class() -> None
 def test_resumed_training_is_bit_for_bit_the_same_where_the_first_forward_teaches() -> None:
     def train(steps: int, model: Model, optimizer: Any) -> None:
         for _ in range(steps):
-            model(X).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model(X).square().mean(), optimizer)
 
     def use(m: Any, x: Tensor) -> Tensor:
         return m.part(x @ m.raw) / m.part.weight.norm()
@@ -204,7 +182,7 @@ def test_resumed_training_is_bit_for_bit_the_same_where_the_first_forward_teache
     train(2, *first)
     second = prepared(first[0].state_dict())
     train(2, *second)
-    assert all(torch.equal(*pair) for pair in zip(whole[0].parameters(), second[0].parameters(), strict=True))
+    assert same(weights(whole[0]), weights(second[0]))
 
 
 def test_gradients_of_the_uses_of_one_weight_are_summed_in_16_bits_as_by_torch() -> None:
@@ -215,19 +193,6 @@ def test_gradients_of_the_uses_of_one_weight_are_summed_in_16_bits_as_by_torch()
     hf_mp.MixedPrecision("bf16").attach(model)
     model(X).square().mean().backward()
     assert layer.weight.grad is not None and torch.equal(layer.weight.grad, expected.weight.grad)
-
-
-class Products(TorchDispatchMode):
-    """The dtypes of the operands of products of experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in ("_grouped_mm", "bmm") and args[1].shape[0] in (4, 48):
-            self.dtypes |= {arg.dtype for arg in args[:2]}
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-lean"])
@@ -247,10 +212,11 @@ def test_stacked_experts_are_multiplied_in_16_bits(implementation: str, precisio
     runtime.attach(model)
     for _ in range(2):
         model.zero_grad()
-        with Products() as products:
+        with Dispatched("_grouped_mm", "bmm") as products:
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
-        assert products.dtypes == {BF16}
+        operands = [args[:2] for _, args in products.calls if args[1].shape[0] in (4, 48)]
+        assert operands and {one.dtype for pair in operands for one in pair} == {BF16}
     name = "model.layers.0.mlp.experts.gate_up_proj"
     found, expected = model.get_parameter(name).grad, reference.get_parameter(name).grad
     assert found is not None and expected is not None

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiny import Dispatched, Using, linear
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     CompileConfig,
@@ -35,14 +35,11 @@ from hf_mp.weights.reading_region import ReadingRegion
 native = pytest.mark.skipif(not CPU_PRODUCTS.get(torch.bfloat16, False), reason="needs a CPU with BF16 products")
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm, self.linear, self.head = nn.LayerNorm(256), nn.Linear(256, 512), nn.Linear(512, 256, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.dropout(F.gelu(self.linear(self.norm(x))), 0.5, self.training))
+def block(
+    use: Callable[[Any, Tensor], Tensor] = lambda m, x: m.head(F.dropout(F.gelu(m.linear(m.norm(x))), 0.5, m.training)),
+) -> Any:
+    parts = {"linear": linear(256, 512), "head": nn.Linear(512, 256, bias=False)}
+    return Using(use, norm=nn.LayerNorm(256), **parts)
 
 
 def attached(model: nn.Module, precision: str = "bf16", **settings: object) -> MixedPrecision:
@@ -99,7 +96,7 @@ def test_packed_weights_give_the_same_bits(
 @native
 @pytest.mark.parametrize("write", ["in place", "data", "optimizer", "load_state_dict"])
 def test_a_weight_that_was_written_is_packed_anew(write: str) -> None:
-    model, x = Block(), torch.randn(3, 256)
+    model, x = block(), torch.randn(3, 256)
     runtime = attached(model)
     with torch.no_grad():
         for _ in range(3):
@@ -115,7 +112,7 @@ def test_a_weight_that_was_written_is_packed_anew(write: str) -> None:
         optimizer = runtime.attach_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
         model.linear.weight.grad = model.linear.weight.detach().clone()
         optimizer.step()
-    other = Block()
+    other = block()
     other.load_state_dict(model.state_dict())
     attached(other)
     with torch.no_grad():
@@ -133,7 +130,7 @@ def test_prompts_between_answers_do_not_pack_anew(monkeypatch: pytest.MonkeyPatc
         original(entry, x, *others)
 
     monkeypatch.setattr(packed_weights, "_pack", pack)
-    model = Block()
+    model = block()
     attached(model)
     with torch.no_grad():
         for _ in range(5):
@@ -145,7 +142,7 @@ def test_prompts_between_answers_do_not_pack_anew(monkeypatch: pytest.MonkeyPatc
 
 @native
 def test_packed_weights_are_let_go() -> None:
-    model, x = Block(), torch.randn(3, 256)
+    model, x = block(), torch.randn(3, 256)
     runtime = attached(model)
     packed = packed_of(runtime)
     for let_go in (lambda: model(x), runtime.detach):
@@ -159,7 +156,7 @@ def test_packed_weights_are_let_go() -> None:
 
 @native
 def test_a_counter_of_flops_sees_torchs_own_products() -> None:
-    model, x = Block(), torch.randn(3, 256)
+    model, x = block(), torch.randn(3, 256)
     attached(model)
     counted = []
     for _ in range(4):
@@ -173,23 +170,24 @@ def test_a_counter_of_flops_sees_torchs_own_products() -> None:
 
 @native
 def test_grad_that_is_switched_on_inside_is_not_lost() -> None:
-    class Inner(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.enable_grad():
-                self.inner = self.linear(x)
-            return self.inner
+    inner: list[Tensor] = []
 
-    model, x = Inner(), torch.randn(3, 256)
+    def use(m: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            inner.append(m.linear(x))
+        return inner[-1]
+
+    model, x = block(use), torch.randn(3, 256)
     attached(model)
     for _ in range(3):
         with torch.no_grad():
             model(x)
-        assert torch.autograd.grad(model.inner.sum(), model.linear.bias)[0].sum() == 3 * 512
+        assert torch.autograd.grad(inner[-1].sum(), model.linear.bias)[0].sum() == 3 * 512
 
 
 @native
 def test_rules_come_first() -> None:
-    model, x = Block(), torch.randn(3, 256)
+    model, x = block(), torch.randn(3, 256)
     runtime = attached(model, rules={F.linear: "fp32"})
     with torch.no_grad():
         outputs = [model(x) for _ in range(3)]
@@ -204,7 +202,7 @@ def test_a_mode_of_your_own_is_asked_all_the_same() -> None:
             asked.append(func)
             return func(*args, **(kwargs or {}))
 
-    model, x = Block(), torch.randn(3, 256)
+    model, x = block(), torch.randn(3, 256)
     attached(model)
     with torch.no_grad(), Asked():
         model(x)
@@ -213,7 +211,7 @@ def test_a_mode_of_your_own_is_asked_all_the_same() -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_without_grad_is_as_with_grad(precision: str) -> None:
-    model, x = Block(), torch.randn(3, 256)
+    model, x = block(), torch.randn(3, 256)
     attached(model, precision)
     model.train()
     torch.manual_seed(1)
@@ -367,15 +365,7 @@ def test_a_static_cache_that_was_made_in_fp32_takes_keys_in_16_bits() -> None:
 
 
 def test_rules_for_what_asks_in_python_hold_without_grad() -> None:
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.silu(self.linear(x))
-
-    model, x = Gated(), torch.randn(3, 4)
+    model, x = Using(lambda m, x: F.silu(m.linear(x)), linear=linear(4, 4)), torch.randn(3, 4)
     attached(model, rules={F.silu: "fp32"})
     with torch.no_grad():
         assert torch.equal(model(x), F.silu(F.linear(x.bfloat16(), *map(Tensor.bfloat16, model.parameters())).float()))
@@ -393,49 +383,28 @@ def test_detached_models_and_other_forwards_leave_caches_alone() -> None:
 
 
 def test_a_model_that_scales_cached_keys_in_fp32_reads_them_rounded() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.key, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+    def use(m: Any, x: Tensor) -> Tensor:
+        keys = m.norm(m.key(x))[None, None]  # FP32
+        return DynamicCache().update(keys, keys, 0)[0].float() * 3
 
-        def forward(self, x: Tensor) -> Tensor:
-            keys = self.norm(self.key(x))[None, None]  # FP32
-            kept, _ = DynamicCache().update(keys, keys, 0)
-            return kept.float() * 3
-
-    torch.manual_seed(0)
-    model, x = Scaled(), torch.randn(4, 8)
+    model, x = Using(use, key=linear(), norm=nn.LayerNorm(8)), torch.randn(4, 8)
     attached(model)
     with_grad = model(x)
     with torch.no_grad():
         assert torch.equal(model(x), (with_grad / 3).bfloat16().float() * 3) and not torch.equal(model(x), with_grad)
 
 
-class _Multiplications(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 @native
 def test_the_last_token_of_a_sequence_is_multiplied_without_a_copy_of_the_weight() -> None:
     """As in ``generate``: the slice is not contiguous, and torch's own way would be a batch of matrices."""
 
-    class Head(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x[:, -1:, :])
-
-    layer, x = Head(8, 100, bias=False), torch.randn(1, 5, 8).to(torch.bfloat16)
-    attached(layer)
+    head, x = nn.Linear(8, 100, bias=False), torch.randn(1, 5, 8).to(torch.bfloat16)
+    model = Using(lambda m, x: m.head(x[:, -1:, :]), head=head)
+    attached(model)
     with torch.no_grad():
-        layer(x)
-        with _Multiplications() as seen:
-            found = layer(x)
-    assert seen.names == ["mm"]
-    expected = F.linear(x[:, -1:, :].contiguous(), layer.weight.to(torch.bfloat16))
+        model(x)
+        with Dispatched("mm", "addmm", "bmm") as seen:
+            found = model(x)
+    assert [name for name, _ in seen.calls] == ["mm"]
+    expected = F.linear(x[:, -1:, :].contiguous(), head.weight.to(torch.bfloat16))
     assert torch.equal(found, expected.float())

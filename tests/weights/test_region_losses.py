@@ -1,14 +1,14 @@
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tiny import Using, assert_true, attached, gradients_of, linear
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hf_mp
-from hf_mp.scaling.scalers import StaticLossScaler
-from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights import region_losses
 
 ROWS, CLASSES = 24, 40
@@ -18,18 +18,12 @@ LABELS = torch.randint(0, CLASSES, (ROWS,), generator=torch.Generator().manual_s
 )
 
 
-class Classifier(nn.Module):
-    """A model that makes its loss as those of Transformers do that call no ``loss_function``."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.head = nn.Linear(8, CLASSES)
-        self.settings = settings
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        loss: Tensor = nn.CrossEntropyLoss(**self.settings)(self.head(x), labels)
-        return loss
+def classifier(use: Callable[..., Tensor] | None = None, rules: Any = None, **settings: Any) -> Any:
+    """Attached; makes its loss as those of Transformers do that call no ``loss_function``."""
+    use = use or (lambda m, x, labels: nn.CrossEntropyLoss(**settings)(m.head(x), labels))
+    model = Using(use, head=linear(8, CLASSES))
+    attached(model, "bf16", 1.0, rules=rules)
+    return model
 
 
 @pytest.fixture
@@ -48,11 +42,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 
 
 def loss_and_gradients(x: Tensor = X, labels: Tensor = LABELS, **settings: Any) -> tuple[Tensor, list[Tensor | None]]:
-    model = Classifier(**settings)
-    MixedPrecision("bf16", loss_scaler=StaticLossScaler(1.0)).attach(model)
-    loss = model(x, labels)
-    loss.sum().backward()
-    return loss.detach(), [parameter.grad for parameter in model.parameters()]
+    model, losses = classifier(**settings), list[Tensor]()
+    gradients = gradients_of(model, lambda: losses.append(model(x, labels)) or losses[0].sum())  # type: ignore[func-returns-value]
+    return losses[0].detach(), gradients
 
 
 @pytest.mark.parametrize("settings", [{}, {"reduction": "sum"}, {"ignore_index": 7}], ids=str)
@@ -66,9 +58,7 @@ def test_value_and_gradients_are_those_of_torch(
     expected_loss, expected = loss_and_gradients(labels=labels, **settings)
     assert len(calls) == 1
     torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
-    for left, right in zip(gradients, expected, strict=True):
-        assert left is not None and right is not None
-        assert (left - right).norm() <= 2.0**-8 * right.norm()  # half a unit of BF16
+    assert_true(gradients, expected, 2.0**-8, 0.0)  # half a unit of BF16
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e30, 0.0, 1e-41])
@@ -82,81 +72,48 @@ def test_special_values_give_what_torch_gives(
     monkeypatch.setattr(region_losses, "FEW_ELEMENTS", ROWS * CLASSES + 1)
     expected_loss, expected = loss_and_gradients(x)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0, equal_nan=True)
-    for left, right in zip(gradients, expected, strict=True):
-        assert left is not None and right is not None
-        torch.testing.assert_close(left, right, rtol=2e-2, atol=1e-4, equal_nan=True)
+    torch.testing.assert_close(gradients, expected, rtol=2e-2, atol=1e-4, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"reduction": "none"}, {"label_smoothing": 0.1}, {"weight": torch.ones(CLASSES)}], ids=str
-)
-def test_other_settings_are_left_to_torch(settings: dict[str, Any], calls: list[torch.dtype]) -> None:
-    loss, _ = loss_and_gradients(**settings)
-    assert not calls
-    assert loss.dtype is torch.float32
+PROBABILITIES = torch.randn(ROWS, CLASSES, generator=torch.Generator().manual_seed(2)).softmax(1)
+LEFT: dict[str, dict[str, Any]] = {
+    "not reduced": {"reduction": "none"},
+    "smoothed": {"label_smoothing": 0.1},
+    "weighted": {"weight": torch.ones(CLASSES)},
+    "labels that are probabilities": {"labels": PROBABILITIES},
+    "images": {"x": X.view(4, 6, 8), "labels": torch.randint(0, 6, (4, CLASSES))},
+    "a rule": {"rules": {F.cross_entropy: "fp32"}},
+    "a checkpoint, which drops the saved logits": {
+        "use": lambda m, x, y: checkpoint(lambda x: F.cross_entropy(m.head(x), y), x, use_reentrant=False)
+    },
+    "logits that share memory": {
+        "use": lambda m, x, y: F.cross_entropy(m.head(torch.ones(1, 8)).expand(ROWS, CLASSES), y)
+    },
+}
 
 
-def test_other_labels_and_shapes_are_left_to_torch(calls: list[torch.dtype]) -> None:
-    probabilities = torch.randn(ROWS, CLASSES, generator=torch.Generator().manual_seed(2)).softmax(1)
-    loss_and_gradients(labels=probabilities)
-    loss_and_gradients(X.view(4, 6, 8), torch.randint(0, 6, (4, CLASSES)))
-    assert not calls
-
-
-def test_a_rule_for_the_loss_holds(calls: list[torch.dtype]) -> None:
-    model = Classifier()
-    MixedPrecision("bf16", rules={F.cross_entropy: "fp32"}).attach(model)
-    model(X, LABELS)
-    assert not calls
+@pytest.mark.parametrize("name", LEFT)
+def test_other_calls_are_left_to_torch(name: str, calls: list[torch.dtype]) -> None:
+    loss, gradients = loss_and_gradients(**LEFT[name])
+    assert not calls and loss.dtype is torch.float32
+    assert all(gradient is not None for gradient in gradients)
 
 
 def test_it_can_be_explained(calls: list[torch.dtype]) -> None:
-    model = Classifier()
-    MixedPrecision("bf16").attach(model)
-    ops = {op.op: op for op in hf_mp.autocast.explain(model, X, LABELS).ops}
+    ops = {op.op: op for op in hf_mp.autocast.explain(classifier(), X, LABELS).ops}
     assert calls == [torch.bfloat16]
     assert ops["cross_entropy_loss"].outputs == ("float32",)
 
 
-def test_within_a_checkpoint_it_is_left_to_torch(calls: list[torch.dtype]) -> None:
-    class Checkpointed(Classifier):
-        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-            loss: Tensor = checkpoint(super().forward, x, labels, use_reentrant=False)
-            return loss
-
-    model = Checkpointed()
-    MixedPrecision("bf16").attach(model)
-    model(X, LABELS).backward()  # whose saved logits the checkpoint drops
-    assert not calls
-
-
 def test_compiled_it_is_left_to_torch(calls: list[torch.dtype]) -> None:
-    model = Classifier()
-    MixedPrecision("bf16").attach(model)
+    model = classifier()
     expected = model(X, LABELS).item()
-    compiled = torch.compile(model, backend="aot_eager")
-    assert compiled(X, LABELS).item() == pytest.approx(expected, rel=1e-5)
+    assert torch.compile(model, backend="aot_eager")(X, LABELS).item() == pytest.approx(expected, rel=1e-5)
     assert len(calls) == 1
 
 
-def test_logits_that_share_memory_among_themselves_are_left_to_torch(calls: list[torch.dtype]) -> None:
-    class Prior(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(1, CLASSES)
-
-        def forward(self, labels: Tensor) -> Tensor:
-            return F.cross_entropy(self.head(torch.ones(1, 1)).expand(len(labels), CLASSES), labels)
-
-    model = Prior()
-    MixedPrecision("bf16").attach(model)
-    model(LABELS).backward()
-    assert not calls and model.head.bias.grad is not None
-
-
 def test_transforms_are_left_to_torch(calls: list[torch.dtype]) -> None:
-    model = Classifier()
-    MixedPrecision("bf16").attach(model)
+    model = classifier()
     gradients = torch.func.grad(lambda weights: torch.func.functional_call(model, weights, (X, LABELS)))(
         dict(model.named_parameters())
     )

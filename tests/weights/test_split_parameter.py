@@ -10,16 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import Using, assert_true, attached
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from hf_mp.kernels.split import split
-from hf_mp.scaling.scalers import StaticLossScaler
-from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.lean.outside_reads import as_stored
 from hf_mp.weights.lean.split_parameter import (
     SplitParameter,
-    check_splittable,
     gradient_and_factor,
     keep_scale_of_gradients,
     make_split,
@@ -71,15 +68,6 @@ def test_a_gradient_that_is_there_stays() -> None:
     make_split(parameter, torch.float16)
     assert parameter.grad is not None and parameter.grad.dtype is torch.float32
     assert torch.equal(parameter.grad, torch.ones(4, 3))
-
-
-def test_subclasses_of_parameter_are_refused() -> None:
-    class Own(nn.Parameter):
-        pass
-
-    with pytest.raises(TypeError, match=r"a Own of shape \(2,\) cannot be split .* freeze it, or use the default"):
-        make_split(Own(torch.ones(2)), torch.float16)
-    check_splittable([nn.Parameter(torch.ones(2))])
 
 
 def test_unsplit_gives_an_ordinary_fp32_parameter_back() -> None:
@@ -231,21 +219,6 @@ def test_load_state_dict_in_fp32_and_fp16() -> None:
     assert torch.equal(master_value(model[1].weight), new["1.weight"])
 
 
-def test_a_swap_with_an_average_and_back() -> None:
-    value, average = values(), values()
-    parameter = made(value)
-    stored = parameter.detach().clone()
-    parameter.data.copy_(average)
-    assert torch.equal(parameter.detach(), average.half())
-    parameter.data.copy_(stored)
-    assert torch.equal(master_value(parameter), value)
-    parameter.data.copy_(average)
-    assert torch.equal(master_value(parameter), average)
-    master_value(parameter)  # as a checkpoint does between the two
-    parameter.data.copy_(stored)
-    assert torch.equal(master_value(parameter), value)
-
-
 def test_casts_and_moves_of_a_module() -> None:
     model = split_model()
     before = {name: master_value(p) for name, p in model.named_parameters()}  # type: ignore[arg-type]
@@ -300,18 +273,6 @@ def test_a_pickle_holds_an_ordinary_fp32_parameter(how: str) -> None:
 # Masters
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_small_updates_add_up_in_the_master(dtype: torch.dtype) -> None:
-    parameter = made(torch.ones(3), dtype)
-    for _ in range(100):
-        write_master(parameter, open_master(parameter) + 1e-4)
-    expected = torch.ones(3)
-    for _ in range(100):
-        expected += 1e-4
-    assert torch.equal(master_value(parameter), expected)
-    assert torch.equal(parameter.detach(), split(expected, dtype).working)
-
-
 def test_writing_the_master_is_seen_by_autograd() -> None:
     parameter = made(values())
     with as_stored():  # as in a forward
@@ -337,28 +298,16 @@ def test_master_value_is_one_tensor_until_something_changes() -> None:
 # Gradients
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.second = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
-
-
-def attached(model: nn.Module, precision: str = "fp16-lean") -> MixedPrecision:
-    runtime = MixedPrecision(precision, loss_scaler=StaticLossScaler(SCALE) if "fp16" in precision else None)
-    runtime.attach(model)
-    return runtime
+def layers() -> Using:
+    return Using(lambda m, x: m.second(torch.tanh(m.first(x))), first=nn.Linear(8, 8), second=nn.Linear(8, 8))
 
 
 @pytest.fixture(params=["fp16-lean", "bf16-lean"])
 def pair(request: pytest.FixtureRequest) -> tuple[nn.Module, nn.Module, float]:
     """A model attached in a lean layout, the same in FP32, and the tolerance of their gradients."""
-    model = Model()
+    model = layers()
     reference = copy.deepcopy(model)
-    attached(model, request.param)
+    attached(model, request.param, SCALE if request.param == "fp16-lean" else None)
     return model, reference, 4e-3 if request.param == "fp16-lean" else 3e-2
 
 
@@ -367,10 +316,9 @@ X = torch.randn(5, 8, generator=torch.Generator().manual_seed(7))
 
 
 def assert_gradients_match(model: nn.Module, reference: nn.Module, tolerance: float) -> None:
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert ours.grad is not None and theirs.grad is not None
-        assert ours.grad.dtype is torch.float32
-        assert (ours.grad - theirs.grad).norm() <= tolerance * theirs.grad.norm() + 1e-12
+    found = [parameter.grad for parameter in model.parameters()]
+    assert {gradient.dtype for gradient in found if gradient is not None} == {torch.float32}
+    assert_true(found, [parameter.grad for parameter in reference.parameters()], tolerance)
 
 
 def test_a_gradient_is_lower_precision_and_scaled_until_it_is_read(pair: Pair) -> None:
@@ -390,82 +338,6 @@ def test_a_gradient_is_lower_precision_and_scaled_until_it_is_read(pair: Pair) -
         assert gradient_and_factor(parameter)[1] is None
 
 
-def test_micro_batches_add_up_in_fp32(pair: Pair) -> None:
-    model, reference, tolerance = pair
-    single = []
-    for part in (X[:2], X[2:], X):
-        model(part).square().sum().backward()
-        single.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-        model.zero_grad()
-    for part in (X[:2], X[2:], X):
-        model(part).square().sum().backward()
-        reference(part).square().sum().backward()
-    for parameter, parts in zip(model.parameters(), zip(*single, strict=True), strict=True):
-        assert torch.equal(parameter.grad, parts[0] + parts[1] + parts[2])  # type: ignore[arg-type]
-    assert_gradients_match(model, reference, tolerance)
-
-
-def test_a_penalty_on_the_weights_outside_the_model_is_not_unscaled(pair: Pair) -> None:
-    model, reference, tolerance = pair
-    for accumulated in range(3):
-        for each in (model, reference):
-            (each(X).square().mean() + 0.1 * each.second.weight.square().sum()).backward()
-        if accumulated == 1:
-            assert_gradients_match(model, reference, tolerance)
-    assert_gradients_match(model, reference, tolerance)
-
-
-def test_autograd_grad_gives_true_fp32_gradients_and_leaves_none_behind(pair: Pair) -> None:
-    model, reference, tolerance = pair
-    ours = torch.autograd.grad(model(X).square().mean(), list(model.parameters()))
-    theirs = torch.autograd.grad(reference(X).square().mean(), list(reference.parameters()))
-    for left, right in zip(ours, theirs, strict=True):
-        assert left.dtype is torch.float32
-        assert (left - right).norm() <= tolerance * right.norm()
-    assert all(raw_gradient(p) is None for p in model.parameters())
-
-
-def test_backward_for_some_inputs_only(pair: Pair) -> None:
-    model, reference, tolerance = pair
-    for each in (model, reference):
-        each(X).square().mean().backward(inputs=[each.first.weight])
-    assert raw_gradient(model.second.weight) is None
-    error = (model.first.weight.grad - reference.first.weight.grad).norm()
-    assert error <= tolerance * reference.first.weight.grad.norm()
-
-
-def test_hooks_see_true_gradients(pair: Pair) -> None:
-    model, reference, tolerance = pair
-    seen: dict[str, Tensor] = {}
-    model.first.weight.register_hook(lambda g: seen.__setitem__("hook", g.clone()))
-    model.first.weight.register_hook(lambda g: g * 2)
-    model.second.weight.register_post_accumulate_grad_hook(lambda p: seen.__setitem__("post", p.grad.clone()))
-    for each in (model, reference):
-        each(X).square().mean().backward()
-    for name, theirs in (("hook", reference.first.weight.grad), ("post", reference.second.weight.grad)):
-        assert seen[name].dtype is torch.float32
-        assert (seen[name] - theirs).norm() <= tolerance * theirs.norm()
-    assert torch.equal(model.first.weight.grad, 2 * seen["hook"])
-
-
-def test_retain_graph(pair: Pair) -> None:
-    model, reference, tolerance = pair
-    for each in (model, reference):
-        loss = each(X).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-    assert_gradients_match(model, reference, tolerance)
-
-
-def test_create_graph(pair: Pair) -> None:
-    model, reference, tolerance = pair
-    for each in (model, reference):
-        loss = each(X).square().mean()
-        gradients = torch.autograd.grad(loss, list(each.parameters()), create_graph=True)
-        (loss + sum(gradient.square().sum() for gradient in gradients)).backward()
-    assert_gradients_match(model, reference, 3 * tolerance)
-
-
 def test_tied_weights_add_up_in_fp32(pair: Pair) -> None:
     model, reference, tolerance = pair
     for each in (model, reference):
@@ -476,28 +348,10 @@ def test_tied_weights_add_up_in_fp32(pair: Pair) -> None:
     assert_gradients_match(model, reference, tolerance)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing(pair: Pair, use_reentrant: bool) -> None:
-    model, reference, tolerance = pair
-    first = model.first
-
-    class Checkpointed(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(first.__class__.forward, first, x, use_reentrant=use_reentrant)
-
-    model.first = Checkpointed()
-    model.first.inner = first
-    x = X.clone().requires_grad_()
-    for each in (model, reference):
-        for _ in range(2):
-            each(x).square().mean().backward()
-    assert_gradients_match(model, reference, tolerance)
-
-
 def test_sparse_gradients() -> None:
     model, reference = (nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 4)) for _ in range(2))
     reference.load_state_dict(model.state_dict())
-    attached(model)
+    attached(model, "fp16-lean")
     ids = torch.tensor([1, 1, 4])
     for micro_batch in range(2):
         for each in (model, reference):
@@ -537,24 +391,9 @@ def test_setting_and_deleting_gradients(pair: Pair) -> None:
     assert torch.equal(gradient_and_factor(model.first.weight)[0], torch.ones(8, 8))  # type: ignore[arg-type]
 
 
-def test_torch_clips_true_gradients(pair: Pair) -> None:
-    model, reference, tolerance = pair
-    for each in (model, reference):
-        (100 * each(X).square().mean()).backward()
-    ours = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    theirs = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
-    assert theirs > 1.0 and (ours - theirs).abs() < tolerance * theirs
-    assert_gradients_match(model, reference, tolerance)
-    bound = reference.first.weight.grad.abs().max().item() / 2
-    for each in (model, reference):
-        nn.utils.clip_grad_value_(each.parameters(), bound)
-    assert model.first.weight.grad.abs().max().item() == bound
-    assert_gradients_match(model, reference, tolerance)
-
-
 def test_a_scaled_gradient_remembers_its_scale() -> None:
-    model = Model()
-    runtime = attached(model)
+    model = layers()
+    runtime = attached(model, "fp16-lean")
     model(X).square().mean().backward()
     gradients = [raw_gradient(p).float() / SCALE for p in model.parameters()]  # type: ignore[union-attr]
     keep_scale_of_gradients(model.parameters())

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny import saved_tensors
 from torch import Tensor, nn
 
 import hf_mp
@@ -84,17 +85,11 @@ def test_a_tensor_changed_in_place_before_backward_is_still_an_error() -> None:
 
 
 def test_hooks_of_others_stay_in_force() -> None:
-    seen: list[torch.dtype] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        seen.append(tensor.dtype)
-        return tensor
-
     weight, copies = nn.Parameter(torch.randn(8, 8)), TransientCopies(torch.float16)
     x = torch.randn(3, 8, dtype=torch.float32, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), copies.not_saved():
+    with saved_tensors() as seen, copies.not_saved():
         y = x * inside(weight, copies.get(weight))[:3]
-    assert torch.float16 in seen
+    assert torch.float16 in {tensor.dtype for tensor in seen}
     y.sum().backward()
 
 

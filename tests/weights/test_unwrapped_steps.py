@@ -33,14 +33,6 @@ def test_so_it_is_for_a_copy_that_outlives_its_model() -> None:
         torch.optim.SGD(copied.parameters(), lr=0.1).step()
 
 
-def test_the_wrapped_optimizer_names_its_wrapper() -> None:
-    model = nn.Linear(8, 2)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    hf_mp.prepare(model, inner, "bf16-lean")
-    with pytest.raises(RuntimeError, match="whose master weights are in a MasterWeightOptimizer: call the wrapper's"):
-        inner.step()
-
-
 def test_an_optimizer_around_the_wrapper_steps_it() -> None:
     class Around(torch.optim.Optimizer):
         def __init__(self, inner: torch.optim.Optimizer) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import Dispatched, Using, gradients_of, linear, same
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hf_mp
@@ -27,29 +27,23 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "init": nn.init.zeros_,
     "data": lambda weight: weight.data.mul_(0.5),
 }
+both = pytest.mark.parametrize("precision", ["bf16", "fp16"])
 
 
-class Writer(nn.Module):
-    """Writes the weight of a layer in its forward when it is told to; the layer's result, before and after."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.write: Callable[[Tensor], Any] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.write is not None:
-            with torch.no_grad():
-                self.write(self.layer.weight)
-        return self.head(self.layer(x))
+def attached(use: Callable[..., Any], precision: str = "bf16", **parts: Any) -> Any:
+    return MixedPrecision(precision).attach(Using(use, **({"layer": linear()} | parts)))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@both
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("kind", ["frozen", "no grad", "trained"])
 def test_a_write_reaches_the_parameter_and_its_copy(precision: str, write: str, kind: str) -> None:
-    plain, model = Writer(), Writer()
+    def use(m: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            m.write(m.layer.weight)
+        return m.head(m.layer(x))
+
+    plain, model = (Using(use, layer=linear(), head=linear(), write=lambda weight: None) for _ in range(2))
     model.layer.requires_grad_(kind != "frozen")
     MixedPrecision(precision).attach(model)
     model(X)  # learned: the slot holds the working copy from the beginning of the next forward on
@@ -67,23 +61,16 @@ def test_a_write_reaches_the_parameter_and_its_copy(precision: str, write: str, 
 
 
 def test_a_momentum_encoder_follows_after_an_evaluation_came_first() -> None:
-    class Momentum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
-            self.key.requires_grad_(False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.training:
-                with torch.no_grad():
-                    for query, key in zip(self.query.parameters(), self.key.parameters(), strict=True):
-                        key.mul_(0.999).add_(query, alpha=0.001)
-            return (self.query(x) * self.key(x)).mean()
+    def use(m: Any, x: Tensor) -> Tensor:
+        if m.training:
+            with torch.no_grad():
+                for query, key in zip(m.query.parameters(), m.key.parameters(), strict=True):
+                    key.mul_(0.999).add_(query, alpha=0.001)
+        return (m.query(x) * m.key(x)).mean()
 
     keys = []
     for precision in ("fp32", "fp16"):
-        model = Momentum()
+        model: Any = Using(use, query=linear(), key=nn.Linear(8, 8).requires_grad_(False))
         model, optimizer = hf_mp.prepare(model, torch.optim.SGD(model.query.parameters(), 0.0), precision)
         model.eval()(X)
         model.train()
@@ -94,57 +81,39 @@ def test_a_momentum_encoder_follows_after_an_evaluation_came_first() -> None:
     assert torch.equal(*keys)
 
 
-def test_what_the_forward_puts_in_the_place_of_a_weight_stays() -> None:
-    class Replacing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_the_forward_puts_in_the_place_of_a_weight_stays(grad: bool) -> None:
+    def use(m: Any, x: Tensor) -> Tensor:
+        m.layer.weight = nn.Parameter(torch.zeros(8, 8))
+        return m.layer(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.layer.weight = nn.Parameter(torch.zeros(8, 8))
-            return self.layer(x)
-
-    for grad in (True, False):
-        model = MixedPrecision("bf16").attach(Replacing())
-        with torch.set_grad_enabled(grad):
-            model(X)
-        assert not model.layer.weight.any() and isinstance(model.layer.weight, nn.Parameter)
+    model = attached(use)
+    with torch.set_grad_enabled(grad):
+        model(X)
+    assert not model.layer.weight.any() and isinstance(model.layer.weight, nn.Parameter)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@both
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_functional_call_inside_of_a_forward_takes_the_weights_that_it_is_given(precision: str, grad: bool) -> None:
-    class Functional(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            zeros = {"weight": torch.zeros(8, 8), "bias": torch.zeros(8)}
-            return torch.func.functional_call(self.layer, zeros, (x,))
-
-    model = MixedPrecision(precision).attach(Functional())
+    zeros = {"weight": torch.zeros(8, 8), "bias": torch.zeros(8)}
+    model = attached(lambda m, x: torch.func.functional_call(m.layer, zeros, (x,)), precision)
     with torch.set_grad_enabled(grad):
-        for _ in range(2):
-            assert not model(X).any()
+        assert not any(model(X).any() for _ in range(2))
     assert model.layer.weight.any()
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@both
 def test_threads_share_a_model_only_to_read_it(precision: str) -> None:
-    class Waiting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-            self.began, self.go = threading.Event(), threading.Event()
+    began, go = threading.Event(), threading.Event()
 
-        def forward(self, x: Tensor) -> Tensor:
-            if threading.current_thread().name == "reader":
-                self.began.set()
-                assert self.go.wait(30)
-            return self.layer(x)
+    def use(m: Any, x: Tensor) -> Tensor:
+        if threading.current_thread().name == "reader":
+            began.set()
+            assert go.wait(30)
+        return m.layer(x)
 
-    model = MixedPrecision(precision).attach(Waiting())
+    model = attached(use, precision)
     model(X).sum().backward()
     read: list[Tensor] = []
 
@@ -154,30 +123,25 @@ def test_threads_share_a_model_only_to_read_it(precision: str) -> None:
 
     reader = threading.Thread(target=reads, name="reader")
     reader.start()
-    assert model.began.wait(30)
+    assert began.wait(30)
     with pytest.raises(RuntimeError, match=r"another thread ran one of the same.*copy\.deepcopy of the model"):
         model(X)
     with torch.no_grad():
         expected = model(X)
-    model.go.set()
+    go.set()
     reader.join(30)
     assert torch.equal(read[0], expected)
     model(X).sum().backward()
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@both
 @pytest.mark.parametrize("trained_first", [True, False])
 def test_torchs_encoder_in_one_kernel_has_its_weights_in_fp32(precision: str, trained_first: bool) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
-            self.encoder = nn.TransformerEncoder(layer, 2)
-
-        def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
-            return self.encoder(x, src_key_padding_mask=padding)
-
-    model, x, padding = Model(), torch.randn(2, 5, 16), torch.zeros(2, 5, dtype=torch.bool)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+    model = Using(
+        lambda m, x, padding=None: m.encoder(x, src_key_padding_mask=padding), encoder=nn.TransformerEncoder(layer, 2)
+    )
+    x, padding = torch.randn(2, 5, 16), torch.zeros(2, 5, dtype=torch.bool)
     padding[0, 3:] = True
     with torch.no_grad():
         expected = [model.eval()(x), model(x, padding)]
@@ -191,21 +155,15 @@ def test_torchs_encoder_in_one_kernel_has_its_weights_in_fp32(precision: str, tr
 
 
 def test_an_evaluation_or_a_failure_that_comes_first_decides_nothing() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor | None) -> Tensor:
-            y = self.layer(X).square().mean()
-            if x is None:
-                raise ValueError
-            return y + self.layer.weight.double().norm() if self.training else y
+    def use(m: Any, x: Tensor | None) -> Tensor:
+        y = m.layer(X).square().mean()
+        if x is None:
+            raise ValueError
+        return y + m.layer.weight.double().norm() if m.training else y
 
     values = []
     for first in ("training", "evaluation", "evaluation without grad", "failure"):
-        model = MixedPrecision("bf16").attach(Model())
+        model = attached(use)
         if first.startswith("evaluation"):
             with torch.set_grad_enabled(first == "evaluation"):
                 model.eval()(X)
@@ -217,46 +175,29 @@ def test_an_evaluation_or_a_failure_that_comes_first_decides_nothing() -> None:
     assert len(set(values)) == 1
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@both
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("op", [lambda w: (w * 2).sum(), lambda w: torch.cat([w, w * 3]).square().mean(), torch.norm])
 def test_gradient_checkpointing_changes_no_bit_of_the_first_step(
     precision: str, use_reentrant: bool, op: Callable[[Tensor], Tensor]
 ) -> None:
-    class Model(nn.Module):
-        def __init__(self, checkpointed: bool) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.layer, self.checkpointed = nn.Linear(8, 8), checkpointed
-
-        def body(self, x: Tensor) -> Tensor:
-            return self.layer(x) * op(self.layer.weight)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.body, x, use_reentrant=use_reentrant) if self.checkpointed else self.body(x)
+    def body(m: Any, x: Tensor) -> Tensor:
+        return m.layer(x) * op(m.layer.weight)
 
     gradients = []
-    for checkpointed in (False, True):
-        model = MixedPrecision(precision).attach(Model(checkpointed))
-        for _ in range(2):
-            model.zero_grad()
-            model(X.clone().requires_grad_()).mean().backward()
-            gradients.append(model.layer.weight.grad.clone())
-    assert torch.equal(gradients[0], gradients[2]) and torch.equal(gradients[1], gradients[3])
+    for use in (body, lambda m, x: checkpoint(body, m, x, use_reentrant=use_reentrant)):
+        model = attached(use, precision)
+        gradients += [gradients_of(model, lambda: model(X.clone().requires_grad_()).mean()) for _ in range(2)]  # noqa: B023
+    assert same(gradients[0], gradients[2]) and same(gradients[1], gradients[3])
 
 
 def test_a_weight_that_a_reading_forward_thaws_is_trained() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.head = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 1)
+    def use(m: Any, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            m.layer.requires_grad_(True)
+        return m.head(m.layer(x)).mean()
 
-        def forward(self, x: Tensor) -> Tensor:
-            if not torch.is_grad_enabled():
-                self.layer.requires_grad_(True)
-            return self.head(self.layer(x)).mean()
-
-    model = MixedPrecision("bf16").attach(Model())
+    model = attached(use, layer=linear().requires_grad_(False), head=linear(8, 1))
     model(X)
     with torch.no_grad():
         model(X)
@@ -268,46 +209,30 @@ def test_doras_norm_is_that_of_fp32_weights() -> None:
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora.dora import DoraLinearLayer
 
-    class Norms(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dtypes: set[torch.dtype] = set()
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.overloadpacket.__name__ == "linalg_vector_norm":
-                self.dtypes.add(args[0].dtype)
-            return func(*args, **(kwargs or {}))
-
     settings = LoraConfig(target_modules=["0"], use_dora=True, r=4, init_lora_weights=False)
-    model = get_peft_model(nn.Sequential(nn.Linear(8, 8)), settings)
+    model = get_peft_model(nn.Sequential(linear()), settings)
     assert any(isinstance(module, DoraLinearLayer) for module in model.modules())
     MixedPrecision("bf16").attach(model)
-    with Norms() as norms:
+    with Dispatched("linalg_vector_norm") as norms:
         for _ in range(3):
             model(X).sum().backward()
-    assert norms.dtypes == {torch.float32}
+    assert {args[0].dtype for _, args in norms.calls} == {torch.float32}
 
 
 def test_a_weight_whose_dtype_a_forward_reads_is_the_same_from_the_first_forward_on() -> None:
-    class Reading(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.raw = nn.Parameter(torch.randn(8, 8))
-            self.dtypes: list[torch.dtype] = []
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.dtypes.append(self.raw.dtype)
-            return torch.einsum("bi,ij->bj", x, self.raw)
-
-    model = MixedPrecision("bf16").attach(Reading())
+    dtypes: list[torch.dtype] = []
+    model = attached(
+        lambda m, x: (dtypes.append(m.raw.dtype), torch.einsum("bi,ij->bj", x, m.raw))[1],
+        raw=nn.Parameter(torch.randn(8, 8)),
+    )
     for _ in range(3):
         model(X).sum().backward()
-    assert model.dtypes == [torch.float32] * 3
+    assert dtypes == [torch.float32] * 3
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_part_that_was_traced_runs() -> None:
-    model = nn.Sequential(torch.jit.trace(nn.Linear(8, 8), X), nn.Linear(8, 8))
+    model = nn.Sequential(torch.jit.trace(linear(), X), linear())
     MixedPrecision("bf16").attach(model)
     for _ in range(2):
         model(X).sum().backward()
@@ -317,9 +242,8 @@ def test_a_part_that_was_traced_runs() -> None:
 def test_a_part_that_accelerate_offloads_runs() -> None:
     from accelerate import cpu_offload
 
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = nn.Sequential(linear().requires_grad_(False), linear())
     expected = model(X).detach()
-    model[0].requires_grad_(False)
     cpu_offload(model[0], execution_device="cpu")
     MixedPrecision("bf16").attach(model)
     for grad in (True, False):
@@ -327,24 +251,13 @@ def test_a_part_that_accelerate_offloads_runs() -> None:
             torch.testing.assert_close(model(X), expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@both
 def test_a_copy_made_inside_of_a_forward_holds_16_bits(precision: str) -> None:
     """A limit: a module holds the working copies while a forward runs."""
-
-    class Copying(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-            self.copied: list[nn.Module] = []
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                self.copied.append(copy.deepcopy(self.layer))
-            return self.layer(x)
-
-    model = MixedPrecision(precision).attach(Copying())
+    copied: list[Any] = []
+    model = attached(lambda m, x: (copied.append(copy.deepcopy(m.layer)), m.layer(x))[1], precision)
     with torch.no_grad():
         model(X)
         model(X)
-    assert model.copied[-1].weight.dtype in (torch.bfloat16, torch.float16)
+    assert copied[-1].weight.dtype in (torch.bfloat16, torch.float16)
     assert model.state_dict()["layer.weight"].dtype is torch.float32

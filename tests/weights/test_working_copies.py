@@ -2,6 +2,7 @@ import copy
 import gc
 import io
 import math
+import operator
 import pickle
 import weakref
 from collections.abc import Callable
@@ -44,9 +45,9 @@ def nudge(parameter: nn.Parameter) -> Tensor:
     return parameter.detach().clone() * 1.5 + 1.0
 
 
+@torch.no_grad()
 def write_in_place(parameter: nn.Parameter) -> None:
-    with torch.no_grad():
-        parameter.copy_(nudge(parameter))
+    parameter.copy_(nudge(parameter))
 
 
 def write_in_inference_mode(parameter: nn.Parameter) -> None:
@@ -55,46 +56,21 @@ def write_in_inference_mode(parameter: nn.Parameter) -> None:
         parameter.copy_(value)
 
 
-def write_to_data(parameter: nn.Parameter) -> None:
-    parameter.data.copy_(nudge(parameter))
-
-
-def write_to_a_part_of_data(parameter: nn.Parameter) -> None:
-    parameter.data.view(-1)[1:].add_(1.0)
-
-
 def replace_data(parameter: nn.Parameter) -> None:
     parameter.data = nudge(parameter)
 
 
-def write_through_detach(parameter: nn.Parameter) -> None:
-    parameter.detach().copy_(nudge(parameter))
-
-
-def load_a_state_dict(parameter: nn.Parameter) -> None:
+def in_a_module(parameter: nn.Parameter, change: Callable[[nn.Module], Any]) -> None:
     module = nn.Module()
     module.weight = parameter
-    module.load_state_dict({"weight": nudge(parameter)})
+    change(module)
     assert module.weight is parameter
 
 
-def move_by_module(parameter: nn.Parameter) -> None:
-    module = nn.Module()
-    module.weight = parameter
+def move_and_back(module: nn.Module) -> None:
     module.double()
-    parameter.data += 1.0
+    module.weight.data += 1.0
     module.float()
-
-
-def average_in(parameter: nn.Parameter) -> None:
-    parameter.data.lerp_(nudge(parameter), 0.5)
-
-
-def step_by_data(parameter: nn.Parameter) -> None:
-    """As optimizers from before ``no_grad`` wrote."""
-    for group in [{"params": [parameter]}]:
-        for each in group["params"]:
-            each.data.addcmul_(torch.ones(()), nudge(each), value=-0.5)
 
 
 def step(make: Callable[..., torch.optim.Optimizer], **settings: Any) -> Callable[[nn.Parameter], None]:
@@ -105,21 +81,41 @@ def step(make: Callable[..., torch.optim.Optimizer], **settings: Any) -> Callabl
     return write
 
 
-WRITERS: dict[str, Callable[[nn.Parameter], None]] = {
+WRITERS: dict[str, Callable[[nn.Parameter], Any]] = {
     "in place": write_in_place,
     "in place, in inference mode": write_in_inference_mode,
-    "through .data": write_to_data,
-    "through a part of .data": write_to_a_part_of_data,
+    "through .data": lambda p: p.data.copy_(nudge(p)),
+    "through a part of .data": lambda p: p.data.view(-1)[1:].add_(1.0),
     "to .data": replace_data,
-    "through .detach()": write_through_detach,
-    "load_state_dict": load_a_state_dict,
-    "Module.double and back": move_by_module,
-    "EMA": average_in,
-    "an optimizer that writes to .data": step_by_data,
+    "to .data, twice": lambda p: (replace_data(p), replace_data(p)),
+    "to .data, transposed": lambda p: setattr(p, "data", p.data.t().contiguous().t() + 1.0),
+    "through .detach()": lambda p: p.detach().copy_(nudge(p)),
+    "load_state_dict": lambda p: in_a_module(p, lambda m: m.load_state_dict({"weight": nudge(p)})),
+    "Module.double and back": lambda p: in_a_module(p, move_and_back),
+    "EMA": lambda p: p.data.lerp_(nudge(p), 0.5),
+    "an optimizer that writes to .data": lambda p: p.data.addcmul_(torch.ones(()), nudge(p), value=-0.5),
     "SGD": step(torch.optim.SGD, foreach=False),
     "SGD, foreach": step(torch.optim.SGD, foreach=True, momentum=0.9),
     "AdamW, foreach": step(torch.optim.AdamW, foreach=True),
     "Adagrad": step(torch.optim.Adagrad),
+}
+
+
+def older(parameter: nn.Parameter) -> Tensor:
+    """An alias that is not the last one."""
+    alias = parameter.data
+    _ = parameter.data.shape
+    return alias
+
+
+ALIASES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "kept": lambda p: p.data,
+    "view": lambda p: p.data.view(-1),
+    "[1:]": lambda p: p.data[1:],
+    "t": lambda p: p.data.t(),
+    "older": older,
+    "detach": lambda p: p.data.detach(),
+    "numpy": lambda p: p.data.numpy(),
 }
 
 
@@ -146,49 +142,14 @@ class TestTheCopyIsTheParameterRounded:
             check_current(copies, parameter)
             assert not torch.equal(copies.get(parameter), before)
 
-    def test_through_an_alias_that_is_kept(self) -> None:
+    @pytest.mark.parametrize("alias", ALIASES)
+    def test_through_an_alias(self, alias: str) -> None:
         parameter, copies = watched(3, 5), WorkingCopies(FP16)
-        alias = parameter.data
+        made = ALIASES[alias](parameter)
         for _ in range(4):
-            alias.add_(1.0)
             check_current(copies, parameter)
             check_current(copies, parameter)
-
-    @pytest.mark.parametrize(
-        "part", [lambda t: t.view(-1), lambda t: t[1:], lambda t: t.t()], ids=["view", "[1:]", "t"]
-    )
-    def test_through_a_view_of_an_alias(self, part: Callable[[Tensor], Tensor]) -> None:
-        parameter, copies = watched(3, 5), WorkingCopies(FP16)
-        view = part(parameter.data)
-        for _ in range(4):
-            view.add_(1.0)
-            check_current(copies, parameter)
-            check_current(copies, parameter)
-
-    def test_through_an_alias_older_than_the_last(self) -> None:
-        parameter, copies = watched(3, 5), WorkingCopies(FP16)
-        alias = parameter.data
-        _ = parameter.data.shape
-        check_current(copies, parameter)
-        check_current(copies, parameter)
-        alias.add_(1.0)
-        check_current(copies, parameter)
-
-    @pytest.mark.parametrize("make", [Tensor.detach, Tensor.numpy], ids=["detach", "numpy"])
-    def test_through_what_was_made_of_an_alias(self, make: Callable[[Tensor], Any]) -> None:
-        parameter, copies = watched(3, 5), WorkingCopies(FP16)
-        made = make(parameter.data)
-        check_current(copies, parameter)
-        check_current(copies, parameter)
-        made += 1.0
-        check_current(copies, parameter)
-
-    def test_of_data_that_was_replaced_twice(self) -> None:
-        parameter, copies = watched(999), WorkingCopies(FP16)
-        check_current(copies, parameter)
-        for value in (1.0, 2.0, 3.0, 4.0):
-            parameter.data = torch.full((999,), value)
-            parameter.data = torch.full((999,), -value)
+            made += 1.0
             check_current(copies, parameter)
 
     @every_dtype
@@ -219,29 +180,13 @@ class TestTheCopyIsTheParameterRounded:
         check_current(copies, parameter)
         assert copies.get(parameter).shape == shape and len(copies) == 1
 
-    def test_of_a_parameter_that_was_transposed(self) -> None:
-        parameter, copies = watched(4, 4), WorkingCopies(FP16)
-        check_current(copies, parameter)
-        parameter.data = parameter.data.t()
-        check_current(copies, parameter)
-
-    def test_of_a_parameter_that_is_16_bit_already(self) -> None:
-        parameter, copies = nn.Parameter(random(3).half()), WorkingCopies(FP16)
-        check_current(copies, parameter)
-        write_in_place(parameter)
-        check_current(copies, parameter)
-
-    def test_of_parameters_that_nobody_watches(self) -> None:
-        parameter, copies = nn.Parameter(random(3, 5)), WorkingCopies(FP16)
-        for writer in (write_in_place, replace_data, load_a_state_dict, WRITERS["AdamW, foreach"]):
-            writer(parameter)
-            check_current(copies, parameter)
-
-    def test_of_a_parameter_that_came_later_and_was_written_through_data(self) -> None:
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+    @pytest.mark.parametrize("writer", ["in place", "to .data", "through .data", "load_state_dict", "AdamW, foreach"])
+    def test_of_parameters_that_nobody_watches(self, writer: str, dtype: torch.dtype) -> None:
         """As ``load_state_dict(assign=True)`` and new layers bring them."""
-        parameter, copies = nn.Parameter(random(3, 5)), WorkingCopies(FP16)
+        parameter, copies = nn.Parameter(random(3, 5).to(dtype)), WorkingCopies(FP16)
         check_current(copies, parameter)
-        write_to_data(parameter)
+        WRITERS[writer](parameter)
         check_current(copies, parameter)
 
     def test_of_a_parameter_made_in_inference_mode(self) -> None:
@@ -303,25 +248,15 @@ class TestOneCopy:
         assert copies.get(embedding.weight) is copies.get(head.weight)
         assert len(copies) == 1
 
-    def test_is_released_with_its_parameter(self) -> None:
-        parameter, other, copies = watched(3, 5), watched(2), WorkingCopies(FP16)
-        copied = weakref.ref(copies.get(parameter))
+    def test_is_released_with_its_parameter_which_it_does_not_keep_alive(self) -> None:
+        module, other, copies = nn.Linear(3, 5, bias=False), watched(2), WorkingCopies(FP16)
+        watch(module.weight)
+        alive = [weakref.ref(module.weight), weakref.ref(copies.get(module.weight))]
         copies.get(other)
-        assert copied() is not None
-        del parameter
+        del module
         gc.collect()
-        assert copied() is None
+        assert [reference() for reference in alive] == [None, None]
         assert len(copies) == 1 and copies.get(other).nbytes == 4
-
-    def test_does_not_keep_the_parameter_alive(self) -> None:
-        module, copies = nn.Linear(3, 5), WorkingCopies(FP16)
-        for parameter in module.parameters():
-            watch(parameter)
-            copies.get(parameter)
-        alive = weakref.ref(module.weight)
-        del module, parameter
-        gc.collect()
-        assert alive() is None and len(copies) == 0
 
     def test_of_many_that_come_and_go_is_never_anothers(self) -> None:
         """A new parameter may have the id of one that is gone."""
@@ -357,31 +292,24 @@ class TestRefresh:
     ) -> None:
         held = [copies.get(parameter) for parameter in parameters]
         versions = [copied._version for copied in held]
-        write_in_place(parameters[0])
-        write_to_data(parameters[1])
-        replace_data(parameters[2])
-        for parameter in parameters:
-            copies.get(parameter)
-        for parameter, copied in zip(parameters, held, strict=True):
-            assert torch.equal(copied, parameter.detach().half())
-        assert [copied._version > version for copied, version in zip(held, versions, strict=True)] == [True] * 3 + [
-            False
-        ]
+        for writer, parameter in zip(("in place", "through .data", "to .data"), parameters, strict=False):
+            WRITERS[writer](parameter)
+        assert all(map(operator.is_, map(copies.get, parameters), held))
+        assert all(torch.equal(c, p.detach().half()) for p, c in zip(parameters, held, strict=True))
+        assert [c._version > version for c, version in zip(held, versions, strict=True)] == [True] * 3 + [False]
 
     def test_all_rounds_also_what_seems_unchanged(self, parameters: list[nn.Parameter], copies: WorkingCopies) -> None:
-        held = [copies.get(parameter) for parameter in parameters]
         for parameter in parameters:
             parameter.detach().numpy()[...] += 1.0  # as a fused optimizer: no version counter rises
-        for parameter in parameters:
-            copies.get(parameter)
-        assert not any(torch.equal(c, p.detach().half()) for p, c in zip(parameters, held, strict=True))
-        copies.refresh_all(parameters)
-        assert all(torch.equal(c, p.detach().half()) for p, c in zip(parameters, held, strict=True))
+        assert not any(torch.equal(copies.get(p), p.detach().half()) for p in parameters)
+        with torch.enable_grad():
+            copies.refresh_all(parameters)
+        assert all(torch.equal(copies.get(p), p.detach().half()) for p in parameters)
+        assert not any(copies.get(p).requires_grad or not p.is_leaf for p in parameters)
 
     def test_makes_no_copies(self) -> None:
         copies = WorkingCopies(FP16)
-        parameter = watched(3)
-        copies.refresh_all([parameter])
+        copies.refresh_all([watched(3)])
         assert len(copies) == 0
 
     def test_of_a_parameter_that_is_gone(self, parameters: list[nn.Parameter], copies: WorkingCopies) -> None:
@@ -389,13 +317,6 @@ class TestRefresh:
         gc.collect()
         copies.refresh_all(parameters)
         assert len(copies) == 3
-
-    def test_leaves_autograd_alone(self, parameters: list[nn.Parameter], copies: WorkingCopies) -> None:
-        write_in_place(parameters[0])
-        with torch.enable_grad():
-            copies.refresh_all(parameters)
-            assert not copies.get(parameters[0]).requires_grad
-        assert parameters[0].grad is None and parameters[0].is_leaf
 
 
 class TestWatching:
@@ -421,22 +342,18 @@ class TestWatching:
         assert parameter.__dict__ == attributes
         assert torch.equal(parameter.data, random(3, seed=1))
 
-    def test_twice_is_as_once(self) -> None:
-        parameter = watched(3)
-        watch(parameter)
-        unwatch(parameter)
-        unwatch(parameter)
-        assert type(parameter) is nn.Parameter
-
-    def test_other_classes_are_left_as_they_are(self) -> None:
+    def test_twice_is_as_once_and_other_classes_are_left_as_they_are(self) -> None:
         class Special(nn.Parameter):
             pass
 
-        special = Special(random(3))
-        watch(special)
-        assert type(special) is Special
-        unwatch(special)
-        assert type(special) is Special
+        for made, inside in ((nn.Parameter(random(3)), WatchedParameter), (Special(random(3)), Special)):
+            kind = type(made)
+            watch(made)
+            watch(made)
+            assert type(made) is inside
+            unwatch(made)
+            unwatch(made)
+            assert type(made) is kind
 
     def test_gradients_hooks_and_attributes_stay(self) -> None:
         parameter = nn.Parameter(random(3))
@@ -469,25 +386,23 @@ class TestWatching:
         assert copy.deepcopy(parameter).stride() == parameter.stride()
 
     @pytest.mark.parametrize("requires_grad", [True, False])
-    def test_pickled_it_is_an_ordinary_parameter(self, requires_grad: bool) -> None:
+    @pytest.mark.parametrize("read", [True, False], ids=["data was read", "data was not read"])
+    @pytest.mark.parametrize("save", [pickle.dump, torch.save], ids=["pickle", "torch.save"])
+    def test_pickled_it_is_an_ordinary_parameter(
+        self, save: Callable[[Any, Any], None], read: bool, requires_grad: bool
+    ) -> None:
         parameter = watched(3, 5).requires_grad_(requires_grad)
         parameter.note = "mine"  # type: ignore[attr-defined]
-        loaded = pickle.loads(pickle.dumps(parameter))
-        assert type(loaded) is nn.Parameter and loaded.requires_grad is requires_grad
-        assert loaded.__dict__ == {"note": "mine"}
-        assert torch.equal(loaded, parameter)
-        assert type(parameter) is WatchedParameter
-
-    @pytest.mark.parametrize("save", [pickle.dump, torch.save], ids=["pickle", "torch.save"])
-    def test_pickled_again_or_after_data_was_read(self, save: Callable[[Any, Any], None]) -> None:
-        parameter = watched(3, 5)
-        _ = parameter.data
+        if read:
+            _ = parameter.data
         for _ in range(2):
             file = io.BytesIO()
             save(parameter, file)
             file.seek(0)
             loaded = pickle.load(file) if save is pickle.dump else torch.load(file, weights_only=False)
             assert type(loaded) is nn.Parameter and torch.equal(loaded, parameter)
+            assert loaded.requires_grad is requires_grad and loaded.__dict__ == {"note": "mine"}
+        assert type(parameter) is WatchedParameter
 
     def test_a_state_dict_holds_ordinary_tensors(self) -> None:
         module = nn.Linear(3, 5)

@@ -105,24 +105,6 @@ def test_every_optimizer_steps_as_on_fp32_weights(make: Make, name: str) -> None
             assert_same(masters(model, optimizer), expected[step], layout)
 
 
-@pytest.mark.parametrize("layout", ["fp16", "bf16", "fp16-lean", "bf16-lean"])
-@pytest.mark.parametrize("settings", [{}, {"foreach": True}, {"fused": True}], ids=str)
-def test_a_model_loaded_in_half_trains_with_adagrad(layout: str, settings: dict[str, Any]) -> None:
-    model = model_in(torch.float16, "Adagrad")
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, **settings)
-    weights = [nn.Parameter(p.detach().float().clone()) for p in model.parameters()]
-    model, optimizer = hf_mp.prepare(model, optimizer, layout)
-    reference = torch.optim.Adagrad(weights, lr=0.1, **settings)
-    for seed in range(3):
-        (model(torch.randn(7, 6, generator=torch.Generator().manual_seed(seed))).square().mean() * 1e-4).backward()
-        for weight, parameter in zip(weights, model.parameters(), strict=True):
-            weight.grad = parameter.grad.clone()
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        assert_same(masters(model, optimizer), [w.detach() for w in weights], layout)
-
-
 def test_parameters_unfrozen_later_have_their_state_in_fp32() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).half()
     model[0].requires_grad_(False)
