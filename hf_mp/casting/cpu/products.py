@@ -9,6 +9,7 @@ cast to FP32 and unscaled. The plain reference is ``run_through_fp32(torch.nn.fu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -141,14 +142,16 @@ class _Product(Function):
         grad_weight = gradient.new_empty(ctx.weight.shape, dtype=ctx.weight.dtype) if needs_weight else None
         grad_bias = gradient.new_empty(ctx.bias.shape, dtype=ctx.bias.dtype) if needs_bias else None
         (_backward_native if ctx.native else _backward_blocks)(
-            gradient.reshape(-1, gradient.shape[-1]),
-            None if x is None else x.reshape(-1, x.shape[-1]),
-            inside.t() if inside is not None and ctx.transposed else inside,
-            None if grad_x is None else grad_x.view(-1, ctx.x_shape[-1]),
-            grad_weight.t() if grad_weight is not None and ctx.transposed else grad_weight,
-            grad_bias,
-            ctx.weight.inverse(gradient, ctx, 1) if needs_weight else None,
-            ctx.bias.inverse(gradient, ctx, 2) if needs_bias else None,
+            _Backward(
+                gradient=gradient.reshape(-1, gradient.shape[-1]),
+                x=None if x is None else x.reshape(-1, x.shape[-1]),
+                weight=inside.t() if inside is not None and ctx.transposed else inside,
+                grad_x=None if grad_x is None else grad_x.view(-1, ctx.x_shape[-1]),
+                grad_weight=grad_weight.t() if grad_weight is not None and ctx.transposed else grad_weight,
+                grad_bias=grad_bias,
+                weight_inverse=ctx.weight.inverse(gradient, ctx, 1) if needs_weight else None,
+                bias_inverse=ctx.bias.inverse(gradient, ctx, 2) if needs_bias else None,
+            )
         )
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
@@ -176,47 +179,67 @@ def _target(operand: Operand) -> _Target:
     return _Target(operand.outside.shape, operand.outside.dtype, crossings)
 
 
-def _backward_blocks(
-    gradient: Tensor, x: Tensor | None, weight: Tensor | None,
-    grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None,
-    weight_inverse: Tensor | None, bias_inverse: Tensor | None,
-) -> None:  # fmt: skip
-    """Write the gradients that are not None, block by block in FP32; of ``weight`` and ``bias`` times their inverses.
+@dataclass(frozen=True)
+class _Backward:
+    """What the backward of a product reads, as matrices, and the gradients to write; None for what nobody needs."""
 
-    ``gradient`` is (rows, N), ``x`` (rows, K), which ``grad_weight`` needs, and ``weight`` (N, K), for ``grad_x``.
-    """
-    (rows, outer), dtype = gradient.shape, gradient.dtype
-    inner = next((found.shape[1] for found in (grad_x, grad_weight) if found is not None), 1)
+    gradient: Tensor  # (rows, N)
+    x: Tensor | None  # (rows, K), which grad_weight needs
+    weight: Tensor | None  # (N, K), for grad_x
+    grad_x: Tensor | None  # (rows, K)
+    grad_weight: Tensor | None  # (N, K)
+    grad_bias: Tensor | None  # (N,)
+    weight_inverse: Tensor | None  # what a weight's gradient is multiplied with when it leaves
+    bias_inverse: Tensor | None
+
+    @property
+    def inner(self) -> int:
+        """K."""
+        return next((found.shape[1] for found in (self.grad_x, self.grad_weight) if found is not None), 1)
+
+    def leave_weight(self, part: Tensor, column: slice) -> None:
+        """Write a part of the weight's gradient, in FP32, where it goes."""
+        assert self.grad_weight is not None
+        _leave(part, self.gradient.dtype, self.weight_inverse, self.grad_weight[column])
+
+    def leave_bias(self, found: Tensor) -> None:
+        """Write the bias's gradient, if it is wanted."""
+        if self.grad_bias is not None:
+            _leave(found, self.gradient.dtype, self.bias_inverse, self.grad_bias)
+
+
+def _backward_blocks(b: _Backward) -> None:
+    """Write the gradients block by block in FP32."""
+    (rows, outer), inner = b.gradient.shape, b.inner
     row_blocks = list(blocks(rows, inner))
     # Over one block of rows a weight's gradient is complete at once; over several it is summed up in FP32 first.
-    sum_weight = None if grad_weight is None or len(row_blocks) == 1 else grad_weight.float()  # itself if FP32
-    sum_bias = gradient.new_zeros(outer, dtype=torch.float32)
+    sum_weight = None if b.grad_weight is None or len(row_blocks) == 1 else b.grad_weight.float()  # itself if FP32
+    sum_bias = b.gradient.new_zeros(outer, dtype=torch.float32)
     for row in row_blocks:
-        x32 = None if x is None else x[row].float()
+        x32 = None if b.x is None else b.x[row].float()
         sum_x: Tensor | None = None
         for column in blocks(outer, max(inner, row.stop - row.start)):
-            gradient32 = gradient[row, column].float()
-            if grad_x is not None and weight is not None:
-                part = fp32_product(gradient32, weight[column].float())
+            gradient32 = b.gradient[row, column].float()
+            if b.weight is not None:
+                part = fp32_product(gradient32, b.weight[column].float())
                 sum_x = part if sum_x is None else sum_x.add_(part)
-            if grad_bias is not None:
+            if b.grad_bias is not None:
                 sum_bias[column] += gradient32.sum(0)
-            if grad_weight is None or x32 is None:
+            if x32 is None:
                 continue
             part = fp32_product(gradient32.t(), x32)
             if sum_weight is None:
-                _leave(part, dtype, weight_inverse, grad_weight[column])
+                b.leave_weight(part, column)
             elif row.start == 0:
                 sum_weight[column].copy_(part)
             else:
                 sum_weight[column].add_(part)
-        if grad_x is not None and sum_x is not None:
-            grad_x[row].copy_(sum_x)
-    if grad_weight is not None and sum_weight is not None:
+        if b.grad_x is not None and sum_x is not None:
+            b.grad_x[row].copy_(sum_x)
+    if sum_weight is not None:
         for column in blocks(outer, inner):
-            _leave(sum_weight[column], dtype, weight_inverse, grad_weight[column])
-    if grad_bias is not None:
-        _leave(sum_bias, dtype, bias_inverse, grad_bias)
+            b.leave_weight(sum_weight[column], column)
+    b.leave_bias(sum_bias)
 
 
 def _forward_native(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -228,20 +251,15 @@ def _forward_native(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: 
     return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], -1)
 
 
-def _backward_native(
-    gradient: Tensor, x: Tensor | None, weight: Tensor | None,
-    grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None,
-    weight_inverse: Tensor | None, bias_inverse: Tensor | None,
-) -> None:  # fmt: skip
+def _backward_native(b: _Backward) -> None:
     """As :func:`_backward_blocks`, with the CPU's own products."""
-    if grad_x is not None and weight is not None:
-        torch.mm(gradient, weight, out=grad_x)
-    if grad_weight is not None and x is not None:
-        for column in blocks(grad_weight.shape[0], grad_weight.shape[1]):
-            part = torch.mm(gradient[:, column].t(), x)
-            _leave(part, gradient.dtype, weight_inverse, grad_weight[column])
-    if grad_bias is not None:
-        _leave(gradient.sum(0), gradient.dtype, bias_inverse, grad_bias)
+    if b.grad_x is not None and b.weight is not None:
+        torch.mm(b.gradient, b.weight, out=b.grad_x)
+    if b.grad_weight is not None and b.x is not None:
+        for column in blocks(*b.grad_weight.shape):
+            b.leave_weight(torch.mm(b.gradient[:, column].t(), b.x), column)
+    if b.grad_bias is not None:
+        b.leave_bias(b.gradient.sum(0))
 
 
 def _leave(gradient: Tensor, dtype: torch.dtype, inverse: Tensor | None, target: Tensor) -> None:
