@@ -17,7 +17,7 @@ from hf_mp.scaling.rules import RULES, STATIC
 from hf_mp.trainer.checkpoints.crash_safe_trainer import SAVE_FAILURES
 from hf_mp.trainer.refusals import refuse_other_precision
 from hf_mp.trainer.session import OfSession
-from hf_mp.trainer.settings import SessionSettings
+from hf_mp.trainer.settings import SAVE_DTYPES, SessionSettings
 from hf_mp.weights.lean.optimizer_in_backward import FreeGradients
 
 logger = logging.get_logger(__name__)
@@ -120,6 +120,13 @@ class MixedPrecisionArguments(TrainingArguments):
 
     precision_contract: bool = _option(
         True, "Print, after the first step, what is stored, computed, summed and saved in which dtype."
+    )
+
+    save_dtype: str = _option(
+        "fp32",
+        "In which dtype save_model and the push to the hub write the trained weights, rounded to nearest: fp32 (as "
+        "they are), original (what each was loaded in), fp16 or bf16. Checkpoints keep FP32.",
+        choices=tuple(SAVE_DTYPES),
     )
 
     def __post_init__(self) -> None:

@@ -31,6 +31,7 @@ from hf_mp.trainer.refusals import (
     refuse_model,
     refuse_other_precision,
 )
+from hf_mp.trainer.save_dtype import extend_save
 from hf_mp.trainer.session import OfSession, TrainerSession
 from hf_mp.trainer.settings import SessionSettings
 
@@ -55,7 +56,8 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
         tables, rules: as for :class:`hf_mp.autocast`; default ``"compact"`` and none.
         explain_overflows, keep_overflow_batches, on_overflow, max_fp32_share: as in :class:`MixedPrecisionArguments`;
             default: what the Trainer's arguments say, else as there.
-        check_gradients, histogram_steps, histogram_layers, precision_report, precision_contract: as these.
+        check_gradients, histogram_steps, histogram_layers, precision_report, precision_contract, save_dtype: as
+            these.
         fp32_head, exact_generation, log_probability_gap_steps: as these.
         keep_attached: leave the model attached after ``train()``, so that evaluation and ``generate`` run under
             autocast; default False.
@@ -83,6 +85,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
         histogram_layers: Sequence[str] | None = None,
         precision_report: bool | None = None,
         precision_contract: bool | None = None,
+        save_dtype: str | None = None,
         fp32_head: bool | None = None,
         exact_generation: bool | None = None,
         log_probability_gap_steps: int | None = None,
@@ -117,8 +120,9 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
         if session.runtime is not None:
             compile_by_blocks(calling_trainer(self))
             clear_up(args)
-        if session.runtime is not None and model is not None:
-            refuse_model(model)
+        if model is not None:
+            if session.runtime is not None:
+                refuse_model(model)
             session.begin(model)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -209,6 +213,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
         if trainer is not None:
             self._callbacks = come_first(self, trainer)
             extend_card(trainer, self)
+            extend_save(trainer, self)
             extend_saves(trainer, _session_of)
         elif not self._warned_of_order:
             self._warned_of_order = True

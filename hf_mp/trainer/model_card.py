@@ -12,6 +12,7 @@ from transformers import Trainer
 
 from hf_mp._version import __version__
 from hf_mp.diagnostics.report import PAGE_NAME
+from hf_mp.policy import spell
 from hf_mp.scaling.rules import scale_text
 from hf_mp.trainer.session import OfSession, TrainerSession
 
@@ -80,5 +81,8 @@ def _lines(session: TrainerSession, directory: Path) -> Iterator[str]:
         yield 'kept in FP16\'s range by `on_overflow="heal"`: ' + ", ".join(f"`{remedy}`" for remedy in stats.remedies)
     if rules := session.settings.rules:
         yield "own rules: " + ", ".join(f"`{getattr(key, '__name__', key)}` in {rule}" for key, rule in rules.items())
+    if session.saved_dtypes:
+        said = ", ".join(sorted({spell(dtype) for dtype in session.saved_dtypes.values()}))
+        yield f"saved weights: {said}, rounded to nearest (`save_dtype={session.settings.save_dtype!r}`)"
     if (directory / PAGE_NAME).is_file():
         yield f"[precision report]({PAGE_NAME}) of the run"

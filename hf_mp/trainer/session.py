@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from hf_mp.trainer.first_backward import check_first_backward
 from hf_mp.trainer.fused_head import keep_fused_heads_in_fp32
 from hf_mp.trainer.logged_gap import LoggedGap
 from hf_mp.trainer.reporting import TrainerReporting
-from hf_mp.trainer.settings import SessionSettings
+from hf_mp.trainer.settings import SAVE_DTYPES, SessionSettings
 from hf_mp.weights.attachable import check_attachable, runtimes_of
 from hf_mp.weights.ranks.placement import placement_of
 from hf_mp.weights.reading_layout import ReadingLayout
@@ -67,6 +68,7 @@ class TrainerSession:
         self.contract: PrecisionContract | None = None
         self._watch: ContractWatch | None = None  # until the first step has ended
         self._optimizer: Callable[[], Any] = lambda: None
+        self._loaded_in: dict[str, torch.dtype] = {}  # dtypes of the model before it was attached, by name
         self._model: weakref.ref[nn.Module] | None = None  # that the runtime was made for
         self._references: list[MixedPrecision] = []
         self._end_check: Callable[[], None] = lambda: None
@@ -91,7 +93,11 @@ class TrainerSession:
             model: of the Trainer.
             measures_norm: have the norm of the gradients measured along with their check, for :meth:`clip_grad_norm`.
         """
+        if self._model is None or self._model() is not model:
+            held = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+            self._loaded_in = {name: one.dtype for name, one in held if one.is_floating_point()}
         if self.runtime is None:
+            self._model = weakref.ref(model)
             return
         if self._model is not None and self._model() is not model:
             self.runtime.detach()
@@ -180,6 +186,14 @@ class TrainerSession:
             if self.runtime is not None and watch in self.runtime.observers:
                 self.runtime.observers.remove(watch)
 
+    @property
+    def saved_dtypes(self) -> dict[str, torch.dtype]:
+        """To which dtype each weight is rounded when the model is saved; empty where they are saved as they are."""
+        name = self.settings.save_dtype
+        if name == "fp32":
+            return {}
+        return {key: SAVE_DTYPES[name] or dtype for key, dtype in self._loaded_in.items()}
+
     # In the run
 
     @property
@@ -215,7 +229,7 @@ class TrainerSession:
         """Show optimizer step ``step``, which has just ended; the first one shows the precision contract."""
         if self._watch is not None:
             optimizer, model = self._optimizer(), self._watch.model
-            self.contract = self._watch.contract(optimizer)
+            self.contract = self._watch.contract(optimizer, self.saved_dtypes)
             self._stop_watching()
             risks = check_training(model, optimizer).advice if self.contract.lacks_masters else ""
             self.reporting.show_contract(self.contract, risks, self.args)

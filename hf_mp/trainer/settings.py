@@ -17,6 +17,8 @@ from hf_mp.policy import SWITCHES, PrecisionPolicy, parse_loss_scale
 from hf_mp.scaling.scalers import LossScaler, make_loss_scaler
 from hf_mp.step.mixed_precision import MixedPrecision
 
+SAVE_DTYPES = {"fp32": torch.float32, "original": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+
 
 @dataclass(frozen=True)
 class SessionSettings:
@@ -41,6 +43,7 @@ class SessionSettings:
     histogram_layers: Sequence[str] | None = None
     precision_report: bool = False
     precision_contract: bool = True
+    save_dtype: str = "fp32"
     log_probability_gap_steps: int = 0
     save_failure: str = "continue"
     save_in_background: bool = False
@@ -66,6 +69,8 @@ class SessionSettings:
         return cls(**{**without_none(said), "policy": policy, **without_none(given)})
 
     def __post_init__(self) -> None:
+        if self.save_dtype not in SAVE_DTYPES:
+            raise ValueError(f"save_dtype={self.save_dtype!r}: choose one of {', '.join(SAVE_DTYPES)}")
         check_interval("histogram_steps", self.histogram_steps)
         check_interval("log_probability_gap_steps", self.log_probability_gap_steps)
         check_healing(self.on_overflow, self.policy, self.max_fp32_share, in_backward=self.free_gradients == "backward")

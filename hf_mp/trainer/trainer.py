@@ -27,6 +27,7 @@ from hf_mp.trainer.checkpoints.sharded_trainer import LeanShards
 from hf_mp.trainer.model_card import add_to_card
 from hf_mp.trainer.refusals import refuse_other_precision
 from hf_mp.trainer.relative_step import read_learning_rate_from_state
+from hf_mp.trainer.save_dtype import extend_save
 from hf_mp.trainer.session import OfSession, TrainerSession
 from hf_mp.trainer.settings import SessionSettings
 from hf_mp.weights.lean.optimizer_in_backward import check_free_gradients
@@ -104,6 +105,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
             super().__init__(model=model, args=args, **named)
         if policy.is_mixed:
             compile_by_blocks(self)
+        extend_save(self, self)
         super().add_callback(_AfterSteps(self))
 
     @property

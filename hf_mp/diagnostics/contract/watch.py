@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -71,8 +72,10 @@ class ContractWatch(StepObserver):
             self._gradients[id(parameter)] |= dtypes_of(gradients_of(parameter))
 
     @stores_16_bits
-    def contract(self, optimizer: Any = None, save_dtype: torch.dtype | None = None) -> PrecisionContract:
-        """What was seen so far; ``save_dtype``: to which weights are cast when they are saved, if they are."""
+    def contract(
+        self, optimizer: Any = None, saved: Mapping[str, torch.dtype] = MappingProxyType({})
+    ) -> PrecisionContract:
+        """What was seen so far; ``saved``: to what weights are cast when they are saved, if they are, by name."""
         self.backward_ended()
         if (accelerated := as_accelerated(optimizer)) is not None:
             optimizer = accelerated.optimizer
@@ -81,10 +84,10 @@ class ContractWatch(StepObserver):
         for path, module in self.model.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    owners.setdefault(id(parameter), (f"{path}.{name}", module, parameter))
+                    owners.setdefault(id(parameter), (f"{path}.{name}".strip("."), module, parameter))
                     computed[id(parameter)] |= self._computed.get(module, set())
         return PrecisionContract.of(
-            self._row(kind_of(name, module, parameter), parameter, computed[key], optimizer, save_dtype)
+            self._row(kind_of(name, module, parameter), parameter, computed[key], optimizer, saved.get(name))
             for key, (name, module, parameter) in owners.items()
         )
 
@@ -112,7 +115,6 @@ def precision_contract(
     optimizer: Optimizer | None = None,
     *,
     run: Callable[[], Any] | None = None,
-    save_dtype: torch.dtype | None = None,
 ) -> PrecisionContract:
     """What a training stores, computes, sums and saves in which dtype: any training, attached or not.
 
@@ -123,7 +125,6 @@ def precision_contract(
         model: any module, under DDP or FSDP2 too.
         optimizer: over its parameters; torch's, accelerate's around it, or a :class:`hf_mp.MasterWeightOptimizer`.
         run: takes a step, or a part of one, as ``lambda: model(**batch).loss.backward()``.
-        save_dtype: to which weights are cast when they are saved; default: they are not.
 
     Returns:
         A :class:`PrecisionContract`; ``print`` shows a table.
@@ -135,14 +136,14 @@ def precision_contract(
         raise TypeError(f"precision_contract takes a model (nn.Module), not {type(model).__name__}: trainer.model")
     watch = ContractWatch(model)
     if run is None:
-        return watch.contract(optimizer, save_dtype)
+        return watch.contract(optimizer)
     runtimes = runtimes_of(model)
     watch.start()
     for runtime in runtimes:
         runtime.observers.append(watch)
     try:
         run()
-        return watch.contract(optimizer, save_dtype)
+        return watch.contract(optimizer)
     finally:
         watch.stop()
         for runtime in runtimes:

@@ -1,0 +1,66 @@
+"""``save_dtype``: in which dtype a trained model is saved; checkpoints to resume from keep their FP32 weights."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer
+from transformers.utils import CONFIG_NAME
+
+from hf_mp.trainer.checkpoints.inspection import step_of
+from hf_mp.trainer.session import OfSession
+
+
+def extend_save(trainer: Trainer, adapter: OfSession) -> None:
+    """Have ``trainer`` save models, and push them to the hub, in what the session of ``adapter`` says."""
+    if "_save" in vars(trainer):
+        return
+    own = trainer._save
+
+    @functools.wraps(own)
+    def _save(output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        folder = Path(output_dir or str(trainer.args.output_dir))
+        dtypes = {} if adapter.session is None else adapter.session.saved_dtypes
+        if not dtypes or step_of(folder) is not None or not trainer.args.should_save:
+            own(output_dir, state_dict)
+            return
+        cast = _cast(state_dict or trainer.model.state_dict(), dtypes)  # type: ignore[union-attr]
+        elements = Counter[torch.dtype]()
+        for value in cast.values():
+            elements[value.dtype] += value.numel() if value.is_floating_point() else 0
+        own(output_dir, cast)  # which empties it
+        config = folder / CONFIG_NAME
+        if config.is_file():  # an adapter is saved without one
+            most = str(elements.most_common(1)[0][0]).removeprefix("torch.")
+            said = {**json.loads(config.read_text(encoding="utf-8")), "dtype": most}
+            config.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    vars(trainer)["_save"] = _save
+
+
+def _cast(state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """Weights rounded to nearest; what shares memory before does so after.
+
+    Raises:
+        ValueError: for values that are not finite any more.
+    """
+    cast: dict[tuple[int, torch.Size], Tensor] = {}
+    found: dict[str, Tensor] = {}
+    for name, value in state.items():
+        key = (value.data_ptr(), value.shape)
+        if key not in cast:
+            cast[key] = value.to(dtypes.get(name, value.dtype))
+            if bool(cast[key].isinf().any()) and not bool(value.isinf().any()):
+                raise ValueError(
+                    f"{name} has values up to {float(value.abs().max()):.3g}, which save_dtype rounds to infinity in "
+                    f"{cast[key].dtype}: save in 'bf16' or 'fp32'"
+                )
+        found[name] = cast[key]
+    return found
