@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from hf_mp.casting.cpu.upcast import map_tensors, run_through_fp32
 from hf_mp.casting.handlers import CASTABLE, Plan
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from hf_mp.casting.mode import autocast
 
 
+_GROUPED = ("_grouped_mm", "grouped_mm_fallback")  # products of stacked experts, of torch and of Transformers
+
+
 def exact_plan(plan: Plan, tables: TableName) -> Plan:
     """``plan`` with all products and attention in FP64.
 
@@ -24,15 +28,17 @@ def exact_plan(plan: Plan, tables: TableName) -> Plan:
         ValueError: where a rule has one of them run as it is called.
     """
     found = {}
-    for func, (rule, name) in OPS[tables].items():
-        if rule is CastRule.LOWER_PRECISION:
-            entry = plan.get(func)
-            if entry is None or entry.rule not in _HANDLERS:
-                raise ValueError(
-                    f"exact_generation=True sums {name} in FP64, and a rule has it run as it is called: leave that "
-                    "rule out, or make it 'fp32'"
-                )
-            found[func] = entry._replace(handler=_HANDLERS[entry.rule])
+    products = {func: name for func, (rule, name) in OPS[tables].items() if rule is CastRule.LOWER_PRECISION}
+    products.update({func: entry.name for func, entry in plan.items() if entry.name in _GROUPED})
+    for func, name in products.items():
+        entry = plan.get(func)
+        if entry is None or entry.rule not in _HANDLERS:
+            raise ValueError(
+                f"exact_generation=True sums {name} in FP64, and a rule has it run as it is called: leave that "
+                "rule out, or make it 'fp32'"
+            )
+        handler = _HANDLERS[entry.rule]
+        found[func] = entry._replace(handler=_grouped(handler) if name in _GROUPED else handler)
     return {**plan, **found}
 
 
@@ -51,6 +57,24 @@ def sum_in_fp64(
     args = [mode.cast(arg, dtype) for arg in args]
     kwargs = {key: mode.cast(arg, dtype) for key, arg in kwargs.items()}
     return run_through_fp32(func, args, kwargs, dtype, torch.float64)
+
+
+def _grouped(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """The handler of a product of experts, whose kernels have no FP64: an expert at a time."""
+
+    def handle(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        given = {key: value for key, value in kwargs.items() if value is not None}  # bias=None, out_dtype=None
+        return handler(mode, name, _expert_by_expert, args, given)
+
+    return handle
+
+
+def _expert_by_expert(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
+    """The product of rows, sorted by expert, with the weights of each, whose rows end at ``offs``."""
+    sizes = offs.diff(prepend=offs.new_zeros(1)).tolist()
+    behind = rows.new_zeros(len(rows) - sum(sizes), weights.shape[-1])  # rows of no expert here
+    parts = rows[: sum(sizes)].split(sizes)
+    return torch.cat([*(part @ weight for part, weight in zip(parts, weights, strict=True)), behind])
 
 
 _HANDLERS: dict[CastRule, Callable[..., Any]] = {

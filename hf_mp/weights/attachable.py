@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from hf_mp.casting.experts import has_stacked_experts
 from hf_mp.casting.replacements.base import ReplacedForward
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.weights.lean.split_parameter import SplitParameter
@@ -123,7 +124,7 @@ def _refuse_trained_scripts(model: nn.Module) -> None:
 def _inexact(model: nn.Module) -> Iterator[str]:
     """Why results of ``model`` depend on how many tokens are computed at once, even with sums in FP64.
 
-    In dense models only products and attention depend on it.
+    In dense models, and in experts that Transformers stacks, only products and attention depend on it.
     """
     for name, part in model.named_modules():
         if getattr(part, "_is_stateful", False):
@@ -139,7 +140,7 @@ def _inexact(model: nn.Module) -> Iterator[str]:
             yield f"its attention is {attention!r}, with a softmax in FP32; {way_out}"
         is_convolution = isinstance(part, torch.nn.modules.conv._ConvNd)
         for key, weight in part._parameters.items():
-            if weight is not None and weight.dim() > 2 and not is_convolution:
+            if weight is not None and weight.dim() > 2 and not is_convolution and not has_stacked_experts(part):
                 yield f"{name}.{key} of shape {tuple(weight.shape)} has the weights of several experts in one"
 
 
