@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +119,18 @@ def _sorted_rows(offsets: Any, operands: Mapping[Any, Any]) -> Tensor:
     return torch.cat([found, found.new_full((rows - len(found),), -1)])
 
 
+class ExpertCall(NamedTuple):
+    """A call of a module of stacked experts."""
+
+    weight: str  # full name of the stacked weight
+    rows: ExpertRows
+    place: int | str | None  # of the weight among what the call is given; None for what comes after a product
+
+    def expert(self, index: int) -> str:
+        """The full name of an expert's weight."""
+        return f"{self.weight}[{index}]"
+
+
 class ExpertCalls:
     """Follows the calls of a model's stacked experts.
 
@@ -129,22 +141,22 @@ class ExpertCalls:
         self._modules = {name: module for name, module in model.named_modules() if has_stacked_experts(module)}
         self._last: dict[str, ExpertRows] = {}
 
-    def rows_of(
+    def of(
         self, module: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[str, ExpertRows] | None:
-        """The full name of the stacked weight, and of which expert the rows of a call are that ``module`` makes."""
+    ) -> ExpertCall | None:
+        """Of which expert each row of a call is that ``module`` makes; None where that is not known."""
         owner = module if module in self._modules else module.rpartition(".")[0]
         if (experts := self._modules.get(owner)) is None:
             return None
         with torch._C.DisableTorchFunction():
-            found = product_of_experts(experts, args, kwargs)
-        if found is not None:
-            self._last[owner] = found[1]
-        elif func is Tensor.__getitem__ and isinstance(args[1], Tensor):
-            self._last.pop(owner, None)
-        if (rows := self._last.get(owner)) is None:
+            place, rows = product_of_experts(experts, args, kwargs) or (None, self._last.get(owner))
+        if place is None and func is Tensor.__getitem__ and isinstance(args[1], Tensor):
+            rows = None  # in another order, or of other rows
+        self._last.pop(owner, None)
+        if rows is None:
             return None
-        return (f"{owner}.{rows.weight}" if owner else rows.weight), rows
+        self._last[owner] = rows
+        return ExpertCall(f"{owner}.{rows.weight}" if owner else rows.weight, rows, place)
 
     def made(self, module: str, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
         """A call of ``module`` has been made."""

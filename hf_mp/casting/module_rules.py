@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from hf_mp.casting.active import active_autocast, state
+from hf_mp.casting.experts import note_gathered, note_rows, product_of_experts
 from hf_mp.casting.rules import SCALABLE, ModuleRule
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
@@ -83,10 +84,12 @@ def _make_island(module: nn.Module, dtype: torch.dtype, outer: autocast) -> InFo
 class _OpsOfModule(TorchFunctionMode):
     """Makes the calls of one op in its own way, and leaves all others to the autocast around it."""
 
-    def __init__(self, outer: autocast, rule: ModuleRule) -> None:
+    def __init__(self, outer: autocast, rule: ModuleRule, module: nn.Module) -> None:
         super().__init__()
         self.outer, self._functions = outer, rule.functions
         self._make = _in_fp32 if rule.dtype is not None else functools.partial(_divided, rule)
+        if rule.experts:
+            self._make = functools.partial(_divided_by_expert, rule, module)
         self.inside = _Depth()
 
     def __torch_function__(
@@ -116,16 +119,18 @@ def _in_fp32(outer: autocast, func: Callable[..., Any], args: Any, kwargs: Mappi
 
 
 class _Times(torch.autograd.Function):
-    """Multiplies by one number in the forward, and its gradient by another one."""
+    """Multiplies by one number in the forward, and its gradient by another one; or by one for each row or expert."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float, gradient_factor: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, factor: float | Tensor, gradient_factor: float | Tensor) -> Tensor:
         ctx.gradient_factor = gradient_factor
-        return x.view_as(x) if factor == 1.0 else x * factor
+        return x.view_as(x) if isinstance(factor, float) and factor == 1.0 else (x * factor).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient if ctx.gradient_factor == 1.0 else gradient * ctx.gradient_factor, None, None
+        factor = ctx.gradient_factor
+        is_one = isinstance(factor, float) and factor == 1.0
+        return gradient if is_one else (gradient * factor).to(gradient.dtype), None, None
 
 
 def _divided(rule: ModuleRule, outer: autocast, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -159,9 +164,47 @@ def _divided(rule: ModuleRule, outer: autocast, func: Callable[..., Any], args: 
     return _Times.apply(result.to(torch.float32), total, 1.0 / by.gradient)
 
 
+def _divided_by_expert(
+    rule: ModuleRule, module: nn.Module, outer: autocast, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    """As :func:`_divided`, with the divisors of each expert for its rows and its weight: 1 for most of them."""
+    with torch._C.DisableTorchFunction():
+        found = None if func is Tensor.__getitem__ else product_of_experts(module, args, kwargs)
+    ruled = [entry for entry in rule.experts if found is not None and entry[0] == found[1].weight]
+    if found is None or not any([(found[1].experts == expert).any() for _, expert, _ in ruled]):
+        result = func(*args, **kwargs)
+        note_gathered(module, func, args, result)
+        return result
+    place, rows = found
+    factors = torch.ones(3, len(module._parameters[rows.weight]))  # type: ignore[arg-type]
+    for _, expert, by in ruled:
+        factors[:, expert] = torch.tensor([by.input, by.gradient, by.weight])
+    of_input, of_gradient, of_weight = factors.to(rows.experts.device)
+    widens = bool((of_gradient > 1).any())  # of a gradient that was divided, 16 bits do not hold what becomes of it
+
+    def times(operand: Any, key: int | str) -> Any:
+        if not isinstance(operand, Tensor) or not operand.is_floating_point():
+            return operand
+        own, other = (of_weight, of_input) if key == place else (of_input, of_weight)
+        entries = slice(None) if key == place and rows.is_whole else rows.experts
+        if key == place and operand.dim() == 2:  # of one expert, which all rows are of
+            entries = rows.experts[:1]
+        shape = (-1, *[1] * (operand.dim() - 1))
+        wide = outer.cast(operand, torch.float32) if widens else operand
+        divided = _Times.apply(wide, (1.0 / own)[entries].view(shape), (other * of_gradient)[entries].view(shape))
+        if key == place:
+            note_rows(divided, rows)
+        return divided
+
+    result = func(*map(times, args, range(len(args))), **{key: times(arg, key) for key, arg in kwargs.items()})
+    shape = (-1, *[1] * (result.dim() - 1))
+    by_row = [factor[rows.experts].view(shape) for factor in (of_input * of_weight, 1.0 / of_gradient)]
+    return _Times.apply(result.to(torch.float32), *by_row)
+
+
 def _watch_op(module: nn.Module, rule: ModuleRule, outer: autocast) -> InForce:
     """Have the calls of one op that ``module`` makes itself go by ``rule``; not those of modules inside it."""
-    mode = _OpsOfModule(outer, rule)
+    mode = _OpsOfModule(outer, rule, module)
     entered = _Depth()  # how often this thread runs the module
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.overrides
-from torch import nn
+from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
 
+from hf_mp.casting.experts import WEIGHTS, has_stacked_experts
 from hf_mp.casting.tables import CastRule, OpTables, functions_called, op_name, spellings
 from hf_mp.policy import spell
 
@@ -88,6 +90,14 @@ class ModuleRule(NamedTuple):
     op: str
     dtype: torch.dtype | None  # None: autocast's own; for an op, of divided numbers
     divisors: Divisors = Divisors()
+    experts: tuple[tuple[str, int, Divisors], ...] = ()  # of stacked weights: name in the module, index, and by what
+
+    def is_for(self, name: str, module: nn.Module) -> bool:
+        """Whether it is a rule for ``module`` of this name."""
+        sizes = {key: len(weight) for key, weight in module._parameters.items() if weight is not None}
+        has_experts = not self.experts or has_stacked_experts(module)
+        has_experts = has_experts and all(index < sizes.get(weight, 0) for weight, index, _ in self.experts)
+        return has_experts and fnmatch.fnmatchcase(name, self.pattern)
 
 
 def parse_rules(rules: Rules | None, tables: OpTables) -> tuple[OpRules, tuple[ModuleRule, ...]]:
@@ -101,7 +111,8 @@ def parse_rules(rules: Rules | None, tables: OpTables) -> tuple[OpRules, tuple[M
             attached model runs in FP32; for ops ``"lower_precision"``, ``"widest"``, ``"unlisted"``; for a product
             (:data:`SCALABLE`) in modules also ``"scaled/N"`` with a power of two: the product in 16 bits of input and
             bias divided by N, times N in FP32. ``"scaled/N/M"``: its backward, too, in 16 bits, of a gradient divided
-            by M; ``"scaled/N/M/W"``: of a weight, or other factors, divided by W.
+            by M; ``"scaled/N/M/W"``: of a weight, or other factors, divided by W. Of one of stacked experts, by its
+            weight's name: ``"model.layers.3.mlp.experts.gate_up_proj[5]": "scaled/N"``.
         tables: the tables that the rules change.
 
     Returns:
@@ -126,7 +137,21 @@ def parse_rules(rules: Rules | None, tables: OpTables) -> tuple[OpRules, tuple[M
     return ops, tuple(in_modules)
 
 
+_EXPERT = re.compile(rf"(?P<module>.+)\.(?P<weight>{'|'.join(WEIGHTS)})\[(?P<index>\d+)\]")
+# The products of stacked experts, in each implementation, and what gathers a weight for each token.
+EXPERT_PRODUCTS = frozenset(
+    [Tensor.__getitem__, *(f for op in ("_grouped_mm", "bmm", "linear", "matmul") for f in functions_called(op))]
+)
+
+
 def _parse_module_rule(key: str, value: Any) -> ModuleRule:
+    if (expert := _EXPERT.fullmatch(key)) is not None:
+        if (divisors := Divisors.parse(value)) is None:
+            raise ValueError(
+                f"rule {key!r}: {value!r} is not known for one expert: use 'scaled/16', or name the module"
+            )
+        experts = ((expert["weight"], int(expert["index"]), divisors),)
+        return ModuleRule(key, expert["module"], EXPERT_PRODUCTS, "", None, experts=experts)
     pattern, colon, op = key.rpartition(":")
     if not (colon and op.isidentifier()):
         if not isinstance(value, str) or value not in MODULE_DTYPES:
@@ -175,11 +200,17 @@ def nearest_modules(pattern: str, names: Iterable[str], *, most: int = 1) -> lis
 def match_modules(rules: Iterable[ModuleRule], model: nn.Module) -> list[tuple[nn.Module, ModuleRule]]:
     """The modules of ``model`` that the rules are for, outermost first; a ValueError for rules that fit none."""
     named = dict(model.named_modules())
-    lost = [rule for rule in rules if not fnmatch.filter(named, rule.pattern)]
-    if lost:
+    found = [(m, rule) for name, m in named.items() for rule in rules if rule.is_for(name, m)]
+    fitting = {rule.key for _, rule in found}
+    if lost := [rule for rule in rules if rule.key not in fitting]:
         names = ", ".join(repr(rule.key) for rule in lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
         what = f"rule {names} matches" if len(lost) == 1 else f"rules {names} match"
         near = dict.fromkeys(name for rule in lost[:5] for name in nearest_modules(rule.pattern, named))
         close = f"; close to it are {', '.join(map(repr, near))}" if near else ""
         raise ValueError(f"{what} no module of {type(model).__name__}{close}")
-    return [(m, rule) for name, m in named.items() for rule in rules if fnmatch.fnmatchcase(name, rule.pattern)]
+    of_experts: dict[nn.Module, ModuleRule] = {}  # of one module, as one rule
+    for module, rule in found:
+        if rule.experts:
+            known = of_experts.get(module, rule._replace(experts=()))
+            of_experts[module] = known._replace(experts=(*known.experts, *rule.experts))
+    return [(module, rule) for module, rule in found if not rule.experts] + list(of_experts.items())

@@ -212,7 +212,7 @@ def functions_called(name: str) -> frozenset[Callable[..., Any]]:
     entries = [(space, entry) for space in _NAMESPACES for entry in dir(space) if not entry.startswith("_")]
     values = [getattr(space, entry, None) for space, entry in [*entries, *((torch.Tensor, entry) for entry in dunders)]]
     named = [value for value in values if callable(value) and called_name(value) == name]
-    return frozenset([*named, *(spellings(name) if named else ())])
+    return frozenset([*named, *(spellings(name) if named or name in BEYOND_TORCH else ())])
 
 
 def op_table(tables: OpTables) -> dict[Callable[..., Any], tuple[CastRule, str]]:

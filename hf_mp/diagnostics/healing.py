@@ -56,6 +56,7 @@ class Healed:
         largest: their largest magnitude; FP16 ends at 65504.
         fp32_share: share of the forward's floating point operations that are out of 16 bits since.
         scale: for gradients, the loss scale at which they came to ``largest``; None for values of the forward.
+        expert: of stacked experts, the one whose rows left it, such as ``"gate_up_proj[5]"``; else ``""``.
     """
 
     step: int
@@ -66,10 +67,12 @@ class Healed:
     largest: float
     fp32_share: float
     scale: float | None = None
+    expert: str = ""
 
     def __str__(self) -> str:
         where = f"{self.op!r} in {f'module {self.module!r}' if self.module else 'the model itself'}"
         rules = ", ".join(f"{key!r}: {value!r}" for key, value in self.rules.items())
+        where += f", {self.expert}," if self.expert else ""
         if self.scale is not None:
             where = f"the gradient of {where}, at loss scale {scale_text(self.scale)},"
         return f"{where} came to {self.largest:g}, and FP16 ends at {FP16_MAX:g}: {self.remedy} ({{{rules}}})"
@@ -235,7 +238,15 @@ class Healer(StepObserver):
         step, share = self._runtime.stats.steps + 1, fp32_share(after)
         new = [
             Healed(
-                step, one.remedy, one.rules, one.found.module, one.found.op, _largest(one.found, scale), share, scale
+                step,
+                one.remedy,
+                one.rules,
+                one.found.module,
+                one.found.op,
+                _largest(one.found, scale),
+                share,
+                scale,
+                one.found.expert,
             )
             for one in placed
         ]

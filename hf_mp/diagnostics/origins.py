@@ -20,20 +20,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_mp.casting.experts import ExpertCalls, ExpertRows
+from hf_mp.casting.experts import ExpertCall, ExpertCalls
 from hf_mp.casting.explain import watching_modules
 from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.tables import CastRule, called_name
 from hf_mp.diagnostics.overflow_report import Phase
-from hf_mp.diagnostics.values import Finiteness, TensorRange, finiteness, ranges_of, spoilt
+from hf_mp.diagnostics.values import UNINITIALISED, Finiteness, TensorRange, finiteness, ranges_of, spoilt
 from hf_mp.scaling.rules import FP16_MAX
 
 # These write -inf on purpose, to mask positions in a softmax.
 _MASKING = frozenset(
     {"full", "full_like", "new_full", "masked_fill", "masked_fill_", "where", "fill_", "scalar_tensor"}
-)
-_UNINITIALISED = frozenset(
-    {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted", "resize_"}
 )
 # These overwrite their target.
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
@@ -46,7 +43,7 @@ class Site(NamedTuple):
 
     module: str
     function: str | None = None
-    experts: tuple[str, ExpertRows] | None = None  # the full name of the stacked weight, and the rows
+    experts: ExpertCall | None = None
 
 
 class Call(NamedTuple):
@@ -108,7 +105,7 @@ class CallSites:
         if name is None:
             return mode.apply(entry, func, args, kwargs)
         module, call = self.current.module, Call(self._named(args, kwargs), [])
-        self._enter(Site(module, name, self._experts.rows_of(module, func, args, kwargs)))
+        self._enter(Site(module, name, self._experts.of(module, func, args, kwargs)))
         self.calls.append(call)
         try:
             result = mode.apply(entry, func, args, kwargs)
@@ -190,7 +187,7 @@ class OriginTracker(TorchDispatchMode):
     def _look(self, func: Any, args: Any, kwargs: Any, result: Any, before: dict[int, Finiteness]) -> None:
         outputs = list(tensors_in(result))
         inputs = list(tensors_in(_read(func, args, kwargs)))
-        if _op_name(func) in _UNINITIALISED:
+        if _op_name(func) in UNINITIALISED:
             self._origins.update({_memory(output): None for output in outputs})
             return
         known = set() if func._schema.is_mutable else {_memory(tensor) for tensor in inputs}
@@ -232,17 +229,17 @@ class OriginTracker(TorchDispatchMode):
             return origin
         origin.inputs, origin.outputs = _numbered_ranges("input", inputs), _numbered_ranges("output", outputs)
         if site.experts is not None:
-            origin.tensor, origin.notes = self._experts_in(*site.experts, outputs)
+            origin.tensor, origin.notes = self._experts_in(site.experts, outputs)
         if _op_name(func) in ("copy_", "_to_copy"):
             origin.notes += _rounded_to_inf(inputs, outputs)
         if phase == "forward" and self._sites.calls:
             self._sites.calls[-1].origins.append(origin)
         return origin
 
-    def _experts_in(self, weight: str, rows: ExpertRows, outputs: list[Tensor]) -> tuple[str, tuple[str, ...]]:
+    def _experts_in(self, call: ExpertCall, outputs: list[Tensor]) -> tuple[str, tuple[str, ...]]:
         """The first expert whose rows of ``outputs`` are not finite, by name, and a note on the others; else ``""``."""
-        found = [expert for output in outputs for expert in rows.found_in(spoilt(output, self._limit))]
-        names = [f"{weight}[{expert}]" for expert in dict.fromkeys(found)]
+        found = [expert for output in outputs for expert in call.rows.found_in(spoilt(output, self._limit))]
+        names = [call.expert(index) for index in dict.fromkeys(found)]
         return names[0] if names else "", note_of_others(names)
 
     def _where(self) -> tuple[Phase, Site, str | None]:

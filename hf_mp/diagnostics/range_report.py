@@ -128,7 +128,7 @@ class RangeReport:
             table.add_column(column, justify="right")
         table.add_column("in FP16")
         for op in shown:
-            table.add_row(op.module, op.op, *_cells(op))
+            table.add_row(f"{op.module}.{op.expert}" if op.expert else op.module, op.op, *_cells(op))
         console = Console(width=width)
         with console.capture() as text:
             if shown:

@@ -6,21 +6,24 @@ FP16, but nothing overflows. So what FP16 would make inf of is seen with its tru
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
+from hf_mp.casting.experts import ExpertCall, ExpertCalls
 from hf_mp.casting.explain import watching_modules
 from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.rules import SCALABLE, WITH_WEIGHTS, Product
 from hf_mp.casting.tables import CastRule, called_name
+from hf_mp.diagnostics.values import UNINITIALISED
 from hf_mp.kernels.gradient_scan import real_values
 from hf_mp.scaling.rules import FP16_MAX
 
@@ -46,6 +49,8 @@ class OpRange:
         cuts: whether rounding to 16 bits made -inf of a finite number, as of ``finfo(float32).min`` in a mask.
         flops: floating point operations of all calls.
         fp32_flops: of these, the ones that are not in 16 bits.
+        expert: of stacked experts, whose rows it is about: the weight of the last product and the index, such as
+            ``"gate_up_proj[5]"``; ``""`` for all other calls.
     """
 
     module: str
@@ -60,6 +65,7 @@ class OpRange:
     cuts: bool = False
     flops: int = 0
     fp32_flops: int = 0
+    expert: str = ""
 
     @property
     def headroom(self) -> float:
@@ -86,7 +92,7 @@ class RangeRecorder:
 
     def __init__(self, limit: float = FP16_MAX, *, backward: bool = False) -> None:
         self._limit, self._backward = limit, backward
-        self._rows: dict[tuple[str, str], dict[str, Any]] = {}
+        self._rows: dict[tuple[str, str, str], dict[str, Any]] = {}  # by module, op and expert
         self._modules: list[str] = []  # that run, innermost last
         self._flops = FlopCounterMode(display=False)
         self._hooks: list[RemovableHandle] = []
@@ -94,6 +100,7 @@ class RangeRecorder:
     @contextmanager
     def recording(self, mode: Any, model: nn.Module) -> Iterator[None]:
         """To run forwards of ``model`` and backwards in, under the autocast ``mode``."""
+        self._experts = ExpertCalls(model)
         before, mode.observer = mode.observer, lambda *call: self._observe(mode, *call)
         try:
             with watching_modules(model, self._modules.append, self._modules.pop), self._flops:
@@ -106,77 +113,128 @@ class RangeRecorder:
         for hook in self._hooks:  # parameters keep theirs else
             hook.remove()
         self._hooks.clear()
-        return tuple(OpRange(module, op, **row) for (module, op), row in self._rows.items())
+        return tuple(OpRange(module, op, expert=expert, **row) for (module, op, expert), row in self._rows.items())
 
     def _observe(
         self, mode: Any, entry: tuple[CastRule, str] | None, func: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         is_listed = entry is not None and entry[0] is not CastRule.UNLISTED
         name = entry[1] if entry is not None and is_listed else called_name(func)
-        if name is None:
+        if name is None or name in UNINITIALISED:
             return mode.apply(entry, func, args, kwargs)
+        module = self._modules[-1] if self._modules else ""
+        experts = self._experts.of(module, func, args, kwargs)
         is_product = entry is not None and entry[0] is CastRule.LOWER_PRECISION and mode.dtype is STAND_IN
-        read, weight = _operands(name, args, kwargs) if is_product else (0.0, 0.0)
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            given = _Given.of(name, args, kwargs, experts, is_product)
+            operands = [given.largest_operands(part) for part in given.parts]  # before they are written to
         flops = self._flops.get_total_flops()
         result = mode.apply(entry, func, args, kwargs)
+        self._experts.made(module, func, args, result)
         with torch._C.DisableTorchFunction(), torch.no_grad():
             outputs = _made(result, () if is_in_place(name) else (args, kwargs))
             if outputs or is_product:
                 flops = self._flops.get_total_flops() - flops
-                self._take(name, (read, weight), outputs, (args, kwargs), is_product, flops)
+                for part, largest in zip(given.parts_of(outputs), operands, strict=False):
+                    row = self._rows.setdefault((module, name, part.name), {})
+                    self._take(row, given, part, largest, outputs, round(flops * part.share))
         return result
 
     def _take(
-        self,
-        op: str,
-        operands: tuple[float, float],
-        outputs: list[Tensor],
-        inputs: Any,
-        is_product: bool,
+        self, row: dict[str, Any], given: _Given, part: _Part, operands: tuple[float, float], outputs: list[Tensor],
         flops: int,
-    ) -> None:
-        row = self._rows.setdefault((self._modules[-1] if self._modules else "", op), {})
-        made = _largest(output for output in outputs if output.dtype is STAND_IN)
+    ) -> None:  # fmt: skip
+        found = [part.of(output) for output in outputs]
+        in_16_bits = [output for output in found if output.dtype is STAND_IN]
+        made = _largest(in_16_bits)
         held = max_of([*operands, made])
         row["least"] = min(row.get("least", made), made)
-        is_fp16 = is_product or any(output.dtype is STAND_IN for output in outputs)
+        is_fp16 = given.is_product or bool(in_16_bits)
         if is_fp16 and not row.get("is_fp16"):
             row.update(is_fp16=True, largest=0.0)  # what FP16 does not have to hold is of no account
         if is_fp16 or not row.get("is_fp16"):
-            row["largest"] = max_of([row.get("largest", 0.0), held if is_fp16 else _largest(outputs)])
+            row["largest"] = max_of([row.get("largest", 0.0), held if is_fp16 else _largest(found)])
         row["largest_weight"] = max(row.get("largest_weight", 0.0), operands[1])
         if not held <= self._limit and not row.get("is_origin"):
-            came = _largest(t for t in tensors_in(_activations(op, inputs)) if t.dtype is STAND_IN)
+            came = _largest(part.of(t) for t in given.computed if t.dtype is STAND_IN)
             row["is_origin"] = came <= self._limit
-        if not row.get("cuts") and any(
-            output.dtype is STAND_IN and bool(output.isneginf().any()) for output in outputs
-        ):
-            row["cuts"] = not any(bool(tensor.isneginf().any()) for tensor in _floating(inputs))
+        if not row.get("cuts") and _has_minus_inf(in_16_bits):
+            row["cuts"] = not _has_minus_inf(given.floating)
         row["flops"] = row.get("flops", 0) + flops
-        in_fp32 = flops if outputs and all(output.dtype is not STAND_IN for output in outputs) else 0
-        row["fp32_flops"] = row.get("fp32_flops", 0) + in_fp32
+        row["fp32_flops"] = row.get("fp32_flops", 0) + (flops if outputs and not in_16_bits else 0)
         if self._backward:
-            self._watch(row, "gradient", outputs)
-            self._watch(row, "fp16_gradient", [output for output in outputs if output.dtype is STAND_IN])
-            self._watch(row, "fp16_gradient", _floating(inputs) if is_product else [])
+            self._watch(row, "gradient", outputs, part)
+            self._watch(row, "fp16_gradient", [output for output in outputs if output.dtype is STAND_IN], part)
+            self._watch(row, "fp16_gradient", given.floating if given.is_product else [], part)
 
-    def _watch(self, row: dict[str, Any], name: str, tensors: Iterable[Tensor]) -> None:
-        def take(gradient: Tensor | None) -> None:
+    def _watch(self, row: dict[str, Any], name: str, tensors: Iterable[Tensor], part: _Part) -> None:
+        def take(gradient: Tensor | None, *, of_weight: bool) -> None:
             if gradient is not None:
                 with torch._C.DisableTorchFunction(), torch.no_grad():
-                    row[name] = max_of([row.get(name) or 0.0, _largest([gradient])])
+                    row[name] = max_of([row.get(name) or 0.0, _largest([part.of(gradient, of_weight=of_weight)])])
 
         for tensor in tensors:
             if tensor.requires_grad:
-                self._hooks.append(tensor.register_hook(take))
+                hook = functools.partial(take, of_weight=tensor is part.weight)
+                self._hooks.append(tensor.register_hook(hook))
 
 
-def _operands(op: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[float, float]:
-    """The largest magnitudes of what a product reads: of its input, and of all else."""
-    with torch._C.DisableTorchFunction(), torch.no_grad():
-        read = _activations(op, (args, kwargs), SCALABLE)
-        others = [tensor for tensor in tensors_in((args, kwargs)) if tensor is not read] if op in SCALABLE else []
-        return _largest(tensors_in(read)), _largest(others)
+class _Part(NamedTuple):
+    """All of a call, or in one of stacked experts what belongs to one of them."""
+
+    name: str = ""  # of the expert's weight in its module
+    expert: int = 0
+    rows: Tensor | None = None  # bool: which are the expert's; None for all of the call
+    share: float = 1.0  # of the rows
+    weight: Tensor | None = None  # that the call is given for all experts
+
+    def of(self, tensor: Tensor, *, of_weight: bool = False) -> Tensor:
+        """What belongs to it of ``tensor``: an operand, a result or a gradient; ``of_weight``: of ``weight``."""
+        if self.rows is None:
+            return tensor
+        if of_weight or tensor is self.weight:
+            return tensor[self.expert]
+        return tensor[self.rows] if len(tensor) == len(self.rows) else tensor
+
+
+class _Given(NamedTuple):
+    """What a call is given."""
+
+    floating: list[Tensor]
+    computed: list[Tensor]  # by the model: not the weights of products
+    factors: list[Tensor]  # of a product that can be divided, all but its input
+    parts: list[_Part]
+    is_product: bool
+
+    @classmethod
+    def of(cls, op: str, args: Any, kwargs: Mapping[str, Any], experts: ExpertCall | None, is_product: bool) -> _Given:
+        floating = _floating((args, kwargs))
+        if experts is None or not len(experts.rows.experts):
+            read = _activations(op, (args, kwargs), SCALABLE)
+            factors = [tensor for tensor in floating if tensor is not read] if op in SCALABLE else []
+            return cls(floating, [*tensors_in(_activations(op, (args, kwargs)))], factors, [_Part()], is_product)
+        place, rows = experts.place, experts.rows
+        weight = None if place is None else args[place] if isinstance(place, int) else kwargs[place]
+        parts = []
+        for expert in rows.experts[rows.experts >= 0].unique().tolist():
+            its = rows.experts == expert
+            share, whole = its.double().mean().item(), weight if rows.is_whole else None
+            parts.append(_Part(f"{rows.weight}[{expert}]", expert, its, share, whole))
+        computed = [tensor for tensor in floating if tensor is not weight]
+        return cls(floating, computed, [] if weight is None else [weight], parts, is_product)
+
+    def largest_operands(self, part: _Part) -> tuple[float, float]:
+        """The largest magnitudes of what a product reads: of its input, and of all else; 0 for another call."""
+        if not self.is_product:
+            return 0.0, 0.0
+        factors = {id(tensor) for tensor in self.factors}
+        read = [part.of(tensor) for tensor in self.computed if id(tensor) not in factors]
+        return _largest(read), _largest(map(part.of, self.factors))
+
+    def parts_of(self, outputs: list[Tensor]) -> list[_Part]:
+        """The parts in which results are to be looked at: of other rows than the experts', all of them together."""
+        are_rows = all(part.rows is None or len(output) == len(part.rows) for part in self.parts for output in outputs)
+        return self.parts if are_rows else [_Part()]
 
 
 def _activations(op: str, inputs: tuple[Any, Any], products: Mapping[str, Product] = WITH_WEIGHTS) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hf_mp.casting.rules import MOST_SCALED, SCALABLE, Divisors
+from hf_mp.casting.tables import BEYOND_TORCH
 from hf_mp.diagnostics.ranges import OpRange, is_in_place
 from hf_mp.scaling.rules import FP16_MAX, power_of_two_below, scale_text, scale_with_headroom
 from hf_mp.scaling.scalers import LossScaleError
@@ -51,15 +52,17 @@ class Planned(NamedTuple):
 
 
 def _divided_product(at: Situation) -> dict[str, str]:
-    """The product, or its backward, of numbers divided by powers of two."""
-    key, found = f"{at.found.module}:{at.found.op}", at.found
+    """The product, or its backward, of numbers divided by powers of two; of stacked experts, for one of them."""
+    found = at.found
+    key = f"{found.module}.{found.expert}" if found.expert else f"{found.module}:{found.op}"
+    is_product = found.op in SCALABLE or (bool(found.expert) and found.op in BEYOND_TORCH)
     before = Divisors.parse(at.rules.get(key, "")) or Divisors()
     is_taken = key in at.rules and before == Divisors()
-    if found.op not in SCALABLE or is_taken or not math.isfinite(at.excess):
+    if not is_product or is_taken or not math.isfinite(at.excess):
         return {}
     if at.scale:
         by = before._replace(gradient=before.gradient * _power_for(at.excess))
-    elif found.largest_weight > FP16_MAX:
+    elif found.largest_weight > FP16_MAX or found.largest_weight >= found.largest > 0.0:
         by = before._replace(weight=before.weight * _power_for(found.largest_weight / FP16_MAX))
     else:
         by = before._replace(input=before.input * _power_for(at.excess))

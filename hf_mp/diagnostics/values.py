@@ -13,6 +13,11 @@ from hf_mp.kernels.gradient_scan import largest_magnitude, real_values
 
 _LOOKED_AT = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
 
+# Ops whose results hold whatever was in memory before.
+UNINITIALISED = frozenset(
+    {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted", "resize_"}
+)
+
 
 class Finiteness(IntEnum):
     """Whether a tensor is finite, has only -inf (as masks do), or any inf or NaN."""

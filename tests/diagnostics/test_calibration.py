@@ -193,3 +193,14 @@ def test_the_command(tmp_path: Path, gpt2: Any) -> None:
     for wrong, message in [(["--batches", "9"], "6 whole blocks of 32 tokens"), (["--batches", "0"], "at least 1")]:
         result = CliRunner().invoke(cli.app, [*command, *wrong])
         assert result.exit_code == 2 and message in result.output
+
+
+def test_memory_that_was_not_written_yet_is_no_value() -> None:
+    class Pads(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            padded = x.new_empty(len(x), 2 * x.shape[1])
+            padded[:, : x.shape[1]] = x
+            return super().forward(padded[:, : x.shape[1]])
+
+    report = calibrate(Pads(8, 8), [torch.ones(4, 8)])
+    assert [op.op for op in report.ops if op.op not in ("getitem", "setitem")] == ["linear"]

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import hf_mp
 from hf_mp import OverflowReport, StaticLossScaler
+from hf_mp.diagnostics.ranges import OpRange
+from hf_mp.diagnostics.remedies import Situation, next_remedy
 
 EXPERTS = "model.layers.1.mlp.experts"
 ALL = pytest.mark.parametrize(("kind", "implementation"), [(k, i) for k in KINDS for i in IMPLEMENTATIONS])
@@ -29,6 +31,15 @@ def in_backward(layer: nn.Module, expert: int) -> None:
     factors = torch.full((len(weight), 1, 1), 1e-3)
     factors[expert] = 3e4 if hasattr(layer.mlp.experts, "limit") else 1e5  # GPT-OSS cuts what comes from it
     weight *= factors
+
+
+def beyond_fp16(layer: nn.Module, *experts: int) -> None:
+    """One half of what the first product of these experts gives leaves FP16's range, and the second brings it back."""
+    held = layer.mlp.experts
+    for expert in experts:
+        weight = held.gate_up_proj.data[expert]
+        (weight if hasattr(held, "limit") else weight[len(weight) // 2 :]).mul_(3e5)
+        held.down_proj.data[expert] *= 1e-5
 
 
 def batch(length: int = 16) -> Tensor:
@@ -112,3 +123,77 @@ def test_gradients_are_named_by_expert(kind: str, implementation: str) -> None:
     names = [name for name in report.nonfinite_gradients if name.startswith(f"{EXPERTS}.down_proj")]
     assert 1 <= len([name for name in names if "bias" not in name]) <= 2
     assert all(name.endswith(("[0]", "[1]", "[2]", "[3]")) for name in names), names
+
+
+@ALL
+def test_one_expert_is_scaled_where_one_overflows(kind: str, implementation: str) -> None:
+    model = make(kind, implementation)
+    beyond_fp16(model.model.layers[1], 1, 2)
+    runtime = hf_mp.MixedPrecision("fp16", on_overflow="heal")
+    runtime.attach(model)
+    optimizer = runtime.attach_optimizer(torch.optim.SGD(model.parameters(), 1e-6))
+    for _ in range(2):
+        loss = model(input_ids=batch(), labels=batch()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    healer = hf_mp.heal_overflows(runtime)
+    assert runtime.stats.skipped_steps == 0 and loss.isfinite()
+    assert [healed.expert for healed in healer.healed] == ["gate_up_proj[1]", "gate_up_proj[2]"]
+    assert runtime.remedies == {f"{EXPERTS}.gate_up_proj[{expert}]": "scaled/64" for expert in (1, 2)}
+    assert healer.healed[-1].fp32_share < 0.02
+    assert f"module {EXPERTS!r}, gate_up_proj[1], came to" in str(healer.healed[0])
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
+def test_what_healed_trains_on_and_is_resumed(precision: str) -> None:
+    def attached() -> tuple[Any, hf_mp.MixedPrecision, Any]:
+        model = make("Mixtral")
+        beyond_fp16(model.model.layers[1], 2)
+        runtime = hf_mp.MixedPrecision(precision, on_overflow="heal")
+        runtime.attach(model)
+        return model, runtime, runtime.attach_optimizer(torch.optim.SGD(model.parameters(), 1e-6))
+
+    def step(model: Any, optimizer: Any) -> Tensor:
+        loss = model(input_ids=batch(), labels=batch()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    model, runtime, optimizer = attached()
+    step(model, optimizer)
+    weights, state = {key: value.clone() for key, value in model.state_dict().items()}, runtime.state_dict()
+    other, resumed, again = attached()
+    other.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    assert list(resumed.remedies) == [f"{EXPERTS}.gate_up_proj[2]"]
+    assert torch.equal(step(other, again), step(model, optimizer)) and not hf_mp.heal_overflows(resumed).healed
+
+
+@ALL
+def test_calibrate_tells_the_experts_apart(kind: str, implementation: str) -> None:
+    model = make(kind, implementation)
+    beyond_fp16(model.model.layers[1], 2)
+    report = hf_mp.calibrate(model, [{"input_ids": batch(), "labels": batch()}])
+    products = [op for op in report.ops if op.module == EXPERTS and op.expert.startswith("gate_up_proj")]
+    assert {op.expert for op in products} == {f"gate_up_proj[{expert}]" for expert in range(4)}
+    assert {op.expert for op in report.overflows if op.expert} == {"gate_up_proj[2]"}
+    largest = {op.expert: op.largest for op in products if op.op in ("_grouped_mm", "bmm", "linear", "matmul")}
+    assert largest["gate_up_proj[2]"] > 65504 > 1000 > max(largest[f"gate_up_proj[{other}]"] for other in (0, 1, 3))
+    assert all(op.gradient is not None for op in products if op.op in ("_grouped_mm", "bmm", "linear", "matmul"))
+    assert f"{EXPERTS}.gate_up_proj[2]" in report.rules and f"{EXPERTS}.gate_up_proj[1]" not in report.rules
+    assert f"{EXPERTS}.gate_up_proj[2]" in report.to_text()
+    runtime = hf_mp.MixedPrecision("fp16", rules=report.rules)
+    runtime.attach(model)
+    assert model(input_ids=batch(), labels=batch()).loss.isfinite()
+
+
+def test_a_backward_has_a_divisor_by_expert_too() -> None:
+    found = OpRange("experts", "_grouped_mm", fp16_gradient=1e3, expert="gate_up_proj[5]")
+    at = Situation(found, {}, ["experts"], has_bf16=True, scale=2.0**10)
+    planned = next_remedy(at)
+    assert planned is not None and planned.rules == {"experts.gate_up_proj[5]": "scaled/1/512"}
+    planned = next_remedy(at._replace(rules=planned.rules, scale=2.0**30))  # no power of two that a rule may have
+    assert planned is not None and planned.rules == {"experts:_grouped_mm": "fp32"}
+    assert hf_mp.autocast(rules=planned.rules, model=nn.ModuleDict({"experts": nn.Linear(2, 2)})).enabled
