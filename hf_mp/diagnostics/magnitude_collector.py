@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_mp.casting.experts import expert_counts
 from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.rules import nearest_modules
-from hf_mp.diagnostics.magnitudes import histogram, sample, sampling_stride, swamped
+from hf_mp.diagnostics.magnitudes import SAMPLE_ELEMENTS, histogram, sample, sampling_stride, swamped
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.forward import AttachedForward
@@ -25,6 +26,8 @@ COMPILED = "activations and their gradients: the model is compiled, and its modu
 SHARDED = "weights, weight gradients and updates: FSDP gathers and shards the parameters meanwhile"
 NO_GRADIENTS = "weight gradients: none were left after the backward (an optimizer-in-backward uses them up)"
 
+LEAST_OF_EXPERT = 1024  # elements of each of many experts, of which all together are sampled as any other weight
+
 
 class _Sampled(NamedTuple):
     dtype: str
@@ -32,17 +35,32 @@ class _Sampled(NamedTuple):
     values: Tensor
 
     @classmethod
-    def of(cls, tensor: Tensor, factor: Tensor | None = None) -> _Sampled:
+    def of(cls, tensor: Tensor, factor: Tensor | None = None, limit: int = SAMPLE_ELEMENTS) -> _Sampled:
         local = local_part(tensor.detach())
-        values = sample(local)
+        values = sample(local, limit)
         if factor is not None:
             values = values.to(torch.float32) * factor.squeeze()
-        return cls(str(tensor.dtype).removeprefix("torch."), sampling_stride(tuple(local.shape)), values)
+        return cls(str(tensor.dtype).removeprefix("torch."), sampling_stride(tuple(local.shape), limit), values)
 
-    @classmethod
-    def of_master(cls, parameter: nn.Parameter) -> _Sampled:
-        stride = sampling_stride(tuple(local_part(parameter.detach()).shape))
-        return cls("float32", stride, master_sample(parameter, lambda half: sample(local_part(half))))
+
+class _Weight(NamedTuple):
+    """A trained parameter, or the part of it that one of stacked experts has."""
+
+    parameter: nn.Parameter
+    expert: int | None = None
+    limit: int = SAMPLE_ELEMENTS  # of its elements
+
+    def master(self) -> _Sampled:
+        stride = sampling_stride(tuple(self._part(self.parameter.detach()).shape), self.limit)
+        values = master_sample(self.parameter, lambda half: sample(self._part(half), self.limit))
+        return _Sampled("float32", stride, values)
+
+    def gradient(self) -> _Sampled | None:
+        gradient, factor = gradient_and_factor(self.parameter)
+        return None if gradient is None else _Sampled.of(self._part(gradient), factor, self.limit)
+
+    def _part(self, tensor: Tensor) -> Tensor:
+        return local_part(tensor) if self.expert is None else local_part(tensor)[self.expert]
 
 
 class MagnitudeCollector:
@@ -69,7 +87,7 @@ class MagnitudeCollector:
         self._layers: dict[str, nn.Module] = {}
         self._samples: dict[tuple[Kind, str, str], _Sampled] = {}  # by layer and name of the parameter
         self._asked_for_gradient: set[str] = set()
-        self._parameters: dict[tuple[str, str], nn.Parameter] = {}
+        self._weights: dict[tuple[str, str], _Weight] = {}
         self._notes: tuple[str, ...] = ()
 
     def begin(self, forward: AttachedForward) -> None:
@@ -82,9 +100,9 @@ class MagnitudeCollector:
         if is_sharded(model):  # gathered parameters are gone when the backward ends
             self._notes = (SHARDED,)
         else:
-            self._parameters = _trainable(layers)
+            self._weights = _trainable(layers)
             # Before the backward: an optimizer-in-backward updates during it.
-            self._samples = {(Kind.WEIGHTS, *key): _Sampled.of_master(p) for key, p in self._parameters.items()}
+            self._samples = {(Kind.WEIGHTS, *key): weight.master() for key, weight in self._weights.items()}
         if _is_compiled(model):
             self._notes = (*self._notes, COMPILED)
             return
@@ -116,16 +134,15 @@ class MagnitudeCollector:
         if not self.is_active:
             return
         self._remove_hooks()
-        for key, parameter in self._parameters.items():
-            gradient, factor = gradient_and_factor(parameter)
-            if gradient is not None:
-                self._samples[Kind.WEIGHT_GRADIENTS, *key] = _Sampled.of(gradient, factor)
+        for key, weight in self._weights.items():
+            if (gradient := weight.gradient()) is not None:
+                self._samples[Kind.WEIGHT_GRADIENTS, *key] = gradient
 
     def finish(self, report: StepReport) -> StepMagnitudes:
         """Count the samples of the step, which was just taken or skipped."""
         self._remove_hooks()
         has_gradients = any(kind is Kind.WEIGHT_GRADIENTS for kind, _, _ in self._samples)
-        missing = [] if has_gradients or not self._parameters else [NO_GRADIENTS]
+        missing = [] if has_gradients or not self._weights else [NO_GRADIENTS]
         found = [
             TensorMagnitudes(*key, taken.dtype, taken.stride, histogram(taken.values))
             for key, taken in self._samples.items()
@@ -145,8 +162,8 @@ class MagnitudeCollector:
         return step
 
     def _updates(self) -> Iterator[TensorMagnitudes]:
-        for key, parameter in self._parameters.items():
-            before, after = self._samples[Kind.WEIGHTS, *key], _Sampled.of_master(parameter)
+        for key, weight in self._weights.items():
+            before, after = self._samples[Kind.WEIGHTS, *key], weight.master()
             if after.values.shape != before.values.shape:  # the weight was replaced
                 continue
             update = after.values - before.values
@@ -161,14 +178,22 @@ class MagnitudeCollector:
         self._handles.clear()
 
 
-def _trainable(layers: Mapping[str, nn.Module]) -> dict[tuple[str, str], nn.Parameter]:
-    """The parameters of ``layers`` by layer and name; tied ones in their first layer."""
-    found: dict[int, tuple[tuple[str, str], nn.Parameter]] = {}
+def _trainable(layers: Mapping[str, nn.Module]) -> dict[tuple[str, str], _Weight]:
+    """The parameters of ``layers`` by layer and name, those of stacked experts by expert; tied ones in their first."""
+    found: dict[tuple[str, str], _Weight] = {}
+    seen: set[int] = set()
     for layer, module in layers.items():
+        counts = expert_counts(module)
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad and parameter.is_floating_point():
-                found.setdefault(id(parameter), ((layer, name), parameter))
-    return dict(found.values())
+            if not parameter.requires_grad or not parameter.is_floating_point() or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            if name not in counts:
+                found[layer, name] = _Weight(parameter)
+                continue
+            limit = max(SAMPLE_ELEMENTS // counts[name], LEAST_OF_EXPERT)
+            found.update({(layer, f"{name}[{i}]"): _Weight(parameter, i, limit) for i in range(counts[name])})
+    return found
 
 
 def _is_compiled(model: nn.Module) -> bool:

@@ -31,12 +31,19 @@ class Kind(StrEnum):
 class TensorMagnitudes:
     kind: Kind
     layer: str  # name of the module in the model
-    tensor: str  # the parameter's name in its module, such as "weight"; "" for an activation
+    tensor: (
+        str  # the parameter's name in its module: "weight", "gate_up_proj[5]" of stacked experts; "" for an activation
+    )
     dtype: str  # of the tensor, such as "float16"
     stride: int  # every `stride`-th element was counted
     histogram: Histogram  # of the counted elements; gradients are unscaled
     swamped_fp16: Swamped = NO_UPDATES  # counted updates that would leave an FP16 weight unchanged
     swamped_bf16: Swamped = NO_UPDATES  # the same for a BF16 weight
+
+    @property
+    def place(self) -> str:
+        """The layer; of stacked experts the name of the expert's weight."""
+        return f"{self.layer}.{self.tensor}" if self.tensor.endswith("]") else self.layer
 
 
 @dataclass(frozen=True)
@@ -53,13 +60,13 @@ class StepMagnitudes:
         return round(float(np.log2(self.loss_scale)))
 
     def of(self, kind: Kind, layer: str | None = None) -> Histogram:
-        """The histogram of all tensors of a kind (in one layer), weighted by their strides."""
-        found = (t for t in self.tensors if t.kind is kind and layer in (None, t.layer))
+        """The histogram of all tensors of a kind (in one layer, or of one expert), weighted by their strides."""
+        found = (t for t in self.tensors if t.kind is kind and layer in (None, t.layer, t.place))
         return Histogram(sum((t.histogram.counts * t.stride for t in found), start=Histogram.empty().counts))
 
     def swamped(self, layer: str | None = None) -> tuple[Swamped, Swamped]:
-        """The updates (of one layer) that FP16 weights and BF16 weights would lose, weighted as in :meth:`of`."""
-        found = [t for t in self.tensors if t.kind is Kind.UPDATES and layer in (None, t.layer)]
+        """The updates (of one layer or expert) that FP16 and BF16 weights would lose, weighted as in :meth:`of`."""
+        found = [t for t in self.tensors if t.kind is Kind.UPDATES and layer in (None, t.layer, t.place)]
         counts = (t.stride * np.array([t.swamped_fp16, t.swamped_bf16]) for t in found)
         fp16, bf16 = sum(counts, start=np.zeros((2, 2), np.int64)).tolist()
         return Swamped(*fp16), Swamped(*bf16)
@@ -68,6 +75,11 @@ class StepMagnitudes:
     def layers(self) -> tuple[str, ...]:
         """Names of the recorded layers, in the order of the model."""
         return tuple(dict.fromkeys(tensor.layer for tensor in self.tensors))
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The layers, and after each one of stacked experts these."""
+        return tuple(dict.fromkeys(name for tensor in self.tensors for name in (tensor.layer, tensor.place)))
 
     def shares(self) -> StepShares:
         gradients, (fp16, bf16) = self.of(Kind.WEIGHT_GRADIENTS), self.swamped()
