@@ -1,6 +1,6 @@
 """The runtime: the invariants of attaching mixed precision to a model and an optimizer.
 
-What holds for every preset: tests/conformance/test_loops.py.
+What holds for every preset: test_loops.py.
 """
 
 from __future__ import annotations

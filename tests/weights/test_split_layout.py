@@ -1,4 +1,4 @@
-"""The lean layouts: what they add to tests/conformance, from attaching to memory."""
+"""The lean layouts: what they add to tests/step/test_loops.py and tests/conformance, from attaching to memory."""
 
 from __future__ import annotations
 
