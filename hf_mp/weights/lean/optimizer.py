@@ -417,16 +417,7 @@ class MasterWeightOptimizer(Optimizer):
         """
         parameters = self._parameters()
         given: Mapping[int, Tensor] = state_dict.get("masters", {})
-        if not isinstance(given, Mapping):
-            raise TypeError(f"masters must map indices of parameters to FP32 tensors, and is a {type(given).__name__}")
-        for index, tensor in given.items():
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"masters[{index!r}] must be a FP32 tensor, not {tensor!r:.200}")
-            if index not in range(len(parameters)) or tensor.shape != parameters[index].shape:
-                shape = tuple(parameters[index].shape) if index in range(len(parameters)) else "no parameter"
-                raise ValueError(f"masters[{index}] has shape {tuple(tensor.shape)}, but there is {shape} here")
-            if tensor.dtype is not torch.float32:
-                raise ValueError(f"masters[{index}] is {tensor.dtype}, but a master weight is torch.float32")
+        _check_masters(given, parameters)
         # torch casts loaded state to the dtype of its parameter: to FP32, if it sees a FP32 one.
         shown = {
             p: nn.Parameter(torch.empty(0, dtype=torch.float32, device=p.device)) if _needs_master(p) else p
@@ -498,6 +489,20 @@ def norm_of(norms: list[Tensor]) -> Tensor:
 def clip_factor(total: Tensor, max_norm: float) -> Tensor | None:
     """What ``torch.nn.utils.clip_grad_norm_`` multiplies gradients of norm ``total`` with; None for no bound."""
     return (max_norm / (total + 1e-6)).clamp(max=1.0) if math.isfinite(max_norm) else None
+
+
+def _check_masters(given: Any, parameters: Sequence[nn.Parameter]) -> None:
+    """Raise a TypeError or ValueError for masters of a checkpoint that are none of these parameters'."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"masters must map indices of parameters to FP32 tensors, and is a {type(given).__name__}")
+    for index, tensor in given.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"masters[{index!r}] must be a FP32 tensor, not {tensor!r:.200}")
+        if index not in range(len(parameters)) or tensor.shape != parameters[index].shape:
+            shape = tuple(parameters[index].shape) if index in range(len(parameters)) else "no parameter"
+            raise ValueError(f"masters[{index}] has shape {tuple(tensor.shape)}, but there is {shape} here")
+        if tensor.dtype is not torch.float32:
+            raise ValueError(f"masters[{index}] is {tensor.dtype}, but a master weight is torch.float32")
 
 
 class _WholeMaster:

@@ -102,15 +102,18 @@ class Ranks:
             return
         if self._stepped:
             self._groups, self._stepped = [], False
-        ddp = placement.ddp
-        if ddp is not None and ddp not in self._checked:
+        if placement.ddp is not None:
+            self._note_ddp(placement.ddp, model, is_lean=is_lean)
+
+    def _note_ddp(self, ddp: Any, model: nn.Module, *, is_lean: bool) -> None:
+        if ddp not in self._checked:
             check_reduced_dtypes(ddp)
             self._checked.add(ddp)
-        if ddp is not None and not is_lean:
+        if not is_lean:
             check_hooks(ddp)
         # Inside join() other processes may have no batch left and so no step to agree on. There all gradients are
         # those of the all-reduce, and who steps decides alike.
-        if ddp is not None and ddp.process_group not in self._groups and not ddp._join_config.enable:
+        if ddp.process_group not in self._groups and not ddp._join_config.enable:
             self._groups.append(ddp.process_group)
             self._compare(ddp.process_group, model)
 

@@ -112,6 +112,26 @@ def placement_of(model: nn.Module | None) -> Placement:
     if model is None or not has_processes():
         return ALONE
     modules, parameters, fsdp = modules_of(model), parameters_of(model), tuple(fsdp_modules(model))
+    dtensors = tuple(filter(is_dtensor, parameters))
+    return Placement(
+        _ddp_of(model), fsdp, dtensors, _is_flattened(modules, parameters), _is_tensor_parallel(modules, fsdp)
+    )
+
+
+def _ddp_of(model: nn.Module) -> DistributedDataParallel | None:
+    is_ddp = isinstance(model, DistributedDataParallel)
+    return model if is_ddp else DistributedDataParallel._get_active_ddp_module()  # type: ignore[return-value]
+
+
+def _is_flattened(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and (
+        any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules)
+        or any(not isinstance(p, nn.Parameter) or hasattr(p, "_fsdp_flattened") for p in parameters)
+    )
+
+
+def _is_tensor_parallel(modules: Iterable[nn.Module], fsdp: Iterable[nn.Module]) -> bool:
     spread = {
         module
         for module in modules
@@ -119,18 +139,7 @@ def placement_of(model: nn.Module | None) -> Placement:
         and any(is_dtensor(parameter) for parameter in module._parameters.values() if parameter is not None)
     }
     # torch's composable replicate(), an FSDPModule too, leaves no mark.
-    is_parallel = bool(spread) and not spread <= {inner for module in fsdp for inner in module.modules()}
-    fsdp1 = sys.modules.get("torch.distributed.fsdp")
-    is_flattened = fsdp1 is not None and (
-        any(isinstance(module, fsdp1.FullyShardedDataParallel) for module in modules)
-        or any(not isinstance(p, nn.Parameter) or hasattr(p, "_fsdp_flattened") for p in parameters)
-    )
-    return Placement(_ddp_of(model), fsdp, tuple(filter(is_dtensor, parameters)), is_flattened, is_parallel)
-
-
-def _ddp_of(model: nn.Module) -> DistributedDataParallel | None:
-    is_ddp = isinstance(model, DistributedDataParallel)
-    return model if is_ddp else DistributedDataParallel._get_active_ddp_module()  # type: ignore[return-value]
+    return bool(spread) and not spread <= {inner for module in fsdp for inner in module.modules()}
 
 
 def check_placement(model: nn.Module, placement: Placement) -> None:
