@@ -37,20 +37,22 @@ from rich.table import Table
 
 from _plots import draw_traces
 from _results import RESULTS, save_result
-from hf_mp.scaling.rules import DYNAMIC, FP16_MAX, HEADROOM, ScaleRule, StepReport
+from hf_mp import DynamicLossScaler, HeadroomLossScaler
+from hf_mp.scaling.rules import FP16_MAX, ScaleRule, StepReport
 
 OURS = "HeadroomLossScaler"
-PEERS: dict[str, tuple[ScaleRule[Any], dict[str, Any]]] = {
-    "torch.amp.GradScaler": (DYNAMIC, {"min_scale": 0.0}),
-    "Apex": (DYNAMIC, {"min_scale": 0.0, "max_scale": 2.0**24}),
-    "DeepSpeed": (DYNAMIC, {"growth_interval": 1000, "min_scale": 1.0, "growth_delay": 1, "hysteresis": 2}),
-    "DeepSpeed, consecutive_hysteresis": (
-        DYNAMIC,
-        {"growth_interval": 1000, "min_scale": 1.0, "growth_delay": 1, "hysteresis": 2, "consecutive_hysteresis": True},
-    ),
-    "Megatron-LM": (DYNAMIC, {"init_scale": 2.0**32, "growth_interval": 1000, "min_scale": 1.0, "hysteresis": 2}),
+_DEEPSPEED: dict[str, Any] = {"growth_interval": 1000, "min_scale": 1.0, "growth_delay": 1, "hysteresis": 2}
+PEERS: dict[str, ScaleRule] = {
+    name: DynamicLossScaler(**settings).state
+    for name, settings in {
+        "torch.amp.GradScaler": {"min_scale": 0.0},
+        "Apex": {"min_scale": 0.0, "max_scale": 2.0**24},
+        "DeepSpeed": _DEEPSPEED,
+        "DeepSpeed, consecutive_hysteresis": {**_DEEPSPEED, "consecutive_hysteresis": True},
+        "Megatron-LM": {"init_scale": 2.0**32, "growth_interval": 1000, "min_scale": 1.0, "hysteresis": 2},
+    }.items()
 }
-CONTENDERS = {OURS: (HEADROOM, dict[str, Any]()), **PEERS}
+CONTENDERS: dict[str, ScaleRule] = {OURS: HeadroomLossScaler().state, **PEERS}
 SPREAD_MEAN, SPREAD_DEVIATION = 16.0, 8.0
 ROUNDED_TO_ZERO = 25  # FP16's smallest number is 2**-24; half of it is rounded to 0
 
@@ -168,17 +170,16 @@ def _trace(log2_largest: np.ndarray, **rest: Any) -> Trace:
 # What a rule makes of them
 
 
-def run(rule: ScaleRule[Any], settings: Any, trace: Trace) -> tuple[Outcome, np.ndarray]:
+def run(rule: ScaleRule, trace: Trace) -> tuple[Outcome, np.ndarray]:
     """The outcome, and the base-2 logarithm of the scale of each step."""
-    state = rule.start(settings)
     largest = np.exp2(trace.log2_largest).tolist()
     bound = np.where(trace.is_infinite, 0.0, FP16_MAX / np.exp2(_log2_of_all(trace))).tolist()
     scales = []
     for magnitude, highest in zip(largest, bound, strict=True):
-        scales.append(state.scale)
-        overflow = state.scale > highest
-        measured = magnitude if state.scale * magnitude > 2.0**-ROUNDED_TO_ZERO else 0.0
-        state = rule.adjust(state, settings, StepReport(overflow, None if overflow else measured))
+        scales.append(rule.scale)
+        overflow = rule.scale > highest
+        measured = magnitude if rule.scale * magnitude > 2.0**-ROUNDED_TO_ZERO else 0.0
+        rule = rule.adjust(StepReport(overflow, None if overflow else measured))
     log2_scales = np.log2(scales)
     return outcome(trace, log2_scales), log2_scales
 
@@ -226,8 +227,7 @@ def compare(processes: int, steps: int, first_seed: int) -> dict[str, Any]:
     for number, (family, make) in enumerate(FAMILIES.items()):
         seeds = range(first_seed, first_seed + processes)
         traces = [make(np.random.default_rng([seed, number]), steps) for seed in seeds]
-        rows = {name: _mean([run(rule, rule.settings(**settings), trace)[0] for trace in traces])
-                for name, (rule, settings) in CONTENDERS.items()}  # fmt: skip
+        rows = {name: _mean([run(rule, trace)[0] for trace in traces]) for name, rule in CONTENDERS.items()}
         families[family] = {
             "about": make.__doc__,
             "unavoidable_skips": float(np.mean([trace.is_infinite.sum() for trace in traces])),
@@ -239,7 +239,7 @@ def compare(processes: int, steps: int, first_seed: int) -> dict[str, Any]:
         print(f"{family}: done", flush=True)
     cases = {}
     for case, build in CASES.items():
-        ends = {name: run(rule, rule.settings(**given), build()) for name, (rule, given) in CONTENDERS.items()}
+        ends = {name: run(rule, build()) for name, rule in CONTENDERS.items()}
         cases[case] = {
             "about": build.__doc__,
             "contenders": {

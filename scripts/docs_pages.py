@@ -80,7 +80,7 @@ SECTIONS = (
             "hf_mp.casting.rules.parse_rules",
         ),
     ),
-    Section("loss_scaling", "Loss scaling", ("hf_mp.scaling.scalers",), ("hf_mp.scaling.scalers.LossScaler",)),
+    Section("loss_scaling", "Loss scaling", ("hf_mp.scaling.scalers",), ("hf_mp.scaling.loss_scaler.LossScaler",)),
     Section("master_weights", "Master weights", ("hf_mp.weights",)),
     Section(
         "diagnostics",

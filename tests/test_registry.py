@@ -16,26 +16,22 @@ ROOT = Path(__file__).resolve().parent.parent
 # What a program writes that brings its own rule and preset; the checks of a test follow it.
 ENTRIES = """
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
 from hf_mp.policy import PRESETS, PrecisionPolicy
-from hf_mp.scaling.rules import ScalerState, ScaleRule, register
+from hf_mp.scaling.rules import ScaleRule, check_scale, register, remembered, setting
 
+@register
 @dataclass(frozen=True)
-class ToySettings:
-    EXACT: ClassVar = ("first",)
-    first: float = 256.0
-    floor: ClassVar = 1.0
+class Toy(ScaleRule):
+    name, summary = "toy", "a toy"
+    scale: float = remembered(256.0, check_scale)
+    fallen: float = setting(2.0)
 
-    def start(self):
-        return ScalerState(self.first)
+    def adjust(self, report):
+        return self.counted(report, scale=self.fallen if report.overflow else self.scale)
 
-def adjust(state, settings, report):
-    return state.counted(report, scale=2.0 if report.overflow else state.scale)
-
-register(ScaleRule("toy", "a toy", ToySettings, ToySettings.start, adjust))
 PRESETS["fp16-toy"] = PrecisionPolicy(params=torch.float16, loss_scale="toy")
 """
 
@@ -67,7 +63,7 @@ print("parsed", PrecisionPolicy.parse("fp16-toy"), PrecisionPolicy.parse("params
 error(PrecisionPolicy.parse, "fp17")
 error(PrecisionPolicy.parse, "params=fp32,loss_scale=other")
 error(make_loss_scaler, "toy", growth_interval=3)
-scaler = make_loss_scaler("toy", first=64.0)
+scaler = make_loss_scaler("toy", scale=64.0, fallen=4.0)
 print(type(scaler) is LossScaler, scaler.get_scale(), scaler.kind)
 scaler.record_step(StepReport(True))
 print("after an overflow", scaler.get_scale())
@@ -91,8 +87,11 @@ def test_policies_and_their_errors_know_both(said: str) -> None:
 
 
 def test_a_scaler_of_the_rule_is_made_adjusts_and_is_loaded(said: str) -> None:
-    assert "the 'toy' loss scaler has no setting growth_interval: it has enabled, first, max_consecutive_skips" in said
-    assert "True 64.0 toy\nafter an overflow 2.0\nloaded 2.0" in said
+    assert (
+        "the 'toy' loss scaler has no setting growth_interval: it has enabled, fallen, max_consecutive_skips, scale"
+        in said
+    )
+    assert "True 64.0 toy\nafter an overflow 4.0\nloaded 4.0" in said
 
 
 def test_memory_knows_the_preset(said: str) -> None:

@@ -20,7 +20,7 @@ from hf_mp.diagnostics.replay import Replay
 from hf_mp.diagnostics.values import finiteness
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
 from hf_mp.scaling.events import StepObserver
-from hf_mp.scaling.rules import ScalerState, StepReport
+from hf_mp.scaling.rules import ScaleRule, StepReport
 from hf_mp.scaling.scalers import LossScaleError, LossScaler
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
@@ -265,7 +265,7 @@ def _has_bad_loss(backward: KeptBackward) -> bool:
     return any(map(finiteness, losses + [g for entry in backward.incoming if (g := entry.gradient) is not None]))
 
 
-def is_finding_its_level(state: ScalerState, smallest_scale: float, clean_scale: float | None) -> bool:
+def is_finding_its_level(state: ScaleRule, smallest_scale: float, clean_scale: float | None) -> bool:
     """Whether an overflow in this state, before the step counts, is a scaler's ordinary search for its level.
 
     ``clean_scale`` is the largest scale of an applied step of this process.

@@ -81,8 +81,8 @@ def accumulates(node: Any, index: int) -> bool:
         return False
 
 
-def _outside_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in LOWER_PRECISION_DTYPES else dtype
+_PLAIN_DTYPES = (torch.float32, *LOWER_PRECISION_DTYPES)
+_OUTSIDE_DTYPE = dict.fromkeys(LOWER_PRECISION_DTYPES, torch.float32)  # of those that differ from inside
 
 
 class _InwardBorders(Function):
@@ -92,20 +92,23 @@ class _InwardBorders(Function):
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.crossings, ctx.outside = crossings, outside
-        copied = [index for index, copy in enumerate(copies) if copy is not None]
         ctx.first_copy = len(outside) if with_aliases else 0
-        ctx.leads_to = [*range(ctx.first_copy), *copied]  # for each result, its place in `outside`
+        ctx.leads_to = list(range(ctx.first_copy))  # for each result, its place in `outside`
         # Views cannot be written to in place: copies must not be, activations that come in may.
         with torch._C.DisableTorchFunctionSubclass():  # plain tensors, whatever reads of a weight outside give
-            aliases = [tensor.detach() for tensor in outside] if with_aliases else []
-            return *aliases, *[copy.view_as(copy) for copy in copies if copy is not None]
+            inside = [tensor.detach() for tensor in outside] if with_aliases else []
+            for place, copy in enumerate(copies):
+                if copy is not None:
+                    ctx.leads_to.append(place)
+                    inside.append(copy.view_as(copy))
+        return tuple(inside)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        uses: dict[int, list[Tensor]] = {}
-        for index, gradient in zip(ctx.leads_to, gradients, strict=True):
+        uses: dict[int, list[Tensor]] = {}  # for the place of a tensor outside, the gradients of what it is inside
+        for place, gradient in zip(ctx.leads_to, gradients, strict=True):
             if gradient is not None:
-                uses.setdefault(index, []).append(gradient)
+                uses.setdefault(place, []).append(gradient)
         with torch._C.DisableTorchFunctionSubclass():  # weights are only looked at
             return None, None, None, *_leave(ctx, uses)
 
@@ -116,15 +119,16 @@ def _leave(ctx: Any, uses: dict[int, list[Tensor]]) -> list[Tensor | None]:
     found: list[Tensor | None] = [None] * len(outside)
     factor = crossings.inverse(outside[0].device, ctx, list(uses)) if uses else None
     crossings.take(ctx, uses, factor)
-    unscaled = iter(_multiply_all([one for gradients in uses.values() for one in gradients], factor, crossings))
+    unscaled = iter(_multiply_all([gradient for each in uses.values() for gradient in each], factor, crossings))
     is_ours = factor is not None and not torch.is_grad_enabled()  # products are nobody else's
-    for i, gradients in uses.items():
-        dtype = _outside_dtype(outside[i].dtype)  # of an FP16 activation outside, autograd rounds it
+    for place, each in uses.items():
+        # Of an activation outside that is FP16, autograd rounds the gradient.
+        dtype = _OUTSIDE_DTYPE.get(outside[place].dtype, outside[place].dtype)
         total = next(unscaled).to(dtype)
-        for _ in gradients[1:]:
+        for _ in each[1:]:
             other = next(unscaled).to(dtype)
-            total = total.add_(other) if is_ours and _is_plain(total) and _is_plain(other) else total + other
-        found[i] = total
+            total = total.add_(other) if is_ours and _are_plain(total, other) else total + other
+        found[place] = total
     return found
 
 
@@ -132,23 +136,24 @@ def _multiply_all(gradients: list[Tensor], factor: Tensor | None, crossings: Cro
     """:func:`multiply` of each; of several plain ones in two multi-tensor calls."""
     if factor is None:
         return gradients
-    if len(gradients) < 2 or torch.is_grad_enabled() or not all(map(_is_plain, gradients)):
+    if len(gradients) < 2 or torch.is_grad_enabled() or not _are_plain(*gradients):
         return [multiply(gradient, factor, crossings) for gradient in gradients]
     number = factor.squeeze()
-    rounded = [gradient.float() for gradient in gradients if gradient.dtype is not torch.float32]
-    torch._foreach_mul_(rounded, number) if rounded else None
+    if rounded := [gradient.float() for gradient in gradients if gradient.dtype is not torch.float32]:
+        torch._foreach_mul_(rounded, number)
     others = [gradient for gradient in gradients if gradient.dtype is torch.float32]
     of_rounded, of_others = iter(rounded), iter(torch._foreach_mul(others, number) if others else ())
     return [next(of_others if gradient.dtype is torch.float32 else of_rounded) for gradient in gradients]
 
 
-def _is_plain(gradient: Tensor) -> bool:
-    # A batch of gradients (is_grads_batched) has no multi-tensor calls.
-    is_strided = type(gradient) is Tensor and gradient.layout is torch.strided and gradient.dtype in _PLAIN_DTYPES
-    return is_strided and not torch._C._functorch.is_legacy_batchedtensor(gradient)
+def _are_plain(*gradients: Tensor) -> bool:
+    """Whether multi-tensor calls take them all."""
+    for each in gradients:
+        is_strided = type(each) is Tensor and each.layout is torch.strided and each.dtype in _PLAIN_DTYPES
+        if not is_strided or torch._C._functorch.is_legacy_batchedtensor(each):  # is_grads_batched=True
+            return False
+    return True
 
-
-_PLAIN_DTYPES = (torch.float32, *LOWER_PRECISION_DTYPES)
 
 # Autograd runs what is ready in the order of these numbers, largest first. A border is made before the forward and
 # would come last: all 16-bit gradients would wait for the end of the backward. With AccumulateGrad's, none waits.
@@ -210,7 +215,8 @@ class _OutputBorder(Function):
         ctx.crossings, ctx.dtype = crossings, output.dtype
         ctx.value = output.detach() if output.numel() == 1 else None
         # Never a view: callers change a loss in place (the Trainer does).
-        return output.to(_outside_dtype(output.dtype), copy=True) if wrap is None else wrap(output)
+        dtype = _OUTSIDE_DTYPE.get(output.dtype, output.dtype)
+        return output.to(dtype, copy=True) if wrap is None else wrap(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -231,4 +237,4 @@ def output_border(
         return output
     if crossings is not None and output.requires_grad and torch.is_grad_enabled():
         return _OutputBorder.apply(output, crossings, wrap)
-    return output.to(_outside_dtype(output.dtype))
+    return output.to(_OUTSIDE_DTYPE.get(output.dtype, output.dtype))

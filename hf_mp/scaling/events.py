@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_mp.scaling.rules import ScalerState, StepReport, headroom_left
+from hf_mp.scaling.rules import ScaleRule, StepReport, headroom_left
 
 
 class StepObserver:
@@ -101,7 +101,7 @@ class PrecisionStats:
         return cls(loss_scale=scale, loss_scale_first=scale, loss_scale_min=scale, loss_scale_max=scale)
 
     @classmethod
-    def resumed(cls, state: ScalerState) -> PrecisionStats:
+    def resumed(cls, state: ScaleRule) -> PrecisionStats:
         first = cls.before_first_step(state.scale)
         return replace(first, steps=state.steps, skipped_steps=state.skipped_steps)
 

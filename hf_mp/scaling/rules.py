@@ -1,6 +1,6 @@
-"""The pure rules of loss scaling: functions of frozen values that turn what a step saw into the next scale.
+"""The rules of loss scaling: frozen values, each of which turns what a step saw into the value of the next step.
 
-A rule is one entry of :data:`RULES`: policies, messages, argument help, scripts and tests take its name from there.
+A rule is one class in :data:`RULES`: policies, messages, argument help, scripts and tests take its name from there.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import ctypes
 import math
 import numbers
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, Self, TypeGuard, TypeVar
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import partial
+from typing import Any, ClassVar, Self, TypeGuard, TypeVar
 
 import torch
 
@@ -34,23 +36,86 @@ class StepReport:
     largest_gradient: float | None = None
 
 
+# Values from outside
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_real and not sys.float_info.max < abs(value) < math.inf  # an int that no float holds
+
+
+def check(meaning: str, holds: Callable[[Any], bool], **values: object) -> None:
+    """Raise a ValueError that says ``meaning`` unless ``holds`` of all ``values``."""
+    for name, value in values.items():
+        if not holds(value):
+            raise ValueError(f"{name}={value!r:.100} must be {meaning}")
+
+
+def number(meaning: str, holds: Callable[[Any], bool]) -> Callable[..., None]:
+    """The :func:`check` of numbers; a truth value is none."""
+    return partial(check, meaning, lambda value: _is_number(value) and holds(value))
+
+
+def whole(smallest: int) -> Callable[..., None]:
+    """The :func:`check` of counts."""
+    meaning = f"a whole number of steps, at least {smallest}"
+    return number(meaning, lambda value: isinstance(value, numbers.Integral) and int(value) >= smallest)
+
+
+def check_scale(scale: object) -> None:
+    """Raise a ValueError unless ``scale`` is a positive number that FP32 holds, and whose inverse is finite there."""
+    if isinstance(scale, str):
+        raise ValueError(f"a loss scale is a number, not {scale!r}. It is for all devices: leave torch's device out")
+    if not _is_number(scale) or not SMALLEST_SCALE <= scale <= FP32_MAX:
+        raise ValueError(f"a loss scale must be a number from 2**-126 to {FP32_MAX:.4g}, FP32's range, not {scale!r}")
+
+
+_check_min_scale = number(
+    "0 or a scale from 2**-126 to 2**127", lambda x: x == 0.0 or SMALLEST_SCALE <= x <= LARGEST_SCALE
+)
+
+
+def _check_max_scale(max_scale: object, min_scale: float) -> None:
+    number(f"at least min_scale={min_scale}", lambda x: x >= max(min_scale, SMALLEST_SCALE))(max_scale=max_scale)
+
+
+def setting(default: Any, check: Callable[..., None] | None = None) -> Any:
+    """A field of a rule that stays as it is; ``check(name=value)`` raises a ValueError for what is not allowed."""
+    return field(default=default, kw_only=True, metadata={"check": check})
+
+
+def remembered(default: Any, check: Callable[..., None], *, key: str | None = None) -> Any:
+    """A field of a rule that a checkpoint holds, by its name or as ``key``."""
+    return field(default=default, metadata={"check": check, "key": key})
+
+
 @dataclass(frozen=True)
-class ScalerState:
-    """What every scaler remembers between steps; its fields are its saved state."""
+class ScaleRule:
+    """A loss scale and the rule that sets it. :func:`register` makes a subclass a ``loss_scale`` of every policy.
 
-    scale: float  # the loss scale in force; FP32 holds it, in which tensors have it
-    steps: int = 0  # optimizer steps recorded, skipped ones included
-    skipped_steps: int = 0
-    consecutive_skips: int = 0  # since the last applied step
+    Fields are made with :func:`remembered` (what steps change, and a checkpoint holds) and :func:`setting`.
+    """
 
-    def checked(self) -> Self:
-        """This state, its scale rounded to FP32; a ValueError for values that come from outside and are none."""
-        check_scale(self.scale)
-        check_whole(0, steps=self.steps, skipped_steps=self.skipped_steps, consecutive_skips=self.consecutive_skips)
-        return replace(self, scale=to_fp32(self.scale))
+    name: ClassVar[str]  # what loss_scale=... calls it
+    summary: ClassVar[str]  # a few words for help texts
+    exact: ClassVar[tuple[str, ...]] = ("scale",)  # fields that make scaling round where they are no powers of two
+
+    scale: float = remembered(MISSING, check_scale)  # the loss scale in force; FP32 holds it
+    steps: int = remembered(0, whole(0))  # optimizer steps recorded, skipped ones included
+    skipped_steps: int = remembered(0, whole(0))
+    consecutive_skips: int = remembered(0, whole(0))  # since the last applied step
+
+    @property
+    def floor(self) -> float:
+        """The smallest scale that overflows lead to."""
+        return self.scale
+
+    def adjust(self, report: StepReport) -> Self:
+        """The value of the next step."""
+        return self.counted(report)
 
     def counted(self, report: StepReport, **changes: Any) -> Self:
-        """This state with the step counted and ``changes`` made."""
+        """This value with the step counted and ``changes`` made."""
         return replace(
             self,
             steps=self.steps + 1,
@@ -63,124 +128,58 @@ class ScalerState:
         """Whether an overflow is expected now; ``clean_scale`` is the largest of an applied step of this process."""
         return False
 
+    def checked(self) -> Self:
+        """This value, its scale rounded to FP32; a ValueError for values that come from outside and are none."""
+        for each in fields(self):
+            if (check := each.metadata.get("check")) is not None:
+                check(**{each.name: getattr(self, each.name)})
+        return replace(self, scale=to_fp32(self.scale))
 
-State = TypeVar("State", bound=ScalerState)
+    @classmethod
+    def _fields_by_key(cls) -> dict[str, str]:
+        return {each.metadata["key"] or each.name: each.name for each in fields(cls) if "key" in each.metadata}
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds, as plain values for JSON."""
+        return {"kind": self.name, **{key: getattr(self, name) for key, name in self._fields_by_key().items()}}
+
+    def from_dict(self, saved: Mapping[str, Any]) -> Self:
+        """These settings with what :meth:`to_dict` gave, not :meth:`checked` yet; a ValueError for other keys."""
+        known, given = self._fields_by_key(), saved.keys() - {"kind"}
+        if saved.get("kind") != self.name or given != known.keys():
+            missing, unknown = sorted(known.keys() - given), sorted(given - known.keys(), key=str)
+            raise ValueError(
+                f"this state is neither one of a {self.name!r} loss scaler nor of a torch.amp.GradScaler: "
+                f"kind={saved.get('kind')!r}, missing keys {missing}, unknown keys {unknown}"
+            )
+        return replace(self, **{name: saved[key] for key, name in known.items()})
+
+    def from_torch(self, saved: Mapping[str, Any]) -> Self:
+        """These settings with what is of use in a state of ``torch.amp.GradScaler``, not :meth:`checked` yet."""
+        return replace(self, scale=saved["scale"], consecutive_skips=0)
 
 
-@dataclass(frozen=True)
-class ScaleRule(Generic[State]):
-    """One way of setting the loss scale. :func:`register` makes it a ``loss_scale`` of every policy."""
-
-    name: str  # what loss_scale=... calls it
-    summary: str  # a few words for help texts
-    # A frozen dataclass whose fields are the keyword arguments, with EXACT, the names of those by which scales are
-    # multiplied or to which they are set, and floor, the smallest scale that overflows lead to.
-    settings: type[Any]
-    start: Callable[[Any], State]  # from the settings to the state of the first step
-    adjust: Callable[[State, Any, StepReport], State]
-
-
-RULES: dict[str, ScaleRule[Any]] = {}
+RULES: dict[str, type[ScaleRule]] = {}
 """The rules that a policy can name."""
 
+Rule = TypeVar("Rule", bound=ScaleRule)
 
-def register(rule: ScaleRule[State]) -> ScaleRule[State]:
+
+def register(rule: type[Rule]) -> type[Rule]:
     """Let policies name ``rule``; before :mod:`hf_mp.trainer` is imported, so that its help texts list it too."""
     RULES[rule.name] = rule
     return rule
 
 
-@dataclass(frozen=True)
-class StaticSettings:
-    """Settings of :class:`StaticLossScaler`."""
+class StaticRule(ScaleRule):
+    """A constant scale: only counts. Not registered: a policy names it by its number."""
 
-    EXACT: ClassVar = ("scale",)
-    scale: float
+    name, summary = "static", "constant"
 
-    @property
-    def floor(self) -> float:
-        return to_fp32(self.scale)
-
-    def start(self) -> ScalerState:
-        return ScalerState(self.scale)
-
-
-def adjust_static(state: ScalerState, settings: StaticSettings, report: StepReport) -> ScalerState:
-    """Only count."""
-    return state.counted(report)
-
-
-# Not registered: a policy names it by its number.
-STATIC = ScaleRule("static", "constant", StaticSettings, StaticSettings.start, adjust_static)
-
-
-@dataclass(frozen=True)
-class DynamicState(ScalerState):
-    """What :class:`DynamicLossScaler` remembers besides."""
-
-    growth_tracker: int = 0  # clean steps since the last overflow or growth; negative while growth_delay lasts
-    hysteresis_left: int = 1  # overflows until the scale is lowered, counting the one that lowers it
-
-    def checked(self) -> Self:
-        check_whole(-(2**31), growth_tracker=self.growth_tracker)
-        check_whole(1, hysteresis_left=self.hysteresis_left)
-        return super().checked()
-
-    def is_finding_its_level(self, clean_scale: float | None) -> bool:
-        was_clean = clean_scale is not None and self.scale <= clean_scale
-        return self.scale > 1.0 and not was_clean and self.growth_tracker <= 0
-
-
-@dataclass(frozen=True)
-class DynamicSettings:
-    """Settings of :func:`adjust_dynamic`; see :class:`DynamicLossScaler`."""
-
-    EXACT: ClassVar = ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale")
-    init_scale: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    hysteresis: int = 1
-    consecutive_hysteresis: bool = False
-    growth_delay: int = 0
-    min_scale: float = LEAST_USEFUL_SCALE
-    max_scale: float | None = None
-
-    def __post_init__(self) -> None:
-        check(lambda x: 1.0 <= x < math.inf, "at least 1.0 and finite", growth_factor=self.growth_factor)
-        lowers = "below 1.0, so that an overflow lowers it"
-        check(lambda x: -math.inf < x < 1.0, lowers, backoff_factor=self.backoff_factor)
-        check_whole(1, growth_interval=self.growth_interval, hysteresis=self.hysteresis)
-        check_whole(0, growth_delay=self.growth_delay)
-        check_bounds(self.min_scale, self.max_scale)
-
-    @property
-    def floor(self) -> float:
-        return to_fp32(max(self.min_scale, SMALLEST_SCALE))
-
-    def start(self) -> DynamicState:
-        return DynamicState(self.init_scale, growth_tracker=-self.growth_delay, hysteresis_left=self.hysteresis)
-
-
-def adjust_dynamic(state: DynamicState, settings: DynamicSettings, report: StepReport) -> DynamicState:
-    """One update of torch's algorithm (the documentation of ``torch.amp.GradScaler``), with bounds and hysteresis."""
-    if report.overflow:
-        if state.hysteresis_left > 1:
-            spent = state.hysteresis_left - 1
-            return state.counted(report, growth_tracker=-settings.growth_delay, hysteresis_left=spent)
-        # A scale that is below the floor already, because it was set there, stays.
-        lowered = to_fp32(max(state.scale * settings.backoff_factor, min(settings.floor, state.scale)))
-        return state.counted(report, scale=lowered, growth_tracker=-settings.growth_delay)
-    left = settings.hysteresis if settings.consecutive_hysteresis else state.hysteresis_left
-    tracker = state.growth_tracker + 1
-    if tracker < settings.growth_interval:
-        return state.counted(report, growth_tracker=tracker, hysteresis_left=left)
-    grown = to_fp32(state.scale * settings.growth_factor)
-    if not math.isfinite(grown):  # torch keeps a scale that would leave FP32
-        grown = state.scale
-    if settings.max_scale is not None:
-        grown = min(grown, max(settings.max_scale, state.scale))
-    return state.counted(report, scale=grown, growth_tracker=0, hysteresis_left=settings.hysteresis)
+    def from_torch(self, saved: Mapping[str, Any]) -> Self:
+        kept, dropped = scale_text(self.scale), scale_text(saved["scale"])
+        warn_caller(f"a constant loss scale of {kept} stays: the saved one of {dropped} is dropped")
+        return self
 
 
 # The scale that follows the gradients
@@ -196,117 +195,163 @@ _LARGEST_FALL = 8.0  # doublings that one step may count for: a batch of next to
 _FIRST_SCALE = 2.0**16  # torch's; gradients of activations may be far above those of weights that ask for more
 
 
+@register
 @dataclass(frozen=True)
-class HeadroomState(ScalerState):
-    """What :class:`HeadroomLossScaler` remembers besides."""
+class HeadroomRule(ScaleRule):
+    """The algorithm in :class:`HeadroomLossScaler`'s docstring."""
 
-    level: float | None = None  # running geometric mean of the largest unscaled gradients; None until one was finite
-    headroom: float = 5.0  # doublings that are kept between the level and FP16's largest number
-    is_futile: bool = False  # whether overflows were seen that headroom does not help against
-    quiet_steps: int = 0  # clean steps since the last overflow that no gradient explained
+    name, summary = "headroom", "follows the gradients"
+
+    init_scale: float = setting(2.0**10)
+    init_headroom: float = setting(5.0)
+    half_life: float = setting(25, number("at least 1 step and finite", lambda x: 1 <= x < math.inf))
+    backoff_factor: float = setting(2.0**-20, number("above 0 and below 1", lambda x: 0.0 < x < 1.0))
+    patience: int = setting(250, whole(1))
+    min_scale: float = setting(LEAST_USEFUL_SCALE, _check_min_scale)  # a power of two once checked, as max_scale
+    max_scale: float = setting(2.0**40)
+
+    scale: float = remembered(2.0**10, check_scale)
+    # running geometric mean of the largest unscaled gradients; None until one was finite
+    level: float | None = remembered(
+        None,
+        partial(
+            check, "a positive, finite number or None", lambda x: x is None or (_is_number(x) and 0.0 < x < math.inf)
+        ),
+    )
+    # doublings that are kept between the level and FP16's largest number
+    headroom: float = remembered(5.0, number("a finite number of doublings, at least 0", lambda x: 0.0 <= x < math.inf))
+    is_futile: bool = remembered(  # whether there were overflows that headroom does not prevent
+        False, partial(check, "True or False", lambda x: isinstance(x, bool))
+    )
+    quiet_steps: int = remembered(0, whole(0))  # clean ones since the last overflow that no gradient explained
+
+    @property
+    def floor(self) -> float:
+        return self.min_scale
 
     def checked(self) -> Self:
-        check_whole(0, quiet_steps=self.quiet_steps)
-        check(lambda x: 0.0 <= x < math.inf, "a finite number of doublings, at least 0", headroom=self.headroom)
-        if not isinstance(self.is_futile, bool):
-            raise ValueError(f"is_futile={self.is_futile!r} must be True or False")
-        if self.level is not None:
-            check(lambda x: 0.0 < x < math.inf, "a positive, finite number or None", level=self.level)
-        return super().checked()
+        checked = super().checked()
+        _check_max_scale(self.max_scale, self.min_scale)
+        floor = -power_of_two_below(-max(self.min_scale, SMALLEST_SCALE))
+        ceiling = power_of_two_below(min(self.max_scale, LARGEST_SCALE))
+        if ceiling < floor:
+            raise ValueError(f"no power of two lies between min_scale={self.min_scale} and max_scale={self.max_scale}")
+        return replace(checked, min_scale=floor, max_scale=ceiling)
 
     def is_finding_its_level(self, clean_scale: float | None) -> bool:
         return self.scale > 1.0 and self.level is None
 
+    def from_torch(self, saved: Mapping[str, Any]) -> Self:
+        fresh: dict[str, Any] = {"level": None, "headroom": self.init_headroom, "is_futile": False, "quiet_steps": 0}
+        return replace(super().from_torch(saved), scale=power_of_two_below(saved["scale"]), **fresh)
 
+    def adjust(self, report: StepReport) -> Self:
+        if report.overflow:
+            # From above 1 no further than to 1, where next to all gradients fit.
+            least = max(self.min_scale, 1.0 if self.scale > 1.0 else SMALLEST_SCALE)
+            fallen = power_of_two_below(max(self.scale * self.backoff_factor, SMALLEST_SCALE))
+            return self.counted(report, scale=max(fallen, min(least, self.scale)))
+        largest = report.largest_gradient
+        learned = self if largest is None or not 0.0 < largest < math.inf else self._learned(largest)
+        if learned.level is not None:
+            scale = scale_with_headroom(learned.level, learned.headroom)
+        elif largest == 0.0:  # nothing but zeros: FP16 may have lost the gradients at a scale that overflows led to
+            scale = max(self.scale, min(self.scale / self.backoff_factor, self.init_scale))
+        else:
+            scale = self.scale
+        return learned.counted(report, scale=max(min(scale, self.max_scale), self.min_scale))
+
+    def _learned(self, largest: float) -> Self:
+        """This value with a measured gradient taken in; the scale is not set yet."""
+        if self.level is None:
+            # A hair less headroom than the cap asks for, so that rounding does not halve the scale.
+            capped = headroom_left(max(_FIRST_SCALE, self.init_scale), largest) - 2.0**-20
+            return replace(self, level=float(largest), headroom=max(self.headroom, capped))
+        rise = math.log2(largest / self.level)
+        if self.consecutive_skips and rise > self.headroom:
+            return replace(self, level=float(largest))
+        headroom, is_futile, quiet_steps = self.headroom, self.is_futile, self.quiet_steps + 1
+        if not self.consecutive_skips:
+            is_futile = is_futile and quiet_steps < 16 * self.patience
+        elif self._overflow_was_futile(self.level):
+            is_futile, quiet_steps = True, 0
+        else:
+            headroom, quiet_steps = headroom + _ABOVE_UNSEEN, 0
+        sinking = 1.0 / (1 + 8 * self.skipped_steps)
+        if is_futile or not self.skipped_steps:
+            sinking = max(sinking, _FAST * (headroom - _FAST_ABOVE))
+        sunk = headroom - sinking / self.patience
+        headroom = max(sunk, rise + _ABOVE_SEEN, min(_LEAST_HEADROOM, self.init_headroom))
+        weight = 1.0 - 0.5 ** (1.0 / self.half_life)
+        level = self.level * 2.0 ** (weight * max(rise, -_LARGEST_FALL))
+        return replace(self, level=level, headroom=headroom, is_futile=is_futile, quiet_steps=quiet_steps)
+
+    def _overflow_was_futile(self, level: float) -> bool:
+        """Whether more headroom would not have prevented an overflow that no gradient explains."""
+        # Small gradients have much headroom from the beginning, by the first scale: what overflows have added counts.
+        futile = max(_FUTILE_HEADROOM, headroom_left(_FIRST_SCALE, level) + _FUTILE_ADDED)
+        return self.quiet_steps >= _AT_ONCE and (self.is_futile or self.headroom >= futile)
+
+
+@register
 @dataclass(frozen=True)
-class HeadroomSettings:
-    """Settings of :func:`adjust_headroom`; see :class:`HeadroomLossScaler`."""
+class DynamicRule(ScaleRule):
+    """torch's algorithm (the documentation of ``torch.amp.GradScaler``), with bounds and hysteresis."""
 
-    EXACT: ClassVar = ("init_scale",)  # the others are rounded by the rule
-    init_scale: float = 2.0**10
-    headroom: float = 5.0
-    half_life: float = 25
-    backoff_factor: float = 2.0**-20
-    patience: int = 250
-    min_scale: float = LEAST_USEFUL_SCALE
-    max_scale: float | None = 2.0**40
+    name, summary = "dynamic", "torch's algorithm"
+    exact = ("scale", "growth_factor", "backoff_factor", "min_scale", "max_scale")
 
-    def __post_init__(self) -> None:
-        check(lambda x: 0.0 <= x <= 30.0, "0 to 30 doublings (FP16 has 40 in all)", headroom=self.headroom)
-        check(lambda x: 1 <= x < math.inf, "at least 1 step and finite", half_life=self.half_life)
-        check(lambda x: 0.0 < x < 1.0, "above 0 and below 1", backoff_factor=self.backoff_factor)
-        check_whole(1, patience=self.patience)
-        check_bounds(self.min_scale, self.max_scale)
-        if self.ceiling < self.floor:
-            raise ValueError(f"no power of two lies between min_scale={self.min_scale} and max_scale={self.max_scale}")
+    hysteresis: int = setting(1, whole(1))
+    consecutive_hysteresis: bool = setting(False)
+    growth_delay: int = setting(0, whole(0))
+    min_scale: float = setting(LEAST_USEFUL_SCALE, _check_min_scale)
+    max_scale: float = setting(math.inf)
+
+    scale: float = remembered(2.0**16, check_scale)
+    growth_factor: float = remembered(2.0, number("at least 1.0 and finite", lambda x: 1.0 <= x < math.inf))
+    backoff_factor: float = remembered(
+        0.5, number("below 1.0, so that an overflow lowers it", lambda x: -math.inf < x < 1.0)
+    )
+    growth_interval: int = remembered(2000, whole(1))
+    # clean steps since the last overflow or growth; negative while growth_delay lasts
+    growth_tracker: int = remembered(0, whole(-(2**31)), key="_growth_tracker")
+    hysteresis_left: int = remembered(1, whole(1))  # overflows until one lowers the scale, it included
 
     @property
     def floor(self) -> float:
-        return -power_of_two_below(-max(self.min_scale, SMALLEST_SCALE))
+        return to_fp32(max(self.min_scale, SMALLEST_SCALE))
 
-    @property
-    def ceiling(self) -> float:
-        return power_of_two_below(LARGEST_SCALE if self.max_scale is None else min(self.max_scale, LARGEST_SCALE))
+    def checked(self) -> Self:
+        checked = super().checked()
+        _check_max_scale(self.max_scale, self.min_scale)
+        return checked
 
-    def start(self) -> HeadroomState:
-        return HeadroomState(self.init_scale, headroom=self.headroom)
+    def is_finding_its_level(self, clean_scale: float | None) -> bool:
+        was_clean = clean_scale is not None and self.scale <= clean_scale
+        return self.scale > 1.0 and not was_clean and self.growth_tracker <= 0
 
+    def from_torch(self, saved: Mapping[str, Any]) -> Self:
+        fresh = {"consecutive_skips": 0, "hysteresis_left": self.hysteresis}
+        return self.from_dict({**self.to_dict(), **fresh, **saved})
 
-def adjust_headroom(state: HeadroomState, settings: HeadroomSettings, report: StepReport) -> HeadroomState:
-    """One update of the algorithm in :class:`HeadroomLossScaler`'s docstring."""
-    if report.overflow:
-        # From above 1 no further than to 1, where next to all gradients fit.
-        least = max(settings.floor, 1.0 if state.scale > 1.0 else SMALLEST_SCALE)
-        fallen = power_of_two_below(max(state.scale * settings.backoff_factor, SMALLEST_SCALE))
-        return state.counted(report, scale=max(fallen, min(least, state.scale)))
-    largest = report.largest_gradient
-    if largest is not None and 0.0 < largest < math.inf:
-        state = _learned(state, settings, largest)
-    if state.level is not None:
-        scale = scale_with_headroom(state.level, state.headroom)
-    elif largest == 0.0:  # nothing but zeros: FP16 may have lost the gradients at a scale that overflows led to
-        scale = max(state.scale, min(state.scale / settings.backoff_factor, settings.init_scale))
-    else:
-        scale = state.scale
-    return state.counted(report, scale=max(min(scale, settings.ceiling), settings.floor))
-
-
-def _learned(state: HeadroomState, settings: HeadroomSettings, largest: float) -> HeadroomState:
-    """The state with a measured gradient taken in; the scale is not set yet."""
-    if state.level is None:
-        # A hair less headroom than the cap asks for, so that rounding does not halve the scale.
-        capped = headroom_left(max(_FIRST_SCALE, settings.init_scale), largest) - 2.0**-20
-        return replace(state, level=float(largest), headroom=max(state.headroom, capped))
-    rise = math.log2(largest / state.level)
-    if state.consecutive_skips and rise > state.headroom:
-        return replace(state, level=float(largest))
-    if state.consecutive_skips:
-        state = _after_unexplained_overflow(state)
-    else:
-        quiet_steps = state.quiet_steps + 1
-        is_futile = state.is_futile and quiet_steps < 16 * settings.patience
-        state = replace(state, quiet_steps=quiet_steps, is_futile=is_futile)
-    sinking = 1.0 / (1 + 8 * state.skipped_steps)
-    if state.is_futile or not state.skipped_steps:
-        sinking = max(sinking, _FAST * (state.headroom - _FAST_ABOVE))
-    sunk = state.headroom - sinking / settings.patience
-    headroom = max(sunk, rise + _ABOVE_SEEN, min(_LEAST_HEADROOM, settings.headroom))
-    weight = 1.0 - 0.5 ** (1.0 / settings.half_life)
-    return replace(state, level=state.level * 2.0 ** (weight * max(rise, -_LARGEST_FALL)), headroom=headroom)
+    def adjust(self, report: StepReport) -> Self:
+        if report.overflow:
+            if self.hysteresis_left > 1:
+                spent = self.hysteresis_left - 1
+                return self.counted(report, growth_tracker=-self.growth_delay, hysteresis_left=spent)
+            # A scale that is below the floor already, because it was set there, stays.
+            lowered = to_fp32(max(self.scale * self.backoff_factor, min(self.floor, self.scale)))
+            return self.counted(report, scale=lowered, growth_tracker=-self.growth_delay)
+        left = self.hysteresis if self.consecutive_hysteresis else self.hysteresis_left
+        if (tracker := self.growth_tracker + 1) < self.growth_interval:
+            return self.counted(report, growth_tracker=tracker, hysteresis_left=left)
+        grown = to_fp32(self.scale * self.growth_factor)
+        # torch keeps a scale that would leave FP32.
+        grown = min(grown, max(self.max_scale, self.scale)) if math.isfinite(grown) else self.scale
+        return self.counted(report, scale=grown, growth_tracker=0, hysteresis_left=self.hysteresis)
 
 
-def _after_unexplained_overflow(state: HeadroomState) -> HeadroomState:
-    # Small gradients have much headroom from the beginning, by the first scale: what overflows have added counts.
-    futile = max(_FUTILE_HEADROOM, headroom_left(_FIRST_SCALE, state.level or 1.0) + _FUTILE_ADDED)
-    if state.quiet_steps >= _AT_ONCE and (state.is_futile or state.headroom >= futile):
-        return replace(state, is_futile=True, quiet_steps=0)
-    return replace(state, headroom=state.headroom + _ABOVE_UNSEEN, quiet_steps=0)
-
-
-HEADROOM = ScaleRule("headroom", "follows the gradients", HeadroomSettings, HeadroomSettings.start, adjust_headroom)
-DYNAMIC = ScaleRule("dynamic", "torch's algorithm", DynamicSettings, DynamicSettings.start, adjust_dynamic)
-register(HEADROOM)
-register(DYNAMIC)
+# Numbers
 
 
 def scale_with_headroom(magnitude: float, headroom: float) -> float:
@@ -338,37 +383,9 @@ def scale_text(scale: float) -> str:
     return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
-    # int and float first: asking an abstract class takes a microsecond, and a state is checked at every step
-    is_real = isinstance(value, (int, float, numbers.Real)) and not isinstance(value, bool)
-    return is_real and not sys.float_info.max < abs(value) < math.inf  # an int that no float holds
-
-
-def check(holds: Callable[[Any], bool], meaning: str, **values: object) -> None:
-    """Raise a ValueError that says ``meaning`` unless all ``values`` are numbers for which ``holds``."""
-    for name, value in values.items():
-        if not _is_number(value) or not holds(value):
-            raise ValueError(f"{name}={value!r:.100} must be {meaning}")
-
-
-def check_whole(smallest: int, **counts: object) -> None:
-    """Raise a ValueError unless all ``counts`` are whole numbers from ``smallest`` on."""
-    for name, value in counts.items():
-        if not isinstance(value, (int, numbers.Integral)) or isinstance(value, bool) or value < smallest:
-            raise ValueError(f"{name}={value!r} must be a whole number of steps, at least {smallest}")
-
-
-def check_scale(scale: object) -> None:
-    """Raise a ValueError unless ``scale`` is a positive number that FP32 holds, and whose inverse is finite there."""
-    if isinstance(scale, str):
-        raise ValueError(f"a loss scale is a number, not {scale!r}. It is for all devices: leave torch's device out")
-    if not _is_number(scale) or not SMALLEST_SCALE <= scale <= FP32_MAX:
-        raise ValueError(f"a loss scale must be a number from 2**-126 to {FP32_MAX:.4g}, FP32's range, not {scale!r}")
-
-
-def check_bounds(min_scale: float, max_scale: float | None) -> None:
-    """Raise a ValueError unless the bounds are scales and in order; 0 is no lower and ``inf`` no upper bound."""
-    check(lambda x: x == 0.0 or SMALLEST_SCALE <= x <= LARGEST_SCALE, "0 or a scale from 2**-126 to 2**127",
-          min_scale=min_scale)  # fmt: skip
-    if max_scale is not None:
-        check(lambda x: x >= max(min_scale, SMALLEST_SCALE), f"at least min_scale={min_scale}", max_scale=max_scale)
+def warn_caller(message: str) -> None:
+    """A warning at the first line outside this package, so that Python's filters show it once for each such line."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "hf_mp":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)

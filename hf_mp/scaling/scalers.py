@@ -1,278 +1,38 @@
-"""The loss scalers: what keeps the state of a loss scale, around the rules that adjust it.
-
-The rules are in :mod:`hf_mp.scaling.rules`, the methods of ``torch.amp.GradScaler`` in :mod:`hf_mp.scaling.explicit`.
-"""
+"""The loss scalers by name, and what is saved and compared of them."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
-import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
-from typing import Any, Generic, NamedTuple, Self
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from inspect import signature
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from hf_mp.policy import PrecisionPolicy, parse_loss_scale, spell
-from hf_mp.scaling.explicit import ExplicitScaling
+from hf_mp.scaling.loss_scaler import LossScaleError, LossScaler
 from hf_mp.scaling.rules import (
-    DYNAMIC,
-    HEADROOM,
+    LARGEST_SCALE,
     LEAST_USEFUL_SCALE,
     RULES,
-    STATIC,
-    DynamicSettings,
-    DynamicState,
-    HeadroomSettings,
-    HeadroomState,
-    ScalerState,
-    ScaleRule,
-    State,
-    StaticSettings,
-    StepReport,
-    check_scale,
-    check_whole,
-    power_of_two_below,
-    scale_text,
+    DynamicRule,
+    HeadroomRule,
+    StaticRule,
+    number,
 )
 
+__all__ = [
+    "DynamicLossScaler", "HeadroomLossScaler", "LossScaleError", "LossScaler", "StaticLossScaler", "load_state",
+    "make_loss_scaler", "settings_of", "state_of",
+]  # fmt: skip
 
-class LossScaleError(RuntimeError):
-    """Training cannot go on: gradients overflow even at the smallest loss scale allowed.
-
-    Raised by ``optimizer.step()``, or by ``update()`` of a scaler, after ``max_consecutive_skips`` skipped steps in a
-    row. The message names the step since which, the scale, and some of the gradients that are not finite.
-    """
-
-
-class ScaleTensors(NamedTuple):
-    """The loss scale and its inverse: FP32, of shape (1,), so that their products with FP16 are FP32."""
-
-    scale: Tensor
-    inverse: Tensor
+_OF_ALL = {"max_consecutive_skips", "enabled"}  # settings that every scaler has
 
 
-# what torch.amp.GradScaler.state_dict() holds
-_TORCH_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
-_TORCH_KEYS = ("scale", *_TORCH_SETTINGS, "_growth_tracker")
-
-
-class LossScaler(ExplicitScaling, Generic[State]):
-    """What all scalers share: the methods of ``torch.amp.GradScaler``, and a saved state of plain numbers.
-
-    A disabled scaler (``enabled=False``) passes losses through, never skips, and saves an empty state.
-
-    Args:
-        rule: how the scale is set; an entry of :data:`hf_mp.scaling.rules.RULES`, or any other.
-        settings: of the rule.
-        max_consecutive_skips: skipped steps in a row at the smallest scale after which :class:`LossScaleError` is
-            raised; default 50.
-        enabled: False makes every method pass through; default True.
-    """
-
-    def __init__(
-        self, rule: ScaleRule[State], settings: Any, *, max_consecutive_skips: int = 50, enabled: bool = True
-    ) -> None:
-        check_whole(1, max_consecutive_skips=max_consecutive_skips)
-        self.rule, self.kind = rule, rule.name
-        self.settings = settings
-        self._state = rule.start(settings).checked()
-        self._max_consecutive_skips = max_consecutive_skips
-        given: object = enabled
-        if isinstance(given, (Tensor, str)):
-            raise TypeError(f"enabled must be True or False, not {enabled!r:.100}")
-        self._enabled = bool(enabled)
-        self._was_asked_to_scale = False
-        self._tensors: dict[torch.device, ScaleTensors] = {}
-        self._begin_iteration()
-        self._warn_if_inexact(**{name: getattr(settings, name) for name in settings.EXACT})
-
-    @property
-    def state(self) -> State:
-        """What the scaler remembers; a frozen value."""
-        return self._state
-
-    @state.setter
-    def state(self, state: State) -> None:
-        changed, self._state = state.scale != self._state.scale, state
-        if not changed:
-            return
-        for tensors in self._tensors.values():
-            tensors.scale.fill_(state.scale)
-            tensors.inverse.fill_(1.0 / state.scale)
-
-    def get_scale(self) -> float:
-        """The loss scale in force; 1.0 for a disabled scaler."""
-        return self.state.scale if self._enabled else 1.0
-
-    @property
-    def smallest_scale(self) -> float:
-        """The smallest scale that overflows can lower this one to."""
-        return self.settings.floor
-
-    def scale_tensors(self, device: torch.device) -> ScaleTensors:
-        """The scale and its inverse on ``device``, which follow the scale from now on."""
-        if device not in self._tensors:
-            with torch.inference_mode(False):  # generate() may be the first to ask
-                scale = torch.tensor([self.get_scale()], dtype=torch.float32, device=device)
-                tensors = ScaleTensors(scale, 1.0 / scale)
-            if type(scale) is not Tensor:  # a fake one, of memory estimation
-                return tensors
-            self._tensors[device] = tensors
-        return self._tensors[device]
-
-    @property
-    def is_scaling(self) -> bool:
-        """Whether there is anything to multiply by: not for a constant scale of 1, or a disabled scaler."""
-        return self._enabled
-
-    def copy(self) -> Self:
-        """A scaler of the same settings and state that goes its own way."""
-        return copy.deepcopy(self)
-
-    def record_step(self, report: StepReport, nonfinite: Callable[[], Sequence[str]] = tuple) -> None:
-        """Take in what an optimizer step saw and set the next scale; ``nonfinite`` names gradients for the error alone.
-
-        Raises:
-            LossScaleError: after ``max_consecutive_skips`` skipped steps in a row at the smallest scale.
-        """
-        if not self._enabled:
-            return
-        gives_up = report.overflow and self._skips_once_too_often()
-        self.state = self.rule.adjust(self.state, self.settings, report)
-        if gives_up:
-            skips, scale = self.state.consecutive_skips, self.state.scale
-            where = f" even at loss scale {scale_text(scale)}, the smallest allowed"
-            if scale == 1.0 and self.kind == STATIC.name:
-                where = " without loss scaling"
-            raise LossScaleError(
-                f"{skips} optimizer steps in a row were skipped (since step {self.state.steps - skips + 1}): gradients "
-                f"are inf or NaN{where}{_listed(nonfinite())}. The model or its data makes them, not the scale: look "
-                "for NaN in the inputs, lower the learning rate, or train in a precision of wider range"
-            )
-
-    def back_off(self, scale: float | None = None) -> bool:
-        """Take the scale that an overflow leads to, for a step that runs again: none is counted; False if it stays.
-
-        With ``scale``, take that one, if this scaler goes as low. The rule learns from the step as from one that
-        follows an overflow.
-        """
-        before = self.state
-        after = self.rule.adjust(before, self.settings, StepReport(overflow=True))
-        is_lower = self._enabled and after.scale < before.scale
-        if scale is not None and is_lower:
-            after = replace(after, scale=max(scale, min(self.smallest_scale, before.scale)))
-        skips = max(before.consecutive_skips, int(is_lower))
-        counts = {"steps": before.steps, "skipped_steps": before.skipped_steps, "consecutive_skips": skips}
-        self.state = replace(after, **counts)
-        return is_lower
-
-    def _skips_once_too_often(self) -> bool:
-        skips = self.state.consecutive_skips + 1
-        return skips >= self._max_consecutive_skips and self.state.scale <= self.smallest_scale
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state as plain numbers, for JSON; empty for a disabled scaler."""
-        return {"kind": self.kind, **asdict(self.state)} if self._enabled else {}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` gave, or that of a ``torch.amp.GradScaler``.
-
-        A disabled scaler takes nothing over, as torch's.
-
-        Raises:
-            ValueError: for the state of another kind of scaler, missing or unknown keys, values that are no numbers,
-                or a scale that is no scale.
-            RuntimeError: for the empty state of a scaler that was disabled.
-        """
-        if not self._enabled:
-            return
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(f"the state of a loss scaler is a mapping, not a {type(state_dict).__name__}")
-        if not state_dict:
-            way_out = "resume without it, or disable this one"
-            raise RuntimeError(f"the state is empty, as that of a disabled scaler is: {way_out}")
-        if set(state_dict) == set(_TORCH_KEYS):
-            check_scale(state_dict["scale"])
-            self._take_over_torch(state_dict)
-        else:
-            self._check_keys(state_dict)
-            self._take_over(state_dict)
-        self._warn_if_inexact(scale=self.state.scale)
-
-    def _take_over_torch(self, state_dict: Mapping[str, Any]) -> None:
-        counts = {"steps": self.state.steps, "skipped_steps": self.state.skipped_steps}
-        self.state = replace(self.rule.start(self.settings), scale=state_dict["scale"], **counts).checked()
-
-    def _take_over(self, state_dict: Mapping[str, Any]) -> None:
-        self.state = type(self.state)(**{name: state_dict[name] for name in self._state_keys()}).checked()
-
-    def _state_keys(self) -> set[str]:
-        return {field.name for field in fields(self.state)}
-
-    def _check_keys(self, state_dict: Mapping[str, Any]) -> None:
-        given, known = set(state_dict) - {"kind"}, self._state_keys()
-        if state_dict.get("kind") != self.kind or given != known:
-            missing, unknown = sorted(known - given), sorted(given - known, key=str)
-            raise ValueError(
-                f"this state is neither one of a {self.kind!r} loss scaler nor of a torch.amp.GradScaler: "
-                f"kind={state_dict.get('kind')!r}, missing keys {missing}, unknown keys {unknown}"
-            )
-
-    def _set_scale(self, new_scale: float | Tensor) -> None:
-        if isinstance(new_scale, Tensor):
-            if new_scale.numel() != 1 or new_scale.requires_grad:
-                raise ValueError(
-                    f"new_scale must be a number or a tensor of one element without requires_grad, not one of shape "
-                    f"{tuple(new_scale.shape)} with requires_grad={new_scale.requires_grad}"
-                )
-            new_scale = new_scale.item()
-        self.state = replace(self.state, scale=new_scale).checked()
-        self._warn_if_inexact(new_scale=self.state.scale)
-
-    def _warn_if_inexact(self, **values: float | None) -> None:
-        """Warn, at the user's line, about a scale or factor that makes scaling round gradients."""
-        for name, value in values.items():
-            if not self._enabled or value is None or math.isinf(value):
-                continue
-            if name == "backoff_factor" and value <= 0.0:
-                _warn(f"{name}={value}: the first overflow takes the loss scale down to min_scale")
-            elif value and math.frexp(value)[0] != 0.5:
-                _warn(f"{name}={value} is no power of two: scaling and unscaling then round gradients")
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._reports:
-            raise RuntimeError("a loss scaler is pickled between update() and the next unscale_() or step() only")
-        return {**self.__dict__, "_tensors": {}}
-
-
-def _listed(names: Sequence[str], limit: int = 5) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return f" (not finite: {', '.join(names[:limit])}{more})"
-
-
-def _check_device(device: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # of a name that is none
-        if device is None or isinstance(device, torch.device) or (isinstance(device, str) and torch.device(device)):
-            return
-    raise TypeError(f"device={device!r} is no device: write init_scale={device!r}, if that is the scale")
-
-
-def _warn(message: str) -> None:
-    """A warning at the first line outside this package, so that Python's filters show it once for each such line."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "hf_mp":
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
-
-
-class StaticLossScaler(LossScaler[ScalerState]):
+class StaticLossScaler(LossScaler[StaticRule]):
     """A constant loss scale (Micikevicius et al. 2017, section 3.2); steps that overflow are skipped all the same.
 
     Args:
@@ -285,18 +45,10 @@ class StaticLossScaler(LossScaler[ScalerState]):
     """
 
     def __init__(self, scale: float, *, max_consecutive_skips: int = 50, enabled: bool = True) -> None:
-        super().__init__(STATIC, StaticSettings(scale), max_consecutive_skips=max_consecutive_skips, enabled=enabled)
-
-    @property
-    def is_scaling(self) -> bool:
-        return self._enabled and self.state.scale != 1.0
-
-    def _take_over_torch(self, state_dict: Mapping[str, Any]) -> None:
-        kept, saved = self.state.scale, state_dict["scale"]
-        _warn(f"a constant loss scale of {scale_text(kept)} stays: the saved one of {scale_text(saved)} is dropped")
+        super().__init__(StaticRule(scale), max_consecutive_skips=max_consecutive_skips, enabled=enabled)
 
 
-class DynamicLossScaler(LossScaler[DynamicState]):
+class DynamicLossScaler(LossScaler[DynamicRule]):
     """torch's dynamic loss scale: halved on an overflow, doubled after ``growth_interval`` clean steps.
 
     Algorithm of ``torch.amp.GradScaler`` (its documentation; Micikevicius et al. 2017, section 3.2)::
@@ -349,57 +101,40 @@ class DynamicLossScaler(LossScaler[DynamicState]):
         max_consecutive_skips: int = 50,
     ) -> None:
         _check_device(device)
-        settings = DynamicSettings(
-            init_scale, growth_factor, backoff_factor, growth_interval, hysteresis, consecutive_hysteresis,
-            growth_delay, min_scale, max_scale,
-        )  # fmt: skip
-        super().__init__(DYNAMIC, settings, max_consecutive_skips=max_consecutive_skips, enabled=enabled)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The five entries of ``torch.amp.GradScaler.state_dict()``, which torch's scaler loads, and ours besides."""
-        if not self._enabled:
-            return {}
-        values = super().state_dict()
-        tracker = values.pop("growth_tracker")
-        settings = {name: getattr(self.settings, name) for name in _TORCH_SETTINGS}
-        return {**values, **settings, "_growth_tracker": tracker}
-
-    def _take_over_torch(self, state_dict: Mapping[str, Any]) -> None:
-        fresh = {"consecutive_skips": 0, "hysteresis_left": self.settings.hysteresis}
-        self._take_over({**asdict(self.state), **fresh, **state_dict})
-
-    def _take_over(self, state_dict: Mapping[str, Any]) -> None:
-        settings = replace(self.settings, **{name: state_dict[name] for name in _TORCH_SETTINGS})
-        values = {name: state_dict[name] for name in super()._state_keys() - {"growth_tracker"}}
-        self.state = DynamicState(**values, growth_tracker=state_dict["_growth_tracker"]).checked()
-        self._set_settings(settings)
-
-    def _state_keys(self) -> set[str]:
-        return super()._state_keys() - {"growth_tracker"} | set(_TORCH_KEYS)
-
-    def _set_settings(self, settings: DynamicSettings) -> None:
-        self.settings = settings
-        self._warn_if_inexact(growth_factor=settings.growth_factor, backoff_factor=settings.backoff_factor)
+        rule = DynamicRule(
+            init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+            consecutive_hysteresis=consecutive_hysteresis,
+            growth_delay=growth_delay,
+            min_scale=min_scale,
+            max_scale=math.inf if max_scale is None else max_scale,
+        )
+        rule.checked()  # before these are counted with
+        rule = replace(rule, growth_tracker=-growth_delay, hysteresis_left=hysteresis)
+        super().__init__(rule, scale_is="init_scale", max_consecutive_skips=max_consecutive_skips, enabled=enabled)
 
     def get_growth_factor(self) -> float:
         """The factor by which the scale grows."""
-        return self.settings.growth_factor
+        return self._state.growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the factor by which the scale grows; at least 1."""
-        self._set_settings(replace(self.settings, growth_factor=new_factor))
+        self._take(replace(self._state, growth_factor=new_factor))
 
     def get_backoff_factor(self) -> float:
         """The factor by which an overflow lowers the scale."""
-        return self.settings.backoff_factor
+        return self._state.backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the factor by which an overflow lowers the scale; below 1."""
-        self._set_settings(replace(self.settings, backoff_factor=new_factor))
+        self._take(replace(self._state, backoff_factor=new_factor))
 
     def get_growth_interval(self) -> int:
         """Clean steps before the scale grows."""
-        return self.settings.growth_interval
+        return self._state.growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the number of clean steps before the scale grows; at least 1.
@@ -407,10 +142,10 @@ class DynamicLossScaler(LossScaler[DynamicState]):
         If more steps than that were clean already, the next one lets the scale grow. (torch's would not grow again
         until an overflow: it waits for equality.)
         """
-        self.settings = replace(self.settings, growth_interval=new_interval)
+        self._take(replace(self._state, growth_interval=new_interval))
 
 
-class HeadroomLossScaler(LossScaler[HeadroomState]):
+class HeadroomLossScaler(LossScaler[HeadroomRule]):
     """A loss scale that follows the gradients instead of probing for an overflow.
 
     The pass that looks for inf and NaN gives the largest gradient magnitude too, so the scale can be computed, such
@@ -474,14 +209,33 @@ class HeadroomLossScaler(LossScaler[HeadroomState]):
         max_consecutive_skips: int = 50,
         enabled: bool = True,
     ) -> None:
-        settings = HeadroomSettings(init_scale, headroom, half_life, backoff_factor, patience, min_scale, max_scale)
-        super().__init__(HEADROOM, settings, max_consecutive_skips=max_consecutive_skips, enabled=enabled)
+        number("0 to 30 doublings (FP16 has 40 in all)", lambda x: 0.0 <= x <= 30.0)(headroom=headroom)
+        rule = HeadroomRule(
+            init_scale,
+            headroom=headroom,
+            init_scale=init_scale,
+            init_headroom=headroom,
+            half_life=half_life,
+            backoff_factor=backoff_factor,
+            patience=patience,
+            min_scale=min_scale,
+            max_scale=LARGEST_SCALE if max_scale is None else max_scale,
+        )
+        super().__init__(rule, scale_is="init_scale", max_consecutive_skips=max_consecutive_skips, enabled=enabled)
 
-    def _take_over_torch(self, state_dict: Mapping[str, Any]) -> None:
-        super()._take_over_torch({**state_dict, "scale": power_of_two_below(state_dict["scale"])})
+
+def _check_device(device: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # of a name that is none
+        if device is None or isinstance(device, torch.device) or (isinstance(device, str) and torch.device(device)):
+            return
+    raise TypeError(f"device={device!r} is no device: write init_scale={device!r}, if that is the scale")
 
 
-_SCALERS: dict[str, type[LossScaler[Any]]] = {HEADROOM.name: HeadroomLossScaler, DYNAMIC.name: DynamicLossScaler}
+_SCALERS: dict[str, type[LossScaler[Any]]] = {
+    StaticRule.name: StaticLossScaler,
+    DynamicRule.name: DynamicLossScaler,
+    HeadroomRule.name: HeadroomLossScaler,
+}
 
 
 def make_loss_scaler(loss_scale: str | float | None, **settings: Any) -> LossScaler[Any]:
@@ -490,18 +244,18 @@ def make_loss_scaler(loss_scale: str | float | None, **settings: Any) -> LossSca
     ``settings`` are those of the rule, ``max_consecutive_skips`` and ``enabled``; a ValueError for others.
     """
     kind = parse_loss_scale(loss_scale)
-    rule = RULES[kind] if isinstance(kind, str) else STATIC
-    own = {field.name for field in fields(rule.settings)} if rule is not STATIC else set()
-    allowed = sorted(own | {"max_consecutive_skips", "enabled"})
-    if unknown := sorted(settings.keys() - set(allowed)):
+    rule = RULES[kind] if isinstance(kind, str) else StaticRule
+    if (scaler := _SCALERS.get(rule.name)) is not None:
+        allowed = set(signature(scaler).parameters) - {"scale", "device"}
+    else:
+        allowed = {field.name for field in fields(rule) if field.kw_only} | {"scale", *_OF_ALL}
+    if unknown := sorted(settings.keys() - allowed):
         names = ", ".join(unknown)
-        raise ValueError(f"the {rule.name!r} loss scaler has no setting {names}: it has {', '.join(allowed)}")
-    if rule is STATIC:
-        return StaticLossScaler(1.0 if kind is None else float(kind), **settings)
-    if rule.name in _SCALERS:
-        return _SCALERS[rule.name](**settings)
-    ours = {name: settings.pop(name) for name in own & settings.keys()}
-    return LossScaler(rule, rule.settings(**ours), **settings)
+        raise ValueError(f"the {rule.name!r} loss scaler has no setting {names}: it has {', '.join(sorted(allowed))}")
+    if scaler is None:
+        of_all = {name: settings.pop(name) for name in _OF_ALL & settings.keys()}
+        return LossScaler(rule(**settings), **of_all)
+    return scaler(**settings) if isinstance(kind, str) else scaler(1.0 if kind is None else kind, **settings)
 
 
 STATE_VERSION = 1
@@ -517,10 +271,7 @@ def settings_of(runtime: Any) -> dict[str, Any]:
     scaler: LossScaler[Any] = runtime.scaler
     found: dict[str, Any] = {"precision": str(runtime.policy), "is_scaled": scaler.is_enabled()}
     if scaler.is_enabled():
-        state = {"loss_scaler": scaler.kind, **scaler.state_dict()}
-        state.pop("kind", None)
-        # What is in force wins over what a scaler began with.
-        found |= state | vars(scaler.settings) | state
+        found |= {"loss_scaler": scaler.kind, **vars(scaler.state)}
         found["max_consecutive_skips"] = scaler._max_consecutive_skips
     rules = {_name_of(key): spell(rule) for key, rule in runtime.rules.items()}
     return {**found, "rules": dict(sorted(rules.items()))}

@@ -13,7 +13,7 @@ from transformers.utils import logging
 from hf_mp.diagnostics.healing import MAX_FP32_SHARE
 from hf_mp.policy import PRESETS, SWITCHES, PrecisionPolicy, parse_loss_scale, spell
 from hf_mp.scaling.events import ON_OVERFLOW
-from hf_mp.scaling.rules import RULES, STATIC
+from hf_mp.scaling.rules import RULES, StaticRule
 from hf_mp.trainer.checkpoints.crash_safe_trainer import SAVE_FAILURES
 from hf_mp.trainer.refusals import refuse_other_precision
 from hf_mp.trainer.session import OfSession
@@ -51,7 +51,7 @@ class MixedPrecisionArguments(TrainingArguments):
     loss_scale: str | None = _option(
         None,
         f"{', '.join(f'{rule.name} ({rule.summary})' for rule in RULES.values())}, none, or a number "
-        f"({STATIC.summary}). Not given: what the precision says.",
+        f"({StaticRule.summary}). Not given: what the precision says.",
     )
     loss_scaler_settings: dict[str, Any] | str | None = _option(  # noqa: RUF009
         None, 'Settings of the loss scaler as JSON, e.g. \'{"init_scale": 4096, "headroom": 4}\'.'

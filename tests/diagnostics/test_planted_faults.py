@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ def run(fault: Fault, explained: bool) -> tuple[dict[str, Any], list[OverflowRep
         if step == 1:
             fault.plant(model)
             if scaler is not None:
-                scaler.state = type(scaler.state)(fault.scale)
+                scaler.state = replace(scaler.state, scale=fault.scale)
         for number in range(1, fault.micro_batches + 1):
             batch = batch_of(10 * step + number)
             if fault.model == "mlp":

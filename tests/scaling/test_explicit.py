@@ -778,7 +778,9 @@ class TestGivingUp:
 
     def test_culprits_are_looked_for_only_before_the_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         looked = []
-        monkeypatch.setattr("hf_mp.scaling.explicit._nonfinite_parameters", lambda optimizer: looked.append(1) or ["x"])
+        monkeypatch.setattr(
+            "hf_mp.scaling.loss_scaler.nonfinite_parameters", lambda optimizer: looked.append(1) or ["x"]
+        )
         scaler, weight = DynamicLossScaler("cpu", 4.0, min_scale=1.0, max_consecutive_skips=5), one_weight()
         optimizer = SGD([weight])
         with pytest.raises(LossScaleError, match="not finite: x"):

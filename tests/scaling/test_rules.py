@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,14 +18,11 @@ from step_reports import CLEAN, FP32_MAX, OVERFLOW, SMALLEST_FP32, is_power_of_t
 from hf_mp.scaling.rules import (
     FP16_MAX,
     LEAST_USEFUL_SCALE,
-    DynamicSettings,
-    DynamicState,
-    HeadroomSettings,
-    HeadroomState,
-    ScalerState,
+    DynamicRule,
+    HeadroomRule,
+    ScaleRule,
+    StaticRule,
     StepReport,
-    adjust_dynamic,
-    adjust_headroom,
     headroom_left,
     power_of_two_below,
     scale_text,
@@ -40,15 +38,15 @@ class TestDynamic:
         # clean to the wrap and the step after it; an overflow; one more; the step after a skip, to the next wrap
         reports = [CLEAN, CLEAN, CLEAN, CLEAN, OVERFLOW, OVERFLOW, CLEAN, CLEAN, CLEAN]
         assert record(scaler, reports) == [
-            DynamicState(scale=8.0, steps=1, skipped_steps=0, consecutive_skips=0, growth_tracker=1),
-            DynamicState(scale=8.0, steps=2, skipped_steps=0, consecutive_skips=0, growth_tracker=2),
-            DynamicState(scale=16.0, steps=3, skipped_steps=0, consecutive_skips=0, growth_tracker=0),
-            DynamicState(scale=16.0, steps=4, skipped_steps=0, consecutive_skips=0, growth_tracker=1),
-            DynamicState(scale=8.0, steps=5, skipped_steps=1, consecutive_skips=1, growth_tracker=0),
-            DynamicState(scale=4.0, steps=6, skipped_steps=2, consecutive_skips=2, growth_tracker=0),
-            DynamicState(scale=4.0, steps=7, skipped_steps=2, consecutive_skips=0, growth_tracker=1),
-            DynamicState(scale=4.0, steps=8, skipped_steps=2, consecutive_skips=0, growth_tracker=2),
-            DynamicState(scale=8.0, steps=9, skipped_steps=2, consecutive_skips=0, growth_tracker=0),
+            DynamicRule(8.0, 1, 0, 0, growth_interval=3, growth_tracker=1),
+            DynamicRule(8.0, 2, 0, 0, growth_interval=3, growth_tracker=2),
+            DynamicRule(16.0, 3, 0, 0, growth_interval=3, growth_tracker=0),
+            DynamicRule(16.0, 4, 0, 0, growth_interval=3, growth_tracker=1),
+            DynamicRule(8.0, 5, 1, 1, growth_interval=3, growth_tracker=0),
+            DynamicRule(4.0, 6, 2, 2, growth_interval=3, growth_tracker=0),
+            DynamicRule(4.0, 7, 2, 0, growth_interval=3, growth_tracker=1),
+            DynamicRule(4.0, 8, 2, 0, growth_interval=3, growth_tracker=2),
+            DynamicRule(8.0, 9, 2, 0, growth_interval=3, growth_tracker=0),
         ]
 
     def test_an_overflow_at_the_step_of_the_wrap_lowers_and_starts_over(self) -> None:
@@ -63,9 +61,9 @@ class TestDynamic:
         torchs = torch.amp.GradScaler("cpu")
         ours = DynamicLossScaler()
         assert ours.get_scale() == torchs.get_scale()
-        assert ours.settings.growth_factor == torchs.get_growth_factor()
-        assert ours.settings.backoff_factor == torchs.get_backoff_factor()
-        assert ours.settings.growth_interval == torchs.get_growth_interval()
+        assert ours.get_growth_factor() == torchs.get_growth_factor()
+        assert ours.get_backoff_factor() == torchs.get_backoff_factor()
+        assert ours.get_growth_interval() == torchs.get_growth_interval()
 
     def test_the_floor_stops_the_fall(self) -> None:
         states = record(DynamicLossScaler("cpu", 8.0, backoff_factor=0.125, min_scale=2.0), [OVERFLOW] * 3)
@@ -136,13 +134,8 @@ class TestDynamic:
     @pytest.mark.parametrize("largest", [None, 1.0, math.inf, math.nan])
     @pytest.mark.parametrize("overflow", [True, False])
     def test_what_was_measured_does_not_matter(self, overflow: bool, largest: float | None) -> None:
-        state, rules = DynamicState(8.0), DynamicSettings(growth_interval=1)
-        assert adjust_dynamic(state, rules, StepReport(overflow, largest)).scale == (4.0 if overflow else 16.0)
-
-    def test_the_rule_leaves_its_arguments_alone(self) -> None:
-        state = DynamicState(8.0)
-        adjust_dynamic(state, DynamicSettings(growth_interval=1), CLEAN)
-        assert state == DynamicState(8.0)
+        after = DynamicRule(8.0, growth_interval=1).adjust(StepReport(overflow, largest))
+        assert after.scale == (4.0 if overflow else 16.0)
 
     @settings(deadline=None, derandomize=True, max_examples=40)
     @given(
@@ -161,8 +154,8 @@ class TestDynamic:
     def test_it_is_torchs_update(
         self, runs: list[tuple[bool, int]], factors: tuple[float, float], interval: int, init_scale: float
     ) -> None:
-        rules = DynamicSettings(init_scale, factors[0], factors[1], interval, min_scale=2.0**-126)
-        for state, scale, tracker in in_step_with_torch(runs, rules, init_scale):
+        rule = DynamicRule(init_scale, 0, 0, 0, *factors, interval, min_scale=2.0**-126)
+        for state, scale, tracker in in_step_with_torch(runs, rule):
             assert (state.scale, state.growth_tracker) == (scale, tracker)
 
     @settings(deadline=None, derandomize=True, max_examples=60)
@@ -175,28 +168,25 @@ class TestDynamic:
     def test_with_any_factors_it_is_torchs_to_the_last_bit(
         self, runs: list[tuple[bool, int]], init_scale: float, growth: float, backoff: float
     ) -> None:
-        rules = DynamicSettings(init_scale, growth, backoff, 3, min_scale=2.0**-60, max_scale=2.0**100)
-        for state, scale, tracker in in_step_with_torch(runs, rules, init_scale):
+        rule = DynamicRule(init_scale, 0, 0, 0, growth, backoff, 3, min_scale=2.0**-60, max_scale=2.0**100)
+        for state, scale, tracker in in_step_with_torch(runs, rule):
             assert (state.scale, state.growth_tracker) == (scale, tracker)
 
 
-def in_step_with_torch(
-    runs: list[tuple[bool, int]], rules: DynamicSettings, init_scale: float
-) -> Iterable[tuple[DynamicState, float, int]]:
-    """Our state beside torch's scale and tracker, step by step, while torch's is between our bounds."""
-    state = DynamicState(init_scale).checked()
-    scale, tracker = torch.tensor([init_scale]), torch.tensor([0], dtype=torch.int32)
-    highest = FP32_MAX if rules.max_scale is None else rules.max_scale
+def in_step_with_torch(runs: list[tuple[bool, int]], rule: DynamicRule) -> Iterable[tuple[DynamicRule, float, int]]:
+    """Our rule beside torch's scale and tracker, step by step, while torch's scale is between our bounds."""
+    scale, tracker = torch.tensor([rule.scale]), torch.tensor([0], dtype=torch.int32)
+    rule, highest = rule.checked(), min(rule.max_scale, FP32_MAX)
     for overflow, length in runs:
         found_inf = torch.tensor([float(overflow)])
         for _ in range(length):
             torch._amp_update_scale_(
-                scale, tracker, found_inf, rules.growth_factor, rules.backoff_factor, rules.growth_interval
+                scale, tracker, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval
             )
-            if not rules.min_scale <= scale.item() <= highest:
+            if not rule.min_scale <= scale.item() <= highest:
                 return
-            state = adjust_dynamic(state, rules, StepReport(overflow))
-            yield state, scale.item(), int(tracker.item())
+            rule = rule.adjust(StepReport(overflow))
+            yield rule, scale.item(), int(tracker.item())
 
 
 class TestHeadroom:
@@ -207,23 +197,23 @@ class TestHeadroom:
         first = 4.0 - 1 / 9  # kept after the first measured step that has a level to compare with
         seen = 3.0 + 0.5
         usual = 2.0**2.5 * 2.0**0.75  # the level after 16.0 was seen twice: half the way from 2**2.5
+        rule = partial(HeadroomRule, init_headroom=4.0, half_life=1, patience=1)
         assert record(scaler, reports) == [
-            HeadroomState(1.0, 1, 1, 1, headroom=4.0),
-            HeadroomState(2.0**10, 2, 1, 0, level=2.0, headroom=4.0),
-            HeadroomState(2.0**11, 3, 1, 0, level=2.0, headroom=first, quiet_steps=1),
-            HeadroomState(2.0**9, 4, 1, 0, level=2.0**2.5, headroom=max(first - 1 / 9, seen), quiet_steps=2),
-            HeadroomState(2.0**9, 5, 1, 0, level=2.0**2.5, headroom=max(first - 1 / 9, seen), quiet_steps=2),
-            HeadroomState(1.0, 6, 2, 1, level=2.0**2.5, headroom=max(first - 1 / 9, seen), quiet_steps=2),
-            HeadroomState(2.0**7, 7, 2, 0, level=usual, headroom=first - 1 / 9 + 1.25 - 1 / 17),
-            HeadroomState(1.0, 8, 3, 1, level=usual, headroom=first - 1 / 9 + 1.25 - 1 / 17),
-            HeadroomState(0.5, 9, 3, 0, level=2.0**12, headroom=first - 1 / 9 + 1.25 - 1 / 17),
+            rule(1.0, 1, 1, 1, headroom=4.0),
+            rule(2.0**10, 2, 1, 0, level=2.0, headroom=4.0),
+            rule(2.0**11, 3, 1, 0, level=2.0, headroom=first, quiet_steps=1),
+            rule(2.0**9, 4, 1, 0, level=2.0**2.5, headroom=max(first - 1 / 9, seen), quiet_steps=2),
+            rule(2.0**9, 5, 1, 0, level=2.0**2.5, headroom=max(first - 1 / 9, seen), quiet_steps=2),
+            rule(1.0, 6, 2, 1, level=2.0**2.5, headroom=max(first - 1 / 9, seen), quiet_steps=2),
+            rule(2.0**7, 7, 2, 0, level=usual, headroom=first - 1 / 9 + 1.25 - 1 / 17),
+            rule(1.0, 8, 3, 1, level=usual, headroom=first - 1 / 9 + 1.25 - 1 / 17),
+            rule(0.5, 9, 3, 0, level=2.0**12, headroom=first - 1 / 9 + 1.25 - 1 / 17),
         ]
 
     @settings(deadline=None, derandomize=True, max_examples=300)
     @given(st.floats(2.0**-100, 2.0**90, width=32), st.integers(0, 30))
     def test_the_first_clean_step_sets_the_scale(self, largest: float, headroom: int) -> None:
-        rules = HeadroomSettings(headroom=headroom, min_scale=0.0, max_scale=None)
-        state = adjust_headroom(rules.start(), rules, saw(largest))
+        state = HeadroomRule(headroom=headroom, min_scale=2.0**-126, max_scale=2.0**127).adjust(saw(largest))
         assert state.scale == min(scale_with_headroom(largest, headroom), 2.0**16)
         assert state.level == largest
 
@@ -281,9 +271,8 @@ class TestHeadroom:
 
     @pytest.mark.parametrize("largest", [0.0, None, math.inf, math.nan])
     def test_a_step_that_measured_nothing_keeps_what_was_learned(self, largest: float | None) -> None:
-        before = HeadroomState(16.0, level=16.0, headroom=7.0, quiet_steps=5)
-        after = adjust_headroom(before, HeadroomSettings(half_life=1), saw(largest))
-        assert after == replace(before, steps=1)
+        before = HeadroomRule(16.0, level=16.0, headroom=7.0, quiet_steps=5, half_life=1)
+        assert before.adjust(saw(largest)) == replace(before, steps=1)
 
     @pytest.mark.parametrize("largest", [0.0, None, math.inf, math.nan])
     def test_until_something_was_measured_the_scale_stays(self, largest: float | None) -> None:
@@ -292,8 +281,8 @@ class TestHeadroom:
 
     @pytest.mark.parametrize("largest", [None, math.inf, -math.inf, math.nan, 3.0])
     def test_an_overflow_lowers_whatever_was_measured(self, largest: float | None) -> None:
-        after = adjust_headroom(HeadroomState(2.0**24, level=16.0), HeadroomSettings(), StepReport(True, largest))
-        assert after == HeadroomState(2.0**4, 1, 1, 1, level=16.0)
+        after = HeadroomRule(2.0**24, level=16.0).adjust(StepReport(True, largest))
+        assert after == HeadroomRule(2.0**4, 1, 1, 1, level=16.0)
 
     def test_a_scale_that_fell_so_far_that_gradients_become_zero_comes_back(self) -> None:
         states = record(HeadroomLossScaler(), [OVERFLOW, saw(0.0), saw(1e-7)])
@@ -339,7 +328,7 @@ class TestHeadroom:
 
     def test_min_scale_0_is_no_bound_but_fp32s(self) -> None:
         states = record(HeadroomLossScaler(min_scale=0.0), [OVERFLOW] * 9)
-        assert states[-1].scale == 2.0**-126 == HeadroomSettings(min_scale=0.0).floor
+        assert states[-1].scale == 2.0**-126 == states[-1].floor
 
     def test_a_scale_below_the_floor_is_not_raised_by_an_overflow(self) -> None:
         states = record(HeadroomLossScaler(0.125, min_scale=1.0), [OVERFLOW, saw(1e30)])
@@ -413,8 +402,8 @@ class TestHeadroom:
         assert scaler.get_scale() < 1.0 and scaler.state.skipped_steps < 15
 
     def test_the_more_steps_were_skipped_the_longer_headroom_is_kept(self) -> None:
-        few, many = (HeadroomState(1024.0, skipped_steps=skips, level=1.0, headroom=6.0) for skips in (0, 2))
-        sunk = [6.0 - adjust_headroom(each, HeadroomSettings(), saw(1.0)).headroom for each in (few, many)]
+        few, many = (HeadroomRule(1024.0, skipped_steps=skips, level=1.0, headroom=6.0) for skips in (0, 2))
+        sunk = [6.0 - each.adjust(saw(1.0)).headroom for each in (few, many)]
         assert sunk == pytest.approx([2 * (6 - 4) / 250, 1 / 250 / 17])
 
     def test_the_first_doublings_of_headroom_sink_fast_and_the_last_slowly(self) -> None:
@@ -430,19 +419,13 @@ class TestHeadroom:
             scaler.record_step(saw(2.0**-12))
 
     def test_futile_overflows_are_forgiven_until_there_were_none_for_long(self) -> None:
-        state = HeadroomState(64.0, 1, 1, 1, level=1.0, headroom=12.0, quiet_steps=400)
-        futile = adjust_headroom(state, HeadroomSettings(patience=10), saw(1.0))
+        rule = HeadroomRule(64.0, 1, 1, 1, level=1.0, headroom=12.0, quiet_steps=400, patience=10)
+        futile = rule.adjust(saw(1.0))
         assert (futile.is_futile, futile.quiet_steps) == (True, 0) and futile.headroom == 12.0 - 2 * 8 / 10
-        again = adjust_headroom(
-            replace(futile, consecutive_skips=1, quiet_steps=99), HeadroomSettings(patience=10), saw(1.0)
-        )
+        again = replace(futile, consecutive_skips=1, quiet_steps=99).adjust(saw(1.0))
         assert again.is_futile and again.headroom < futile.headroom
-        states = record_from(again, HeadroomSettings(patience=10), [saw(1.0)] * 160)
-        assert [s.is_futile for s in states] == [True] * 159 + [False]
-
-
-def record_from(state: HeadroomState, rules: HeadroomSettings, reports: list[StepReport]) -> list[HeadroomState]:
-    return list(itertools.accumulate(reports, lambda s, r: adjust_headroom(s, rules, r), initial=state))[1:]
+        after = list(itertools.accumulate([saw(1.0)] * 160, HeadroomRule.adjust, initial=again))
+        assert [each.is_futile for each in after] == [True] * 160 + [False]
 
 
 @pytest.mark.parametrize(
@@ -459,29 +442,29 @@ def test_zero_gradients_leave_all_headroom() -> None:
 class TestStates:
     """Every state is one that a scaler can be in, whoever made it."""
 
-    @pytest.mark.parametrize("make", [ScalerState, DynamicState, HeadroomState])
-    def test_the_scale_is_rounded_to_fp32(self, make: Callable[[float], ScalerState]) -> None:
+    @pytest.mark.parametrize("make", [StaticRule, DynamicRule, HeadroomRule])
+    def test_the_scale_is_rounded_to_fp32(self, make: Callable[[float], ScaleRule]) -> None:
         assert make(0.1).checked().scale == torch.tensor(0.1).item() != 0.1
         assert type(make(8).checked().scale) is float
 
     @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, 1e39, 2.0**-127, "8", True, None])
-    @pytest.mark.parametrize("make", [ScalerState, DynamicState, HeadroomState])
-    def test_a_scale_is_positive_and_one_that_fp32_holds(self, make: Callable[[Any], ScalerState], scale: Any) -> None:
+    @pytest.mark.parametrize("make", [StaticRule, DynamicRule, HeadroomRule])
+    def test_a_scale_is_positive_and_one_that_fp32_holds(self, make: Callable[[Any], ScaleRule], scale: Any) -> None:
         with pytest.raises(ValueError, match=rf"a loss scale .*, not {re.escape(repr(scale))}"):
             make(scale).checked()
 
     @pytest.mark.parametrize(
         ("make", "name", "smallest"),
         [
-            (ScalerState, "steps", 0),
-            (ScalerState, "skipped_steps", 0),
-            (ScalerState, "consecutive_skips", 0),
-            (DynamicState, "growth_tracker", -(2**31)),
-            (DynamicState, "hysteresis_left", 1),
-            (HeadroomState, "quiet_steps", 0),
+            (StaticRule, "steps", 0),
+            (StaticRule, "skipped_steps", 0),
+            (StaticRule, "consecutive_skips", 0),
+            (DynamicRule, "growth_tracker", -(2**31)),
+            (DynamicRule, "hysteresis_left", 1),
+            (HeadroomRule, "quiet_steps", 0),
         ],
     )
-    def test_counters_are_whole_numbers(self, make: Callable[..., ScalerState], name: str, smallest: int) -> None:
+    def test_counters_are_whole_numbers(self, make: Callable[..., ScaleRule], name: str, smallest: int) -> None:
         assert getattr(make(1.0, **{name: smallest}).checked(), name) == smallest
         for value in (smallest - 1, 1.5, math.nan, None, "1", True):
             with pytest.raises(
@@ -492,16 +475,16 @@ class TestStates:
     @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan, "1", True])
     def test_a_level_is_positive_or_none(self, value: Any) -> None:
         with pytest.raises(ValueError, match=rf"level={value!r} must be a positive, finite number or None"):
-            HeadroomState(1.0, level=value).checked()
+            HeadroomRule(1.0, level=value).checked()
 
     @pytest.mark.parametrize("value", [-1.0, math.inf, math.nan, "1", True, None])
     def test_headroom_is_a_number_of_doublings(self, value: Any) -> None:
         with pytest.raises(ValueError, match=rf"headroom={value!r} must be a finite number of doublings, at least 0"):
-            HeadroomState(1.0, headroom=value).checked()
+            HeadroomRule(1.0, headroom=value).checked()
 
     def test_futile_is_a_truth_value(self) -> None:
         with pytest.raises(ValueError, match="is_futile=1 must be True or False"):
-            HeadroomState(1.0, is_futile=1).checked()  # type: ignore[arg-type]
+            HeadroomRule(1.0, is_futile=1).checked()  # type: ignore[arg-type]
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from hf_mp.scaling.scalers import LossScaler, StepReport
+from hf_mp.scaling.rules import StepReport
+from hf_mp.scaling.scalers import LossScaler
 
 CPU = torch.device("cpu")
 CLEAN, OVERFLOW = StepReport(False), StepReport(True)

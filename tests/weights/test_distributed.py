@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from hf_mp.scaling.scalers import StepReport
+from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.ranks.agreement import Ranks, to_number, to_report
 from hf_mp.weights.ranks.placement import (
     ALONE,

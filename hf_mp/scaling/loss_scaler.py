@@ -1,0 +1,349 @@
+"""What every loss scaler is: :class:`LossScaler`, which keeps the value of a rule, with the methods of GradScaler.
+
+The rules are in :mod:`hf_mp.scaling.rules`. An attached model needs :meth:`LossScaler.scale_tensors` and
+:meth:`LossScaler.record_step`: there the borders scale, and the guarded optimizer skips. ``scale``, ``unscale_``,
+``step`` and ``update`` are for loops written for ``torch.amp.GradScaler``, and for everything that is not a whole model
+and its optimizer (several losses, several optimizers).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Generic, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hf_mp.scaling.explicit import nonfinite_parameters, unscale_gradients
+from hf_mp.scaling.rules import (
+    Rule,
+    StaticRule,
+    StepReport,
+    check_scale,
+    scale_text,
+    to_fp32,
+    warn_caller,
+    whole,
+)
+
+
+class LossScaleError(RuntimeError):
+    """Training cannot go on: gradients overflow even at the smallest loss scale allowed.
+
+    Raised by ``optimizer.step()``, or by ``update()`` of a scaler, after ``max_consecutive_skips`` skipped steps in a
+    row. The message names the step since which, the scale, and some of the gradients that are not finite.
+    """
+
+
+class ScaleTensors(NamedTuple):
+    """The loss scale and its inverse: FP32, of shape (1,), so that their products with FP16 are FP32."""
+
+    scale: Tensor
+    inverse: Tensor
+
+
+# what torch.amp.GradScaler.state_dict() holds
+_TORCH_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+
+
+class LossScaler(Generic[Rule]):
+    """What all scalers share: the methods of ``torch.amp.GradScaler``, and a saved state of plain numbers.
+
+    They do what torch's do, but for this:
+
+    - Gradients are looked at after they were unscaled and, if sparse, summed by coordinate, so an overflow that only
+      then arises skips the step too. torch looks before, and lets the infinity into the weights.
+    - An optimizer that unscales by itself (``fused=True``) is given unscaled gradients as any other, and is not called
+      in a skipped step. For a scale that is a power of two its weights are bit for bit those under torch's scaler;
+      for another one they differ by a rounding, because it divides by the scale and :meth:`unscale_` multiplies by its
+      inverse.
+    - The scale can be set (:meth:`update`) before anything was scaled.
+
+    A disabled scaler (``enabled=False``) passes losses through, never skips, and saves an empty state.
+
+    Args:
+        rule: the first value of a rule, which sets the scale from then on.
+        scale_is: what warnings call its scale.
+        max_consecutive_skips: skipped steps in a row at the smallest scale after which :class:`LossScaleError` is
+            raised; default 50.
+        enabled: False makes every method pass through; default True.
+    """
+
+    def __init__(
+        self, rule: Rule, *, scale_is: str = "scale", max_consecutive_skips: int = 50, enabled: bool = True
+    ) -> None:
+        whole(1)(max_consecutive_skips=max_consecutive_skips)
+        given: object = enabled
+        if isinstance(given, (Tensor, str)):
+            raise TypeError(f"enabled must be True or False, not {enabled!r:.100}")
+        self._enabled, self._max_consecutive_skips = bool(enabled), max_consecutive_skips
+        self.kind, self._state = rule.name, rule.checked()
+        self._tensors: dict[torch.device, ScaleTensors] = {}
+        self._was_asked_to_scale = False
+        self._begin_iteration()
+        self._warn_if_inexact(rule, None, scale_is)
+
+    @property
+    def state(self) -> Rule:
+        """The settings, and what the scaler remembers; a frozen value."""
+        return self._state
+
+    @state.setter
+    def state(self, state: Rule) -> None:
+        changed, self._state = state.scale != self._state.scale, state
+        if changed:
+            for tensors in self._tensors.values():
+                tensors.scale.fill_(state.scale)
+                tensors.inverse.fill_(1.0 / state.scale)
+
+    def get_scale(self) -> float:
+        """The loss scale in force; 1.0 for a disabled scaler."""
+        return self._state.scale if self._enabled else 1.0
+
+    @property
+    def smallest_scale(self) -> float:
+        """The smallest scale that overflows can lower this one to."""
+        return self._state.floor
+
+    def scale_tensors(self, device: torch.device) -> ScaleTensors:
+        """The scale and its inverse on ``device``, which follow the scale from now on."""
+        if (tensors := self._tensors.get(device)) is None:
+            with torch.inference_mode(False):  # generate() may be the first to ask
+                scale = torch.tensor([self.get_scale()], dtype=torch.float32, device=device)
+                tensors = ScaleTensors(scale, 1.0 / scale)
+            if type(scale) is Tensor:  # and not a fake one, of memory estimation
+                self._tensors[device] = tensors
+        return tensors
+
+    @property
+    def is_scaling(self) -> bool:
+        """Whether there is anything to multiply by: not for a constant scale of 1, or a disabled scaler."""
+        return self._enabled and (self._state.scale != 1.0 or not isinstance(self._state, StaticRule))
+
+    def copy(self) -> Self:
+        """A scaler of the same settings and state that goes its own way."""
+        return copy.deepcopy(self)
+
+    def record_step(self, report: StepReport, nonfinite: Callable[[], Sequence[str]] = tuple) -> None:
+        """Take in what an optimizer step saw and set the next scale; ``nonfinite`` names gradients for the error alone.
+
+        Raises:
+            LossScaleError: after ``max_consecutive_skips`` skipped steps in a row at the smallest scale.
+        """
+        if not self._enabled:
+            return
+        gives_up = report.overflow and self._skips_once_too_often()
+        self.state = state = self._state.adjust(report)
+        if gives_up:
+            where = " without loss scaling"
+            if self.is_scaling:
+                where = f" even at loss scale {scale_text(state.scale)}, the smallest allowed"
+            raise LossScaleError(
+                f"{state.consecutive_skips} optimizer steps in a row were skipped (since step "
+                f"{state.steps - state.consecutive_skips + 1}): gradients are inf or NaN{where}{_listed(nonfinite())}. "
+                "The model or its data makes them, not the scale: look for NaN in the inputs, lower the learning rate, "
+                "or train in a precision of wider range"
+            )
+
+    def back_off(self, scale: float | None = None) -> bool:
+        """Take the scale that an overflow leads to, for a step that runs again: none is counted; False if it stays.
+
+        With ``scale``, take that one, if this scaler goes as low. The rule learns from the step as from one that
+        follows an overflow.
+        """
+        before, after = self._state, self._state.adjust(StepReport(overflow=True))
+        is_lower = self._enabled and after.scale < before.scale
+        if scale is not None and is_lower:
+            after = replace(after, scale=max(scale, min(self.smallest_scale, before.scale)))
+        skips = max(before.consecutive_skips, int(is_lower))
+        self.state = replace(after, steps=before.steps, skipped_steps=before.skipped_steps, consecutive_skips=skips)
+        return is_lower
+
+    def _skips_once_too_often(self) -> bool:
+        skips = self._state.consecutive_skips + 1
+        return skips >= self._max_consecutive_skips and self._state.scale <= self.smallest_scale
+
+    # The saved state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain numbers, for JSON; empty for a disabled scaler."""
+        return self._state.to_dict() if self._enabled else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state that :meth:`state_dict` gave, or that of a ``torch.amp.GradScaler``.
+
+        A disabled scaler takes nothing over, as torch's.
+
+        Raises:
+            ValueError: for the state of another kind of scaler, missing or unknown keys, values that are no numbers,
+                or a scale that is no scale.
+            RuntimeError: for the empty state of a scaler that was disabled.
+        """
+        if not self._enabled:
+            return
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"the state of a loss scaler is a mapping, not a {type(state_dict).__name__}")
+        if not state_dict:
+            way_out = "resume without it, or disable this one"
+            raise RuntimeError(f"the state is empty, as that of a disabled scaler is: {way_out}")
+        if set(state_dict) == _TORCH_KEYS:
+            check_scale(state_dict["scale"])
+            self._take(self._state.from_torch(state_dict))
+        else:
+            self._take(self._state.from_dict(state_dict))
+
+    def _take(self, rule: Rule, scale_is: str = "scale") -> None:
+        before, self.state = self._state, rule.checked()
+        self._warn_if_inexact(rule, before, scale_is)
+
+    def _warn_if_inexact(self, rule: Rule, before: Rule | None, scale_is: str) -> None:
+        """Warn, at the user's line, about a scale or factor that makes scaling round gradients from now on."""
+        for field in rule.exact if self._enabled else ():
+            name, value = scale_is if field == "scale" else field, getattr(rule, field)
+            if value == getattr(before, field, None) or math.isinf(value):
+                continue
+            if name == "backoff_factor" and value <= 0.0:
+                warn_caller(f"{name}={value}: the first overflow takes the loss scale down to min_scale")
+            elif value and math.frexp(value)[0] != 0.5:
+                warn_caller(f"{name}={value} is no power of two: scaling and unscaling then round gradients")
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._reports:
+            raise RuntimeError("a loss scaler is pickled between update() and the next unscale_() or step() only")
+        return {**self.__dict__, "_tensors": {}}
+
+    # The explicit style
+
+    def _begin_iteration(self) -> None:
+        self._reports: dict[int, StepReport | None] = {}  # of the optimizers that are unscaled, by identity
+        self._stepped: set[int] = set()
+        self._culprits: list[str] = []
+
+    def is_enabled(self) -> bool:
+        """Whether this scaler does anything; a disabled one only passes losses through and steps."""
+        return self._enabled
+
+    def scale(self, outputs: Any) -> Any:
+        """``outputs`` (a tensor, or nested iterables of tensors) multiplied by the loss scale.
+
+        Of the backward through a result that was made before the scale changed, autograd says that a variable was
+        modified: its gradients would be unscaled by another factor.
+
+        Raises:
+            ValueError: for anything else.
+        """
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            self._was_asked_to_scale = True
+            # A scalar tensor, so that outputs of one dimension and more keep their dtype, as with torch.
+            return outputs * self.scale_tensors(outputs.device).scale.squeeze()
+        if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes, Mapping)):
+            scaled = map(self.scale, outputs)
+            return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+        raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, not {type(outputs).__name__}")
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients of ``optimizer`` by the loss scale, so that they can be clipped or looked at.
+
+        Optional, once per optimizer between two updates. FP16 gradients of a :class:`MasterWeightOptimizer` are
+        replaced by FP32 ones.
+
+        Raises:
+            RuntimeError: when called twice, after ``step``, before anything was scaled, or for an optimizer that is
+                guarded by an attached :class:`MixedPrecision` already.
+            ValueError: for FP16 gradients of an optimizer without FP32 masters: they cannot hold unscaled gradients.
+                No gradient was changed then.
+        """
+        if not self._enabled:
+            return
+        self._check_scaled("unscale_")
+        if id(optimizer) in self._stepped:
+            raise RuntimeError("unscale_() is being called after step(): call it between backward() and step()")
+        if id(optimizer) in self._reports:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update()")
+        if getattr(getattr(optimizer.step, "hf_mp_guard", None), "runtimes", None):
+            raise RuntimeError(
+                "this optimizer belongs to an attached model, whose gradients are unscaled already: call "
+                "loss.backward() and optimizer.step() without a scaler"
+            )
+        report = unscale_gradients(optimizer, to_fp32(1.0 / self.get_scale()))
+        if report is not None and report.overflow and self._skips_once_too_often():
+            self._culprits += nonfinite_parameters(optimizer)
+        self._reports[id(optimizer)] = report
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """``optimizer.step(*args, **kwargs)`` with unscaled gradients, unless one of them is inf or NaN.
+
+        Returns:
+            What ``optimizer.step`` returned; None if the step was skipped.
+
+        Raises:
+            RuntimeError: for a closure, when called twice before ``update``, for an optimizer that has no gradients,
+                and as :meth:`unscale_`.
+            ValueError: as :meth:`unscale_`.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if "closure" in kwargs:
+            raise RuntimeError("closures are not supported: which of the backwards in it overflowed cannot be undone")
+        self._check_scaled("step")
+        if id(optimizer) in self._stepped:
+            raise RuntimeError("step() has already been called since the last update()")
+        if id(optimizer) not in self._reports:
+            self.unscale_(optimizer)
+        if (report := self._reports[id(optimizer)]) is None:
+            raise RuntimeError("this optimizer has no gradients: call scaler.scale(loss).backward() before step()")
+        result = None if report.overflow else optimizer.step(*args, **kwargs)
+        self._stepped.add(id(optimizer))
+        return result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Set the next loss scale from what the optimizers saw since the last update, or to ``new_scale``.
+
+        Raises:
+            RuntimeError: if no optimizer was unscaled or stepped since the last update.
+            ValueError: if ``new_scale`` is not one positive, finite number.
+            LossScaleError: as :meth:`LossScaler.record_step`.
+        """
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            self._take(replace(self._state, scale=_one_number(new_scale)), "new_scale")
+            self._begin_iteration()
+            return
+        self._check_scaled("update")
+        reports = [report for report in self._reports.values() if report is not None]
+        if not reports:
+            raise RuntimeError("no gradients were checked since the last update(): call step(optimizer) before it")
+        culprits = self._culprits
+        self._begin_iteration()
+        measured = [report.largest_gradient for report in reports if report.largest_gradient is not None]
+        report = StepReport(any(report.overflow for report in reports), max(measured, default=None))
+        self.record_step(report, nonfinite=lambda: culprits)
+
+    def _check_scaled(self, method: str) -> None:
+        if not self._was_asked_to_scale:
+            raise RuntimeError(
+                f"{method}() before anything was scaled: did this loop call scaler.scale(loss).backward()?"
+            )
+
+
+def _one_number(new_scale: float | Tensor) -> float:
+    if not isinstance(new_scale, Tensor):
+        return new_scale
+    if new_scale.numel() != 1 or new_scale.requires_grad:
+        raise ValueError(
+            f"new_scale must be a number or a tensor of one element without requires_grad, not one of shape "
+            f"{tuple(new_scale.shape)} with requires_grad={new_scale.requires_grad}"
+        )
+    return new_scale.item()
+
+
+def _listed(names: Sequence[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f" (not finite: {', '.join(names[:limit])}{more})" if names else ""
