@@ -164,7 +164,8 @@ class Slots:
             if has_dtensors:  # Transformers < 5.23 sums a norm's .grad as soon as the norm's backward has run
                 self._group_elements = 1
             for slot, value in self._bring_in_all(slots):
-                slot[1][slot[2]] = value  # FSDP puts its own among the parameters
+                # FSDP puts its own among the parameters; Transformers takes DTensors from there for code on shards.
+                (slot[1]["_parameters"] if is_dtensor(value) else slot[1])[slot[2]] = value
                 self._filled.append((slot, value))
 
     def _empty_gathered(self, gathered: nn.Module, *args: Any) -> None:
@@ -180,7 +181,7 @@ class Slots:
     def _give_back(self, filled: list[tuple[Slot, Tensor]]) -> None:
         keeps_copies = self._layout.keeps_copies
         for (_, attributes, name, weight, _), value in filled:
-            if not keeps_copies:
+            if not keeps_copies and not is_dtensor(value):
                 attributes.pop(name, None)
             elif attributes["_parameters"].get(name) is value:  # else the forward has put something in its place
                 attributes["_parameters"][name] = weight

@@ -177,11 +177,10 @@ def refusals(folder: str) -> dict[str, str]:
         hf_mp.MixedPrecision("fp16").attach(fully_shard(layers, mesh=mesh["data"]))
 
     def two_meshes() -> None:
+        mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("all", "each"))
         layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        for name, style in (("0", ColwiseParallel()), ("1", RowwiseParallel())):
-            parallelize_module(
-                layers, init_device_mesh("cpu", (ranks,), mesh_dim_names=(f"mesh {name}",)), {name: style}
-            )
+        parallelize_module(layers, mesh["all"], {"0": ColwiseParallel()})
+        parallelize_module(layers, mesh["each"], {"1": RowwiseParallel()})
         hf_mp.MixedPrecision("fp16").attach(layers)
 
     def heads_that_ranks_cannot_share() -> None:

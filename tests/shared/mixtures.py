@@ -24,11 +24,21 @@ KINDS: dict[str, dict[str, Any]] = {
     "GptOss": dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2),
 }  # fmt: skip
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
+ROUTERS = {**dict.fromkeys(KINDS, "*.gate"), "GptOss": "*.router"}  # their modules
+
+
+def config_of(kind: str, **settings: Any) -> Any:
+    return getattr(transformers, f"{kind}Config")(**{**SIZES, **KINDS[kind], **settings})
 
 
 def make(kind: str, implementation: str = "grouped_mm") -> Any:
+    """The same weights at each call."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **KINDS[kind]})
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config_of(kind))
     model.set_experts_implementation(implementation)
     return model
+
+
+def token_ids(rows: int = 2) -> torch.Tensor:
+    """Of shape (rows, 16)."""
+    return torch.randint(3, 96, (rows, 16), generator=torch.Generator().manual_seed(2))

@@ -1,19 +1,21 @@
-"""Gradients of mixtures of experts against FP64's: five classes, three implementations, all presets."""
+"""Mixtures of experts of five classes: gradients against FP64's, dtypes of their products, routers, adapters."""
 
 from __future__ import annotations
 
+import copy
 import importlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from mixtures import IMPLEMENTATIONS, KINDS, SIZES, make
+from mixtures import IMPLEMENTATIONS, KINDS, ROUTERS, config_of, make, token_ids
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import MixtralForCausalLM
 from transformers.models.llama4.modeling_llama4 import Llama4Router
 
 import hf_mp
@@ -28,12 +30,12 @@ LEAST_COSINE = {torch.float16: 0.9995, torch.bfloat16: 0.99}
 
 
 def gradient_of(model: Any, passes: int = 1) -> Tensor:
-    generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(3, 96, (2, 16), generator=generator)
+    ids = token_ids()
     for _ in range(passes):
         model.zero_grad()
         model(input_ids=ids, labels=ids).loss.backward()
-    found = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found = [p.grad if p.grad is not None else torch.zeros_like(p) for p in trained]
     return torch.cat([one.detach().double().flatten() for one in found])
 
 
@@ -71,10 +73,9 @@ _EXPERT_WIDTH = 56
 )
 def test_dtypes_of_experts_by_implementation(implementation: str, stock: torch.dtype) -> None:
     """The table of docs/experts.md: of torch.autocast, grouped_mm is FP32 (pytorch issue 174763)."""
-    config = transformers.MixtralConfig(**{**SIZES, "intermediate_size": _EXPERT_WIDTH}, num_local_experts=4)
-    model = transformers.MixtralForCausalLM(config)
+    model = MixtralForCausalLM(config_of("Mixtral", intermediate_size=_EXPERT_WIDTH))
     model.set_experts_implementation(implementation)
-    ids = torch.randint(3, 96, (2, 16))
+    ids = token_ids()
     with torch.autocast("cpu", BF16), _Products() as found:
         model(input_ids=ids)
     assert found.dtypes == {stock}
@@ -109,9 +110,6 @@ def test_an_expert_without_a_token_has_a_gradient_of_0_and_no_overflow(
         assert not optimizer.step_was_skipped
 
 
-ROUTERS = {**dict.fromkeys(KINDS, "*.gate"), "GptOss": "*.router"}
-
-
 class _RouterProducts(TorchDispatchMode):
     """The dtypes of the operands of products with the weights of routers."""
 
@@ -128,7 +126,7 @@ class _RouterProducts(TorchDispatchMode):
 @pytest.mark.parametrize("precision", ["bf16", "bf16-lean"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_routers_run_in_fp32_unless_a_rule_names_them(kind: str, precision: str) -> None:
-    ids = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(2))
+    ids = token_ids()
     for rules, expected in ((None, torch.float32), ({ROUTERS[kind]: "lower_precision"}, BF16)):
         model = make(kind, "grouped_mm")
         hf_mp.MixedPrecision(precision, rules=rules).attach(model)
@@ -168,7 +166,7 @@ def test_a_router_that_is_a_linear_layer_runs_in_fp32() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_model_is_one_graph_that_routes_alike(kind: str) -> None:
     torch._dynamo.reset()
-    ids = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(2))
+    ids = token_ids()
     model = make(kind, "batched_mm")  # without a product that stops the compiler on a CPU
     hf_mp.MixedPrecision("bf16").attach(model)
     model(input_ids=ids)
@@ -178,3 +176,82 @@ def test_a_compiled_model_is_one_graph_that_routes_alike(kind: str) -> None:
     assert backend.frame_count == 1
     # Compiled code rounds elsewhere; a token that got other experts would be as far off as tokens are from each other.
     assert (found - expected).abs().max() < 0.25 * expected.std()
+
+
+# LoRA on stacked experts (PEFT's target_parameters), whose sum with the weight a parametrization makes
+
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+class _GroupedProducts(TorchDispatchMode):
+    """The dtypes of the operands of grouped products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes = set[torch.dtype]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default:
+            self.dtypes |= {arg.dtype for arg in args[:2]}
+        return func(*args, **(kwargs or {}))
+
+
+def adapted(model: Any) -> Any:
+    """``model`` with adapters of all its experts, whose both factors have gradients."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=[], target_parameters=list(EXPERTS)))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+@pytest.mark.parametrize("base", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_of_experts_have_the_gradients_of_fp64(kind: str, base: torch.dtype) -> None:
+    model = adapted(make(kind).to(base))
+    reference = copy.deepcopy(model).double()
+    reference.get_base_model().set_experts_implementation("eager")  # torch has no grouped product in FP64
+    expected = gradient_of(reference)
+    for precision in ("fp16", "fp16-lean"):
+        trained = copy.deepcopy(model)
+        hf_mp.MixedPrecision(precision).attach(trained)
+        found = gradient_of(trained, passes=2)
+        assert abs(found.norm() / expected.norm() - 1) < 0.01
+        assert F.cosine_similarity(found, expected, 0) > LEAST_COSINE[torch.float16]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-lean"])
+def test_experts_with_adapters_are_multiplied_in_16_bits(precision: str) -> None:
+    model = adapted(make("Mixtral"))
+    hf_mp.MixedPrecision(precision).attach(model)
+    for _ in range(2):
+        with _GroupedProducts() as found:
+            model(input_ids=token_ids()).logits.sum().backward()
+        assert found.dtypes == {BF16}
+
+
+@pytest.mark.parametrize("quantized", ["int8", "nf4"])
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", "GptOss"])  # bitsandbytes takes no DeepSeek-V3 of this size
+def test_qlora_trains_beside_experts_in_16_bits(tmp_path: Path, kind: str, quantized: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    make(kind).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="stay in float16"):
+        model = adapted(hf_mp.load(tmp_path, quantized))
+    frozen = {n: p.detach().clone() for n, p in model.named_parameters() if p.dim() == 3 and not p.requires_grad}
+    assert len(frozen) == 4
+    assert {weight.dtype for weight in frozen.values()} == {torch.float16}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    before = [parameter.detach().clone() for parameter in trained]
+    model, optimizer = hf_mp.prepare(model, torch.optim.AdamW(trained, 1e-2), "bf16")
+    losses, ids = [], token_ids()
+    for _ in range(20):
+        with _GroupedProducts() as found:
+            losses.append(model(input_ids=ids, labels=ids).loss)
+            losses[-1].backward()
+        assert found.dtypes == {BF16}
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0] - 0.25
+    assert all((now - start).norm() > 0.05 * start.norm() for now, start in zip(trained, before, strict=True))
+    assert all(torch.equal(parameter, frozen[n]) for n, parameter in model.named_parameters() if n in frozen)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_mp.casting.active import active_autocast
 from hf_mp.casting.replacements.base import ForwardReplacement, ReplacedForward
@@ -34,3 +35,8 @@ def is_router(kind: type[Any]) -> bool:
 
 
 FP32_ROUTERS = ForwardReplacement(FP32Router, is_router)
+
+
+def is_fp32_router(module: nn.Module) -> bool:
+    """Whether an attached model has this module run in FP32 because it chooses experts."""
+    return isinstance(vars(module).get("forward"), FP32Router)

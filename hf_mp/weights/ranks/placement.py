@@ -173,13 +173,14 @@ def _check_dtensor(parameter: Any, placement: Placement, model: nn.Module) -> No
     is_hybrid = len(placements) == 2 and placements[0].is_replicate()
     if len(placements) > 1 and (placement.is_tensor_parallel or not is_hybrid):
         raise ValueError(
-            f"{_name_of(parameter, model)} is placed as {tuple(placements)}: tensor parallelism works alone, over "
-            "a mesh of one dimension; leave FSDP2 and other dimensions out, or use FSDP2 alone"
+            f"{_name_of(parameter, model)} is placed as {tuple(placements)}: tensor and expert parallelism work "
+            "alone, over a mesh of one dimension; leave FSDP2 and other dimensions out, or use FSDP2 alone"
         )
-    if placement.is_tensor_parallel and mesh != first.device_mesh:
+    # For expert parallelism, Transformers gives the experts a mesh of their own over the same ranks.
+    if placement.is_tensor_parallel and mesh.mesh.tolist() != first.device_mesh.mesh.tolist():
         raise ValueError(
             f"{_name_of(parameter, model)} is spread over {mesh} and {_name_of(first, model)} over "
-            f"{first.device_mesh}: tensor parallelism needs one mesh for the whole model"
+            f"{first.device_mesh}: tensor parallelism needs the same ranks for the whole model"
         )
 
 

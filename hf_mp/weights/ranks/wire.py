@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from hf_mp.casting.replacements.routers import is_fp32_router
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.scalers import LossScaler
 from hf_mp.weights.ranks.placement import fsdp_modules
@@ -53,13 +54,14 @@ class Arrivals:
 class RoundedGather:
     """An all-gather of FP32 shards that sends them rounded to ``dtype``, and casts what it receives to FP32.
 
-    The forward rounds weights of products to ``dtype`` anyway. Parameters with less than two dimensions (norms, biases)
-    and those in ``kept`` travel in FP32: ops in FP32 read them.
+    The forward rounds weights of products to ``dtype`` anyway. Parameters with less than two dimensions (norms,
+    biases), those in ``kept`` and those of routers travel in FP32: ops in FP32 read them.
     """
 
     def __init__(self, group: Any, dtype: torch.dtype, kept: Iterable[nn.Module]) -> None:
         self.before, self._dtype = group._all_gather_comm, dtype
         in_fp32 = {module for one in kept for module in one.modules()}
+        in_fp32 |= {one._module_info.module for one in group.fsdp_params if is_fp32_router(one._module_info.module)}
         self._parameters = [
             (one, len(one._orig_size) > 1 and one._module_info.module not in in_fp32) for one in group.fsdp_params
         ]

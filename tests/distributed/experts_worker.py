@@ -1,0 +1,130 @@
+"""Runs on each of two processes: mixtures of experts under FSDP2, tensor parallel, and expert parallel.
+
+Usage: torchrun ... experts_worker.py FOLDER; writes FOLDER/rankN.pt, a dict of what each case returned.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from loop_worker import batches, said_of, whole, write_results
+from tensor_parallel_worker import clip
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+import hf_mp
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
+from mixtures import KINDS, ROUTERS, make, token_ids
+
+SPREADS = {
+    "tensor parallel": {"tp_size": 2},
+    "expert parallel": {"tp_size": 2, "ep_size": 2},
+    "expert parallel, all-reduce": {"tp_size": 2, "ep_size": 2, "ep_implementation": "all_reduce"},
+}
+WAYS = [(kind, way) for kind in KINDS for way in ("FSDP2", "expert parallel")]
+WAYS += [("Mixtral", "tensor parallel"), ("GptOss", "tensor parallel"), ("Mixtral", "expert parallel, all-reduce")]
+STEPS = 8
+
+
+def loaded(folder: str, kind: str, **sizes: Any) -> nn.Module:
+    """The weights of ``make``, spread by Transformers."""
+    path = Path(folder, kind)
+    if dist.get_rank() == 0 and not path.exists():
+        make(kind).save_pretrained(path)
+    dist.barrier()
+    return AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(**sizes)).train()
+
+
+def spread(folder: str, kind: str, way: str, precision: str) -> Any:
+    """A model with mixed precision over both processes, and its optimizer."""
+    model: Any = make(kind) if way == "FSDP2" else loaded(folder, kind, **SPREADS[way])
+    runtime = hf_mp.MixedPrecision(precision)
+    runtime.attach(model)
+    if way == "FSDP2":
+        for block in model.model.layers:
+            fully_shard(block)
+        fully_shard(model)
+    return model, runtime.attach_optimizer(torch.optim.AdamW(model.parameters(), 3e-3))
+
+
+def mine(ids: Tensor, way: str) -> Tensor:
+    """FSDP2 gives each process its rows, the others give all to each."""
+    return ids.chunk(2)[dist.get_rank()] if way == "FSDP2" else ids
+
+
+def backward(model: Any, ids: Tensor) -> float:
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.item()
+
+
+def gradients(folder: str) -> dict[str, Any]:
+    """Whole gradients of the second backward: the first forward learns what becomes of the weights."""
+    found = {}
+    for kind, way in WAYS:
+        model, optimizer = spread(folder, kind, way, "fp16")
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(model, mine(token_ids(4), way))
+        found[f"{kind}, {way}"] = {n: whole(p.grad).clone() for n, p in model.named_parameters()}
+    return found
+
+
+def routers(folder: str) -> dict[str, list[bool]]:
+    """Whether FSDP2 gathers the FP32 weights of routers, and of the projections of attention."""
+    found: dict[str, list[bool]] = {}
+    for kind in KINDS:
+        model, _ = spread(folder, kind, "FSDP2", "bf16")
+        for name, module in model.named_modules():
+            for pattern in (ROUTERS[kind], "*.o_proj"):
+                if fnmatch.fnmatch(name, pattern):
+                    expected, seen = whole(module.weight.detach()).clone(), found.setdefault(f"{kind} {pattern}", [])
+
+                    def look(module: Any, args: Any, expected: Tensor = expected, seen: list[bool] = seen) -> None:
+                        seen.append(torch.equal(module.weight.detach(), expected))
+
+                    module.register_forward_pre_hook(look)
+        backward(model, mine(token_ids(4), "FSDP2"))
+    return found
+
+
+def losses(folder: str) -> dict[str, list[float]]:
+    found = {}
+    for way, precision in (("FSDP2", "fp16"), ("FSDP2", "fp16-lean"), ("expert parallel", "fp16")):
+        model, optimizer = spread(folder, "Qwen3Moe", way, precision)
+        steps = []
+        for ids in batches(STEPS) % 96:
+            loss = torch.tensor(backward(model, mine(ids, way)))
+            clip(model, 1.0) if way != "FSDP2" else torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            dist.all_reduce(loss)
+            steps.append(loss.item() / 2)
+        found[f"{way} {precision}"] = steps
+    return found
+
+
+def refusals(folder: str) -> dict[str, str]:
+    def attach(precision: str, **sizes: Any) -> None:
+        hf_mp.MixedPrecision(precision).attach(loaded(folder, "Mixtral", **sizes))
+
+    return said_of(
+        {
+            "with_fsdp": lambda: attach("fp16", fsdp_size=2, ep_size=2),
+            "lean": lambda: attach("fp16-lean", **SPREADS["expert parallel"]),
+        }
+    )
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore", FutureWarning)
+    write_results({2: [gradients, routers, losses, refusals]}, lambda case: case(sys.argv[1]))
