@@ -166,7 +166,7 @@ class DeviceRates:
 
         FP16 on a CPU without FP16 arithmetic has the rate of FP32, in which its products run.
         """
-        tokens, square = workload.batch * workload.seq, _SQUARE[workload.device]
+        tokens, square = workload.batch * workload.seq, min(_SQUARE[workload.device], 16 * workload.width)
         shapes = [(tokens, workload.width, n) for n in (4 * workload.width, workload.vocab)] + [(square,) * 3]
         rates: dict[str, float] = {}
         for name, dtype in DTYPES.items():

@@ -97,7 +97,9 @@ def _step(name: str, model: str, contenders: tuple[str, ...], rounds: int, secon
 
 
 def _runs_on_a_cpu(contenders: tuple[str, ...]) -> list[str]:
-    """The same ways in BF16, where torch's FP16 would be too slow or not be had."""
+    """The same ways in BF16, where torch's FP16 would be too slow or not be had; of compiled ones ours, one of them."""
+    if contenders == _compiled(TRAINERS):
+        contenders = contenders[1:2]
     return [name.replace("fp16", "bf16") if name.startswith(("Trainer", "torch")) else name for name in contenders]
 
 

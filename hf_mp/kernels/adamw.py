@@ -30,7 +30,7 @@ _FP32_EXPONENT, _FP16_SMALLEST_BINADE, _FP16_LARGEST_BINADE = 0x7F800000, 2.0**-
 class AdamWSettings:
     """The hyperparameters of one step, as in ``torch.optim.AdamW``; not decoupled, the decay goes into the gradient."""
 
-    lr: float
+    lr: float | Tensor  # a tensor of shape () on the device of the parameters is read there
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -83,7 +83,7 @@ def adamw_reference(
     """
     for tensors in parameters if found_inf is None or found_inf == 0 else ():
         tensors.step.add_(1)
-        steps = tensors.step.item()
+        steps, lr = int(tensors.step.item()), float(settings.lr)
         master = _whole_master(tensors)
         gradient = tensors.gradient.float()
         if factor is not None:
@@ -91,7 +91,7 @@ def adamw_reference(
         if settings.maximize:
             gradient = -gradient
         if settings.decoupled:
-            decayed = master * (1.0 - settings.lr * settings.weight_decay)
+            decayed = master * (1.0 - lr * settings.weight_decay)
         else:
             decayed, gradient = master, gradient + master * settings.weight_decay
         weight = 1.0 - settings.beta1
@@ -102,10 +102,20 @@ def adamw_reference(
         square = gradient * (1.0 - settings.beta2) * gradient
         tensors.exp_avg_sq.copy_(tensors.exp_avg_sq * settings.beta2 + square)
         root = tensors.exp_avg_sq.double().sqrt().float()  # torch's FP32 root on a CPU may be off by one ulp
-        denominator = root / root.new_tensor(math.sqrt(1.0 - settings.beta2**steps)) + settings.eps
-        step_size = settings.lr / (1.0 - settings.beta1**steps)
+        denominator = root / root.new_tensor(math.sqrt(1.0 - power(settings.beta2, steps))) + settings.eps
+        step_size = lr / (1.0 - power(settings.beta1, steps))
         master.copy_(decayed + tensors.exp_avg * -step_size / denominator)
         _write_working(tensors, master)
+
+
+def power(base: float, exponent: int) -> float:
+    """``base**exponent`` by squaring, as the Triton kernel computes it: libraries round powers in ways of their own."""
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base, exponent = base * base, exponent >> 1
+    return result
 
 
 def adamw_by_torch(tensors: AdamWTensors, settings: AdamWSettings, factor: Tensor | None = None) -> None:

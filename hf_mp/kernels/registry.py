@@ -3,8 +3,8 @@
 ``HF_MP_KERNELS`` in the environment decides, at each call: ``auto`` (default) is the kernel on a CUDA GPU, once it has
 shown there that it computes what its reference does (a small sample, at its first use on that device), and the
 reference elsewhere; ``triton`` the kernel without that, and where it cannot run the reference, with one warning that
-says why; ``reference`` always the reference. The kernels were run in Triton's interpreter and compiled for Hopper; they
-are not measured on a GPU yet.
+says why; ``reference`` always the reference. The kernels were run in Triton's interpreter and compiled ahead of
+time; they are not measured on a GPU yet.
 """
 
 from __future__ import annotations

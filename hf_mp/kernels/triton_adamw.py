@@ -14,17 +14,19 @@ from torch import Tensor
 from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, adamw_reference
 from hf_mp.kernels.split import split
 from hf_mp.kernels.triton_tables import (
-    BLOCK,
+    BLOCKS,
     DTYPE_CODES,
     WARPS,
-    addresses_of,
-    blocks_of,
     load_as_fp32,
     on,
+    on_device,
     place_of,
     places,
     round_to_bf16,
+    tables_of,
 )
+
+STEPS = 128  # that a program counts
 
 
 @triton.jit
@@ -70,26 +72,60 @@ def split_bf16(value):
     return working.to(tl.int16), remainder.to(tl.int16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tensors"])
+def advance_kernel(
+    steps, numbers, lr_at, found_inf, lr: tl.float64, weight_decay: tl.float64, beta1: tl.float64, beta2: tl.float64,
+    tensors, HAS_LR_AT: tl.constexpr, HAS_FOUND_INF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Count a step of each tensor; what its number changes, in FP64 rounded once: step size, correction, decay."""
+    tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = tensor < tensors
+    steps_at = tl.load(steps + tensor, mask=mask, other=0).to(tl.pointer_type(tl.float32))
+    step = tl.load(steps_at, mask=mask, other=0.0)
+    if HAS_FOUND_INF:
+        step += tl.where(tl.load(found_inf) == 0.0, 1.0, 0.0)
+    else:
+        step += 1.0
+    tl.store(steps_at, step, mask=mask)
+    if HAS_LR_AT:  # noqa: SIM108  (Triton decides this when it compiles)
+        rate = tl.load(lr_at).to(tl.float64)
+    else:
+        rate = tl.full((), 0.0, tl.float64) + lr
+    one = tl.full((BLOCK,), 1.0, tl.float64)
+    power1, power2, square1, square2 = one, one, one * beta1, one * beta2
+    bits = step.to(tl.int32)
+    for _ in range(25):  # hf_mp.kernels.adamw.power, up to where FP32 stops to count
+        power1 = tl.where(bits & 1 == 1, power1 * square1, power1)
+        power2 = tl.where(bits & 1 == 1, power2 * square2, power2)
+        square1, square2, bits = square1 * square1, square2 * square2, bits >> 1
+    tl.store(numbers + tensor, (-rate / (1.0 - power1)).to(tl.float32), mask=mask)
+    tl.store(numbers + tensors + tensor, tl.sqrt(1.0 - power2).to(tl.float32), mask=mask)
+    tl.store(numbers + 2 * tensors + tensor, (one - rate * weight_decay).to(tl.float32), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tensors", "counted"])
 def adamw_kernel(
-    addresses, numels, block_tensor, block_index, step_sizes, corrections, factor, found_inf,
-    beta1, beta2, weight1, weight2, eps, keep, weight_decay, tensors,
+    columns, blocks, numbers, factor, found_inf,
+    beta1, beta2, weight1, weight2, eps, weight_decay, tensors, counted,
     GRADIENT: tl.constexpr, WORKING: tl.constexpr, SPLIT: tl.constexpr, DECOUPLED: tl.constexpr,
     MAXIMIZE: tl.constexpr, FROM_GRADIENT: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_FOUND_INF: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    NUMELS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program updates one block; the order of operations is that of ``adamw_reference``."""
-    tensor, offsets, mask = place_of(numels, block_tensor, block_index, ALIGNED, BLOCK)
+    """Each program updates one block; the order of operations is that of ``adamw_reference``.
+
+    Columns: the addresses of gradient, moments and what ``AdamWTensors.state`` has after them; which of ``counted``.
+    """
+    tensor, offsets, mask = place_of(columns, blocks, tensors, NUMELS, ALIGNED, BLOCK)
     if HAS_FOUND_INF:
         mask = tl.where(tl.load(found_inf) == 0.0, mask, False)
-    gradient_address = tl.load(addresses + tensor)
-    first_address = tl.load(addresses + 3 * tensors + tensor)  # of the master, or of its working half
-    second_address = tl.load(addresses + 4 * tensors + tensor)  # of the working copy, or of the remainder
-    exp_avg_at = places(tl.load(addresses + tensors + tensor), offsets, ALIGNED, tl.pointer_type(tl.float32))
-    exp_avg_sq_address = tl.load(addresses + 2 * tensors + tensor)
-    exp_avg_sq_at = places(exp_avg_sq_address, offsets, ALIGNED, tl.pointer_type(tl.float32))
+    addresses = columns + tensor
+    numbers += tl.load(addresses + (NUMELS - 1) * tensors)
+    exp_avg_at = places(tl.load(addresses + tensors), offsets, ALIGNED, tl.pointer_type(tl.float32))
+    exp_avg_sq_at = places(tl.load(addresses + 2 * tensors), offsets, ALIGNED, tl.pointer_type(tl.float32))
+    first_address = tl.load(addresses + 3 * tensors)  # of the master, or of its working half
+    second_address = tl.load(addresses + (NUMELS - 2) * tensors)  # of the working copy, or of the remainder
 
-    gradient = load_as_fp32(gradient_address, offsets, mask, ALIGNED, GRADIENT)
+    gradient = load_as_fp32(tl.load(addresses), offsets, mask, ALIGNED, GRADIENT)
     if HAS_FACTOR:
         gradient = gradient * tl.load(factor)
     if MAXIMIZE:
@@ -108,7 +144,7 @@ def adamw_kernel(
         master = tl.load(master_at, mask=mask, other=0.0)
 
     if DECOUPLED:
-        master = master * keep
+        master = master * tl.load(numbers + 2 * counted)
     else:
         gradient = gradient + master * weight_decay
     exp_avg = tl.load(exp_avg_at, mask=mask, other=0.0)
@@ -118,8 +154,8 @@ def adamw_kernel(
     else:
         exp_avg = exp_avg + weight1 * difference
     exp_avg_sq = tl.load(exp_avg_sq_at, mask=mask, other=0.0) * beta2 + weight2 * gradient * gradient
-    denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), tl.load(corrections + tensor)) + eps
-    master = master + tl.div_rn(tl.load(step_sizes + tensor) * exp_avg, denominator)
+    denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), tl.load(numbers + counted)) + eps
+    master = master + tl.div_rn(tl.load(numbers) * exp_avg, denominator)
 
     tl.store(exp_avg_at, exp_avg, mask=mask)
     tl.store(exp_avg_sq_at, exp_avg_sq, mask=mask)
@@ -147,61 +183,49 @@ def adamw_(
     factor: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """As :func:`hf_mp.kernels.adamw.adamw_reference`, without waiting for the device: one launch a layout."""
-    steps = [tensors.step for tensors in parameters]
-    torch._foreach_add_(steps, 1)
-    if found_inf is not None:
-        torch._foreach_sub_(steps, [found_inf.to(step.device) for step in steps])
-    kinds: dict[tuple[int, int, bool], list[AdamWTensors]] = {}
-    for tensors in parameters:
+    """As :func:`hf_mp.kernels.adamw.adamw_reference`, without waiting for the device.
+
+    One launch counts the steps; one for each layout updates, and another the tensors that no whole vectors are read of.
+    """
+    device = parameters[0].gradient.device
+    found_inf = None if found_inf is None else found_inf.to(device)
+    numbers = torch.empty((3, len(parameters)), dtype=torch.float32, device=device)
+    rate_at = settings.lr if isinstance(settings.lr, Tensor) else None
+    kinds: dict[tuple[int, int, bool], list[int]] = {}
+    for number, tensors in enumerate(parameters):
         if tensors.gradient.numel():
             working = 0 if tensors.working is None else DTYPE_CODES[tensors.working.dtype]
             kind = (DTYPE_CODES[tensors.gradient.dtype], working, tensors.remainder is not None)
-            kinds.setdefault(kind, []).append(tensors)
-    for kind, group in kinds.items():
-        codes = dict(zip(("GRADIENT", "WORKING", "SPLIT"), kind, strict=True))
-        with on(group[0].gradient.device):
-            _launch(group, settings, factor, found_inf, codes)
-
-
-def _launch(
-    parameters: list[AdamWTensors],
-    settings: AdamWSettings,
-    factor: Tensor | None,
-    found_inf: Tensor | None,
-    codes: dict[str, int],
-) -> None:
-    device = parameters[0].gradient.device
-    blocks = blocks_of(tuple(tensors.gradient.numel() for tensors in parameters), device)
-    rows = [(p.gradient, p.exp_avg, p.exp_avg_sq, *_weights(p)) for p in parameters]
-    addresses, is_aligned = addresses_of(list(zip(*rows, strict=True)), device)
-    steps = torch.stack([tensors.step.to(device) for tensors in parameters]).double()
-    step_sizes = (-settings.lr / (1.0 - settings.beta1**steps)).float()
-    corrections = (1.0 - settings.beta2**steps).sqrt().float()
-    adamw_kernel[(blocks.tensor.numel(),)](
-        addresses, *blocks[:3], step_sizes, corrections, step_sizes if factor is None else factor,
-        step_sizes if found_inf is None else found_inf.to(device),
-        settings.beta1, settings.beta2, 1.0 - settings.beta1, 1.0 - settings.beta2, settings.eps,
-        1.0 - settings.lr * settings.weight_decay, settings.weight_decay, len(parameters),
-        **codes, DECOUPLED=settings.decoupled, MAXIMIZE=settings.maximize, FROM_GRADIENT=settings.lerps_from_gradient,
-        HAS_FACTOR=factor is not None, HAS_FOUND_INF=found_inf is not None,
-        ALIGNED=is_aligned and blocks.are_whole, BLOCK=BLOCK, num_warps=WARPS,
-        enable_fp_fusion=False,  # each product and sum is rounded, as the reference does
-    )  # fmt: skip
-
-
-def _weights(tensors: AdamWTensors) -> tuple[Tensor, Tensor]:
-    if tensors.master is None:
-        assert tensors.working is not None and tensors.remainder is not None
-        return tensors.working, tensors.remainder
-    return tensors.master, tensors.master if tensors.working is None else tensors.working
+            kinds.setdefault(kind, []).append(number)
+    has = {"HAS_FOUND_INF": found_inf is not None, "num_warps": WARPS}
+    not_there = numbers  # in the place of a tensor that a kernel is not to read
+    with on(device):
+        advance_kernel[(triton.cdiv(len(parameters), STEPS),)](
+            on_device(tuple(tensors.step.data_ptr() for tensors in parameters), device), numbers,
+            not_there if rate_at is None else rate_at, not_there if found_inf is None else found_inf,
+            0.0 if rate_at is not None else settings.lr, settings.weight_decay, settings.beta1, settings.beta2,
+            len(parameters), HAS_LR_AT=rate_at is not None, BLOCK=STEPS, enable_fp_fusion=False, **has,
+        )  # fmt: skip
+        for kind, group in kinds.items():
+            rows = [(parameters[number].gradient, *parameters[number].state()) for number in group]
+            for table in tables_of(rows, device, group):
+                adamw_kernel[(len(table.blocks),)](
+                    table.columns, table.blocks, numbers, not_there if factor is None else factor,
+                    not_there if found_inf is None else found_inf, settings.beta1, settings.beta2,
+                    1.0 - settings.beta1, 1.0 - settings.beta2, settings.eps, settings.weight_decay,
+                    table.columns.shape[1], len(parameters),
+                    **dict(zip(("GRADIENT", "WORKING", "SPLIT"), kind, strict=True)), DECOUPLED=settings.decoupled,
+                    MAXIMIZE=settings.maximize, FROM_GRADIENT=settings.lerps_from_gradient,
+                    HAS_FACTOR=factor is not None, **table.constants(), **has,
+                    enable_fp_fusion=False,  # each product and sum is rounded, as the reference does
+                )  # fmt: skip
 
 
 def check(device: torch.device) -> str | None:
     """Compare the kernel with its reference (on the CPU), bit for bit; what differs, or None."""
     settings = AdamWSettings(lr=1e-2, weight_decay=0.1)
     generator = torch.Generator("cpu").manual_seed(0)
-    sizes = 10.0 ** torch.linspace(-9, 4, 2 * BLOCK + 1, dtype=torch.float32, device="cpu")
+    sizes = 10.0 ** torch.linspace(-9, 4, 2 * BLOCKS[True] + 1, dtype=torch.float32, device="cpu")
     master = torch.empty_like(sizes).normal_(generator=generator) * sizes
     gradient = torch.empty_like(sizes).normal_(generator=generator).half()
     gradient[7] = math.nan

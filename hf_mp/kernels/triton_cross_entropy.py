@@ -94,7 +94,7 @@ class RowKernels:
         with on(logits.device):
             forward_kernel[(rows,)](
                 _as_read(logits), targets, denominators, losses, CLASSES=classes, DTYPE=DTYPE_CODES[logits.dtype],
-                BLOCK=BLOCK, num_warps=WARPS,
+                BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=True,
             )  # fmt: skip
         return denominators, losses
 
@@ -105,7 +105,7 @@ class RowKernels:
         with on(logits.device):
             backward_kernel[(rows,)](
                 _as_read(result), _as_read(logits), targets, denominators, factors, CLASSES=classes,
-                DTYPE=DTYPE_CODES[logits.dtype], BLOCK=BLOCK, num_warps=WARPS,
+                DTYPE=DTYPE_CODES[logits.dtype], BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=True,
             )  # fmt: skip
 
 

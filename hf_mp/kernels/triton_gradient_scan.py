@@ -12,50 +12,64 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_mp.kernels.gradient_scan import Scan, scan_reference
-from hf_mp.kernels.triton_tables import BLOCK, DTYPE_CODES, WARPS, addresses_of, blocks_of, load_as_fp32, on, place_of
+from hf_mp.kernels.triton_tables import BLOCKS, DTYPE_CODES, WARPS, load_as_fp32, on, place_of, tables_of
+
+# Partial results that the last kernel takes at once.
+PARTS = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tensors", "begin"])
 def scan_kernel(
-    addresses, numels, block_tensor, block_index, largest_bits, squares,
-    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    columns, blocks, largest_bits, squares, tensors, begin,
+    DTYPE: tl.constexpr, NUMELS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program: the bits of the largest magnitude of a block, and its sum of squares, in FP32."""
-    tensor, offsets, mask = place_of(numels, block_tensor, block_index, ALIGNED, BLOCK)
-    values = load_as_fp32(tl.load(addresses + tensor), offsets, mask, ALIGNED, DTYPE)
-    program = tl.program_id(0)
+    tensor, offsets, mask = place_of(columns, blocks, tensors, NUMELS, ALIGNED, BLOCK)
+    values = load_as_fp32(tl.load(columns + tensor), offsets, mask, ALIGNED, DTYPE)
+    part = begin + tl.program_id(0)
     # As integers, magnitudes are ordered as they are as numbers, with inf and then NaN above all.
     magnitudes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    tl.store(largest_bits + program, tl.max(magnitudes, axis=0))
-    tl.store(squares + program, tl.sum(values * values, axis=0))
+    tl.store(largest_bits + part, tl.max(magnitudes, axis=0))
+    tl.store(squares + part, tl.sum(values * values, axis=0))
+
+
+@triton.jit(do_not_specialize=["count"])
+def reduce_kernel(largest_bits, squares, result, count, PARTS: tl.constexpr):
+    """One program: the largest magnitude of all blocks and, summed in FP64, their norm."""
+    start = 0
+    largest = tl.zeros((PARTS,), tl.int32)
+    total = tl.zeros((PARTS,), tl.float64)
+    while start < count:  # the interpreter knows no range up to an argument
+        parts = start + tl.arange(0, PARTS)
+        largest = tl.maximum(largest, tl.load(largest_bits + parts, mask=parts < count, other=0))
+        total += tl.load(squares + parts, mask=parts < count, other=0.0).to(tl.float64)
+        start += PARTS
+    tl.store(result, tl.max(largest, axis=0).to(tl.float32, bitcast=True))
+    tl.store(result + 1, tl.sqrt(tl.sum(total, axis=0)).to(tl.float32))
 
 
 @torch.no_grad()
 def scan(tensors: Sequence[Tensor]) -> Scan:
-    """As ``scan_reference``; the sum of squares is FP32 within a block of 4096 elements, FP64 across blocks."""
+    """As ``scan_reference``; the sum of squares is FP32 within a block, FP64 across blocks."""
     device = tensors[0].device
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    by_dtype: dict[torch.dtype, list[tuple[Tensor]]] = {}
     for tensor in tensors:
         if tensor.numel():
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    with on(device):
-        parts = [_scan_of_one_dtype(group, device) for group in by_dtype.values()]
-    largest = torch.cat([bits for bits, _ in parts]).max().view(torch.float32)
-    norm = torch.cat([squares for _, squares in parts]).sum(dtype=torch.float64).sqrt().float()
-    return Scan(largest, norm)
-
-
-def _scan_of_one_dtype(tensors: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    blocks = blocks_of(tuple(tensor.numel() for tensor in tensors), device)
-    addresses, is_aligned = addresses_of([tensors], device)
-    count = blocks.tensor.numel()
+            by_dtype.setdefault(tensor.dtype, []).append((tensor,))
+    launches = [(table, DTYPE_CODES[dtype]) for dtype, rows in by_dtype.items() for table in tables_of(rows, device)]
+    count = sum(len(table.blocks) for table, _ in launches)
     largest_bits = torch.empty(count, dtype=torch.int32, device=device)
-    squares = torch.empty(count, dtype=torch.float32, device=device)
-    scan_kernel[(count,)](
-        addresses, *blocks[:3], largest_bits, squares, DTYPE=DTYPE_CODES[tensors[0].dtype],
-        ALIGNED=is_aligned and blocks.are_whole, BLOCK=BLOCK, num_warps=WARPS,
-    )  # fmt: skip
-    return largest_bits, squares
+    squares, result = (torch.empty(size, dtype=torch.float32, device=device) for size in (count, 2))
+    begin = 0
+    with on(device):
+        for table, dtype in launches:
+            scan_kernel[(len(table.blocks),)](
+                table.columns, table.blocks, largest_bits, squares, table.columns.shape[1], begin,
+                DTYPE=dtype, **table.constants(), num_warps=WARPS, enable_fp_fusion=True,
+            )  # fmt: skip
+            begin += len(table.blocks)
+        reduce_kernel[(1,)](largest_bits, squares, result, count, PARTS=PARTS, num_warps=WARPS, enable_fp_fusion=True)
+    return Scan(*result.unbind())
 
 
 def check(device: torch.device) -> str | None:
@@ -63,10 +77,10 @@ def check(device: torch.device) -> str | None:
     generator = torch.Generator("cpu").manual_seed(0)
     for dtype in DTYPE_CODES:
         make = functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
-        sample = [make(size).to(device, dtype) for size in (3, 2 * BLOCK + 1)]
+        sample = [make(size).to(device, dtype) for size in (3, 2 * BLOCKS[True], 2 * BLOCKS[False] + 1)]
         for poison in (None, float("inf"), float("nan")):
             if poison is not None:
-                sample[1][BLOCK] = poison
+                sample[1][BLOCKS[True]] = poison
             found, expected = scan(sample), scan_reference(sample)
             same = torch.equal(found.largest.cpu().nan_to_num(-1.0), expected.largest.cpu().nan_to_num(-1.0))
             close = torch.isclose(found.norm, expected.norm.to(device), rtol=1e-5, equal_nan=True)

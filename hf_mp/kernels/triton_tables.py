@@ -1,10 +1,10 @@
-"""What lets one launch go through many tensors: tables of addresses, and of which block belongs to which tensor."""
+"""What lets one launch go through many tensors: tables of their addresses, and of which block belongs to which."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -15,17 +15,22 @@ from torch import Tensor
 
 FP32, FP16, BF16 = 0, 1, 2  # how the kernels are told a dtype
 DTYPE_CODES = {torch.float32: FP32, torch.float16: FP16, torch.bfloat16: BF16}
-BLOCK = 4096  # elements of a program
+VECTOR = 16  # elements: 16 bytes of the smallest dtype, twice
 WARPS = 8
+# Elements of a program, by whether it reads whole vectors: element by element, more than 4 a thread cost registers.
+BLOCKS = {True: 4096, False: 1024}
 
 
-class Blocks(NamedTuple):
-    """The blocks of a list of tensors, on their device."""
+class Table(NamedTuple):
+    """The tensors of one launch, on their device."""
 
-    numels: Tensor  # int64 of shape (tensors,)
-    tensor: Tensor  # int32 of shape (blocks,): which tensor a block belongs to
-    place: Tensor  # int64 of shape (blocks,): its number there, from 0
-    are_whole: bool  # whether all tensors are whole vectors of 16 elements
+    columns: Tensor  # int64 of shape (columns, tensors): addresses, what else there is to say, and numbers of elements
+    blocks: Tensor  # int64 of shape (blocks, 2): the tensor that a block belongs to, and its number there, from 0
+    is_aligned: bool  # whether all tensors are whole vectors at addresses of whole vectors
+
+    def constants(self) -> dict[str, Any]:
+        """What the kernel is compiled for."""
+        return {"NUMELS": len(self.columns) - 1, "ALIGNED": self.is_aligned, "BLOCK": BLOCKS[self.is_aligned]}
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
@@ -33,33 +38,62 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-@functools.lru_cache(maxsize=16)
-def blocks_of(numels: tuple[int, ...], device: torch.device) -> Blocks:
-    """The blocks of tensors of so many elements."""
-    counts = torch.tensor(numels, dtype=torch.int64, device="cpu")
-    blocks = (counts + BLOCK - 1) // BLOCK
-    tensor = torch.repeat_interleave(torch.arange(len(numels), device="cpu"), blocks)
-    index = torch.arange(int(blocks.sum()), device="cpu") - (blocks.cumsum(0) - blocks)[tensor]
-    return Blocks(counts.to(device), tensor.to(device, torch.int32), index.to(device), all(n % 16 == 0 for n in numels))
+def tables_of(rows: Iterable[Sequence[Tensor]], device: torch.device, *numbers: Sequence[int]) -> list[Table]:
+    """The launches for rows of tensors of one size: one for those that whole vectors are read of, one for all others.
+
+    A column for each tensor of a row, and one for each of ``numbers``, which have a number for each row.
+    """
+    parts: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
+    for row, *of_row in zip(rows, *numbers, strict=True):
+        addresses, numel = [tensor.data_ptr() for tensor in row], row[0].numel()
+        is_aligned = not any([number % VECTOR for number in (numel, *addresses)])
+        parts[is_aligned].append((*addresses, *of_row, numel))
+    return [
+        Table(
+            on_device(tuple(zip(*part, strict=True)), device),
+            _blocks(tuple(entry[-1] for entry in part), BLOCKS[is_aligned], device, _stream(device)),
+            is_aligned,
+        )
+        for is_aligned, part in parts.items()
+        if part
+    ]
 
 
-def addresses_of(columns: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[Tensor, bool]:
-    """The addresses of columns of tensors, int64 of shape (columns, tensors); whether all are multiples of 16 bytes."""
-    addresses = [[tensor.data_ptr() for tensor in column] for column in columns]
-    table = torch.tensor(addresses, dtype=torch.int64, device="cpu")
-    is_aligned = bool((table % 16 == 0).all())
-    if device.type == "cuda":
-        table = table.pin_memory().to(device, non_blocking=True)
-    return table, is_aligned
+def on_device(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
+    """Integers as an int64 tensor on ``device``: the one of an earlier call where they are the same."""
+    return _on_device(numbers, device, _stream(device))
+
+
+def _stream(device: torch.device) -> int:
+    """A table is copied on the current stream, so that another one would have to wait for it."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+# What has the addresses of the last steps has their table: a step that is captured in a graph copies nothing.
+@functools.lru_cache(maxsize=64)
+def _on_device(numbers: tuple[Any, ...], device: torch.device, stream: int) -> Tensor:
+    return _copied(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
+
+
+@functools.lru_cache(maxsize=64)
+def _blocks(numels: tuple[int, ...], size: int, device: torch.device, stream: int) -> Tensor:
+    counts = (torch.tensor(numels, dtype=torch.int64, device="cpu") + size - 1) // size
+    tensor = torch.repeat_interleave(torch.arange(len(numels), device="cpu"), counts)
+    number = torch.arange(len(tensor), device="cpu") - (counts.cumsum(0) - counts)[tensor]
+    return _copied(torch.stack([tensor, number], dim=1), device)
+
+
+def _copied(table: Tensor, device: torch.device) -> Tensor:
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 @triton.jit
-def place_of(numels, block_tensor, block_index, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def place_of(columns, blocks, tensors, NUMELS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """Of this program: the number of its tensor, its offsets there, and which of them exist."""
-    program = tl.program_id(0)
-    tensor = tl.load(block_tensor + program)
-    offsets = tl.load(block_index + program) * BLOCK + tl.arange(0, BLOCK)
-    numel = tl.load(numels + tensor)
+    block = blocks + 2 * tl.program_id(0)
+    tensor = tl.load(block)
+    offsets = tl.load(block + 1) * BLOCK + tl.arange(0, BLOCK)
+    numel = tl.load(columns + NUMELS * tensors + tensor)
     if ALIGNED:
         numel = numel // 16 * 16  # it is: said so that the compiler may load 16 bytes at once
     return tensor, offsets, offsets < numel

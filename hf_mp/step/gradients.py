@@ -41,7 +41,9 @@ class Verdict:
         None where the host has to read the bound first, or loses nothing by it: off CUDA, and with several processes.
         """
         is_left_to_device = self.bound.device.type in _SKIP_BY_THEMSELVES and not is_running()
-        return 1.0 - (self.bound < SQUARES_BELOW).float() if is_left_to_device else None
+        if not is_left_to_device:
+            return None
+        return torch.logical_not(self.bound < SQUARES_BELOW, out=torch.empty_like(self.bound))  # two kernels
 
     def read(self) -> tuple[bool, float | None]:
         """Whether the gradients overflow, and the largest magnitude of the backward: one read of the device.

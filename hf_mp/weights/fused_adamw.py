@@ -137,9 +137,10 @@ def _groups(optimizer: Optimizer) -> Iterator[tuple[AdamWSettings, Sequence[nn.P
     """The groups whose settings the kernel has."""
     for group in optimizer.param_groups:
         numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
-        on_device = any(isinstance(number, Tensor) and number.device.type != "cpu" for number in numbers)
-        if group.get("fused") and not group["amsgrad"] and not group["differentiable"] and not on_device:
-            lr, beta1, beta2, eps, weight_decay = map(float, numbers)
+        on_device = [isinstance(number, Tensor) and number.device.type != "cpu" for number in numbers]
+        if group.get("fused") and not group["amsgrad"] and not group["differentiable"] and not any(on_device[1:]):
+            beta1, beta2, eps, weight_decay = map(float, numbers[1:])
+            lr = group["lr"] if on_device[0] else float(group["lr"])  # the host does not read it
             decoupled, maximize = group["decoupled_weight_decay"], group["maximize"]
             yield AdamWSettings(lr, beta1, beta2, eps, weight_decay, decoupled, maximize), group["params"]
 

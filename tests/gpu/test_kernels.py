@@ -9,17 +9,18 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from gradient_references import largest_magnitude_reference
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import hf_mp
 from hf_mp.kernels import registry
-from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, _whole_master, adamw_by_torch, adamw_reference
+from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, _whole_master, adamw_by_torch, adamw_reference, power
 from hf_mp.kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from hf_mp.kernels.gradient_scan import (
     all_finite,
@@ -30,7 +31,7 @@ from hf_mp.kernels.gradient_scan import (
 from hf_mp.kernels.split import split
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from hf_mp.kernels.triton_tables import blocks_of
+from hf_mp.kernels import triton_adamw, triton_cross_entropy, triton_gradient_scan, triton_tables
 
 if not registry.is_interpreting():
     pytestmark = pytest.mark.gpu
@@ -64,6 +65,99 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+LAUNCHED = {
+    triton_adamw: ("advance_kernel", "adamw_kernel"),
+    triton_gradient_scan: ("scan_kernel", "reduce_kernel"),
+    triton_cross_entropy: ("forward_kernel", "backward_kernel"),
+}
+
+
+@dataclass
+class Launch:
+    """What one launch of a kernel was given."""
+
+    name: str
+    programs: int
+    numbers: list[Any]  # Python's, and the constants; of tensors their addresses
+    constants: dict[str, Any]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    found: list[Launch] = []
+
+    class Spy:
+        def __init__(self, name: str, kernel: Any) -> None:
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            def launch(*args: Any, **constants: Any) -> None:
+                numbers = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
+                found.append(Launch(self.name, grid[0], numbers, constants))
+                with _disable_current_modes():  # the interpreter copies by torch
+                    self.kernel[grid](*args, **constants)
+
+            return launch
+
+    for module, names in LAUNCHED.items():
+        for name in names:
+            monkeypatch.setattr(module, name, Spy(name, getattr(module, name)))
+    return found
+
+
+class TestTables:
+    """Which launch a tensor belongs to, and what a step that follows one like it does not make again."""
+
+    def test_one_odd_tensor_leaves_whole_vectors_to_all_others(self, launches: list[Launch]) -> None:
+        even, odd = torch.randn(3 * BLOCK, device=DEVICE), torch.randn(BLOCK + 1, device=DEVICE)
+        assert largest_magnitude([even, odd, even[16:]]) == max(even.abs().max(), odd.abs().max())
+        assert [(one.name, one.constants.get("ALIGNED"), one.programs) for one in launches] == [
+            ("scan_kernel", True, 6),
+            ("scan_kernel", False, 5),
+            ("reduce_kernel", None, 1),
+        ]
+        launches.clear()
+        given = [make(torch.randn(count), torch.randn(count), "whole fp16") for count in (64, 2, 16)]
+        registry.launcher("adamw")([one.map(lambda tensor: tensor.to(DEVICE)) for one in given], SETTINGS)
+        assert [(one.name, one.constants.get("ALIGNED"), one.programs) for one in launches] == [
+            ("advance_kernel", None, 1),
+            ("adamw_kernel", True, 2),
+            ("adamw_kernel", False, 1),
+        ]
+
+    @pytest.mark.parametrize("place", range(5))
+    def test_each_tensor_of_a_parameter_counts(self, place: int, launches: list[Launch]) -> None:
+        given = make(torch.randn(32), torch.randn(32), "whole fp16").map(lambda tensor: tensor.to(DEVICE, copy=True))
+        moved = [name for name in given._fields if name not in ("step", "remainder")][place]
+        shifted = torch.cat([getattr(given, name := moved)[:1], getattr(given, name)])[1:]
+        registry.launcher("adamw")([given._replace(**{moved: shifted})], SETTINGS)
+        assert [one.constants["ALIGNED"] for one in launches if one.name == "adamw_kernel"] == [False]
+
+    def test_the_table_of_the_same_addresses_is_kept(self) -> None:
+        tensors = [torch.randn(64, device=DEVICE), torch.randn(5, device=DEVICE)]
+        rows, device = [(tensor,) for tensor in tensors], tensors[0].device
+        before, after = triton_tables.tables_of(rows, device), triton_tables.tables_of(rows, device)
+        for one, other in zip(before, after, strict=True):
+            assert one.columns is other.columns and one.blocks is other.blocks
+        moved = triton_tables.tables_of([(tensor.clone(),) for tensor in tensors], device)
+        assert moved[0].columns is not before[0].columns and moved[0].blocks is before[0].blocks
+        assert moved[0].columns[0] != before[0].columns[0] and moved[0].columns[1] == 64
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 1000, 2**20, 2**24 - 1])
+@pytest.mark.parametrize("beta", [0.0, 0.9, 0.999, 1 - 2.0**-30])
+def test_powers_are_those_of_python_up_to_rounding(beta: float, steps: int) -> None:
+    assert power(beta, steps) == pytest.approx(beta**steps, rel=steps * 2.0**-52, abs=1e-300)
+    given = make(torch.randn(5), torch.randn(5), "whole")
+    settings = replace(SETTINGS, beta1=beta, beta2=beta)
+    ours, plain = given.map(lambda tensor: tensor.to(DEVICE, copy=True)), given.map(Tensor.clone)
+    for tensors in (ours, plain):
+        tensors.step.fill_(steps - 1)
+    registry.launcher("adamw")([ours], settings)
+    adamw_reference([plain], settings)
+    assert ours.step == steps and torch.equal(ours.master.cpu(), plain.master)  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("kernel", registry.KERNELS)
 def test_the_check_of_first_use_is_passed(kernel: str) -> None:
     assert registry.module_of(kernel).check(torch.device(DEVICE)) is None
@@ -77,7 +171,8 @@ def test_the_check_of_first_use_is_passed_whatever_the_default_dtype(kernel: str
 
 @pytest.mark.parametrize("kernel", registry.KERNELS)
 def test_the_check_of_first_use_is_passed_whatever_the_default_device(kernel: str) -> None:
-    blocks_of.cache_clear()
+    for table in (triton_tables._on_device, triton_tables._blocks):
+        table.cache_clear()
     with torch.device("meta"):
         assert registry.module_of(kernel).check(torch.device(DEVICE)) is None
 
@@ -230,6 +325,19 @@ class TestAdamW:
         (after,) = self.check([make(weights(200), torch.randn(200), layout)], found_inf=torch.tensor(found))
         assert after.step == (0 if found else 3)
 
+    def test_more_tensors_than_one_program_counts_the_steps_of(self) -> None:
+        given = [make(torch.randn(size), torch.randn(size), "whole") for size in [1, 0, 16] * 60]
+        assert all(after.step == 3 for after in self.check(given))
+
+    @pytest.mark.parametrize("dtype", [FP32, torch.float64])
+    def test_a_learning_rate_on_the_device(self, dtype: torch.dtype) -> None:
+        given, rate = make(weights(200), torch.randn(200), "whole fp16"), torch.tensor(0.003, dtype=dtype)
+        on_device = given.map(lambda tensor: tensor.to(DEVICE, copy=True))
+        registry.launcher("adamw")([on_device], replace(SETTINGS, lr=rate.to(DEVICE)))
+        adamw_reference([given], replace(SETTINGS, lr=rate.item()))
+        for one, other in zip(on_device.state(), given.state(), strict=True):
+            assert torch.equal(bits(one.cpu()), bits(other))
+
     @LAYOUTS
     def test_unaligned(self, layout: str) -> None:
         given = make(weights(BLOCK + 1), torch.randn(BLOCK + 1), layout)
@@ -336,6 +444,79 @@ class TestCrossEntropy:
         loss = cross_entropy(logits.requires_grad_(), torch.tensor([1, 5], device=DEVICE))
         (gradient,) = torch.autograd.grad(loss, logits)
         assert loss.isnan() and gradient[0].isfinite().all() and gradient[1].isnan().all()  # so that a step is skipped
+
+
+class Dispatched(TorchDispatchMode):
+    """Torch's own kernels, and the reads of a value by the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list[str] = []
+        self.reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        name = func.overloadpacket.__name__
+        if not (func.is_view or name.startswith(("empty", "_local_scalar", "detach", "lift"))):
+            self.kernels.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class TestLaunches:
+    """What a guarded step starts on a device that skips by itself, in Triton and in torch; without clipping."""
+
+    @pytest.fixture(autouse=True)
+    def as_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("hf_mp.step.gradients._SKIP_BY_THEMSELVES", (DEVICE,))
+        monkeypatch.setattr("hf_mp.step.gradients.magnitude_bound", largest_magnitude)
+
+    @pytest.mark.parametrize("precision", ["fp16", "bf16"])
+    def test_a_step_starts_at_most_twelve_kernels(self, precision: str, launches: list[Launch]) -> None:
+        model: Any = nn.Sequential(nn.Linear(40, 30), nn.LayerNorm(30), nn.Linear(30, 5)).to(DEVICE)
+        groups = [{"params": [model[0].weight, model[2].weight]}, {"params": [model[0].bias, *model[1].parameters()]}]
+        optimizer: Any = torch.optim.AdamW(groups, fused=True)
+        model, optimizer = hf_mp.prepare(model, optimizer, precision)
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=False)  # gradients stay where they are, as do their tables
+            model(torch.randn(8, 40, device=DEVICE)).square().mean().backward()
+            launches.clear()
+            with Dispatched() as torchs:
+                optimizer.step()
+        names = [launch.name for launch in launches] + torchs.kernels
+        assert names.count("scan_kernel") == 2 and not optimizer.step_was_skipped
+        assert names.count("adamw_kernel") == 4  # norms have no working copies
+        assert len(names) <= 12, names
+
+    @LAYOUTS
+    def test_what_a_graph_captures_changes_nothing_on_the_host(self, layout: str, launches: list[Launch]) -> None:
+        """A scan and an update, twice: the same addresses and numbers, nothing copied, nothing read."""
+        sizes = [(64,), (3, 5), (BLOCK,)]
+        given = [make(torch.randn(size), torch.randn(size), layout).map(lambda t: t.to(DEVICE)) for size in sizes]
+        gradients = [tensors.gradient for tensors in given]
+        rate, factor = torch.tensor(1e-3, device=DEVICE), torch.ones(1, device=DEVICE)
+        captured: list[list[Any]] = []
+        pool = [torch.empty(0, device=DEVICE)]  # what is made in a step stays, as in a graph's memory
+
+        def step(found_inf: Tensor) -> None:
+            launches.clear()
+            with Dispatched() as torchs:
+                pool.extend(registry.launcher("gradient_scan")(gradients))
+                registry.launcher("adamw")(given, replace(SETTINGS, lr=rate), factor, found_inf)
+            assert not torchs.reads and set(torchs.kernels) <= {"unbind"}, torchs.kernels
+            kept = {tensor.data_ptr() for tensors in given for tensor in tensors if tensor is not None}
+            for one in launches:
+                one.numbers = [n for n in one.numbers if not isinstance(n, int) or n in kept or n < 2**20]
+            captured.append(copy.deepcopy(launches))
+
+        none = torch.zeros((), device=DEVICE)
+        registry.launcher("gradient_scan")(gradients)  # as before a capture: makes the tables
+        registry.launcher("adamw")(given, SETTINGS, factor, none)
+        step(none)
+        after_one = given[0].exp_avg.clone()
+        rate.fill_(5e-4)  # as a schedule does
+        step(none)
+        assert captured[0] == captured[1]
+        assert all(tensors.step == 3 for tensors in given) and not torch.equal(after_one, given[0].exp_avg)
 
 
 class TestSteps:

@@ -1,10 +1,15 @@
-"""Every Triton kernel, for every dtype that it reads and writes, compiled ahead of time for Hopper."""
+"""Every Triton kernel, for every dtype that it reads and writes, compiled ahead of time for four kinds of GPU."""
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib.util
+import inspect
 import os
+import re
+import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +23,32 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from hf_mp.kernels import triton_adamw, triton_cross_entropy, triton_gradient_scan  # noqa: E402
+from hf_mp.kernels import triton_adamw, triton_cross_entropy, triton_gradient_scan, triton_tables  # noqa: E402
 
-HOPPER = GPUTarget("cuda", 90, 32)
+# GPUs of T4, A100, H100 and B200: what torch's own builds run on.
+ARCHITECTURES = (75, 80, 90, 100)
+ON_EACH = pytest.mark.parametrize("sm", ARCHITECTURES)
 POINTERS = {0: "*fp32", 1: "*fp16", 2: "*i16"}
 NAMES = {0: "fp32", 1: "fp16", 2: "bf16"}
 SCAN = {
-    "addresses": "*i64",
-    "numels": "*i64",
-    "block_tensor": "*i32",
-    "block_index": "*i64",
+    "columns": "*i64",
+    "blocks": "*i64",
     "largest_bits": "*i32",
     "squares": "*fp32",
+    "tensors": "i32",
+    "begin": "i32",
+}
+REDUCE = {"largest_bits": "*i32", "squares": "*fp32", "result": "*fp32", "count": "i32"}
+ADVANCE = {
+    **{"steps": "*i64", "numbers": "*fp32", "lr_at": "*fp32", "found_inf": "*fp32"},
+    **dict.fromkeys(("lr", "weight_decay", "beta1", "beta2"), "fp64"),
+    "tensors": "i32",
 }
 ADAMW = {
-    **{name: SCAN[name] for name in ("addresses", "numels", "block_tensor", "block_index")},
-    **dict.fromkeys(("step_sizes", "corrections", "factor", "found_inf"), "*fp32"),
-    **dict.fromkeys(("beta1", "beta2", "weight1", "weight2", "eps", "keep", "weight_decay"), "fp32"),
-    "tensors": "i32",
+    **{"columns": "*i64", "blocks": "*i64"},
+    **dict.fromkeys(("numbers", "factor", "found_inf"), "*fp32"),
+    **dict.fromkeys(("beta1", "beta2", "weight1", "weight2", "eps", "weight_decay"), "fp32"),
+    **{"tensors": "i32", "counted": "i32"},
 }
 FLAGS = {
     "DECOUPLED": True,
@@ -43,73 +56,112 @@ FLAGS = {
     "FROM_GRADIENT": False,
     "HAS_FACTOR": True,
     "HAS_FOUND_INF": True,
-    "ALIGNED": True,
-    "BLOCK": 4096,
 }
-OTHER_FLAGS = {**FLAGS, "DECOUPLED": False, "MAXIMIZE": True, "FROM_GRADIENT": True, "ALIGNED": False}
+OTHER_FLAGS = {**FLAGS, "DECOUPLED": False, "MAXIMIZE": True, "FROM_GRADIENT": True}
 ALGORITHMS = {"adamw": FLAGS, "adam": OTHER_FLAGS}
-# whether the weight is split, and the dtype that it computes in
+ALIGNED = {"aligned": True, "unaligned": False}
+# whether the weight is split, the dtype that it computes in, and the columns of its table
 LAYOUTS = {
-    "whole": (False, 0),
-    "whole-fp16": (False, 1),
-    "whole-bf16": (False, 2),
-    "split-fp16": (True, 1),
-    "split-bf16": (True, 2),
+    "whole": (False, 0, 5),
+    "whole-fp16": (False, 1, 6),
+    "whole-bf16": (False, 2, 6),
+    "split-fp16": (True, 1, 6),
+    "split-bf16": (True, 2, 6),
 }
+MOST_REGISTERS = 128  # a thread: 2048 threads of an SM share 65,536, so two blocks of 8 warps are there at once
 
 
 @functools.cache
-def ptxas() -> str | None:
-    """Triton's assembler, which its wheel brings along."""
-    named = os.environ.get("TRITON_PTXAS_PATH")
-    bundled = Path(str(importlib.util.find_spec("triton").origin)).parent / "backends/nvidia/bin/ptxas"  # type: ignore[union-attr]
-    found = Path(named) if named else bundled
+def tool(name: str) -> str | None:
+    """A program of CUDA's that Triton's wheel brings along."""
+    found = Path(str(importlib.util.find_spec("triton").origin)).parent / "backends/nvidia/bin" / name  # type: ignore[union-attr]
     return str(found) if found.is_file() else None
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if ptxas() is None:
-        pytest.skip("Triton's ptxas is missing")
+    if tool("ptxas") is None or tool("cuobjdump") is None:
+        pytest.skip("Triton's ptxas or cuobjdump is missing")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-def compiled(kernel: Any, signature: dict[str, str], constants: dict[str, Any], **options: Any) -> Any:
+def compiled(kernel: Any, signature: dict[str, str], constants: dict[str, Any], sm: int, **options: Any) -> str:
+    """Its assembly, of which it was seen that it spills no register."""
     everything = {**signature, **dict.fromkeys(constants, "constexpr")}
-    source = ASTSource(fn=kernel, signature=everything, constexprs=constants)
-    result = triton.compile(source, target=HOPPER, options={"num_warps": 8, **options})
-    assert ".target sm_90" in result.asm["ptx"]
-    assert result.asm["cubin"][:4] == b"\x7fELF"
-    return result
+    # As a launch does: torch's memory begins at multiples of 16 bytes.
+    attributes = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if everything[name].startswith("*")
+    }
+    source = ASTSource(fn=kernel, signature=everything, constexprs=constants, attrs=attributes)
+    result = triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": 8, **options})
+    assert f".target sm_{sm}" in result.asm["ptx"]
+    registers, local = resources(result.asm["cubin"])
+    assert registers <= MOST_REGISTERS, f"{registers} registers"
+    assert local == 0, f"{local} bytes of spilled registers"
+    return str(result.asm["ptx"])
 
 
-@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack and local memory, which spilled registers go to."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool("cuobjdump")), "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said)
+    assert found is not None, said
+    return int(found[1]), int(found[2]) + int(found[3])
+
+
+@ON_EACH
+@pytest.mark.parametrize("aligned", ALIGNED)
 @pytest.mark.parametrize("dtype", POINTERS, ids=NAMES.get)
-def test_gradient_scan(dtype: int, aligned: bool) -> None:
-    constants = {"DTYPE": dtype, "ALIGNED": aligned, "BLOCK": 4096}
-    result = compiled(triton_gradient_scan.scan_kernel, SCAN, constants)
-    wide = "ld.global.v4.b32" in result.asm["ptx"]
-    assert wide == aligned  # 16 bytes a load where the addresses allow it
+def test_gradient_scan(dtype: int, aligned: str, sm: int) -> None:
+    is_aligned = ALIGNED[aligned]
+    constants = {"DTYPE": dtype, "NUMELS": 1, "ALIGNED": is_aligned, "BLOCK": triton_tables.BLOCKS[is_aligned]}
+    ptx = compiled(triton_gradient_scan.scan_kernel, SCAN, constants, sm, enable_fp_fusion=True)
+    assert ("ld.global.v4.b32" in ptx) == is_aligned  # 16 bytes a load where the addresses allow it
 
 
-@pytest.mark.parametrize(("gradient", "layout", "algorithm"), covering(NAMES.values(), LAYOUTS, ALGORITHMS))
-def test_adamw(gradient: str, layout: str, algorithm: str) -> None:
-    (split, working), flags = LAYOUTS[layout], ALGORITHMS[algorithm]
+@ON_EACH
+def test_the_sum_of_scans(sm: int) -> None:
+    constants = {"PARTS": triton_gradient_scan.PARTS}
+    compiled(triton_gradient_scan.reduce_kernel, REDUCE, constants, sm, enable_fp_fusion=True)
+
+
+@ON_EACH
+@pytest.mark.parametrize("rate", ["float", "tensor"])
+def test_the_count_of_steps(rate: str, sm: int) -> None:
+    constants = {"HAS_LR_AT": rate == "tensor", "HAS_FOUND_INF": True, "BLOCK": triton_adamw.STEPS}
+    ptx = compiled(triton_adamw.advance_kernel, ADVANCE, constants, sm, enable_fp_fusion=False)
+    assert "fma.rn.f64" not in ptx and "div.rn.f64" in ptx and "sqrt.rn.f64" in ptx
+
+
+@pytest.mark.parametrize(
+    ("sm", "gradient", "layout", "algorithm", "aligned"),
+    covering(ARCHITECTURES, NAMES.values(), LAYOUTS, ALGORITHMS, ALIGNED),
+)
+def test_adamw(sm: int, gradient: str, layout: str, algorithm: str, aligned: str) -> None:
+    (split, working, columns), is_aligned = LAYOUTS[layout], ALIGNED[aligned]
     dtype = {name: number for number, name in NAMES.items()}[gradient]
-    constants = {"GRADIENT": dtype, "WORKING": working, "SPLIT": split, **flags}
-    result = compiled(triton_adamw.adamw_kernel, ADAMW, constants, enable_fp_fusion=False)
-    assert ("ld.global.v4.b32" in result.asm["ptx"]) == flags["ALIGNED"]
-    assert "fma.rn.f32" not in result.asm["ptx"]  # the order of operations is that of the reference
-    assert "div.rn.f32" in result.asm["ptx"] and "sqrt.rn.f32" in result.asm["ptx"]
+    table = {"NUMELS": columns, "ALIGNED": is_aligned, "BLOCK": triton_tables.BLOCKS[is_aligned]}
+    constants = {"GRADIENT": dtype, "WORKING": working, "SPLIT": split, **ALGORITHMS[algorithm], **table}
+    ptx = compiled(triton_adamw.adamw_kernel, ADAMW, constants, sm, enable_fp_fusion=False)
+    assert ("ld.global.v4.b32" in ptx) == ("st.global.v4.b32" in ptx) == is_aligned
+    assert "fma.rn.f32" not in ptx  # the order of operations is that of the reference
+    assert "div.rn.f32" in ptx and "sqrt.rn.f32" in ptx
 
 
+@ON_EACH
 @pytest.mark.parametrize("dtype", POINTERS, ids=NAMES.get)
-def test_cross_entropy(dtype: int) -> None:
+def test_cross_entropy(dtype: int, sm: int) -> None:
     floats = dict.fromkeys(("denominators", "losses", "factors"), "*fp32")
     forward = {"logits": POINTERS[dtype], "targets": "*i64", **floats}
     del forward["factors"]
     constants = {"CLASSES": 50257, "DTYPE": dtype, "BLOCK": triton_cross_entropy.BLOCK}
-    compiled(triton_cross_entropy.forward_kernel, forward, constants)
+    compiled(triton_cross_entropy.forward_kernel, forward, constants, sm, enable_fp_fusion=True)
     backward = {
         "result": POINTERS[dtype],
         "logits": POINTERS[dtype],
@@ -117,4 +169,15 @@ def test_cross_entropy(dtype: int) -> None:
         "denominators": "*fp32",
         "factors": "*fp32",
     }
-    compiled(triton_cross_entropy.backward_kernel, backward, constants)
+    compiled(triton_cross_entropy.backward_kernel, backward, constants, sm, enable_fp_fusion=True)
+
+
+def test_every_launch_says_whether_products_and_sums_are_fused() -> None:
+    """Triton's default is another one from 3.10 on."""
+    launches = 0
+    for module in (triton_adamw, triton_cross_entropy, triton_gradient_scan):
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):  # kernel[grid](...)
+                launches += 1
+                assert "enable_fp_fusion" in {keyword.arg for keyword in node.keywords}, ast.unparse(node.func)
+    assert launches == 6
