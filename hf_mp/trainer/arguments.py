@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, get_args
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
-from hf_mp.diagnostics.healing import MAX_FP32_SHARE
-from hf_mp.policy import PRESETS, SWITCHES, PrecisionPolicy, parse_loss_scale, spell
-from hf_mp.scaling.events import ON_OVERFLOW
-from hf_mp.scaling.rules import RULES, StaticRule
-from hf_mp.trainer.checkpoints.crash_safe_trainer import SAVE_FAILURES
+from hf_mp.policy import spell
 from hf_mp.trainer.refusals import refuse_other_precision
 from hf_mp.trainer.session import OfSession
-from hf_mp.trainer.settings import SAVE_DTYPES, SessionSettings
-from hf_mp.weights.lean.optimizer_in_backward import FreeGradients
+from hf_mp.trainer.settings import PrecisionOptions, SessionSettings
 
 logger = logging.get_logger(__name__)
 
 
-def _option(default: Any, says: str, **more: Any) -> Any:
-    return field(default=default, metadata={"help": says, **more})
-
-
 @dataclass
-class MixedPrecisionArguments(TrainingArguments):
+class MixedPrecisionArguments(PrecisionOptions, TrainingArguments):
     """``TrainingArguments`` plus precision; for ``HfArgumentParser``, from a command line or a YAML/JSON file.
 
     Raises:
@@ -43,102 +34,14 @@ class MixedPrecisionArguments(TrainingArguments):
         "loss_scaler_settings",
     ]
 
-    precision: str = _option(
-        "fp16",
-        f"{', '.join(PRESETS)} (lean: the model is stored in 16 bits; fp32: the stock Trainer), or "
-        "'params=fp32,compute=fp16,loss_scale=dynamic'.",
-    )
-    loss_scale: str | None = _option(
-        None,
-        f"{', '.join(f'{rule.name} ({rule.summary})' for rule in RULES.values())}, none, or a number "
-        f"({StaticRule.summary}). Not given: what the precision says.",
-    )
-    loss_scaler_settings: dict[str, Any] | str | None = _option(  # noqa: RUF009
-        None, 'Settings of the loss scaler as JSON, e.g. \'{"init_scale": 4096, "headroom": 4}\'.'
-    )
-    fp32_head: bool = _option(False, "Run the output embedding in FP32, in training and in generate().")
-    exact_generation: bool = _option(
-        False,
-        "Sum products and attention in FP64, so that generate() and training compute the same log-probabilities, bit "
-        "for bit; slow.",
-    )
-    log_probability_gap_steps: int = _option(
-        0,
-        "Every how many steps the tokens of a batch are generated again, one by one, for the log entries logp_gap, "
-        "logp_gap_clipped and logp_gap_beta; 0 is never.",
-    )
-    free_gradients: str = _option(
-        "step",
-        "When a lean layout frees a gradient: step (the update has used it) or backward (each parameter is updated "
-        "inside backward; with max_grad_norm or a loss scale, backward runs twice).",
-        choices=get_args(FreeGradients),
-    )
-    on_overflow: str = _option(
-        "skip",
-        "When a forward leaves FP16's range: skip the step, or heal (keep in range what left it, by rules of autocast, "
-        "and run the step again).",
-        choices=tuple(ON_OVERFLOW),
-    )
-    max_fp32_share: float = _option(
-        MAX_FP32_SHARE, "Of the forward's FLOPs, the share that on_overflow='heal' may take out of 16 bits."
-    )
-    save_failure: str = _option(
-        "continue",
-        "What to do when a checkpoint cannot be saved (disk full, read-only): continue (training goes on, the next "
-        "save tries again) or stop.",
-        choices=SAVE_FAILURES,
-    )
-    save_in_background: bool = _option(
-        False,
-        "Once the files of a checkpoint are written, sync them and write the manifest (their checksums) in a thread, "
-        "while training goes on; the next save and the end of training wait for it.",
-    )
-    handle_preemption: bool = _option(True, "Have SIGTERM and SIGUSR1 end the run in a checkpoint, with exit code 75.")
-    # On by default: good steps pay nothing for it, and the need for it shows only after the overflow.
-    explain_overflows: bool = _option(
-        True, "Replay the micro-batch of a skipped step and log which module made the first inf or NaN."
-    )
-    keep_overflow_batches: bool = _option(
-        False, "Keep failing batches and their reports in OUTPUT_DIR/overflows (safetensors and JSON)."
-    )
-    check_gradients: bool = _option(
-        True,
-        "Compare the gradients of the first micro-batch at several loss scales, between which they must not differ: "
-        "five backwards more, once a run.",
-    )
-    histogram_steps: int = _option(
-        0,
-        "Every how many steps the magnitudes of activations, gradients, weights and updates are taken, by layer, for "
-        "OUTPUT_DIR/precision_log.jsonl and TensorBoard; 50 is a good number, 0 is never.",
-    )
-    histogram_layers: list[str] | None = _option(  # noqa: RUF009
-        None, "Name patterns of their layers ('transformer.h.*.mlp.*'). Not given: all with parameters."
-    )
-    precision_report: bool = _option(
-        False, "Record each step's loss scale, and write OUTPUT_DIR/precision_report.html at the end."
-    )
-
-    precision_contract: bool = _option(
-        True, "Print, after the first step, what is stored, computed, summed and saved in which dtype."
-    )
-
-    save_dtype: str = _option(
-        "fp32",
-        "In which dtype save_model and the push to the hub write the trained weights, rounded to nearest: fp32 (as "
-        "they are), original (what each was loaded in), fp16 or bf16. Checkpoints keep FP32.",
-        choices=tuple(SAVE_DTYPES),
-    )
-
     def __post_init__(self) -> None:
         if isinstance(self.precision, torch.dtype):  # it is saved as text
             self.precision = spell(self.precision)
         super().__post_init__()
         if not torch.accelerator.is_available():
             self.dataloader_pin_memory = False  # torch warns, and pins nothing
-        settings = SessionSettings.of(self, None, {})
-        if self.save_failure not in SAVE_FAILURES:
-            raise ValueError(f"save_failure={self.save_failure!r}: choose one of {', '.join(SAVE_FAILURES)}")
-        policy = self.precision_policy
+        settings = SessionSettings.of(self, {})
+        policy = settings.policy
         if policy.is_mixed:
             settings.make_scaler()  # refuse wrong settings now
         else:
@@ -153,12 +56,6 @@ class MixedPrecisionArguments(TrainingArguments):
                 "gradient_checkpointing=True"
             )
         refuse_other_precision(self, policy)
-
-    @property
-    def precision_policy(self) -> PrecisionPolicy:
-        """The policy that ``precision`` and ``loss_scale`` name."""
-        policy = PrecisionPolicy.parse(self.precision, **{name: getattr(self, name) for name in SWITCHES})
-        return policy if self.loss_scale is None else replace(policy, loss_scale=parse_loss_scale(self.loss_scale))
 
     @property
     def device(self) -> torch.device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -33,9 +33,14 @@ from hf_mp.trainer.refusals import (
 )
 from hf_mp.trainer.save_dtype import extend_save
 from hf_mp.trainer.session import OfSession, TrainerSession
-from hf_mp.trainer.settings import SessionSettings
+from hf_mp.trainer.settings import PrecisionOptions, SessionSettings
 
 logger = logging.get_logger(__name__)
+
+# Without those of what a Trainer does itself: its saves and its optimizer.
+_OPTIONS = {option.name for option in fields(PrecisionOptions)} - {
+    *("precision", "loss_scale", "free_gradients", "save_failure", "save_in_background", "handle_preemption")
+}
 
 
 class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
@@ -52,15 +57,14 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
     Args:
         precision: ``"fp16"``, ``"bf16"``, ``"fp32"`` (which changes nothing), a spelled-out policy or a
             :class:`PrecisionPolicy`; default: what the arguments say (:class:`MixedPrecisionArguments`), else "fp16".
-        loss_scaler_settings: keyword arguments for the loss scaler, as in ``{"init_scale": 4096, "headroom": 4}``.
         tables, rules: as for :class:`hf_mp.autocast`; default ``"compact"`` and none.
-        explain_overflows, keep_overflow_batches, on_overflow, max_fp32_share: as in :class:`MixedPrecisionArguments`;
-            default: what the Trainer's arguments say, else as there.
-        check_gradients, histogram_steps, histogram_layers, precision_report, precision_contract, save_dtype: as
-            these.
-        fp32_head, exact_generation, log_probability_gap_steps: as these.
         keep_attached: leave the model attached after ``train()``, so that evaluation and ``generate`` run under
             autocast; default False.
+        options: by name, those of :class:`MixedPrecisionArguments` that say nothing of how the Trainer saves or steps:
+            ``loss_scaler_settings``, ``fp32_head``, ``exact_generation``, ``log_probability_gap_steps``,
+            ``on_overflow``, ``max_fp32_share``, ``explain_overflows``, ``keep_overflow_batches``, ``check_gradients``,
+            ``histogram_steps``, ``histogram_layers``, ``precision_report``, ``precision_contract``, ``save_dtype``.
+            Default, or None: what the Trainer's arguments say, else as there.
 
     Raises:
         ValueError, TypeError: when made, for an unknown precision, a lean preset and wrong settings. When the Trainer
@@ -73,39 +77,30 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
         self,
         precision: str | torch.dtype | PrecisionPolicy | None = None,
         *,
-        loss_scaler_settings: Mapping[str, Any] | None = None,
         tables: TableName = "compact",
         rules: Rules | None = None,
-        explain_overflows: bool | None = None,
-        keep_overflow_batches: bool | None = None,
-        on_overflow: str | None = None,
-        max_fp32_share: float | None = None,
-        check_gradients: bool | None = None,
-        histogram_steps: int | None = None,
-        histogram_layers: Sequence[str] | None = None,
-        precision_report: bool | None = None,
-        precision_contract: bool | None = None,
-        save_dtype: str | None = None,
-        fp32_head: bool | None = None,
-        exact_generation: bool | None = None,
-        log_probability_gap_steps: int | None = None,
         keep_attached: bool = False,
+        **options: Any,
     ) -> None:
-        saved = {**locals(), "loss_scaler_settings": loss_scaler_settings and dict(loss_scaler_settings)}
-        unsaved = ("self", "precision", "rules", "keep_attached")
-        self._saved_settings = {name: value for name, value in saved.items() if name not in unsaved}
+        if unknown := options.keys() - _OPTIONS:
+            raise TypeError(
+                f"{min(unknown)} is no option of MixedPrecisionCallback, which has {', '.join(sorted(_OPTIONS))}; how "
+                "a Trainer saves and steps is up to MixedPrecisionTrainer"
+            )
+        self._saved_settings: dict[str, Any] = {"tables": tables, **options}
         self.precision, self.rules, self.keep_attached = precision, rules, keep_attached
         self._callbacks: list[TrainerCallback] = []  # of the Trainer, while it trains
         self._trains_with: TrainingArguments | None = None
         self._warned_of_order = False
         json.dumps(self._saved_settings)  # the Trainer writes them into its checkpoints; refuse what it cannot now
-        settings = SessionSettings.of(None, precision, self._saved_settings)
+        settings = SessionSettings.of(None, {"precision": precision, **self._saved_settings})
         refuse_lean(settings.policy)
         if precision is not None:
             settings.make_scaler()
 
     def _session_for(self, args: TrainingArguments) -> TrainerSession:
-        settings = SessionSettings.of(args, self.precision, {**self._saved_settings, "rules": self.rules})
+        given = {"precision": self.precision, "rules": self.rules, **self._saved_settings}
+        settings = SessionSettings.of(args, given)
         refuse_lean(settings.policy)
         if self.session is None or self.session.args is not args or self.session.settings != settings:
             self.detach()

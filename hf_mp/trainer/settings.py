@@ -1,81 +1,151 @@
-"""``SessionSettings``: what one Trainer does, put together from its arguments and from what an adapter was given."""
+"""The options of a training in mixed precision: a Trainer's arguments have them, a callback takes them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, get_args
 
-import torch
 from transformers import TrainingArguments
 
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.diagnostics.healing import MAX_FP32_SHARE, check_healing
 from hf_mp.diagnostics.precision_recorder import check_interval
-from hf_mp.policy import SWITCHES, PrecisionPolicy, parse_loss_scale
+from hf_mp.policy import PRESETS, SWITCHES, PrecisionPolicy, parse_loss_scale
+from hf_mp.scaling.events import ON_OVERFLOW
+from hf_mp.scaling.rules import RULES, StaticRule
 from hf_mp.scaling.scalers import LossScaler, make_loss_scaler
 from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.weights.lean.optimizer_in_backward import FreeGradients
+
+SAVE_FAILURES = ("continue", "stop")
 
 SAVE_DTYPES = {"fp32": torch.float32, "original": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class SessionSettings:
-    """What a session does; :class:`hf_mp.MixedPrecisionArguments` and the adapters say what each entry means.
+def _option(default: Any, says: str, **more: Any) -> Any:
+    return field(default=default, metadata={"help": says, **more})
+
+
+@dataclass
+class PrecisionOptions:
+    """What may be said of a training in mixed precision, with its defaults; the help of each is what it means."""
+
+    precision: str = _option(
+        "fp16",
+        f"{', '.join(PRESETS)} (lean: the model is stored in 16 bits; fp32: the stock Trainer), or "
+        "'params=fp32,compute=fp16,loss_scale=dynamic'.",
+    )
+    loss_scale: str | None = _option(
+        None,
+        f"{', '.join(f'{rule.name} ({rule.summary})' for rule in RULES.values())}, none, or a number "
+        f"({StaticRule.summary}). Not given: what the precision says.",
+    )
+    loss_scaler_settings: dict[str, Any] | str | None = _option(  # noqa: RUF009
+        None, 'Settings of the loss scaler as JSON, e.g. \'{"init_scale": 4096, "headroom": 4}\'.'
+    )
+    fp32_head: bool = _option(False, "Run the output embedding in FP32, in training and in generate().")
+    exact_generation: bool = _option(
+        False,
+        "Sum products and attention in FP64, so that generate() and training compute the same log-probabilities, bit "
+        "for bit; slow.",
+    )
+    log_probability_gap_steps: int = _option(
+        0,
+        "Every how many steps the tokens of a batch are generated again, one by one, for the log entries logp_gap, "
+        "logp_gap_clipped and logp_gap_beta; 0 is never.",
+    )
+    free_gradients: str = _option(
+        "step",
+        "When a lean layout frees a gradient: step (the update has used it) or backward (each parameter is updated "
+        "inside backward; with max_grad_norm or a loss scale, backward runs twice).",
+        choices=get_args(FreeGradients),
+    )
+    on_overflow: str = _option(
+        "skip",
+        "When a forward leaves FP16's range: skip the step, or heal (keep in range what left it, by rules of autocast, "
+        "and run the step again).",
+        choices=tuple(ON_OVERFLOW),
+    )
+    max_fp32_share: float = _option(
+        MAX_FP32_SHARE, "Of the forward's FLOPs, the share that on_overflow='heal' may take out of 16 bits."
+    )
+    save_failure: str = _option(
+        "continue",
+        "What to do when a checkpoint cannot be saved (disk full, read-only): continue (training goes on, the next "
+        "save tries again) or stop.",
+        choices=SAVE_FAILURES,
+    )
+    save_in_background: bool = _option(
+        False,
+        "Once the files of a checkpoint are written, sync them and write the manifest (their checksums) in a thread, "
+        "while training goes on; the next save and the end of training wait for it.",
+    )
+    handle_preemption: bool = _option(True, "Have SIGTERM and SIGUSR1 end the run in a checkpoint, with exit code 75.")
+    # On by default: good steps pay nothing for it, and the need for it shows only after the overflow.
+    explain_overflows: bool = _option(
+        True, "Replay the micro-batch of a skipped step and log which module made the first inf or NaN."
+    )
+    keep_overflow_batches: bool = _option(
+        False, "Keep failing batches and their reports in OUTPUT_DIR/overflows (safetensors and JSON)."
+    )
+    check_gradients: bool = _option(
+        True,
+        "Compare the gradients of the first micro-batch at several loss scales, between which they must not differ: "
+        "five backwards more, once a run.",
+    )
+    histogram_steps: int = _option(
+        0,
+        "Every how many steps the magnitudes of activations, gradients, weights and updates are taken, by layer, for "
+        "OUTPUT_DIR/precision_log.jsonl and TensorBoard; 50 is a good number, 0 is never.",
+    )
+    histogram_layers: list[str] | None = _option(  # noqa: RUF009
+        None, "Name patterns of their layers ('transformer.h.*.mlp.*'). Not given: all with parameters."
+    )
+    precision_report: bool = _option(
+        False, "Record each step's loss scale, and write OUTPUT_DIR/precision_report.html at the end."
+    )
+
+    precision_contract: bool = _option(
+        True, "Print, after the first step, what is stored, computed, summed and saved in which dtype."
+    )
+
+    @property
+    def precision_policy(self) -> PrecisionPolicy:
+        """The policy that ``precision``, ``loss_scale`` and the switches name."""
+        policy = PrecisionPolicy.parse(self.precision, **{name: getattr(self, name) for name in SWITCHES})
+        return policy if self.loss_scale is None else replace(policy, loss_scale=parse_loss_scale(self.loss_scale))
+
+
+@dataclass
+class SessionSettings(PrecisionOptions):
+    """What one Trainer does: its options, and what only code can give.
 
     Raises:
-        ValueError: for a number of steps that is none.
+        ValueError: for a number of steps that is none, an unknown ``save_failure``, and what healing cannot work with.
         TypeError: for one string as patterns.
     """
 
-    policy: PrecisionPolicy
     tables: TableName = "compact"
     rules: Rules | None = None
-    loss_scaler_settings: Mapping[str, Any] = field(default_factory=dict)
-    free_gradients: str = "step"
-    on_overflow: str = "skip"
-    max_fp32_share: float = MAX_FP32_SHARE
-    explain_overflows: bool = True
-    keep_overflow_batches: bool = False
-    check_gradients: bool = True
-    histogram_steps: int = 0
-    histogram_layers: Sequence[str] | None = None
-    precision_report: bool = False
-    precision_contract: bool = True
-    save_dtype: str = "fp32"
-    log_probability_gap_steps: int = 0
-    save_failure: str = "continue"
-    save_in_background: bool = False
-    handle_preemption: bool = True
 
     @classmethod
-    def of(
-        cls,
-        args: TrainingArguments | None,
-        precision: str | torch.dtype | PrecisionPolicy | None,
-        given: Mapping[str, Any],
-    ) -> SessionSettings:
+    def of(cls, args: TrainingArguments | None, given: Mapping[str, Any]) -> SessionSettings:
         """What is ``given`` and not None, else what ``args`` say (``MixedPrecisionArguments``), else the default."""
-        said = {entry.name: getattr(args, entry.name) for entry in fields(cls) if hasattr(args, entry.name)}
-        own: PrecisionPolicy | None = getattr(args, "precision_policy", None)
-        policy = own if precision is None and own is not None else PrecisionPolicy.parse(precision or "fp16")
-        switches: dict[str, Any] = {name: True for name in SWITCHES if getattr(args, name, False)}
-        switches |= {name: given[name] for name in SWITCHES if given.get(name) is not None}
-        policy = replace(policy, **switches)
-        given = {name: value for name, value in given.items() if name not in SWITCHES}
-        if precision is not None and (loss_scale := getattr(args, "loss_scale", None)) is not None:
-            policy = replace(policy, loss_scale=parse_loss_scale(loss_scale))
-        return cls(**{**without_none(said), "policy": policy, **without_none(given)})
+        is_said = isinstance(args, PrecisionOptions)
+        said = {entry.name: getattr(args, entry.name) for entry in fields(PrecisionOptions) if is_said}
+        return cls(**{**said, **{name: value for name, value in given.items() if value is not None}})
 
     def __post_init__(self) -> None:
-        if self.save_dtype not in SAVE_DTYPES:
-            raise ValueError(f"save_dtype={self.save_dtype!r}: choose one of {', '.join(SAVE_DTYPES)}")
+        self.policy = self.precision_policy
         check_interval("histogram_steps", self.histogram_steps)
         check_interval("log_probability_gap_steps", self.log_probability_gap_steps)
         check_healing(self.on_overflow, self.policy, self.max_fp32_share, in_backward=self.free_gradients == "backward")
         if isinstance(self.histogram_layers, str):
             raise TypeError(f"histogram_layers={self.histogram_layers!r} is one string: write a list of patterns")
+        if self.save_failure not in SAVE_FAILURES:
+            raise ValueError(f"save_failure={self.save_failure!r}: choose one of {', '.join(SAVE_FAILURES)}")
 
     @property
     def records(self) -> bool:
@@ -84,7 +154,8 @@ class SessionSettings:
 
     def make_scaler(self) -> LossScaler[Any]:
         """A loss scaler; raises ValueError for settings that it does not have."""
-        return make_loss_scaler(self.policy.loss_scale, **self.loss_scaler_settings)
+        settings: Any = self.loss_scaler_settings or {}
+        return make_loss_scaler(self.policy.loss_scale, **settings)
 
     def make_runtime(self, args: TrainingArguments) -> MixedPrecision:
         """A runtime for this policy; ``args`` say to what norm gradients are clipped inside backward."""
@@ -94,8 +165,3 @@ class SessionSettings:
         return MixedPrecision(
             self.policy, loss_scaler=self.make_scaler(), tables=self.tables, rules=self.rules, **in_backward
         )
-
-
-def without_none(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that were given."""
-    return {name: value for name, value in settings.items() if value is not None}

@@ -84,7 +84,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
         **named: Any,
     ) -> None:
         args = MixedPrecisionArguments() if args is None else args
-        settings = SessionSettings.of(args, precision, {"tables": tables, "rules": rules})
+        settings = SessionSettings.of(args, {"precision": precision, "tables": tables, "rules": rules})
         self.precision_policy = policy = settings.policy
         refuse_other_precision(args, policy)
         check_free_gradients(policy, settings.free_gradients)

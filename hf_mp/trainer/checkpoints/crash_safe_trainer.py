@@ -31,7 +31,6 @@ from hf_mp.weights.ranks.placement import is_running, is_sharded
 
 logger = logging.get_logger(__name__)
 
-SAVE_FAILURES = ("continue", "stop")
 _OTHER_PROCESS = "the process that saves said why"
 
 
