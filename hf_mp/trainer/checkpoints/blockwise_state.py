@@ -36,13 +36,10 @@ def in_fp32(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The state of one parameter; blockwise moments in FP32, in the place of codes, scales and tables."""
     found = dict(entry)
     for number in blockwise_moments(entry):
-        table, scales = found.pop(f"qmap{number}"), found.pop(f"absmax{number}")
-        codes = found[f"state{number}"]
-        values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-        for start, part in _parts(codes):
-            blocks = table[part.int()] * scales[start : start + len(part), None]
-            values.view(-1)[start * BLOCK :][: blocks.numel()] = blocks.flatten()[: values.numel() - start * BLOCK]
-        found[f"state{number}"] = values
+        from bitsandbytes.functional import dequantize_blockwise
+
+        name, table, scales = f"state{number}", found.pop(f"qmap{number}"), found.pop(f"absmax{number}")
+        found[name] = dequantize_blockwise(found[name], absmax=scales, code=table, blocksize=BLOCK)
     return found
 
 

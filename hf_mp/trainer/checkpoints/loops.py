@@ -12,12 +12,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from hf_mp.diagnostics.overflow import attached_runtime
-from hf_mp.trainer.checkpoints import inspection, loaded_state
+from hf_mp.trainer.checkpoints import inspection, loaded_state, training_state
 from hf_mp.trainer.checkpoints.atomic import make_staging_folder, publish, recover, staging_folder, write_synced
 from hf_mp.trainer.checkpoints.manifest import (
     MANIFEST_NAME,
@@ -29,12 +28,9 @@ from hf_mp.trainer.checkpoints.manifest import (
     finish,
     read_manifest,
 )
-from hf_mp.trainer.checkpoints.model_shards import compare, model_tensors, named_parameters, put_tensors
-from hf_mp.trainer.checkpoints.optimizer_shards import make_room, put_state, see_shards, take_state
+from hf_mp.trainer.checkpoints.optimizer_shards import see_shards
 from hf_mp.trainer.checkpoints.shards import (
     SUFFIX,
-    read_layout,
-    read_shards,
     refused_together,
     together,
     write_shards,
@@ -88,8 +84,7 @@ def save_checkpoint(
     staged = staging_folder(target.parent) / target.name
     with refused_together():
         see_shards(runtime)
-        tensors, _ = model_tensors(model)
-        state, plain = take_state(optimizer, named_parameters(model))
+        tensors, plain = training_state.take(model, optimizer)
         scale = None if runtime is None else runtime.state_dict()
         text = _as_json(
             {"step": step, "extra": _with_str_keys(extra or {}), "optimizer": plain, "mixed_precision": scale}
@@ -109,7 +104,7 @@ def save_checkpoint(
         )
         publish(staged, target)
 
-    saved = write_shards(staged / SHARDS_FOLDER, {**tensors, **state}, finish=complete, asynchronous=asynchronous)
+    saved = write_shards(staged / SHARDS_FOLDER, tensors, finish=complete, asynchronous=asynchronous)
     if asynchronous:
         _last[:] = [(target, saved)]
     return saved
@@ -138,21 +133,13 @@ def load_checkpoint(
     """
     _wait_for_last()
     checkpoint = _find(Path(directory).absolute())
-    runtime, shards = attached_runtime(model), checkpoint / SHARDS_FOLDER
+    runtime = attached_runtime(model)
     with refused_together(), loaded_state.naming(checkpoint, "the state"):
         see_shards(runtime)
-        tensors, first = model_tensors(model)  # FSDP2 shards what a forward left whole, before it is asked for names
-        names = named_parameters(model)
-        saved, layout = read_json(checkpoint / STATE_FILE), read_layout(shards)
-        compare(tensors, layout)
-        state = make_room(optimizer, names, layout, saved["optimizer"])
-    read_shards(shards, {**tensors, **state})
-    with refused_together(), loaded_state.naming(checkpoint, "the state"), torch.no_grad():
-        put_tensors(model, tensors, first)
-        put_state(optimizer, names, state, saved["optimizer"])
-        loaded_state.check_parameters(checkpoint, model)
-        loaded_state.check_optimizer(checkpoint, optimizer)
-        if runtime is not None and saved["mixed_precision"] is not None:
+        saved = read_json(checkpoint / STATE_FILE)
+    training_state.put(checkpoint / SHARDS_FOLDER, model, optimizer, saved["optimizer"])
+    if runtime is not None and saved["mixed_precision"] is not None:
+        with refused_together(), loaded_state.naming(checkpoint, "the state"):
             runtime.load_state_dict(saved["mixed_precision"])
     if (runtime is None) != (saved["mixed_precision"] is None):
         where = "no mixed precision is attached" if runtime is None else "it was saved without mixed precision"

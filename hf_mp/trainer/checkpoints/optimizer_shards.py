@@ -7,6 +7,7 @@ of whole parameters stay as they are, until a mesh loads them.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +21,6 @@ from hf_mp.trainer.checkpoints.blockwise_state import (
     blockwise_moments,
     in_fp32,
     innermost,
-    is_of_bitsandbytes,
 )
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
 from hf_mp.weights.lean.outside_reads import as_stored
@@ -68,7 +68,7 @@ def take_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[dict[
         )
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
-    for one in (one for owned in groups for one in owned):
+    for one in itertools.chain(*groups):
         entry = optimizer.state.get(one.inside, {})
         for key, value in (in_fp32(entry) if is_dtensor(one.whole) else entry).items():
             if isinstance(value, Tensor):
@@ -94,83 +94,92 @@ def make_room(
         CheckpointError: if the state is of other parameters, or the parameters were in other groups.
     """
     groups = _by_group(optimizer, names)
-    here, saved = [[one.name for one in owned] for owned in groups], [group["params"] for group in plain["groups"]]
-    if [sorted(group) for group in here] != [sorted(group) for group in saved]:
-        raise CheckpointError(
-            f"the optimizer was saved with {_spelled(saved)}, and has {_spelled(here)} here: make it of the same "
-            "parameters in the same groups"
-        )
-    kind = type(innermost(optimizer)).__name__
-    saved_by_bitsandbytes = any(name.startswith(PREFIX) and name.endswith("/state1") for name in layout)
-    if saved_by_bitsandbytes is not is_of_bitsandbytes(optimizer) and any(name.startswith(PREFIX) for name in layout):
-        raise CheckpointError(
-            f"the checkpoint has the state of an optimizer {'' if saved_by_bitsandbytes else 'not '}of bitsandbytes, "
-            f"whose names {kind} does not know: resume with the optimizer that was saved"
-        )
-    if (saved_kind := plain.get("kind", kind)) != kind:
-        for stored in plain["groups"]:
-            if needs := innermost(optimizer).defaults.keys() - stored.keys():
-                raise CheckpointError(
-                    f"the checkpoint has the state of {saved_kind}, without what {kind} needs "
-                    f"({', '.join(sorted(needs))}): resume with the optimizer that was saved"
-                )
-        warnings.warn(f"{kind} goes on with the state that {saved_kind} has saved", stacklevel=3)
+    _check_groups([[one.name for one in owned] for owned in groups], [group["params"] for group in plain["groups"]])
+    _check_kind(innermost(optimizer), plain)
+    owned_by_name = {one.name: one for one in itertools.chain(*groups)}
     found: dict[str, Tensor] = {}
-    owned_by_name = {one.name: one for owned in groups for one in owned}
-    quantized = {name.removesuffix("/absmax1") for name in layout if name.endswith("/absmax1")}
     for name, stored in layout.items():
         if not name.startswith(PREFIX):
             continue
-        parameter, _, key = name.removeprefix(PREFIX).rpartition("/")
+        parameter, key = _parameter_and_key(name)
         if parameter not in owned_by_name:
             raise CheckpointError(
                 f"the checkpoint has {key} of {parameter}, which the optimizer does not have: resume with the "
                 "optimizer that was saved"
             )
-        one = owned_by_name[parameter]
-        is_cut_later = is_dtensor(one.whole) and PREFIX + parameter in quantized and key in KEYS
-        found[name] = torch.empty(stored.size, dtype=stored.properties.dtype) if is_cut_later else _empty(one, stored)
+        is_quantized = key in KEYS and f"{PREFIX}{parameter}/absmax1" in layout
+        found[name] = _empty(owned_by_name[parameter], stored, cut_later=is_quantized)
     return found
+
+
+def _check_groups(here: list[list[str]], saved: list[list[str]]) -> None:
+    if [sorted(group) for group in here] != [sorted(group) for group in saved]:
+        raise CheckpointError(
+            f"the optimizer was saved with {_spelled(saved)}, and has {_spelled(here)} here: make it of the same "
+            "parameters in the same groups"
+        )
+
+
+def _check_kind(optimizer: Any, plain: Mapping[str, Any]) -> None:
+    kind, saved_kind = type(optimizer).__name__, plain["kind"]
+    if kind == saved_kind:
+        return
+    for stored in plain["groups"]:
+        if needs := optimizer.defaults.keys() - stored.keys():
+            raise CheckpointError(
+                f"the checkpoint has the state of {saved_kind}, without what {kind} needs "
+                f"({', '.join(sorted(needs))}): resume with the optimizer that was saved"
+            )
+    warnings.warn(f"{kind} goes on with the state that {saved_kind} has saved", stacklevel=5)
 
 
 def put_state(
     optimizer: Any, names: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor], plain: Mapping[str, Any]
 ) -> None:
     """Load into ``optimizer`` the results of :func:`make_room`, which a checkpoint has filled, and ``plain``."""
-    groups = _by_group(optimizer, names)
-    index = {one.name: number for number, one in enumerate(one for owned in groups for one in owned)}
-    owned_by_name = {one.name: one for owned in groups for one in owned}
-    state: dict[int, dict[str, Any]] = {index[name]: dict(values) for name, values in plain["values"].items()}
+    entries: dict[str, dict[str, Any]] = {name: dict(values) for name, values in plain["values"].items()}
     for name, tensor in tensors.items():
-        parameter, _, key = name.removeprefix(PREFIX).rpartition("/")
-        is_inside = is_dtensor(owned_by_name[parameter].inside)
-        state.setdefault(index[parameter], {})[key] = tensor if is_inside else local_part(tensor)
-    settings = []
-    for group, saved, owned in zip(optimizer.param_groups, plain["groups"], groups, strict=True):
+        parameter, key = _parameter_and_key(name)
+        entries.setdefault(parameter, {})[key] = tensor
+    state: dict[int, dict[str, Any]] = {}
+    settings: list[dict[str, Any]] = []
+    numbers = itertools.count()
+    groups = zip(_by_group(optimizer, names), optimizer.param_groups, plain["groups"], strict=True)
+    for group_index, (owned, group, saved) in enumerate(groups):
         kept = {key: _like(group.get(key), value) for key, value in saved.items() if key != "params"}
-        settings.append({**kept, "params": [index[one.name] for one in owned]})
-    for group_index, owned in enumerate(groups):
+        settings.append({**kept, "params": []})
         for position, one in enumerate(owned):
-            if (entry := state.get(index[one.name])) is not None:
-                if is_dtensor(one.whole) and blockwise_moments(entry):  # saved of a whole parameter
-                    entry = {key: _cut(one, value) for key, value in in_fp32(entry).items()}
-                state[index[one.name]] = as_optimizer_keeps(optimizer, one.inside, (group_index, position), entry)
+            settings[-1]["params"].append(number := next(numbers))
+            if one.name in entries:
+                entry = _inside(one, entries[one.name])
+                state[number] = as_optimizer_keeps(optimizer, one.inside, (group_index, position), entry)
     optimizer.load_state_dict({"state": state, "param_groups": settings})
+
+
+def _inside(one: _Owned, entry: dict[str, Any]) -> dict[str, Any]:
+    """What this rank's optimizer keeps of the state of a parameter."""
+    if not is_dtensor(one.inside):
+        entry = {key: local_part(value) if isinstance(value, Tensor) else value for key, value in entry.items()}
+    if is_dtensor(one.whole) and blockwise_moments(entry):  # saved of a whole parameter
+        entry = {key: _cut(one, value) for key, value in in_fp32(entry).items()}
+    return entry
+
+
+def _parameter_and_key(name: str) -> tuple[str, str]:
+    parameter, _, key = name.removeprefix(PREFIX).rpartition("/")
+    return parameter, key
 
 
 def _by_group(optimizer: Any, names: Mapping[str, nn.Parameter]) -> list[list[_Owned]]:
     # A lean layout's optimizer may still have a shard where it will have this rank's part.
-    known = {id(_inside_of(p)): (name, p) for name, p in names.items()}
-    groups: list[list[_Owned]] = []
+    known = {id(_inside_of(p)): _Owned(name, _inside_of(p), p) for name, p in names.items()}
     for number, group in enumerate(optimizer.param_groups):
         if unknown := [p for p in group["params"] if id(_inside_of(p)) not in known]:
             raise CheckpointError(
                 f"group {number} of the optimizer has a parameter of shape {tuple(unknown[0].shape)} that the model "
                 "does not have: give both as they are trained together"
             )
-        found = [(_inside_of(p), *known[id(_inside_of(p))]) for p in group["params"]]
-        groups.append([_Owned(name, inside, whole) for inside, name, whole in found])
-    return groups
+    return [[known[id(_inside_of(p))] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def _inside_of(parameter: Any) -> Any:
@@ -201,8 +210,10 @@ def _whole(one: _Owned, key: str, value: Any) -> Tensor:
     )
 
 
-def _empty(one: _Owned, stored: TensorStorageMetadata) -> Tensor:
+def _empty(one: _Owned, stored: TensorStorageMetadata, *, cut_later: bool) -> Tensor:
     dtype, like = stored.properties.dtype, one.whole
+    if is_dtensor(like) and cut_later:  # once it is in FP32
+        return torch.empty(stored.size, dtype=dtype)
     if is_dtensor(like) and stored.size == like.shape and stored.size:
         return _on_mesh(like, torch.empty_like(local_part(like), dtype=dtype))
     if is_dtensor(like) and stored.size:

@@ -15,10 +15,9 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
 
+from hf_mp.trainer.checkpoints import training_state
 from hf_mp.trainer.checkpoints.manifest import CheckpointError
-from hf_mp.trainer.checkpoints.model_shards import compare, model_tensors, named_parameters, put_tensors
-from hf_mp.trainer.checkpoints.optimizer_shards import make_room, put_state, take_state
-from hf_mp.trainer.checkpoints.shards import read_layout, read_shards, refused_together, write_shards
+from hf_mp.trainer.checkpoints.shards import refused_together, write_shards
 from hf_mp.trainer.checkpoints.untrusted import read_json
 from hf_mp.weights.lean.optimizer import MasterWeightOptimizer
 
@@ -34,11 +33,10 @@ class LeanShards(_Base):
         if not self._has_lean_shards():
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        model, folder = cast(nn.Module, self.model), Path(output_dir, _FOLDER)
+        folder = Path(output_dir, _FOLDER)
         with refused_together():
-            weights, _ = model_tensors(model)
-            state, plain = take_state(self.optimizer, named_parameters(model))
-        write_shards(folder, {**weights, **state})
+            tensors, plain = training_state.take(cast(nn.Module, self.model), self.optimizer)
+        write_shards(folder, tensors)
         if self.args.should_save:
             (folder / _SETTINGS).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
             torch.save(self.lr_scheduler.state_dict(), folder.parent / SCHEDULER_NAME)
@@ -53,22 +51,14 @@ class LeanShards(_Base):
                 f"{resume_from_checkpoint} has the shards of a lean layout under FSDP2: resume with FSDP2, on any "
                 "number of processes"
             )
-        self._load_shards(folder, cast(nn.Module, self.model) if model is None else model)
+        # Loaded along with the optimizer's state, once that is there.
 
     def _load_best_model(self) -> None:
         folder = Path(str(self.state.best_model_checkpoint), _FOLDER)
         if not folder.is_dir():
             super()._load_best_model()
             return
-        self._load_shards(folder, cast(nn.Module, self.model))
-
-    def _load_shards(self, folder: Path, model: nn.Module) -> None:
-        with refused_together():
-            tensors, first = model_tensors(model)
-            compare(tensors, read_layout(folder))
-        read_shards(folder, tensors)
-        with refused_together():
-            put_tensors(model, tensors, first)
+        training_state.put_model(folder, cast(nn.Module, self.model))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         folder = None if checkpoint is None else Path(checkpoint, _FOLDER)
@@ -76,15 +66,11 @@ class LeanShards(_Base):
             self._refuse_other_state(checkpoint)
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        names = named_parameters(cast(nn.Module, self.model))
         with refused_together():
             plain = read_json(folder / _SETTINGS)
-            tensors = make_room(self.optimizer, names, read_layout(folder), plain)
-        read_shards(folder, tensors)
-        with refused_together():
-            put_state(self.optimizer, names, tensors, plain)
             scheduler = torch.load(folder.parent / SCHEDULER_NAME, weights_only=True)
-            self.lr_scheduler.load_state_dict(scheduler)
+        training_state.put(folder, cast(nn.Module, self.model), self.optimizer, plain)
+        self.lr_scheduler.load_state_dict(scheduler)
 
     def _has_lean_shards(self) -> bool:
         inner = getattr(self.optimizer, "optimizer", self.optimizer)  # in accelerate's wrapper

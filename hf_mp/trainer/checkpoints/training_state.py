@@ -1,0 +1,51 @@
+"""Model and optimizer together in a folder of shards, for loops of one's own and for the Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_mp.trainer.checkpoints import loaded_state
+from hf_mp.trainer.checkpoints.model_shards import compare, model_tensors, named_parameters, put_tensors
+from hf_mp.trainer.checkpoints.optimizer_shards import make_room, put_state, take_state
+from hf_mp.trainer.checkpoints.shards import read_layout, read_shards, refused_together
+
+
+def take(model: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a model and its optimizer, for shards, and what else the optimizer holds, for JSON."""
+    tensors, _ = model_tensors(model)
+    state, plain = take_state(optimizer, named_parameters(model))
+    return {**tensors, **state}, plain
+
+
+def put_model(folder: Path, model: nn.Module) -> None:
+    """Load the weights in ``folder`` alone: a collective call."""
+    _load(folder, model, None, {})
+
+
+def put(folder: Path, model: nn.Module, optimizer: Any, plain: Mapping[str, Any]) -> None:
+    """Load what :func:`take` gave and ``folder`` holds into a model and its optimizer: a collective call.
+
+    Raises:
+        CheckpointError: on all ranks, for weights of another model, another optimizer, and values that are not finite.
+    """
+    _load(folder, model, optimizer, plain)
+
+
+def _load(folder: Path, model: nn.Module, optimizer: Any | None, plain: Mapping[str, Any]) -> None:
+    with refused_together(), loaded_state.naming(folder, "the state"):
+        tensors, first = model_tensors(model)  # FSDP2 shards what a forward left whole, before it is asked for names
+        names, layout = named_parameters(model), read_layout(folder)
+        compare(tensors, layout)
+        state = {} if optimizer is None else make_room(optimizer, names, layout, plain)
+    read_shards(folder, {**tensors, **state})
+    with refused_together(), loaded_state.naming(folder, "the state"), torch.no_grad():
+        put_tensors(model, tensors, first)
+        loaded_state.check_parameters(folder, model)
+        if optimizer is not None:
+            put_state(optimizer, names, state, plain)
+            loaded_state.check_optimizer(folder, optimizer)
