@@ -62,11 +62,7 @@ def _step(optimizer: Any, parameter: SplitParameter, place: tuple[int, int]) -> 
     if not optimizer.state[parameter]:
         optimizer.init_state(group, parameter, *place)
     state = optimizer.state[parameter]
-    if "absmax1" not in state:
-        return False
-    for name in ("state1", "state2"):
-        check_moment(name, state[name], parameter)
-    if not all(one.is_contiguous() for one in (gradient, parameter, state["state1"], state["state2"])):
+    if not _is_cut_into_blocks(parameter, gradient, state):
         return False
     state["step"] += 1
     update = sys.modules["bitsandbytes"].functional.optimizer_update_8bit_blockwise
@@ -97,6 +93,15 @@ def _step(optimizer: Any, parameter: SplitParameter, place: tuple[int, int]) -> 
     note_written_halves(parameter)
     parameter.grad = None
     return True
+
+
+def _is_cut_into_blocks(parameter: SplitParameter, gradient: Tensor, state: dict[str, Any]) -> bool:
+    """Whether the moments have a scale for each block, which lies side by side in all of the parameter's tensors."""
+    if "absmax1" not in state:
+        return False
+    for name in ("state1", "state2"):
+        check_moment(name, state[name], parameter)
+    return all(one.is_contiguous() for one in (gradient, parameter, state["state1"], state["state2"]))
 
 
 def _slices(gradient: Tensor) -> Iterator[slice]:

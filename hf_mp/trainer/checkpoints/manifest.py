@@ -88,24 +88,29 @@ class Manifest:
 
 def _check(content: Mapping[str, Any]) -> None:
     versions, files = content["versions"], content["files"]
-    if not isinstance(files, dict) or not isinstance(versions, dict):
-        raise CheckpointError("files and versions must be objects")
-    for name, least in (("step", 0), ("world_size", 1)):
-        if type(content[name]) is not int or content[name] < least:
-            raise CheckpointError(f"{name} must be an integer from {least} on, not {_short(content[name])}")
-    if not isinstance(content["precision"], str):
-        raise CheckpointError(f"precision must be text, not {_short(content['precision'])}")
-    if not all(isinstance(version, str) for version in versions.values()):
-        raise CheckpointError(f"versions must map text to text, not {_short(versions)}")
+    is_right = {
+        "step": _counts(content["step"], least=0),
+        "world_size": _counts(content["world_size"], least=1),
+        "precision": isinstance(content["precision"], str),
+        "versions": isinstance(versions, dict) and all(isinstance(version, str) for version in versions.values()),
+        "files": isinstance(files, dict),
+    }
+    for name in (name for name, right in is_right.items() if not right):
+        raise CheckpointError(f"{name} cannot be {_short(content[name])}")
     for name, entry in files.items():
         if not is_inside(name):
             raise CheckpointError(f"{_short(name)} is not a path inside the checkpoint")
-        if not isinstance(entry, dict) or set(entry) != {"size_bytes", "sha256"}:
-            raise CheckpointError(f"{_short(name)}: expected size_bytes and sha256, found {_short(entry)}")
-        if type(entry["size_bytes"]) is not int or entry["size_bytes"] < 0:
-            raise CheckpointError(f"size_bytes must be a number of bytes, not {_short(entry['size_bytes'])}")
-        if not re.fullmatch(r"[0-9a-f]{64}", str(entry["sha256"])):
-            raise CheckpointError(f"sha256 must be 64 hexadecimal digits, not {_short(entry['sha256'])}")
+        if not _is_entry(entry):
+            raise CheckpointError(f"{_short(name)} cannot have {_short(entry)}: expected size_bytes and sha256")
+
+
+def _counts(value: object, least: int) -> bool:
+    return type(value) is int and value >= least
+
+
+def _is_entry(entry: Any) -> bool:
+    is_known = isinstance(entry, dict) and set(entry) == {"size_bytes", "sha256"}
+    return is_known and _counts(entry["size_bytes"], 0) and bool(re.fullmatch("[0-9a-f]{64}", str(entry["sha256"])))
 
 
 def _dump(content: Mapping[str, Any]) -> str:
