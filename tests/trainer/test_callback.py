@@ -115,7 +115,8 @@ def test_a_damaged_checkpoint_is_not_trained_on(tmp_path: Path) -> None:
     content[-3] ^= 1
     weights_file.write_bytes(content)
     trainer = trainer_with(MixedPrecisionCallback("fp16"), tmp_path, **settings)
-    with pytest.raises(CheckpointError, match=r"checkpoint-2 is damaged.*model\.safetensors"):
+    message = r"checkpoint-2 is damaged.*model\.safetensors.*newest whole checkpoint in .* is checkpoint-4"
+    with pytest.raises(CheckpointError, match=message):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     trainer = trainer_with(MixedPrecisionCallback("fp16"), tmp_path, **settings)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
@@ -234,11 +235,11 @@ def test_a_forward_that_a_library_puts_over_ours(tmp_path: Path) -> None:
 # Steps that are skipped
 
 
-@pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
-def test_a_skipped_step_is_invisible_to_weights_and_lr_scheduler(tmp_path: Path, optim: str) -> None:
+@pytest.mark.parametrize(("contender", "optim"), [("callback", "sgd"), ("subclass", "adamw_torch")])
+def test_a_skipped_step_is_invisible_to_weights_and_lr_scheduler(tmp_path: Path, contender: str, optim: str) -> None:
     watch = Watch()
     trainer = make_trainer(
-        "callback",
+        contender,
         "fp16",
         tiny_gpt2(),
         arguments(tmp_path, optim=optim, learning_rate=1e-2, max_steps=8),
@@ -274,9 +275,11 @@ def test_the_entries_are_in_the_history_and_reach_callbacks_on_both_sides(tmp_pa
     assert not any(OURS & set(entry) for entry in trainer.state.log_history if "loss" not in entry)
 
 
-def test_tensorboard_gets_the_scale(tmp_path: Path) -> None:
+@pytest.mark.parametrize("contender", ["callback", "subclass"])
+def test_tensorboard_gets_the_scale(tmp_path: Path, contender: str) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    trainer_with(MixedPrecisionCallback("fp16"), tmp_path, report_to=["tensorboard"], max_steps=2).train()
+    args = arguments(tmp_path, report_to=["tensorboard"], max_steps=2)
+    make_trainer(contender, "fp16", tiny_gpt2(), args, train_dataset=token_rows()).train()
     (events,) = tmp_path.rglob("events.out.tfevents*")
     accumulator = event_accumulator.EventAccumulator(str(events))
     accumulator.Reload()

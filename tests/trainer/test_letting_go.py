@@ -6,6 +6,8 @@ import copy
 import gc
 import itertools
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +40,13 @@ def assert_plain(model: nn.Module) -> None:
     assert {(type(p), p.dtype) for p in model.parameters()} == {(nn.Parameter, torch.float32)}
 
 
-def products(model: nn.Module) -> list[torch.dtype]:
-    """Notes in what dtype the last product of the model runs."""
-    seen: list[torch.dtype] = []
-    model.get_output_embeddings().register_forward_hook(lambda *call: seen.append(call[-1].dtype))
-    return seen
+@contextmanager
+def products(model: nn.Module) -> Iterator[set[torch.dtype]]:
+    """Notes in which dtypes the last product of the model runs."""
+    seen: set[torch.dtype] = set()
+    handle = model.get_output_embeddings().register_forward_hook(lambda *call: seen.add(call[-1].dtype))
+    yield seen
+    handle.remove()
 
 
 class Interrupt(TrainerCallback):
@@ -51,19 +55,49 @@ class Interrupt(TrainerCallback):
             raise KeyboardInterrupt
 
 
+def assert_evaluates_in_autocast(trainer: Any, call: str) -> None:
+    """And leaves an ordinary model, whose weights are as before."""
+    model, start = trainer.model, weights(trainer.model)
+    with products(model) as seen:
+        getattr(trainer, call)(token_rows(4))
+    assert same(start, weights(model)) and seen == {trainer.precision_policy.compute}
+    with products(model) as seen:
+        model(**{name: value[None] for name, value in token_rows(2)[0].items()})
+    assert seen == {torch.float32}  # called by hand
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_the_model_is_plain_after_train(tmp_path: Path, precision: str, dtype: torch.dtype) -> None:
-    model = tiny_gpt2(dtype)
-    trainer = trainer_of(model, tmp_path, precision=precision)
+def test_a_training_lets_go(tmp_path: Path, precision: str, dtype: torch.dtype) -> None:
+    model, call = tiny_gpt2(dtype), "predict" if precision == "bf16" else "evaluate"
+    replaced = AcceleratedOptimizer.__dict__["step_was_skipped"]
+    trainer = trainer_of(model, tmp_path, precision=precision, settings={"lr_scheduler_type": "constant"})
     before = weights(model)
+    if dtype is torch.float32:
+        assert_evaluates_in_autocast(trainer, call)
     trainer.train()
     assert_plain(model)
-    assert not same(before, weights(model))
-    assert trainer.mixed_precision.stats.steps == 4
+    assert not same(before, weights(model)) and trainer.mixed_precision.stats.steps == 4
+    assert AcceleratedOptimizer.__dict__["step_was_skipped"] is replaced
+    assert_evaluates_in_autocast(trainer, call)
+    # A second training begins with the moments of the first.
+    assert trainer.optimizer.state_dict()["state"][0]["step"] == 4
+    trainer.train()
+    state = trainer.optimizer.state_dict()["state"]
+    assert state[0]["step"] == 8 and {moment["exp_avg"].dtype for moment in state.values()} == {torch.float32}
+    assert_plain(model)
+    # Nothing else holds the optimizer.
+    inner = trainer.optimizer.optimizer
+    references = [weakref.ref(thing) for thing in (inner, next(iter(inner.state.values()))["exp_avg"])]
+    trainer.optimizer = trainer.lr_scheduler = None
+    trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
+    trainer.accelerator.free_memory()
+    del inner, state
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["fp16", "bf16-lean"])
 def test_the_model_is_plain_after_train_raises(tmp_path: Path, precision: str) -> None:
     model = tiny_gpt2()
     interrupt = Interrupt()
@@ -88,39 +122,7 @@ def test_the_model_is_plain_after_a_run_that_cannot_go_on(tmp_path: Path) -> Non
     assert_plain(model)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_two_trainings_are_one_that_goes_on(tmp_path: Path, precision: str) -> None:
-    """The moments of the first are those that the second begins with."""
-    model = tiny_gpt2()
-    trainer = trainer_of(model, tmp_path, precision=precision, settings={"lr_scheduler_type": "constant"})
-    trainer.train()
-    state = copy.deepcopy(trainer.optimizer.state_dict()["state"])
-    trainer.train()
-    assert state[0]["step"] == 4 and trainer.optimizer.state_dict()["state"][0]["step"] == 8
-    assert {moment["exp_avg"].dtype for moment in state.values()} == {torch.float32}
-    assert_plain(model)
-
-
 # Evaluation
-
-
-@pytest.mark.parametrize("call", ["evaluate", "predict"])
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_evaluation_runs_in_autocast_before_and_after(tmp_path: Path, precision: str, call: str) -> None:
-    model = tiny_gpt2()
-    trainer = trainer_of(model, tmp_path, precision=precision)
-    seen = products(model)
-    for trains_first in (False, True):
-        if trains_first:
-            trainer.train()
-            seen.clear()
-        start = weights(model)
-        getattr(trainer, call)(token_rows(4))
-        assert same(start, weights(model))
-        assert set(seen) == {trainer.precision_policy.compute}
-        seen.clear()
-        model(**{name: value[None] for name, value in token_rows(2)[0].items()})
-        assert set(seen) == {torch.float32}  # by hand it is an ordinary model
 
 
 def test_evaluation_within_and_after_training_agree(tmp_path: Path) -> None:
@@ -197,24 +199,9 @@ def test_a_stock_trainer_afterwards_is_plain_fp32(tmp_path: Path, precision: str
     fresh = tiny_gpt2()
     fresh.load_state_dict(copied.state_dict())
     assert same(*ends)
-    seen = products(model)
-    trainer_of(model, tmp_path, "stock", settings=short).train()
-    assert set(seen) == {torch.float32}
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_optimizer_and_its_moments_are_freed(tmp_path: Path, precision: str) -> None:
-    trainer = trainer_of(tiny_gpt2(), tmp_path, precision=precision)
-    trainer.train()
-    inner = trainer.optimizer.optimizer
-    moments = next(iter(inner.state.values()))["exp_avg"]
-    references = [weakref.ref(thing) for thing in (inner, moments)]
-    trainer.optimizer = trainer.lr_scheduler = None
-    trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
-    trainer.accelerator.free_memory()
-    del inner, moments
-    gc.collect()
-    assert [reference() for reference in references] == [None, None]
+    with products(model) as seen:
+        trainer_of(model, tmp_path, "stock", settings=short).train()
+    assert seen == {torch.float32}
 
 
 @pytest.mark.parametrize("freezes_first", [False, True])
@@ -266,13 +253,6 @@ def test_a_last_skipped_step_does_not_freeze_the_next_training(tmp_path: Path, c
     trainer.train()
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
     assert len(set(rates)) == 4
-
-
-def test_nothing_of_accelerate_stays_replaced(tmp_path: Path) -> None:
-    before = AcceleratedOptimizer.__dict__["step_was_skipped"]
-    for contender in CONTENDERS:
-        trainer_of(tiny_gpt2(), tmp_path, contender).train()
-        assert AcceleratedOptimizer.__dict__["step_was_skipped"] is before
 
 
 def test_a_model_that_is_attached_by_hand_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""The Trainer subclass: stock at fp32, exact resume, logs, refusals before anything is written."""
+"""The Trainer subclass alone: refusals before anything is written, and what callbacks and libraries do to it.
+
+What it does as the callback does is in test_callback.py, and each feature in tests/conformance/.
+"""
 
 from __future__ import annotations
 
@@ -53,53 +56,6 @@ def model_of(config: GPT2Config) -> GPT2LMHeadModel:
 
 def weights(model: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def losses(trainer: Trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-class PoisonedTrainer(MixedPrecisionTrainer):
-    """Multiplies the loss of chosen steps so that their gradients overflow."""
-
-    poisoned: tuple[int, ...] = ()
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().compute_loss(*args, **kwargs)
-        return loss * 1e30 if self.state.global_step in self.poisoned and self.model.training else loss
-
-
-# Invariant 5: precision="fp32" is bit for bit the stock Trainer.
-
-
-@pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}])
-def test_fp32_is_the_stock_trainer_bit_for_bit(
-    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, settings: dict[str, Any]
-) -> None:
-    stock = Trainer(model_of(gpt2_config), arguments(tmp_path, TrainingArguments, **settings), train_dataset=rows)
-    ours = MixedPrecisionTrainer(
-        model_of(gpt2_config), arguments(tmp_path, precision="fp32", **settings), train_dataset=rows
-    )
-    stock.train()
-    ours.train()
-    assert ours.mixed_precision is None
-    assert losses(stock) == losses(ours)
-    assert same(weights(stock.model), weights(ours.model))
-    assert [set(e) for e in stock.state.log_history] == [set(e) for e in ours.state.log_history]
-
-
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_training_follows_fp32(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, precision: str) -> None:
-    runs = {}
-    for name in ("fp32", precision):
-        # SGD notices a wrong factor on the gradients; AdamW hardly does.
-        args = arguments(tmp_path, precision=name, optim="sgd", learning_rate=0.5, max_steps=20, max_grad_norm=0.5)
-        runs[name] = MixedPrecisionTrainer(model_of(gpt2_config), args, train_dataset=rows)
-        runs[name].train()
-    reference = losses(runs["fp32"])
-    assert sum(reference[-4:]) < sum(reference[:4]) - 0.1
-    tolerance = {"fp16": 5e-4, "bf16": 5e-3}[precision]
-    assert losses(runs[precision]) == pytest.approx(reference, rel=tolerance)
 
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])  # of 0 the Trainer logs the norm alone
@@ -160,92 +116,12 @@ def test_rules_and_tables_are_those_of_autocast(tmp_path: Path, gpt2_config: GPT
     assert dtypes == {"without": torch.float16, "with": torch.float32}
 
 
-def test_logs_carry_the_loss_scale_and_the_skipped_steps(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows) -> None:
-    trainer = MixedPrecisionTrainer(model_of(gpt2_config), arguments(tmp_path), train_dataset=rows, eval_dataset=rows)
-    trainer.train()
-    trainer.evaluate()
-    training = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert all({"loss_scale", "skipped_steps", "headroom"} <= set(entry) for entry in training)
-    assert training[0]["loss_scale"] != 1.0 and training[-1]["skipped_steps"] == 0
-    assert "loss_scale" not in trainer.state.log_history[-1]
-    assert trainer.mixed_precision is not None and trainer.mixed_precision.stats.steps == 8
-
-
 def test_people_override_log_without_start_time(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows) -> None:
     class Quiet(MixedPrecisionTrainer):
         def log(self, logs: dict[str, float]) -> None:  # type: ignore[override]
             super().log(logs)
 
     Quiet(model_of(gpt2_config), arguments(tmp_path), train_dataset=rows).log({"loss": 1.0})
-
-
-def test_tensorboard_gets_the_scale(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows) -> None:
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    args = arguments(tmp_path, report_to=["tensorboard"], max_steps=2)
-    MixedPrecisionTrainer(model_of(gpt2_config), args, train_dataset=rows).train()
-    (events,) = Path(args.output_dir).rglob("events.out.tfevents*")
-    accumulator = event_accumulator.EventAccumulator(str(events))
-    accumulator.Reload()
-    assert {"train/loss_scale", "train/skipped_steps"} <= set(accumulator.Tags()["scalars"])
-
-
-# Invariant 2 in the Trainer: a skipped step is invisible, LR scheduler included.
-
-
-def test_a_skipped_step_is_invisible_to_weights_and_lr_scheduler(
-    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows
-) -> None:
-    seen: list[tuple[list[Tensor], float]] = []
-
-    class Watch(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seen.append((weights(kwargs["model"]), kwargs["lr_scheduler"].get_last_lr()[0]))
-
-    trainer = PoisonedTrainer(model_of(gpt2_config), arguments(tmp_path), train_dataset=rows, callbacks=[Watch()])
-    trainer.poisoned = (3,)
-    trainer.train()
-    assert trainer.mixed_precision is not None and trainer.mixed_precision.stats.skipped_steps == 1
-    assert same(seen[2][0], seen[3][0]) and seen[2][1] == seen[3][1]
-    assert not same(seen[3][0], seen[4][0]) and seen[3][1] > seen[4][1]
-    assert trainer.state.log_history[3]["skipped_steps"] == 1
-
-
-# Invariant 4: resuming is bit for bit the training that was not interrupted.
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_resume_is_bit_exact_scaler_included(
-    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows, accumulation: int
-) -> None:
-    config = GPT2Config(**{**gpt2_config.to_dict(), "resid_pdrop": 0.1})  # so that the RNG matters
-
-    def trainer(name: str) -> PoisonedTrainer:
-        args = arguments(
-            tmp_path / name,
-            max_steps=8,
-            save_strategy="steps",
-            save_steps=4,
-            gradient_accumulation_steps=accumulation,
-            loss_scaler_settings={"init_scale": 2.0**12, "headroom": 4, "patience": 2},
-        )
-        made = PoisonedTrainer(model_of(config), args, train_dataset=rows)
-        made.poisoned = (2,)
-        return made
-
-    straight, resumed = trainer("a"), trainer("b")
-    straight.train()
-    checkpoint = Path(straight.args.output_dir) / "checkpoint-4"
-    resumed.train(resume_from_checkpoint=str(checkpoint))
-    assert same(weights(straight.model), weights(resumed.model))
-    assert straight.mixed_precision is not None and resumed.mixed_precision is not None
-    assert straight.mixed_precision.state_dict() == resumed.mixed_precision.state_dict()
-    assert straight.mixed_precision.stats.skipped_steps == resumed.mixed_precision.stats.skipped_steps == 1
-    drop = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "train_loss"}
-
-    def logs(t: Trainer) -> list[str]:  # as text, where NaN (the norm of the skipped step) equals itself
-        return [repr(sorted((k, v) for k, v in entry.items() if k not in drop)) for entry in t.state.log_history]
-
-    assert logs(straight) == logs(resumed)
 
 
 def test_a_checkpoint_without_our_state_resumes_with_a_warning(
@@ -296,27 +172,6 @@ def test_fine_tuning_from_a_checkpoint_stored_in_fp16(
     assert same(weights(loaded), weights(trainer.model))
 
 
-def test_load_best_model_at_end_is_honoured_by_the_working_copies(
-    tmp_path: Path, gpt2_config: GPT2Config, rows: Rows
-) -> None:
-    args = arguments(
-        tmp_path,
-        learning_rate=0.5,  # so that later is worse
-        max_steps=6,
-        save_strategy="steps",
-        eval_strategy="steps",
-        save_steps=2,
-        eval_steps=2,
-        load_best_model_at_end=True,
-    )
-    trainer = MixedPrecisionTrainer(model_of(gpt2_config), args, train_dataset=rows, eval_dataset=rows[:8])
-    trainer.train()
-    best = min(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
-    last = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry][-1]
-    assert best < last
-    assert trainer.evaluate()["eval_loss"] == best
-
-
 def test_model_init_and_a_second_train(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows) -> None:
     attached: list[bool] = []
 
@@ -334,13 +189,6 @@ def test_model_init_and_a_second_train(tmp_path: Path, gpt2_config: GPT2Config, 
     first = weights(trainer.model)
     trainer.train()
     assert same(first, weights(trainer.model)) and attached == [True] * 6
-
-
-def test_train_twice_on_one_model_goes_on(tmp_path: Path, gpt2_config: GPT2Config, rows: Rows) -> None:
-    trainer = MixedPrecisionTrainer(model_of(gpt2_config), arguments(tmp_path, max_steps=3), train_dataset=rows)
-    trainer.train()
-    trainer.train()
-    assert trainer.mixed_precision is not None and trainer.mixed_precision.stats.steps == 6
 
 
 # Arguments and refusals

@@ -477,17 +477,6 @@ def test_signals_are_left_alone_where_that_is_asked(tmp_path: Path) -> None:
 # The callback
 
 
-def test_the_callback_gives_a_checkpoint_of_the_stock_trainer_a_manifest(tmp_path: Path) -> None:
-    make(tmp_path, "callback").train()
-    manifest = read_manifest(tmp_path / "checkpoint-6")
-    assert manifest is not None and "mixed_precision.json" in manifest.files
-    assert find_problems(tmp_path / "checkpoint-6") == []
-    (tmp_path / "checkpoint-6" / "scheduler.pt").unlink()
-    resumed = make(tmp_path)
-    resumed.train(resume_from_checkpoint=True)
-    assert Path(str(resumed._resumed_from)).name == "checkpoint-4"
-
-
 def test_a_second_run_is_kept_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept_waiting = functools.partial(lock.DirectoryLock, wait_seconds=0.1)
     monkeypatch.setattr(crash_safe_trainer, "DirectoryLock", kept_waiting)
