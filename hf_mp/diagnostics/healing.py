@@ -32,14 +32,13 @@ from hf_mp.diagnostics.remedies import (
 )
 from hf_mp.diagnostics.values import Finiteness, finiteness
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.scaling.events import StepObserver, check_on_overflow
+from hf_mp.scaling.events import MAX_FP32_SHARE, StepObserver, check_on_overflow
 from hf_mp.scaling.rules import FP16_MAX, StepReport, scale_text, scale_with_headroom
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.ranks.placement import is_sharded
 
 logger = logging.get_logger(__name__)
 
-MAX_FP32_SHARE = 0.25
 MOST_TRIES = 40  # of one step: for another place that leaves the range, or a smaller loss scale
 MOST_GUESSES = 4  # of these: a smaller loss scale, although no gradient was seen to leave the range
 

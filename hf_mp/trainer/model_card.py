@@ -11,7 +11,6 @@ from typing import Any
 from transformers import Trainer
 
 from hf_mp._version import __version__
-from hf_mp.diagnostics.report import PAGE_NAME
 from hf_mp.policy import spell
 from hf_mp.scaling.rules import scale_text
 from hf_mp.trainer.session import OfSession, TrainerSession
@@ -84,5 +83,7 @@ def _lines(session: TrainerSession, directory: Path) -> Iterator[str]:
     if session.saved_dtypes:
         said = ", ".join(sorted({spell(dtype) for dtype in session.saved_dtypes.values()}))
         yield f"saved weights: {said}, rounded to nearest (`save_dtype={session.settings.save_dtype!r}`)"
+    from hf_mp.diagnostics.report import PAGE_NAME  # with all that draws a page
+
     if (directory / PAGE_NAME).is_file():
         yield f"[precision report]({PAGE_NAME}) of the run"

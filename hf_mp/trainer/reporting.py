@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback, TrainingArguments
@@ -12,12 +12,13 @@ from transformers.integrations import TensorBoardCallback
 from transformers.utils import logging
 
 from hf_mp.diagnostics.contract.table import PrecisionContract
-from hf_mp.diagnostics.precision_recorder import PrecisionRecorder, record_precision
-from hf_mp.diagnostics.run_log import NoRunError
-from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, TensorMagnitudes
 from hf_mp.scaling.rules import scale_text
 from hf_mp.step.mixed_precision import MixedPrecision, PrecisionStats
 from hf_mp.trainer.settings import SessionSettings
+
+if TYPE_CHECKING:  # imported where something is recorded
+    from hf_mp.diagnostics.precision_recorder import PrecisionRecorder
+    from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, TensorMagnitudes
 
 logger = logging.get_logger(__name__)
 
@@ -47,6 +48,8 @@ class TrainerReporting:
             logger.warning("histogram_layers has no effect with histogram_steps=0: no histograms are taken")
         self.recorder = None
         if settings.records and args.process_index == 0:
+            from hf_mp.diagnostics.precision_recorder import record_precision
+
             self.recorder = record_precision(
                 runtime,
                 str(args.output_dir),
@@ -102,6 +105,8 @@ class TrainerReporting:
             )
         self.recorder.end()
         if self._settings.precision_report:
+            from hf_mp.diagnostics.run_log import NoRunError
+
             try:
                 logger.info(f"the precision report of this run is {self.recorder.write_report()}")
             except (OSError, NoRunError) as error:  # the training is done: a page is no reason to lose its result

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +22,20 @@ from transformers.utils import logging
 
 from hf_mp.diagnostics.contract.table import PrecisionContract
 from hf_mp.diagnostics.contract.watch import ContractWatch
-from hf_mp.diagnostics.healing import heal_overflows
 from hf_mp.diagnostics.lost_updates import check_training
-from hf_mp.diagnostics.magnitude_collector import select_layers
-from hf_mp.diagnostics.overflow import explain_overflows
-from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.scaling.events import PrecisionStats
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.trainer.first_backward import check_first_backward
 from hf_mp.trainer.fused_head import keep_fused_heads_in_fp32
-from hf_mp.trainer.logged_gap import LoggedGap
 from hf_mp.trainer.reporting import TrainerReporting
 from hf_mp.trainer.settings import SAVE_DTYPES, SessionSettings
 from hf_mp.weights.attachable import check_attachable, runtimes_of
 from hf_mp.weights.ranks.placement import placement_of
 from hf_mp.weights.reading_layout import ReadingLayout
+
+if TYPE_CHECKING:  # what not every training asks for is imported where it does
+    from hf_mp.diagnostics.overflow_report import OverflowReport
+    from hf_mp.trainer.logged_gap import LoggedGap
 
 logger = logging.get_logger(__name__)
 
@@ -71,6 +70,7 @@ class TrainerSession:
         self._loaded_in: dict[str, torch.dtype] = {}  # dtypes of the model before it was attached, by name
         self._model: weakref.ref[nn.Module] | None = None  # that the runtime was made for
         self._references: list[MixedPrecision] = []
+        self._gap: LoggedGap | None = None  # of the current model
         self._end_check: Callable[[], None] = lambda: None
         self._switch_back: list[Callable[[], None]] = []  # fused heads
 
@@ -84,7 +84,10 @@ class TrainerSession:
         """
         if self.runtime is not None and not _runtimes_of(model):
             check_attachable(model, placement_of(model))
-            select_layers(model, self.settings.histogram_layers)
+            if self.settings.histogram_layers is not None:
+                from hf_mp.diagnostics.magnitude_collector import select_layers
+
+                select_layers(model, self.settings.histogram_layers)
 
     def begin(self, model: nn.Module, *, measures_norm: bool = False) -> None:
         """Attach ``model``; before its optimizer is made, and again whenever a library may have set a forward.
@@ -108,21 +111,30 @@ class TrainerSession:
             self._model = weakref.ref(model)
             self.runtime.is_of_session = True
         self.runtime.check.measures_norm = measures_norm
-        if self.settings.explain_overflows:
-            folder = Path(str(self.args.output_dir), OVERFLOWS_NAME) if self.settings.keep_overflow_batches else None
-            self.overflow_reports = explain_overflows(self.runtime, keep_batches=folder).reports
-        if self.settings.on_overflow == "heal":
-            clip = functools.partial(self._clip_again, model)
-            heal_overflows(self.runtime, max_fp32_share=self.settings.max_fp32_share, clip=clip)
-        self._measure_gap(self.runtime)
+        self._observe(self.runtime, model)
         self.reporting.begin(self.runtime, self.args)
         self.runtime.wrap_forwards()
         self._keep_head(model)
 
-    def _measure_gap(self, runtime: MixedPrecision) -> None:
-        every = self.settings.log_probability_gap_steps
-        if every and not self._gaps():
-            runtime.observers.append(LoggedGap(runtime, every, getattr(self.args, "temperature", 1.0)))
+    def _observe(self, runtime: MixedPrecision, model: nn.Module) -> None:
+        """Have ``runtime`` observed by what the settings ask for; observers that it has already stay."""
+        settings = self.settings
+        if settings.explain_overflows:
+            from hf_mp.diagnostics.overflow import explain_overflows
+
+            folder = Path(str(self.args.output_dir), OVERFLOWS_NAME) if settings.keep_overflow_batches else None
+            self.overflow_reports = explain_overflows(runtime, keep_batches=folder).reports
+        if settings.on_overflow == "heal":
+            from hf_mp.diagnostics.healing import heal_overflows
+
+            clip = functools.partial(self._clip_again, model)
+            heal_overflows(runtime, max_fp32_share=settings.max_fp32_share, clip=clip)
+        if settings.log_probability_gap_steps and self._gap not in runtime.observers:
+            from hf_mp.trainer.logged_gap import LoggedGap
+
+            temperature = getattr(self.args, "temperature", 1.0)
+            self._gap = LoggedGap(runtime, settings.log_probability_gap_steps, temperature)
+            runtime.observers.append(self._gap)
 
     def take_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer to step from now on."""
@@ -235,21 +247,15 @@ class TrainerSession:
             self.reporting.show_contract(self.contract, risks, self.args)
         if self.runtime is not None:
             self.reporting.after_step(self.runtime.stats, callbacks, step)
-            for gap in self._gaps():
-                gap.after_step(step)
+            if self._gap is not None:
+                self._gap.after_step(step)
 
     def log_entries(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """Entries to add to ``logs``: the stats, if these are training logs."""
         if self.runtime is None or "loss" not in logs:
             return {}
         entries = {**self.runtime.stats.log_entries(), **self.reporting.log_entries()}
-        for gap in self._gaps():
-            entries |= gap.log_entries()
-        return entries
-
-    def _gaps(self) -> list[LoggedGap]:
-        observers = [] if self.runtime is None else self.runtime.observers
-        return [observer for observer in observers if isinstance(observer, LoggedGap)]
+        return entries if self._gap is None else {**entries, **self._gap.log_entries()}
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:

@@ -6,21 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
 
+import torch
 from transformers import TrainingArguments
 
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
-from hf_mp.diagnostics.healing import MAX_FP32_SHARE, check_healing
-from hf_mp.diagnostics.precision_recorder import check_interval
 from hf_mp.policy import PRESETS, SWITCHES, PrecisionPolicy, parse_loss_scale
-from hf_mp.scaling.events import ON_OVERFLOW
+from hf_mp.scaling.events import MAX_FP32_SHARE, ON_OVERFLOW, check_on_overflow
 from hf_mp.scaling.rules import RULES, StaticRule
 from hf_mp.scaling.scalers import LossScaler, make_loss_scaler
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.lean.optimizer_in_backward import FreeGradients
 
 SAVE_FAILURES = ("continue", "stop")
-
 SAVE_DTYPES = {"fp32": torch.float32, "original": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -111,6 +109,13 @@ class PrecisionOptions:
         True, "Print, after the first step, what is stored, computed, summed and saved in which dtype."
     )
 
+    save_dtype: str = _option(
+        "fp32",
+        "In which dtype save_model and the push to the hub write the trained weights, rounded to nearest: fp32 (as "
+        "they are), original (what each was loaded in), fp16 or bf16. Checkpoints keep FP32.",
+        choices=tuple(SAVE_DTYPES),
+    )
+
     @property
     def precision_policy(self) -> PrecisionPolicy:
         """The policy that ``precision``, ``loss_scale`` and the switches name."""
@@ -139,13 +144,22 @@ class SessionSettings(PrecisionOptions):
 
     def __post_init__(self) -> None:
         self.policy = self.precision_policy
-        check_interval("histogram_steps", self.histogram_steps)
-        check_interval("log_probability_gap_steps", self.log_probability_gap_steps)
-        check_healing(self.on_overflow, self.policy, self.max_fp32_share, in_backward=self.free_gradients == "backward")
+        for name in ("histogram_steps", "log_probability_gap_steps"):
+            if getattr(self, name) != 0:
+                from hf_mp.diagnostics.precision_recorder import check_interval  # imported where it is asked for
+
+                check_interval(name, getattr(self, name))
+        check_on_overflow(self.on_overflow)
+        if self.on_overflow == "heal" or self.max_fp32_share != MAX_FP32_SHARE:
+            from hf_mp.diagnostics.healing import check_healing
+
+            in_backward = self.free_gradients == "backward"
+            check_healing(self.on_overflow, self.policy, self.max_fp32_share, in_backward=in_backward)
         if isinstance(self.histogram_layers, str):
             raise TypeError(f"histogram_layers={self.histogram_layers!r} is one string: write a list of patterns")
-        if self.save_failure not in SAVE_FAILURES:
-            raise ValueError(f"save_failure={self.save_failure!r}: choose one of {', '.join(SAVE_FAILURES)}")
+        for name, choices in (("save_failure", SAVE_FAILURES), ("save_dtype", SAVE_DTYPES)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")
 
     @property
     def records(self) -> bool:
