@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from typing import Any
 
@@ -36,11 +37,13 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
             "`accelerate launch --mixed_precision no`"
         )
     _refuse_lonely_process(args)
-    if not policy.is_mixed:
-        return
-    for name in ("fp16_full_eval", "bf16_full_eval"):
-        if getattr(args, name):
-            raise ValueError(f"{name}=True casts the FP32 masters away: remove it, evaluation uses {policy} already")
+    if policy.is_mixed:
+        _refuse_sharding(args)
+        _refuse_optimizer(str(getattr(args.optim, "value", args.optim)), args, policy)
+        _refuse_other_engines(args, policy)
+
+
+def _refuse_sharding(args: TrainingArguments) -> None:
     if (fsdp_version := _fsdp_version(args)) not in (None, 2):
         raise ValueError(
             f"FSDP version {fsdp_version} flattens parameters, and there is nothing left to give a working copy: use "
@@ -50,9 +53,14 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
         warnings.warn(
             "FSDP has no effect here: accelerate shards models on accelerators only, and trains this one on CPUs with "
             "DDP. Leave fsdp out, or use torch.distributed.fsdp.fully_shard in a loop of your own",
-            stacklevel=2,
+            stacklevel=3,
         )
-    _refuse_optimizer(str(getattr(args.optim, "value", args.optim)), args, policy, is_sharded=fsdp_version == 2)
+
+
+def _refuse_other_engines(args: TrainingArguments, policy: PrecisionPolicy) -> None:
+    for name in ("fp16_full_eval", "bf16_full_eval"):
+        if getattr(args, name):
+            raise ValueError(f"{name}=True casts the FP32 masters away: remove it, evaluation uses {policy} already")
     if args.deepspeed is not None or _is_set("ACCELERATE_USE_DEEPSPEED"):
         raise ValueError(
             "DeepSpeed brings its own FP16 optimizer: use the stock Trainer with DeepSpeed, or drop it here"
@@ -64,18 +72,23 @@ def refuse_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> 
         )
 
 
-def _refuse_optimizer(optim: str, args: TrainingArguments, policy: PrecisionPolicy, *, is_sharded: bool) -> None:
+# Parts of names of optimizers: those with state of other shapes than their parameters, and those of bitsandbytes.
+_OTHER_SHAPES = re.compile("4bit|torch_8bit|adafactor|ademamix|galore|apollo")
+_OF_BITSANDBYTES = re.compile("bnb|paged|lion_|ademamix|^(?!.*torch).*8bit")  # torchao's are adamw_torch_8bit
+
+
+def _refuse_optimizer(optim: str, args: TrainingArguments, policy: PrecisionPolicy) -> None:
     if optim.endswith("layerwise") or "lomo" in optim:
         raise ValueError(f"optim={optim!r} updates inside backward, where an overflow cannot be skipped: use another")
-    is_kept = is_sharded and policy.is_lean and args.save_strategy != "no" and not args.save_only_model
-    if is_kept and any(part in optim for part in ("4bit", "torch_8bit", "adafactor", "ademamix", "galore", "apollo")):
+    if _fsdp_version(args) != 2:
+        return
+    is_kept = args.save_strategy != "no" and not args.save_only_model
+    if policy.is_lean and is_kept and _OTHER_SHAPES.search(optim):
         raise ValueError(
             f"optim={optim!r} has state of other shapes than its parameters, which precision={str(policy)!r} cannot "
             "save under FSDP2: use save_strategy='no', save_only_model=True, or optim='adamw_torch'"
         )
-    is_8bit = "8bit" in optim and "torch" not in optim  # torchao's are adamw_torch_8bit
-    is_plain = is_8bit or any(part in optim for part in ("bnb", "paged", "lion_", "ademamix"))
-    if is_plain and is_sharded and not policy.is_lean:
+    if not policy.is_lean and _OF_BITSANDBYTES.search(optim):
         raise ValueError(
             f"optim={optim!r} of bitsandbytes updates plain tensors, and under FSDP2 those of precision="
             f"{str(policy)!r} are DTensors: use a lean layout, whose shards are plain (precision='fp16-lean'), or "

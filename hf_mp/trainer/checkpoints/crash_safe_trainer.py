@@ -300,7 +300,7 @@ class CrashSafe(_Base):
         message = f"{saving.checkpoint} could not be saved: {first or _OTHER_PROCESS}"
         if self.args.should_save:
             in_place.take_back(saving.checkpoint)
-            message += f". The last whole checkpoint is {_last_whole(saving.checkpoint.parent)}"
+            message += f"; {inspection.newest_whole_of(saving.checkpoint.parent)}"
         if self.save_failure == "stop":
             raise CheckpointError(f"{message}. The run ends here (save_failure='stop')") from first
         logger.error(f"{message}. Training goes on and tries again at the next save (save_failure='stop' would end it)")
@@ -348,17 +348,16 @@ class CrashSafe(_Base):
 
     def _load_callback_state(self) -> None:
         super()._load_callback_state()
-        # The best model is that in the folder of the checkpoints, wherever the resumed one says that it lies.
+        # The best model is the one in the folder of the resumed checkpoint, wherever that one says that it lies.
         resumed, said = self._resumed_from, self.state.best_model_checkpoint
         if resumed is None or said is None:
             return
-        places = [folder / Path(said).name for folder in (resumed.parent, Path(str(self.args.output_dir)))]
-        found = [place for place in places if inspection.step_of(place) is not None and place.is_dir()]
-        if any(place.resolve() == Path(said).resolve() for place in found):
+        beside = resumed.parent / Path(said).name
+        if beside.resolve() == Path(said).resolve():
             return
-        self.state.best_model_checkpoint = str(found[0]) if found else None
-        anew = "the best model is sought anew; copy that checkpoint here to keep it"
-        what = f"{found[0]} is taken" if found else anew
+        is_there = inspection.step_of(beside) is not None and beside.is_dir()
+        self.state.best_model_checkpoint = str(beside) if is_there else None
+        what = f"{beside} is taken" if is_there else "the best is sought anew; copy that checkpoint here to keep it"
         logger.warning(f"{resumed} names {said!r} as the best checkpoint, which is not in its folder: {what}")
 
 
@@ -397,14 +396,6 @@ def _warn_of_other_world_size(checkpoint: Path, world_size: int) -> None:
             f"{checkpoint} was saved by {manifest.world_size} processes and this run has {world_size}: it goes on, but "
             "not bit for bit as the other would have"
         )
-
-
-def _last_whole(run_directory: Path) -> str:
-    try:
-        found = [path for path in inspection.list_checkpoints(run_directory) if not inspection.is_damaged(path)]
-    except OSError as error:
-        return f"not known ({error})"
-    return str(found[-1]) if found else "none yet"
 
 
 def _is_write_failure(error: BaseException) -> bool:

@@ -78,15 +78,17 @@ def warn_of_missing_state(checkpoint: Path, world_size: int) -> None:
     The stock Trainer takes the state of optimizer and scheduler only together, and says nothing where it takes neither.
     """
     names = [path.name for path in checkpoint.iterdir()]
-    random_numbers = ["rng_state.pth"] if world_size == 1 else [f"rng_state_{rank}.pth" for rank in range(world_size)]
-    missing = [] if any(name.startswith("optimizer") for name in names) else ["optimizer.pt"]
-    missing += [name for name in ("scheduler.pt", *random_numbers) if name not in names]
-    if not missing:
+    random_numbers = {"rng_state.pth"} if world_size == 1 else {f"rng_state_{rank}.pth" for rank in range(world_size)}
+    wanted = {"scheduler.pt", *random_numbers}
+    if not any(name.startswith("optimizer") for name in names):
+        wanted.add("optimizer.pt")
+    if not (missing := wanted.difference(names)):
         return
-    anew = ["the optimizer's state (Adam's moments)", "the learning rate's schedule"]
-    anew = anew if {"optimizer.pt", "scheduler.pt"} & set(missing) else []
-    anew += ["random numbers"] if set(random_numbers) & set(missing) else []
-    logger.warning(f"{checkpoint} has no {', '.join(missing)}: {' and '.join(anew)} start anew")
+    anew = (
+        [] if missing <= random_numbers else ["the optimizer's state (Adam's moments)", "the learning rate's schedule"]
+    )
+    anew += ["random numbers"] if missing & random_numbers else []
+    logger.warning(f"{checkpoint} has no {', '.join(sorted(missing))}: {' and '.join(anew)} start anew")
 
 
 def find_newest_whole(run_directory: Path) -> tuple[Path | None, str]:
@@ -97,6 +99,17 @@ def find_newest_whole(run_directory: Path) -> tuple[Path | None, str]:
             return checkpoint, "\n".join(passed_over)
         passed_over.append(f"  {checkpoint.name}: {'; '.join(problems)}")
     return None, "\n".join(passed_over)
+
+
+def newest_whole_of(run_directory: Path) -> str:
+    """The newest whole checkpoint of a run, for a message."""
+    try:
+        newest, _ = find_newest_whole(run_directory)
+    except OSError as error:
+        return f"which checkpoint in {run_directory} is whole is not known ({error})"
+    if newest is None:
+        return f"there is no whole checkpoint in {run_directory} yet"
+    return f"the newest whole checkpoint in {run_directory} is {newest.name}"
 
 
 def is_finished(checkpoint: Path) -> bool:

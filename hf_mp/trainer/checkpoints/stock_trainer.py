@@ -89,20 +89,13 @@ def clear_up(args: TrainingArguments) -> None:
     try:
         with DirectoryLock(directory):
             in_place.clear_up(directory)
-            logger.warning(_newest_whole(directory))
+            logger.warning(inspection.newest_whole_of(directory))
     except (OSError, CheckpointError) as error:
         logger.warning(f"half-written checkpoints in {directory} are left as they are ({error})")
 
 
 def _has_leftovers(directory: Path) -> bool:
     return atomic.staging_folder(directory).is_dir() or bool(inspection.marked_in(directory))
-
-
-def _newest_whole(directory: Path) -> str:
-    newest, _ = inspection.find_newest_whole(directory)
-    if newest is None:
-        return f"there is no whole checkpoint in {directory}"
-    return f"the newest whole checkpoint in {directory} is {newest.name}"
 
 
 # What a stock Trainer has read when training begins: it hands on its state, not the directory that it came from.
@@ -132,7 +125,7 @@ def refuse_damaged(args: TrainingArguments, state: TrainerState) -> None:
     if manifest is not None and (damage := find_damage(checkpoint, manifest)):
         raise CheckpointError(
             f"{checkpoint} is damaged, and is not trained on: {'; '.join(damage)}. Resume from another checkpoint "
-            f"({_newest_whole(checkpoint.parent)}); if you changed a file yourself, remove {MANIFEST_NAME}"
+            f"({inspection.newest_whole_of(checkpoint.parent)}); if you changed a file yourself, remove {MANIFEST_NAME}"
         )
     if args.should_save:
         inspection.warn_of_missing_state(checkpoint, args.world_size)

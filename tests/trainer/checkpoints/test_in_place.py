@@ -384,4 +384,4 @@ def test_nothing_is_told_of_a_whole_one(
 def test_a_weights_only_checkpoint_is_told(tmp_path: Path, told: list[str]) -> None:
     make(tmp_path, "subclass", max_steps=4, save_only_model=True).train()
     make(tmp_path, "subclass").train(resume_from_checkpoint=True)
-    assert "has no optimizer.pt, scheduler.pt, rng_state.pth" in told[0]
+    assert "has no optimizer.pt, rng_state.pth, scheduler.pt" in told[0]
