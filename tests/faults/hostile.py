@@ -29,7 +29,6 @@ MOST_MIB = 800  # above what the process has when it begins; a file of 1 GiB in 
 SECONDS = 60
 WEIGHTS, STATE, TRAINER_STATE = "model.safetensors", "mixed_precision.json", "trainer_state.json"
 Make = Callable[[Path, Path], None]
-HOSTILE: dict[str, tuple[str, Make]] = {}  # name to the file that the error must name, and what makes it
 
 
 class Touch:
@@ -56,164 +55,78 @@ class Run(Touch):
         return (os.system, (f"touch {self.path}",))
 
 
-def hostile(name: str, file: str) -> Callable[[Make], Make]:
-    def note(make: Make) -> Make:
-        HOSTILE[name] = (file, make)
-        return make
-
-    return note
+# What makes each: given the checkpoint, and the file that code in it would make.
 
 
-# Code
+def written(file: str, content: str | bytes) -> Make:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda checkpoint, touched: (checkpoint / file).write_bytes(data)
 
 
-def _torch_file(file: str) -> None:
-    @hostile(f"torch.save of a call in {file}", file)
+def pickled(file: str) -> Make:
+    def make(checkpoint: Path, touched: Path) -> None:
+        (checkpoint / file).parent.mkdir(exist_ok=True)
+        (checkpoint / file).write_bytes(pickle.dumps(Evaluate(touched)))
+
+    return make
+
+
+def saved(file: str, kind: type[Touch] = Touch, *, zipped: bool = True) -> Make:
     def make(checkpoint: Path, touched: Path) -> None:
         if file == "pytorch_model.bin":
             (checkpoint / WEIGHTS).unlink()
-        torch.save({"state": Touch(touched)}, checkpoint / file)
+        state = {"state": kind(touched)}
+        torch.save(state, checkpoint / file, _use_new_zipfile_serialization=zipped)
+
+    return make
 
 
-def _plain_pickle(file: str) -> None:
-    @hostile(f"a plain pickle in {file}", file)
-    def make(checkpoint: Path, touched: Path) -> None:
-        (checkpoint / file).write_bytes(pickle.dumps(Evaluate(touched)))
-
-
-for _file in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "scaler.pt", "pytorch_model.bin", "optimizer.bin"):
-    _torch_file(_file)
-for _file in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "scaler.pt", "pytorch_model.bin", "adapter_model.bin"):
-    _plain_pickle(_file)
-
-
-@hostile("a shell in the old format of torch.save", "optimizer.pt")
-def _old_format(checkpoint: Path, touched: Path) -> None:
-    torch.save({"state": Run(touched)}, checkpoint / "optimizer.pt", _use_new_zipfile_serialization=False)
-
-
-@hostile("a pickle in the metadata of shards", "optimizer_0/.metadata")
-def _shard_metadata(checkpoint: Path, touched: Path) -> None:
-    (checkpoint / "optimizer_0").mkdir()
-    (checkpoint / "optimizer_0" / ".metadata").write_bytes(pickle.dumps(Touch(touched)))
-
-
-@hostile("a pickled value in a shard", "optimizer_0/.metadata")
-def _shard_value(checkpoint: Path, touched: Path) -> None:
+def shard(checkpoint: Path, touched: Path) -> None:
     dcp.save({"w": torch.ones(4), "lr": Touch(touched)}, checkpoint_id=checkpoint / "optimizer_0", no_dist=True)
 
 
-@hostile("training arguments that run code", "training_args.bin")
-def _training_args(checkpoint: Path, touched: Path) -> None:
-    torch.save(Touch(touched), checkpoint / "training_args.bin")  # never read: the only one that resumes
+def in_manifest(**changes: Any) -> Make:
+    """Changed, with a checksum that fits."""
 
-
-# Ways out of the directory
-
-
-def _outside(name: str, change: Callable[[dict[str, Any]], None]) -> None:
-    @hostile(f"a manifest that {name}", MANIFEST_NAME)
     def make(checkpoint: Path, touched: Path) -> None:
-        content = json.loads((checkpoint / MANIFEST_NAME).read_text())
-        change(content)
+        content = {**json.loads((checkpoint / MANIFEST_NAME).read_text()), **changes}
         del content["manifest_sha256"]
         (checkpoint / MANIFEST_NAME).write_text(_dump({**content, "manifest_sha256": _checksum(content)}))
 
-
-ENTRY = {"size_bytes": 1, "sha256": "0" * 64}
-_outside("points to ../", lambda content: content["files"].update({"../outside": ENTRY}))
-_outside("points to an absolute path", lambda content: content["files"].update({"/etc/passwd": ENTRY}))
-_outside("points to a drive", lambda content: content["files"].update({"C:\\x": ENTRY}))
-_outside("has a negative size", lambda content: content["files"].update({"x": {**ENTRY, "size_bytes": -1}}))
-_outside("has a negative step", lambda content: content.update(step=-4))
-_outside("has no processes", lambda content: content.update(world_size=0))
-_outside("is of another format", lambda content: content.update(format=99))
+    return make
 
 
-@hostile("a manifest nested too deeply", MANIFEST_NAME)
-def _deep_manifest(checkpoint: Path, touched: Path) -> None:
-    (checkpoint / MANIFEST_NAME).write_text("[" * 1_000_000)
-
-
-@hostile("a manifest of 1 GiB", MANIFEST_NAME)
-def _large_manifest(checkpoint: Path, touched: Path) -> None:
-    _sparse(checkpoint / MANIFEST_NAME)
-
-
-@hostile("a manifest with a key twice", MANIFEST_NAME)
-def _twice_in_manifest(checkpoint: Path, touched: Path) -> None:
-    path = checkpoint / MANIFEST_NAME
-    path.write_text(path.read_text().replace("{", '{\n  "step": 1,', 1))
-
-
-def _link(file: str, target: str) -> None:
-    @hostile(f"{file} linked to {target}", file)
+def replaced(file: str, old: str, new: str) -> Make:
     def make(checkpoint: Path, touched: Path) -> None:
-        (checkpoint / file).unlink()
+        path = checkpoint / file
+        path.write_text(path.read_text().replace(old, new, 1))
+
+    return make
+
+
+def sparse(file: str) -> Make:
+    return lambda checkpoint, touched: os.truncate(checkpoint / file, 2**30)  # a hole: it takes no room on the disk
+
+
+def linked(file: str, target: str | None = None) -> Make:
+    def make(checkpoint: Path, touched: Path) -> None:
+        (checkpoint / file).unlink(missing_ok=True)
         outside = touched.with_name("outside")
         outside.write_bytes(b"secret")
-        (checkpoint / file).symlink_to(outside if target == "a file outside" else target)
+        (checkpoint / file).symlink_to(target or outside)
+
+    return make
 
 
-_link(WEIGHTS, "a file outside")
-_link("optimizer.pt", "/dev/zero")
-_link("config.json", "/proc/kcore")
-_link("rng_state.pth", "/nowhere")
-
-
-@hostile("a pipe as optimizer.pt", "optimizer.pt")
-def _pipe(checkpoint: Path, touched: Path) -> None:
-    (checkpoint / "optimizer.pt").unlink()
-    os.mkfifo(checkpoint / "optimizer.pt")
-
-
-@hostile("a pipe as the manifest", MANIFEST_NAME)
-def _pipe_as_manifest(checkpoint: Path, touched: Path) -> None:
-    (checkpoint / MANIFEST_NAME).unlink()
-    os.mkfifo(checkpoint / MANIFEST_NAME)
-
-
-@hostile("a folder linked to /", "more")
-def _folder(checkpoint: Path, touched: Path) -> None:
-    (checkpoint / "more").symlink_to("/")
-
-
-def _index(name: str, text: str) -> None:
-    @hostile(f"an index of shards that {name}", "model.safetensors.index.json")
+def pipe(file: str) -> Make:
     def make(checkpoint: Path, touched: Path) -> None:
-        (checkpoint / "model.safetensors.index.json").write_text(text)
+        (checkpoint / file).unlink()
+        os.mkfifo(checkpoint / file)
+
+    return make
 
 
-_index("points outside", json.dumps({"weight_map": {"a": "../../x.safetensors"}}))
-_index("is nested too deeply", '{"weight_map": ' + "[" * 1_000_000)
-_index("is a list", "[]")
-
-# Memory
-
-
-def _sparse(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(2**30)  # a hole: it takes no room on the disk
-
-
-@hostile("a header of safetensors of 2**60 bytes", WEIGHTS)
-def _huge_header(checkpoint: Path, touched: Path) -> None:
-    (checkpoint / WEIGHTS).write_bytes(struct.pack("<Q", 2**60) + b"{}")
-
-
-@hostile("a header of safetensors of 90 MB", WEIGHTS)
-def _large_header(checkpoint: Path, touched: Path) -> None:
-    (checkpoint / WEIGHTS).write_bytes(struct.pack("<Q", 90_000_000) + b"[" * 90_000_000)
-
-
-@hostile("safetensors whose tensors lie beyond the end", WEIGHTS)
-def _beyond(checkpoint: Path, touched: Path) -> None:
-    header = json.dumps({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()
-    (checkpoint / WEIGHTS).write_bytes(struct.pack("<Q", len(header)) + header)
-
-
-@hostile("a zip bomb as optimizer.pt", "optimizer.pt")
-def _zip_bomb(checkpoint: Path, touched: Path) -> None:
+def zip_bomb(checkpoint: Path, touched: Path) -> None:
     with zipfile.ZipFile(checkpoint / "optimizer.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", pickle.dumps({}))
         with archive.open("archive/data/0", "w") as entry:
@@ -221,89 +134,141 @@ def _zip_bomb(checkpoint: Path, touched: Path) -> None:
                 entry.write(bytes(2**20))
 
 
-@hostile("a trainer state of 1 GiB", TRAINER_STATE)
-def _large_state(checkpoint: Path, touched: Path) -> None:
-    _sparse(checkpoint / TRAINER_STATE)
+def in_json(file: str, text: str, inside: str | None = None) -> Make:
+    """With the entries in ``text`` changed, those of ``inside``."""
 
-
-@hostile("a config nested too deeply", "config.json")
-def _deep_config(checkpoint: Path, touched: Path) -> None:
-    (checkpoint / "config.json").write_text('{"a":' * 1_000_000)
-
-
-# Values
-
-
-def _scaler(name: str, text: str) -> None:
-    @hostile(f"a loss scale that is {name}", STATE)
     def make(checkpoint: Path, touched: Path) -> None:
-        state = json.loads((checkpoint / STATE).read_text())
-        state["loss_scaler"].update(json.loads(text))
-        (checkpoint / STATE).write_text(json.dumps(state))
+        content = json.loads((checkpoint / file).read_text())
+        (content if inside is None else content[inside]).update(json.loads(text))
+        (checkpoint / file).write_text(json.dumps(content))
+
+    return make
 
 
-_scaler("NaN", '{"scale": NaN}')
-_scaler("infinite", '{"scale": 1e999}')
-_scaler("zero", '{"scale": 0}')
-_scaler("negative", '{"scale": -8.0}')
-_scaler("text", '{"scale": "8"}')
-_scaler("counted below zero", '{"steps": -1}')
-_scaler("counted in halves", '{"skipped_steps": 0.5}')
-
-
-def _trainer_state(name: str, **changes: Any) -> None:
-    @hostile(f"a trainer state with {name}", TRAINER_STATE)
+def weights(change: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]) -> Make:
     def make(checkpoint: Path, touched: Path) -> None:
-        path = checkpoint / TRAINER_STATE
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+        tensors = dict(change(name, value) for name, value in load_file(checkpoint / WEIGHTS).items())
+        save_file(tensors, checkpoint / WEIGHTS, metadata={"format": "pt"})
+
+    return make
 
 
-_trainer_state("a negative step", global_step=-5)
-_trainer_state("text for a step", global_step="4")
-_trainer_state("an epoch that is NaN", epoch=float("nan"))
-_trainer_state("unknown entries", __class__="os.system")
-_trainer_state("a log that is none", log_history=5)
-
-
-def _weights(name: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    @hostile(f"weights {name}", WEIGHTS)
+def in_state(file: str, change: Callable[[dict[str, Any]], Any]) -> Make:
     def make(checkpoint: Path, touched: Path) -> None:
-        tensors = load_file(checkpoint / WEIGHTS)
-        save_file(change(tensors) or tensors, checkpoint / WEIGHTS, metadata={"format": "pt"})
-
-
-_weights("of another model's shapes", lambda tensors: {name: torch.zeros(3, 3) for name in tensors})
-_weights("of another model's names", lambda tensors: {f"other.{name}": value for name, value in tensors.items()})
-_weights("of whole numbers", lambda tensors: {name: value.to(torch.int32) for name, value in tensors.items()})
-_weights("that are NaN", lambda tensors: {name: value * float("nan") for name, value in tensors.items()})
-
-
-def _optimizer(name: str, change: Callable[[dict[str, Any]], Any], file: str = "optimizer") -> None:
-    @hostile(f"a state of the {file} {name}", file)
-    def make(checkpoint: Path, touched: Path) -> None:
-        state = torch.load(checkpoint / f"{file}.pt", weights_only=True)
+        state = torch.load(checkpoint / file, weights_only=False)
         change(state)
-        torch.save(state, checkpoint / f"{file}.pt")
+        torch.save(state, checkpoint / file)
+
+    return make
 
 
-def _first(state: dict[str, Any]) -> dict[str, Any]:
-    first: dict[str, Any] = next(iter(state["state"].values()))
-    return first
+def first(state: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = next(iter(state["state"].values()))
+    return found
 
 
-_optimizer("with moments that are NaN", lambda state: _first(state)["exp_avg"].fill_(float("nan")))
-_optimizer("with moments of another shape", lambda state: _first(state).update(exp_avg=torch.zeros(3)))
-_optimizer("with steps below zero", lambda state: _first(state).update(step=torch.tensor(-9.0)))
-_optimizer("with a learning rate of inf", lambda state: state["param_groups"][0].update(lr=float("inf")))
-_optimizer("of other parameters", lambda state: state["param_groups"][0]["params"].pop())
-_optimizer("with what it has not", lambda state: state.update(get_last_lr=1), "scheduler")
-_optimizer("with a step below zero", lambda state: state.update(last_epoch=-7), "scheduler")
+NAN = float("nan")
+ENTRY = {"size_bytes": 1, "sha256": "0" * 64}
+BEYOND = json.dumps({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()
+OPTIMIZER, SCHEDULER, INDEX, SHARDS = (
+    "optimizer.pt",
+    "scheduler.pt",
+    "model.safetensors.index.json",
+    "optimizer_0/.metadata",
+)
+SAVED = (OPTIMIZER, SCHEDULER, "rng_state.pth", "scaler.pt", "pytorch_model.bin")
 
-
-@hostile("random numbers of another length", "rng_state.pth")
-def _random_numbers(checkpoint: Path, touched: Path) -> None:
-    state = torch.load(checkpoint / "rng_state.pth", weights_only=False)
-    torch.save({**state, "cpu": torch.zeros(3, dtype=torch.uint8)}, checkpoint / "rng_state.pth")
+# By name: the file that the error must name, and what makes it.
+HOSTILE: dict[str, tuple[str, Make]] = {
+    # Code
+    **{f"torch.save of a call in {file}": (file, saved(file)) for file in (*SAVED, "optimizer.bin")},
+    **{f"a plain pickle in {file}": (file, pickled(file)) for file in (*SAVED, "adapter_model.bin")},
+    "a shell in the old format of torch.save": (OPTIMIZER, saved(OPTIMIZER, Run, zipped=False)),
+    "a pickle in the metadata of shards": (SHARDS, pickled(SHARDS)),
+    "a pickled value in a shard": (SHARDS, shard),
+    # never read: the only one that resumes
+    "training arguments that run code": ("training_args.bin", saved("training_args.bin")),
+    # Ways out of the directory
+    "a manifest that points to ../": (MANIFEST_NAME, in_manifest(files={"../outside": ENTRY})),
+    "a manifest that points to an absolute path": (MANIFEST_NAME, in_manifest(files={"/etc/passwd": ENTRY})),
+    "a manifest that points to a drive": (MANIFEST_NAME, in_manifest(files={"C:\\x": ENTRY})),
+    "a manifest that has a negative size": (MANIFEST_NAME, in_manifest(files={"x": {**ENTRY, "size_bytes": -1}})),
+    "a manifest that has a negative step": (MANIFEST_NAME, in_manifest(step=-4)),
+    "a manifest that has no processes": (MANIFEST_NAME, in_manifest(world_size=0)),
+    "a manifest that is of another format": (MANIFEST_NAME, in_manifest(format=99)),
+    "a manifest nested too deeply": (MANIFEST_NAME, written(MANIFEST_NAME, "[" * 1_000_000)),
+    "a manifest of 1 GiB": (MANIFEST_NAME, sparse(MANIFEST_NAME)),
+    "a manifest with a key twice": (MANIFEST_NAME, replaced(MANIFEST_NAME, "{", '{\n  "step": 1,')),
+    "model.safetensors linked to a file outside": (WEIGHTS, linked(WEIGHTS)),
+    "optimizer.pt linked to /dev/zero": (OPTIMIZER, linked(OPTIMIZER, "/dev/zero")),
+    "config.json linked to /proc/kcore": ("config.json", linked("config.json", "/proc/kcore")),
+    "rng_state.pth linked to /nowhere": ("rng_state.pth", linked("rng_state.pth", "/nowhere")),
+    "a folder linked to /": ("more", linked("more", "/")),
+    "a pipe as optimizer.pt": (OPTIMIZER, pipe(OPTIMIZER)),
+    "a pipe as the manifest": (MANIFEST_NAME, pipe(MANIFEST_NAME)),
+    "an index of shards that points outside": (INDEX, written(INDEX, '{"weight_map": {"a": "../../x.safetensors"}}')),
+    "an index of shards that is nested too deeply": (INDEX, written(INDEX, '{"weight_map": ' + "[" * 1_000_000)),
+    "an index of shards that is a list": (INDEX, written(INDEX, "[]")),
+    # Memory
+    "a header of safetensors of 2**60 bytes": (WEIGHTS, written(WEIGHTS, struct.pack("<Q", 2**60) + b"{}")),
+    "a header of safetensors of 90 MB": (WEIGHTS, written(WEIGHTS, struct.pack("<Q", 90_000_000) + b"[" * 90_000_000)),
+    "safetensors whose tensors lie beyond the end": (
+        WEIGHTS,
+        written(WEIGHTS, struct.pack("<Q", len(BEYOND)) + BEYOND),
+    ),
+    "a zip bomb as optimizer.pt": (OPTIMIZER, zip_bomb),
+    "a trainer state of 1 GiB": (TRAINER_STATE, sparse(TRAINER_STATE)),
+    "a config nested too deeply": ("config.json", written("config.json", '{"a":' * 1_000_000)),
+    # Values
+    **{
+        f"a loss scale that is {name}": (STATE, in_json(STATE, text, "loss_scaler"))
+        for name, text in {
+            "NaN": '{"scale": NaN}',
+            "infinite": '{"scale": 1e999}',
+            "zero": '{"scale": 0}',
+            "negative": '{"scale": -8.0}',
+            "text": '{"scale": "8"}',
+            "counted below zero": '{"steps": -1}',
+            "counted in halves": '{"skipped_steps": 0.5}',
+        }.items()
+    },
+    **{
+        f"a trainer state with {name}": (TRAINER_STATE, in_json(TRAINER_STATE, text))
+        for name, text in {
+            "a negative step": '{"global_step": -5}',
+            "text for a step": '{"global_step": "4"}',
+            "an epoch that is NaN": '{"epoch": NaN}',
+            "unknown entries": '{"__class__": "os.system"}',
+            "a log that is none": '{"log_history": 5}',
+        }.items()
+    },
+    "weights of another model's shapes": (WEIGHTS, weights(lambda name, value: (name, torch.zeros(3, 3)))),
+    "weights of another model's names": (WEIGHTS, weights(lambda name, value: (f"other.{name}", value))),
+    "weights of whole numbers": (WEIGHTS, weights(lambda name, value: (name, value.to(torch.int32)))),
+    "weights that are NaN": (WEIGHTS, weights(lambda name, value: (name, value * NAN))),
+    **{
+        f"a state of the optimizer {name}": (OPTIMIZER, in_state(OPTIMIZER, change))
+        for name, change in {
+            "with moments that are NaN": lambda state: first(state)["exp_avg"].fill_(NAN),
+            "with moments of another shape": lambda state: first(state).update(exp_avg=torch.zeros(3)),
+            "with steps below zero": lambda state: first(state).update(step=torch.tensor(-9.0)),
+            "with a learning rate of inf": lambda state: state["param_groups"][0].update(lr=float("inf")),
+            "of other parameters": lambda state: state["param_groups"][0]["params"].pop(),
+        }.items()
+    },
+    "a state of the scheduler with what it has not": (
+        SCHEDULER,
+        in_state(SCHEDULER, lambda state: state.update(get_last_lr=1)),
+    ),
+    "a state of the scheduler with a step below zero": (
+        SCHEDULER,
+        in_state(SCHEDULER, lambda state: state.update(last_epoch=-7)),
+    ),
+    "random numbers of another length": (
+        "rng_state.pth",
+        in_state("rng_state.pth", lambda state: state.update(cpu=torch.zeros(3, dtype=torch.uint8))),
+    ),
+}
 
 
 RESUMES = ("training arguments that run code",)  # never read, so it may resume

@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
+from kills import Killed, kill_at
 
 import hf_mp.trainer.checkpoints.atomic as atomic
 from hf_mp.trainer.checkpoints.atomic import publish, recover, remove, staging_folder, sync_tree
-
-
-class Killed(BaseException):
-    pass
 
 
 def directory(path: Path, content: str) -> Path:
@@ -27,33 +23,15 @@ def is_whole(path: Path) -> bool:
     return (path / "file").is_file()
 
 
-def calls_of(monkeypatch: pytest.MonkeyPatch, killed_at: int) -> list[str]:
-    """Have the call number ``killed_at`` to the system not return."""
-    calls: list[str] = []
-
-    def counted(name: str, real: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            if len(calls) == killed_at:
-                raise Killed
-            return real(*args, **kwargs)
-
-        return call
-
-    for name in ("rename", "fsync", "rmdir", "unlink"):
-        monkeypatch.setattr(os, name, counted(name, getattr(os, name)))
-    return calls
-
-
 @pytest.mark.parametrize("replaces", [False, True], ids=["new", "replaces"])
-@pytest.mark.parametrize("killed_at", range(1, 14))
+@pytest.mark.parametrize("killed_at", range(1, 18))
 def test_a_kill_at_any_call_leaves_the_old_or_the_new_one(tmp_path: Path, replaces: bool, killed_at: int) -> None:
     target = tmp_path / "checkpoint-2"
     if replaces:
         directory(target, "old")
     staged = directory(staging_folder(tmp_path) / target.name, "new")
     with pytest.MonkeyPatch.context() as patch:
-        calls_of(patch, killed_at)
+        kill_at(patch, killed_at)
         with suppress(Killed):
             sync_tree(staged)
             publish(staged, target)
@@ -62,11 +40,11 @@ def test_a_kill_at_any_call_leaves_the_old_or_the_new_one(tmp_path: Path, replac
     assert sorted(path.name for path in tmp_path.iterdir()) == [target.name]
 
 
-@pytest.mark.parametrize("killed_at", range(1, 9))
+@pytest.mark.parametrize("killed_at", range(1, 12))
 def test_a_kill_while_removing_leaves_it_whole_or_gone(tmp_path: Path, killed_at: int) -> None:
     target = directory(tmp_path / "checkpoint-2", "old")
     with pytest.MonkeyPatch.context() as patch:
-        calls_of(patch, killed_at)
+        kill_at(patch, killed_at)
         with suppress(Killed):
             remove(target)
     assert not target.exists() or is_whole(target)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
+from kills import Killed, kill_at
 from trainer_runs import arguments, make_trainer, same, tiny_gpt2, token_rows, weights
 from transformers import Trainer
 
@@ -57,10 +58,6 @@ def entries(folder: Path) -> list[str]:
 # One save, killed at each of its calls to the system
 
 
-class Killed(BaseException):
-    pass
-
-
 def run_arguments(folder: Path, **settings: Any) -> Any:
     values = {"output_dir": str(folder), "should_save": True, "world_size": 1, "save_strategy": "steps", **settings}
     return SimpleNamespace(**values)
@@ -81,24 +78,6 @@ def save(folder: Path, content: str) -> None:
     begin(checkpoint, 1)
     write(checkpoint, content)
     complete(checkpoint, step=4, world_size=1, precision="fp16")
-
-
-def kill_at(patch: pytest.MonkeyPatch, number: int) -> list[str]:
-    """Have the call ``number`` to the system not return, and none after it be made."""
-    calls: list[str] = []
-
-    def counted(name: str, real: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            if len(calls) >= number:
-                raise Killed
-            return real(*args, **kwargs)
-
-        return call
-
-    for name in ("rename", "fsync", "rmdir", "unlink", "mkdir", "open"):
-        patch.setattr(os, name, counted(name, getattr(os, name)))
-    return calls
 
 
 @pytest.mark.parametrize("replaces", [False, True], ids=["new", "replaces"])
