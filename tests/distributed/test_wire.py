@@ -43,7 +43,7 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 def assert_trains_alike(losses: list[float], expected: list[float]) -> None:
-    assert len(losses) == 50 and expected[-1] < 0.95 * expected[0]  # it learns, so that equal losses say something
+    assert len(losses) == 20 and expected[-1] < 0.95 * expected[0]  # it learns, so that equal losses say something
     assert losses == pytest.approx(expected, rel=1e-4)
 
 
@@ -110,16 +110,16 @@ def test_masters_keep_all_their_bits(two: Results, name: str) -> None:
         assert math.isfinite(case["ran"])
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp", "shard"])
-@pytest.mark.parametrize("precision", [*PRECISIONS, IN_16_BITS])
-def test_an_overflow_of_one_process_is_skipped_by_all(two: Results, wrap: str, precision: str) -> None:
-    first, second = (rank["overflows"][f"{wrap} {precision}"] for rank in two)
-    for case in (first, second):
-        assert case["skipped"] == [True]
-        assert same(case["before"], case["after"])
-        assert case["rest"]["skipped"] == [False] * 3
-    assert first["rest"]["scale"] == second["rest"]["scale"]
-    assert same(first["rest"]["weights"], second["rest"]["weights"])
+def test_an_overflow_of_one_process_is_skipped_by_all(two: Results) -> None:
+    assert len(two[0]["overflows"]) == 10
+    for name, first in two[0]["overflows"].items():
+        second = two[1]["overflows"][name]
+        for case in (first, second):
+            assert case["skipped"] == [True], name
+            assert same(case["before"], case["after"]), name
+            assert case["rest"]["skipped"] == [False] * 3, name
+        assert first["rest"]["scale"] == second["rest"]["scale"], name
+        assert same(first["rest"]["weights"], second["rest"]["weights"]), name
 
 
 def gathered(rank: dict[str, Any], name: str) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import take_step
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
@@ -141,9 +142,7 @@ def train(precision: str, make: Average) -> tuple[list[Tensor], list[Tensor], li
         start = [value.clone() for value in averages()]
     masters = []
     for _ in range(12):
-        (model(X) - X[:, :1]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step((model(X) - X[:, :1]).square().mean(), optimizer)
         before = [value.clone() for value in model.state_dict().values()]
         with torch.no_grad():
             update(model)

@@ -11,6 +11,7 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
+from tiny import take_step
 from torch import Tensor, nn
 
 import hf_mp
@@ -64,9 +65,7 @@ def train(precision: str, steps: int = 8) -> tuple[list[Tensor], list[float], An
     evaluated = []
     for step in range(steps):
         optimizer.train()
-        (model(X) - X[:, :1]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step((model(X) - X[:, :1]).square().mean(), optimizer)
         if step % 3 == 2:
             optimizer.eval()
             with torch.no_grad():
@@ -95,9 +94,7 @@ def test_eval_and_train_again_cost_no_bits(precision: str) -> None:
     model, optimizer = hf_mp.prepare(model, ScheduleFreeSGD(model.parameters()), precision)  # type: ignore[assignment]
     for _ in range(3):
         optimizer.train()
-        model(X).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model(X).square().mean(), optimizer)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for _ in range(10):
         optimizer.eval()

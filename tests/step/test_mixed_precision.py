@@ -380,6 +380,14 @@ def integers() -> nn.Module:
 
 
 BAD: dict[str, tuple[Callable[[GPT2LMHeadModel], Any], type[Exception], str]] = {
+    "TorchScript": (
+        lambda m: MixedPrecision("fp16").attach(torch.jit.script(nn.Linear(2, 2))), ValueError,
+        r"^RecursiveScriptModule is a TorchScript module",
+    ),
+    "a part in TorchScript": (
+        lambda m: MixedPrecision("fp16").attach(nn.Sequential(torch.jit.script(nn.Linear(2, 2)))), ValueError,
+        r"^0 is a TorchScript module",
+    ),
     "no floats": (
         lambda m: MixedPrecision("fp16").attach(integers()), ValueError,
         "has no floating parameters, so there is nothing to train",

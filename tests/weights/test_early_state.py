@@ -16,6 +16,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 import transformers.optimization
+from tiny import take_step
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -90,7 +91,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor], layout: str) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:MasterWeightOptimizer has nothing to do")
-@pytest.mark.parametrize(("make", "name"), implementations())
+@pytest.mark.parametrize(("make", "name"), list(implementations()))
 def test_every_optimizer_steps_as_on_fp32_weights(make: Make, name: str) -> None:
     for dtype, layout in itertools.product(LOADED, LAYOUTS):
         model = model_in(dtype, name)
@@ -222,9 +223,8 @@ def test_loading_the_optimizer_before_prepare_resumes_bit_for_bit(precision: str
 
     def train(model: nn.Module, optimizer: Optimizer, seeds: range) -> None:
         for seed in seeds:
-            model(torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+            take_step(model(x).square().mean(), optimizer)
 
     model, optimizer = hf_mp.prepare(*new(), precision)
     train(model, optimizer, range(3))

@@ -18,7 +18,6 @@ from hf_mp.weights.lean.outside_reads import as_stored
 from hf_mp.weights.lean.split_parameter import (
     SplitParameter,
     gradient_and_factor,
-    keep_scale_of_gradients,
     make_split,
     master_value,
     multiply_gradients,
@@ -389,21 +388,6 @@ def test_setting_and_deleting_gradients(pair: Pair) -> None:
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
     model.first.weight.grad = torch.ones(8, 8)
     assert torch.equal(gradient_and_factor(model.first.weight)[0], torch.ones(8, 8))  # type: ignore[arg-type]
-
-
-def test_a_scaled_gradient_remembers_its_scale() -> None:
-    model = layers()
-    runtime = attached(model, "fp16-lean")
-    model(X).square().mean().backward()
-    gradients = [raw_gradient(p).float() / SCALE for p in model.parameters()]  # type: ignore[union-attr]
-    keep_scale_of_gradients(model.parameters())
-    runtime.scaler._set_scale(4.0)
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        assert torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
-    model.zero_grad()
-    model(X).square().mean().backward()  # new ones have the new scale
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=2e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["scaled", "read", "ordinary FP16", "none"])
