@@ -15,9 +15,15 @@ from torch.nn import functional as F
 from hf_mp.casting.experts import WEIGHTS, has_stacked_experts
 from hf_mp.weights.model_walk import modules_of
 
-# Where a weight is looked up: its module, the module's attributes, the name, the weight, and whether the slot holds 16
-# bits while a forward runs, if the weight has a working copy. A plain tuple: a forward makes one for each weight.
-Slot = tuple[nn.Module, dict[str, Any], str, Tensor, bool]
+
+class Slot(NamedTuple):
+    """Where a weight is looked up."""
+
+    module: nn.Module
+    attributes: dict[str, Any]  # of the module
+    name: str
+    weight: Tensor
+    in_16_bits: bool  # whether it holds the working copy while a forward runs, if the weight has one
 
 
 class _Kind(NamedTuple):
@@ -107,7 +113,7 @@ class ProductUses:
                 for name, weight in parameters.items():
                     # accelerate loads what it has offloaded when its module is called: until then it is on meta.
                     if weight is not None and name not in attributes and weight.device.type != "meta":
-                        yield module, attributes, name, weight, name in names
+                        yield Slot(module, attributes, name, weight, name in names)
 
     def _keep_adapted_experts(self, base: nn.Module) -> None:
         # PEFT adds to them, in FP32, in a parametrization that may not change their dtype.
@@ -122,8 +128,8 @@ class ProductUses:
     def learn(self, kind: Hashable, slots: Iterable[Slot], notes: Notes) -> None:
         """Take in what the first forward of this kind did with the weights of these slots."""
         self._known.add(kind)
-        for module, _, name, weight, in_16_bits in slots:
-            uses = notes.get((id(weight), in_16_bits))
+        for slot in slots:
+            module, name, uses = slot.module, slot.name, notes.get((id(slot.weight), slot.in_16_bits))
             if uses is None or module in self._ruled:
                 continue
             otherwise = self._used_otherwise.get(module, frozenset())
@@ -131,5 +137,5 @@ class ProductUses:
                 self._used_otherwise[module] = otherwise | {name}
                 self._names[module] -= {name}
             # Used twice, each use of an FP32 weight has its own cast, and their gradients are summed in FP32.
-            elif not in_16_bits and uses.products == 1 and name not in otherwise:
+            elif not slot.in_16_bits and uses.products == 1 and name not in otherwise:
                 self._names[module] |= {name}

@@ -92,38 +92,42 @@ class Slots:
         """What to put into which of ``slots``."""
         self._slots += slots if self.is_learning else []
         # Made fresh before an alias inside exists: anything else that shares the memory may write it unseen.
-        copies = [
-            self._copy_of(weight) if in_16_bits and weight.dtype is torch.float32 else None
-            for _, _, _, weight, in_16_bits in slots
-        ]
+        copies = [self._copy_of(slot) for slot in slots]
         if self.has_grad:
             self._bring_in_trained(slots, copies)
         found, placed = [], set[int]()
         for slot, copy in zip(slots, copies, strict=True):
-            _, _, _, weight, in_16_bits = slot
-            if self.has_grad and (inside := self._inside.get(id(weight))) is not None:
-                if self._has_border_by_slot:
-                    inside = self._bring_in([(weight, None)]) if id(weight) in placed else inside
-                    placed.add(id(weight))
-                value = inside.rounded if in_16_bits and inside.rounded is not None else inside.wide
-            elif copy is not None:
-                self._inside[id(copy)] = _Inside(weight, weight, copy)
-                value = copy
-            else:
-                value = weight
+            weight = slot.weight
+            value = self._value_of(slot, copy, placed)
             if self.is_learning:
                 self._inside.setdefault(id(weight), _Inside(weight, weight, copy))
             if value is not weight:
                 found.append((slot, value))
         return found
 
-    def _copy_of(self, weight: Tensor) -> Tensor | None:
-        copy = self._layout.copies.fresh(weight)
-        return self._layout.working_copy(weight) if copy is None else copy
+    def _copy_of(self, slot: Slot) -> Tensor | None:
+        if not slot.in_16_bits or slot.weight.dtype is not torch.float32:
+            return None
+        copy = self._layout.copies.fresh(slot.weight)
+        return self._layout.working_copy(slot.weight) if copy is None else copy
+
+    def _value_of(self, slot: Slot, copy: Tensor | None, placed: set[int]) -> Tensor:
+        """What to put into ``slot``; ``placed`` are weights that lie in one already."""
+        weight = slot.weight
+        inside = self._inside.get(id(weight)) if self.has_grad else None
+        if inside is None:
+            if copy is not None:
+                self._inside[id(copy)] = _Inside(weight, weight, copy)
+            return weight if copy is None else copy
+        if self._has_border_by_slot:
+            inside = self._bring_in([(weight, None)]) if id(weight) in placed else inside
+            placed.add(id(weight))
+        return inside.rounded if slot.in_16_bits and inside.rounded is not None else inside.wide
 
     def _bring_in_trained(self, slots: list[Slot], copies: list[Tensor | None]) -> None:
         pairs: dict[int, tuple[Tensor, Tensor | None]] = {}
-        for (_, _, _, weight, _), copy in zip(slots, copies, strict=True):
+        for slot, copy in zip(slots, copies, strict=True):
+            weight = slot.weight
             if weight.requires_grad and (copy is not None or (self.has_borders and id(weight) not in pairs)):
                 pairs[id(weight)] = weight, copy
         for group in _groups(pairs.values(), self._group_elements):
@@ -140,8 +144,8 @@ class Slots:
 
     def fill(self) -> None:
         """Put what is inside into the slots; where FSDP shards the weights, when it has gathered them."""
-        for (_, attributes, name, _, _), value in self._filled:
-            attributes["_parameters"][name] = value
+        for slot, value in self._filled:
+            slot.attributes["_parameters"][slot.name] = value
         if self.has_grad and not self._layout.keeps_copies:
             self._fill_gathered(self._model)
             for module in fsdp_modules(self._model):
@@ -154,37 +158,38 @@ class Slots:
             # FSDP's DTensor is that of a part that it gathers by itself.
             has_dtensors = isinstance(self._layout, TensorParallelLayout)
             slots = [
-                (module, attributes, name, weight, in_16_bits)
-                for module, attributes, name, weight, in_16_bits in self._uses.slots(gathered)
-                if (has_dtensors or not is_dtensor(weight)) and (not weight.requires_grad or self.is_outside(weight))
+                slot
+                for slot in self._uses.slots(gathered)
+                if (has_dtensors or not is_dtensor(slot.weight))
+                and (not slot.weight.requires_grad or self.is_outside(slot.weight))
             ]
-            for _, _, _, weight, _ in slots:
-                if weight.dtype in LOWER_PRECISION_DTYPES and weight.requires_grad:
-                    weight.grad_dtype = torch.float32  # what leaves through the border
+            for slot in slots:
+                if slot.weight.dtype in LOWER_PRECISION_DTYPES and slot.weight.requires_grad:
+                    slot.weight.grad_dtype = torch.float32  # what leaves through the border
             if has_dtensors:  # Transformers < 5.23 sums a norm's .grad as soon as the norm's backward has run
                 self._group_elements = 1
             for slot, value in self._bring_in_all(slots):
                 # FSDP puts its own among the parameters; Transformers takes DTensors from there for code on shards.
-                (slot[1]["_parameters"] if is_dtensor(value) else slot[1])[slot[2]] = value
+                (slot.attributes["_parameters"] if is_dtensor(value) else slot.attributes)[slot.name] = value
                 self._filled.append((slot, value))
 
     def _empty_gathered(self, gathered: nn.Module, *args: Any) -> None:
         # FSDP frees what it has gathered; roundings of it would stay.
         inner = set(gathered.modules())
-        freed = [entry for entry in self._filled if entry[0][0] in inner]
-        self._filled = [entry for entry in self._filled if entry[0][0] not in inner]
+        freed = [(slot, value) for slot, value in self._filled if slot.module in inner]
+        self._filled = [(slot, value) for slot, value in self._filled if slot.module not in inner]
         self._give_back(freed)
-        for (_, _, _, weight, _), _value in freed:
-            for one in self._inside.get(id(weight)) or ():
+        for slot, _ in freed:
+            for one in self._inside.get(id(slot.weight)) or ():
                 self._inside.pop(id(one), None)
 
     def _give_back(self, filled: list[tuple[Slot, Tensor]]) -> None:
         keeps_copies = self._layout.keeps_copies
-        for (_, attributes, name, weight, _), value in filled:
+        for slot, value in filled:
             if not keeps_copies and not is_dtensor(value):
-                attributes.pop(name, None)
-            elif attributes["_parameters"].get(name) is value:  # else the forward has put something in its place
-                attributes["_parameters"][name] = weight
+                slot.attributes.pop(slot.name, None)
+            elif slot.attributes["_parameters"].get(slot.name) is value:  # else the forward has put another there
+                slot.attributes["_parameters"][slot.name] = slot.weight
 
     def clear(self) -> None:
         """Give the slots back."""
@@ -207,9 +212,9 @@ class Slots:
 
     def _put(self, place: int, slot: Slot, value: Tensor) -> None:
         """Put another value into a slot that is filled."""
-        _, attributes, name, _, _ = slot
-        if attributes["_parameters"].get(name) is self._filled[place][1]:
-            attributes["_parameters"][name] = value
+        parameters = slot.attributes["_parameters"]
+        if parameters.get(slot.name) is self._filled[place][1]:
+            parameters[slot.name] = value
             self._filled[place] = slot, value
 
     def is_copy(self, tensor: Any) -> bool:
@@ -226,9 +231,9 @@ class Slots:
         written = func(*self.in_fp32(args, {})[0], **self.in_fp32((), kwargs)[1])
         with torch.set_grad_enabled(self.has_grad):  # writes are made without
             for place, (slot, _) in enumerate(self._filled):
-                if id(weight := slot[3]) in weights and (found := self._bring_in_all([slot])):
+                if id(slot.weight) in weights and (found := self._bring_in_all([slot])):
                     self._put(place, slot, value := found[0][1])
-                    written = value if written is weight else written
+                    written = value if written is slot.weight else written
         return written
 
     def in_fp32(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
