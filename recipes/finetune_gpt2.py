@@ -192,6 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console.print(summary_table(summary))
         console.print(f"The model is in {output_dir}. It writes:\n", soft_wrap=True)
         console.print(Text(write_text(output_dir, recipe.prompt, args.seed)))
+        if trainer.session.contract is not None:  # a step was taken
+            console.print(f"\nIn which dtype it was trained:\n{trainer.session.contract}", soft_wrap=True)
 
 
 # Arguments

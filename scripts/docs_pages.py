@@ -87,6 +87,8 @@ SECTIONS = (
         "Diagnostics",
         ("hf_mp.diagnostics",),
         (
+            "hf_mp.diagnostics.contract.table.ContractRow",
+            "hf_mp.diagnostics.contract.risks.Risk",
             "hf_mp.diagnostics.lost_updates.ParameterUpdates",
             "hf_mp.diagnostics.ranges.OpRange",
             "hf_mp.diagnostics.comparison_report.PrecisionError",

@@ -101,6 +101,8 @@ def test_the_run_ends_in_a_table_that_a_person_can_read(finished):
 
 def test_then_the_model_writes_a_text_that_begins_with_the_prompt(finished):
     assert "The" in finished.printed.split("It writes:")[1]
+    contract = finished.printed.split("In which dtype it was trained:\n")[1].splitlines()
+    assert contract[0].split()[:3] == ["parameters", "elements", "stored"] and "fp32" in contract[1].split()
 
 
 def test_the_summary_holds_the_numbers_of_the_run(finished):

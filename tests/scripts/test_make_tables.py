@@ -103,7 +103,7 @@ def test_a_stale_page_is_found_and_a_fresh_one_is_not(regions, tmp_path):
     [
         (
             "<!-- figures: moon -->\n<!-- end of figures -->",
-            r"there is no region 'moon': use one of lost updates",
+            r"there is no region 'moon': use one of contracts",
         ),
         ("<!-- figures: callback -->\n", r"page.md has markers of figures that do not come in pairs"),
         ("<!-- end of figures -->\n", r"page.md has markers of figures that do not come in pairs"),

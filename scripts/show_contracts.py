@@ -1,0 +1,124 @@
+"""The precision contract of a stock Trainer over a model that came in BF16, ours beside it, and what taking one costs.
+
+    python scripts/show_contracts.py                              # a minute on a CPU
+    python scripts/show_contracts.py --layers 1 --width 64        # seconds: to see that it runs
+
+Trains a GPT-2 for a step, and stores ``scripts/results/show_contracts.json``.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+from torch.optim import AdamW
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.utils import logging
+
+import hf_mp
+from _results import RESULTS, save_result
+from hf_mp.diagnostics.contract.watch import ContractWatch
+
+
+class Check(TrainerCallback):
+    """Notes what :func:`hf_mp.check_training` says when a step has been taken."""
+
+    found: hf_mp.TrainingCheck
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.found = hf_mp.check_training(kwargs["model"], kwargs["optimizer"])
+
+
+def main(
+    layers: int = 12,
+    width: int = 768,
+    learning_rate: float = 1e-5,
+    rounds: int = 5,
+    results_dir: Annotated[Path, typer.Option(help="Where to store the result.")] = RESULTS,
+) -> None:
+    logging.set_verbosity_error()
+    sizes = {"layers": layers, "width": width, "learning_rate": learning_rate}
+    contracts = {"stock Trainer": run("fp32", sizes), "with MixedPrecisionCallback": run("bf16", sizes)}
+    model = make_model(sizes)
+    optimizer = AdamW(model.parameters())
+    ids = torch.arange(16)[None]
+    many = nn.Sequential(*(nn.Linear(8, 8) for _ in range(500)))
+    costs = {
+        "gpt2": least_seconds(model, optimizer, lambda: model(input_ids=ids, labels=ids).loss, rounds),
+        "1,000 tensors": least_seconds(many, AdamW(many.parameters()), lambda: many(torch.ones(1, 8)).sum(), rounds),
+    }
+    result = {"workload": sizes, "contracts": contracts, "seconds_to_take": costs}
+    print(save_result(Path(__file__).stem, result, directory=results_dir))
+
+
+def make_model(sizes: dict[str, Any]) -> GPT2LMHeadModel:
+    """A GPT-2 in BF16, as ``from_pretrained`` gives one that was saved so."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=sizes["layers"], n_embd=sizes["width"], n_head=max(1, sizes["width"] // 64))
+    return GPT2LMHeadModel(config).bfloat16()
+
+
+def run(precision: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """The contract of a Trainer's step, and the share of updates that it loses; ``fp32`` leaves it as it is."""
+    row = {"input_ids": (ids := torch.arange(16)), "labels": ids}
+    callback, check = hf_mp.MixedPrecisionCallback(precision, check_gradients=False), Check()
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            folder,
+            max_steps=1,
+            learning_rate=sizes["learning_rate"],
+            lr_scheduler_type="constant",
+            per_device_train_batch_size=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        model = make_model(sizes)
+        Trainer(model=model, args=args, train_dataset=[row] * 4, callbacks=[callback, check]).train()
+    assert callback.session is not None and callback.session.contract is not None
+    return {
+        "rows": list(callback.session.contract.cells()),
+        "lost_share": check.found.lost_share,
+        "risks": [risk.kind for risk in check.found.risks],
+    }
+
+
+class Timed(ContractWatch):
+    """Adds up the time that it takes."""
+
+    seconds = 0.0
+
+    def _ran(self, *given: Any) -> None:
+        began = time.perf_counter()
+        super()._ran(*given)
+        self.seconds += time.perf_counter() - began
+
+
+def least_seconds(model: nn.Module, optimizer: Any, loss: Callable[[], Any], rounds: int) -> float:
+    """The least seconds that a contract adds to a step: hooks on, hooks called, tensors read, hooks off.
+
+    The least, because what other programs take of the machine only adds.
+    """
+    taken = []
+    for _ in range(rounds):
+        watch = Timed(model)
+        began = time.perf_counter()
+        watch.start()
+        watch.seconds += time.perf_counter() - began
+        loss().backward()
+        began = time.perf_counter()
+        watch.contract(optimizer)
+        watch.stop()
+        taken.append(watch.seconds + time.perf_counter() - began)
+    return min(taken)
+
+
+if __name__ == "__main__":
+    typer.run(main)
