@@ -42,6 +42,7 @@ class Workload:
         seq: tokens in a sequence.
         accumulation: forwards in one update.
         dropout: probability of all three of GPT-2's dropouts.
+        positions: that the model has, at least.
         device: ``"cpu"`` or ``"cuda"``.
     """
 
@@ -54,6 +55,7 @@ class Workload:
     accumulation: int = 1
     dropout: float = 0.0
     device: str = "cpu"
+    positions: int = 1024
 
     @classmethod
     def of(cls, model: str | None, *, layers: int, width: int, heads: int, **rest: Any) -> Workload:
@@ -76,7 +78,7 @@ class Workload:
         """The configuration of the model."""
         return GPT2Config(
             n_layer=self.layers, n_embd=self.width, n_head=self.heads, vocab_size=self.vocab,
-            n_positions=max(self.seq, 1024), resid_pdrop=self.dropout, embd_pdrop=self.dropout,
+            n_positions=max(self.seq, self.positions), resid_pdrop=self.dropout, embd_pdrop=self.dropout,
             attn_pdrop=self.dropout, use_cache=False, bos_token_id=0, eos_token_id=0,
         )  # fmt: skip
 
@@ -239,14 +241,3 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
         table.add_row(*row)
     console = Console()
     (console if console.is_terminal else Console(width=160)).print(table)
-
-
-def show_left_out(left_out: dict[str, str]) -> None:
-    """Print which contenders cannot run here, and why."""
-    for name, reason in left_out.items():
-        print(f"not here: {name}: {reason}")
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """For a table; empty for None."""
-    return "" if value is None else f"{value:,.{digits}f}"

@@ -3,212 +3,139 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import hf_mp
-from _benchmarks import DTYPES, UpdateBytes, Workload, peak_tensor_bytes
-from _step_by_step import StepByStep
+from _benchmarks import DTYPES, UpdateBytes, Workload, peak_tensor_bytes, synchronize
 from hf_mp.casting.cpu.upcast import runs_natively
-from hf_mp.policy import PrecisionPolicy, mixed_presets
+from hf_mp.policy import mixed_presets
 
 Step = Callable[[], None]
+Parts = list[tuple[float, ...]]
+PARTS = ("forward", "backward", "clipping", "update")
 COMPILED = " compiled"
+BARE, LOSS_SCALED, BATCHED = "bare function mode", "loss scaled", "batched_mm"
 
 FP32_UPDATE = UpdateBytes(gradient=4, master=4, moments=8)
 MIXED_UPDATE = UpdateBytes(gradient=4, master=4, moments=8, copy=2)
 LEAN_UPDATE = UpdateBytes(gradient=2, master=4, moments=8)
 
+CONTENDERS = (
+    "fp32",
+    *(f"torch.autocast {dtype}" for dtype in ("fp16", "bf16")),
+    *(f"hf_mp.autocast {dtype}" for dtype in ("fp16", "bf16")),  # the mode alone: everything else is torch's
+    *(f"hf_mp {preset}" for preset in mixed_presets()),
+    "Trainer fp32",
+    *(f"Trainer {dtype}=True" for dtype in ("fp16", "bf16")),
+    *(f"MixedPrecisionTrainer {preset}" for preset in mixed_presets()),
+)
 
-@dataclass(frozen=True)
-class Contender:
-    """One way to train a step.
+
+class BareMode(TorchFunctionMode):
+    """Sees every torch call and does nothing: with torch's own casts, the floor of an autocast written in Python."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Contender(NamedTuple):
+    """One way to train a step, read from its name.
 
     Attributes:
-        dtype: the one in which matrix products are computed, by its short name.
-        update: what its update has to move.
-        precision: our preset; None where ours is not used.
-        autocast: whose autocast is entered around the forward by hand, with torch's GradScaler for FP16.
-        is_trainer: whether a Trainer trains, else a plain loop.
+        kind: ``""`` (plain FP32), ``"torch.autocast"``, ``"hf_mp.autocast"``, ``"hf_mp"``, ``"whole"`` (a model that is
+            in that dtype throughout, its optimizer's state included), ``"Trainer"`` or ``"MixedPrecisionTrainer"``.
+        precision: a preset, or the short name of a dtype.
+        extras: what follows after commas: ``"GradScaler"`` (FP16 under torch's autocast has one without a word),
+            ``"bare function mode"``, ``"loss scaled"``, ``"batched_mm"`` (of experts).
+        is_compiled: whether the name ends in ``" compiled"``.
     """
 
-    dtype: str
-    update: UpdateBytes = MIXED_UPDATE
-    precision: str | None = None
-    autocast: Literal["torch", "hf_mp"] | None = None
-    is_trainer: bool = False
+    kind: str
+    precision: str
+    extras: tuple[str, ...]
+    is_compiled: bool
+
+    @classmethod
+    def of(cls, name: str) -> Contender:
+        """That of a name, such as ``"hf_mp fp16-lean compiled"`` or ``"torch.autocast bf16, GradScaler"``."""
+        first, *extras = name.removesuffix(COMPILED).split(", ")
+        kind, _, precision = first.rpartition(" ")
+        return cls(kind, precision.removesuffix("=True"), tuple(extras), name.endswith(COMPILED))
+
+    @property
+    def dtype(self) -> str:
+        """The one in which matrix products are computed, by its short name."""
+        return self.precision.partition("-")[0]
+
+    @property
+    def is_trainer(self) -> bool:
+        """Whether a Trainer trains, else a plain loop."""
+        return self.kind.endswith("Trainer")
+
+    @property
+    def update(self) -> UpdateBytes:
+        """What its update has to move."""
+        if self.dtype == "fp32":
+            return FP32_UPDATE
+        return LEAN_UPDATE if self.precision.endswith("-lean") else MIXED_UPDATE
+
+    @property
+    def policy(self) -> str:
+        """The precision that ``hf_mp`` is given."""
+        scaled = f"params=fp32,compute={self.precision},loss_scale=headroom"
+        return scaled if LOSS_SCALED in self.extras else self.precision
+
+    def casts(self, device: str) -> Any:
+        """What a loop enters around each forward."""
+        if self.kind not in ("torch.autocast", "hf_mp.autocast"):
+            return contextlib.nullcontext()
+        dtype = DTYPES[self.dtype]
+        return torch.autocast(device, dtype) if self.kind == "torch.autocast" else hf_mp.autocast(dtype)
 
 
-def _ours(precision: str, is_trainer: bool) -> Contender:
-    policy = PrecisionPolicy.parse(precision)
-    dtype = "bf16" if policy.compute is torch.bfloat16 else "fp16"
-    return Contender(dtype, LEAN_UPDATE if policy.is_lean else MIXED_UPDATE, precision, is_trainer=is_trainer)
-
-
-CONTENDERS: dict[str, Contender] = {
-    "fp32": Contender("fp32", FP32_UPDATE),
-    **{f"torch.autocast {dtype}": Contender(dtype, autocast="torch") for dtype in ("fp16", "bf16")},
-    # the mode alone: everything else is torch's
-    **{f"hf_mp.autocast {dtype}": Contender(dtype, autocast="hf_mp") for dtype in ("fp16", "bf16")},
-    **{f"hf_mp {preset}": _ours(preset, False) for preset in mixed_presets()},
-    "Trainer fp32": Contender("fp32", FP32_UPDATE, is_trainer=True),
-    **{f"Trainer {dtype}=True": Contender(dtype, is_trainer=True) for dtype in ("fp16", "bf16")},
-    **{f"MixedPrecisionTrainer {preset}": _ours(preset, True) for preset in mixed_presets()},
-}
-
-
-def find_contender(name: str) -> tuple[Contender, bool]:
-    """The entry of :data:`CONTENDERS`, and whether to compile it.
+def find_contender(name: str) -> Contender:
+    """One of :data:`CONTENDERS`, or its compiled twin.
 
     Raises:
         ValueError: naming those that there are.
     """
-    base = name.removesuffix(COMPILED)
-    if base not in CONTENDERS:
+    if name.removesuffix(COMPILED) not in CONTENDERS:
         raise ValueError(
             f"contender {name!r} is not known: use some of {', '.join(CONTENDERS)}, "
             f"each also with {COMPILED!r} at its end"
         )
-    return CONTENDERS[base], name != base
+    return Contender.of(name)
 
 
 def why_not_here(name: str, device: str) -> str | None:
     """Why a contender cannot run, or not in reasonable time, on this machine; None where it can."""
-    contender, compiled = find_contender(name)
-    native = runs_natively(DTYPES[contender.dtype], device)
+    contender = find_contender(name)
     if name.removesuffix(COMPILED) == "Trainer fp16=True" and device == "cpu":
         return "on a CPU, fp16=True trains in FP32"
-    if compiled and (reason := why_not_compiled(device)) is not None:
+    if contender.is_compiled and (reason := why_not_compiled(device)) is not None:
         return reason
-    if contender.dtype == "fp16" and contender.autocast == "torch" and not native:
+    if name.startswith("torch.autocast fp16") and not runs_natively(torch.float16, device):
         return "takes about 50 times FP32's time on a CPU without FP16 arithmetic: only when asked for"
     return None
 
 
 def why_not_compiled(device: str) -> str | None:
     """Why ``torch.compile`` cannot be used on a device of this type; None where it can."""
-    if device == "cpu" and not has_cpp_compiler():
+    compilers = (os.environ.get("CXX", "g++"), "g++", "clang++", "cl")
+    if device == "cpu" and not any(map(shutil.which, compilers)):
         return "torch.compile needs a C++ compiler on a CPU, and there is none"
     return None
-
-
-def has_cpp_compiler() -> bool:
-    """Whether there is a compiler for the code that ``torch.compile`` writes for a CPU."""
-    return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++", "cl"))
-
-
-@contextlib.contextmanager
-def training(name: str, workload: Workload) -> Iterator[Step]:
-    """A function that trains one update of a fresh model the way ``name`` says, as long as this context lasts."""
-    contender, compiled = find_contender(name)
-    if not contender.is_trainer:
-        yield loop_step(contender, workload, compiled)
-        return
-    with _trainer(contender, workload, compiled, max_steps=10**6) as trainer:
-        steps = StepByStep(trainer)
-        try:
-            yield steps.step
-        finally:
-            steps.close()
-
-
-def peak_bytes(name: str, workload: Workload, updates: int) -> int:
-    """Peak of the tensors of a training of ``updates``, model and optimizer state included."""
-    contender, compiled = find_contender(name)
-
-    def train_loop() -> None:
-        step = loop_step(contender, workload, compiled)
-        for _ in range(updates):
-            step()
-
-    device = torch.device(workload.device)
-    if not contender.is_trainer:
-        return peak_tensor_bytes(train_loop, device)
-
-    # Not step by step: torch's profiler counts the tensors of its own thread.
-    def train_trainer() -> None:
-        with _trainer(contender, workload, compiled, max_steps=updates) as trainer:
-            trainer.train()
-
-    return peak_tensor_bytes(train_trainer, device)
-
-
-def loop_step(contender: Contender, workload: Workload, compiled: bool) -> Step:
-    """One update in a plain loop: forward, backward, clipping, AdamW."""
-    device = workload.device
-    model: nn.Module = workload.model()
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    if contender.precision is not None:
-        model, optimizer = hf_mp.prepare(model, optimizer, contender.precision)
-    if compiled:
-        allow_recompilations()
-    forward = torch.compile(model) if compiled else model
-    ids = workload.token_ids().to(device)
-    needs_scaler = contender.autocast is not None and contender.dtype == "fp16"
-    scaler = torch.amp.GradScaler(device, enabled=needs_scaler, init_scale=2.0**10)
-
-    def context() -> Any:
-        if contender.autocast is None:
-            return contextlib.nullcontext()
-        if contender.autocast == "torch":
-            return torch.autocast(device, DTYPES[contender.dtype])
-        return hf_mp.autocast(DTYPES[contender.dtype])
-
-    def step() -> None:
-        for _ in range(workload.accumulation):
-            with context():
-                loss = forward(input_ids=ids, labels=ids).loss
-            scaler.scale(loss / workload.accumulation).backward()
-        scaler.unscale_(optimizer)
-        if isinstance(optimizer, hf_mp.MasterWeightOptimizer):
-            optimizer.clip_grad_norm_(1.0)
-        else:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if needs_scaler:
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-@contextlib.contextmanager
-def _trainer(contender: Contender, workload: Workload, compiled: bool, max_steps: int) -> Iterator[Trainer]:
-    if compiled:
-        allow_recompilations()
-    with tempfile.TemporaryDirectory() as directory:
-        on_cpu = workload.device == "cpu"
-        stock = contender.precision is None
-        args = TrainingArguments(
-            output_dir=directory, per_device_train_batch_size=workload.batch, max_steps=max_steps,
-            gradient_accumulation_steps=workload.accumulation, learning_rate=1e-4, optim="adamw_torch_fused",
-            fp16=stock and contender.dtype == "fp16", bf16=stock and contender.dtype == "bf16", use_cpu=on_cpu,
-            dataloader_pin_memory=not on_cpu, torch_compile=compiled, save_strategy="no", logging_steps=10**6,
-            report_to=[], disable_tqdm=True,
-        )  # fmt: skip
-        rows = [{"input_ids": row, "labels": row} for row in workload.token_ids(batch=4 * workload.batch)]
-        model = workload.model()
-        if stock:
-            trainer: Trainer = Trainer(model, args, train_dataset=rows)
-        else:
-            trainer = hf_mp.MixedPrecisionTrainer(model, args, precision=contender.precision, train_dataset=rows)
-        trainer.remove_callback(PrinterCallback)
-        yield trainer
-
-
-def allow_recompilations() -> None:
-    """Each contender compiles the same functions anew, and beyond a limit torch leaves them uncompiled."""
-    torch._dynamo.config.recompile_limit = 64
 
 
 def choose(names: Sequence[str], device: str, *, compiled: bool) -> tuple[list[str], dict[str, str]]:
@@ -217,12 +144,167 @@ def choose(names: Sequence[str], device: str, *, compiled: bool) -> tuple[list[s
     Raises:
         ValueError: for a name that is not known, and where none is left.
     """
-    wanted = list(names)
-    if compiled:
-        wanted += [name + COMPILED for name in names if not name.endswith(COMPILED)]
-    reasons = {name: why_not_here(name, device) for name in dict.fromkeys(wanted)}
+    twins = [name + COMPILED for name in names if compiled and not name.endswith(COMPILED)]
+    reasons = {name: why_not_here(name, device) for name in dict.fromkeys([*names, *twins])}
     left_out = {name: reason for name, reason in reasons.items() if reason is not None}
-    chosen = [name for name, reason in reasons.items() if reason is None]
+    chosen = [name for name in reasons if name not in left_out]
     if not chosen:
         raise ValueError(f"no contender can run on this {device}: {left_out}")
     return chosen, left_out
+
+
+def make_step(
+    name: str,
+    model: Any,
+    inputs: Mapping[str, Tensor],
+    *,
+    accumulation: int = 1,
+    mode: TorchFunctionMode | None = None,
+    parts: Parts | None = None,
+    backend: str = "inductor",
+    clips_masters: bool = False,
+    **settings: Any,
+) -> Step:
+    """One update of ``model`` in a plain loop: forward, backward, clipping, fused AdamW.
+
+    Args:
+        name: of the contender.
+        model: fresh, on its device.
+        inputs: of one forward, on that device.
+        accumulation: forwards in one update.
+        mode: entered around each forward; default: what the name says.
+        parts: gets the seconds of the :data:`PARTS` of each step, where the device does not run behind the host.
+        backend: of a compiled contender.
+        clips_masters: call the optimizer's own clipping where it has FP32 masters, as the Trainer does.
+        settings: those of :func:`hf_mp.prepare`.
+    """
+    contender = Contender.of(name)
+    device = next(model.parameters()).device.type
+    if BATCHED in contender.extras:
+        model.set_experts_implementation(BATCHED)
+    if contender.kind == "whole":
+        dtype = DTYPES[contender.dtype]
+        model = model.to(dtype)
+        inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if contender.kind == "hf_mp":
+        model, optimizer = hf_mp.prepare(model, optimizer, contender.policy, **settings)
+    forward = torch.compile(model, backend=backend) if contender.is_compiled else model
+    needs_scaler = "GradScaler" in contender.extras or (contender.kind.endswith("cast") and contender.dtype == "fp16")
+    scaler = torch.amp.GradScaler(device, enabled=needs_scaler, init_scale=2.0**10)
+    casts, around = contender.casts(device), mode or (BareMode() if BARE in contender.extras else None)
+    clips_masters = clips_masters and isinstance(optimizer, hf_mp.MasterWeightOptimizer)
+
+    def step() -> None:
+        moments = [time.perf_counter()]
+        for _ in range(accumulation):
+            with casts, around or contextlib.nullcontext():
+                loss = forward(**inputs).loss
+            moments.append(time.perf_counter())
+            scaler.scale(loss if accumulation == 1 else loss / accumulation).backward()
+            moments.append(time.perf_counter())
+        scaler.unscale_(optimizer)
+        if clips_masters:
+            optimizer.clip_grad_norm_(1.0)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        moments.append(time.perf_counter())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        moments.append(time.perf_counter())
+        if parts is not None:
+            parts.append(tuple(end - begin for begin, end in itertools.pairwise(moments)))
+
+    return step
+
+
+def loop_step(name: str, workload: Workload) -> Step:
+    """One update of a fresh GPT-2."""
+    if name.endswith(COMPILED):
+        allow_recompilations()
+    ids = workload.token_ids().to(workload.device)
+    inputs = {"input_ids": ids, "labels": ids}
+    return make_step(name, workload.model(), inputs, accumulation=workload.accumulation, clips_masters=True)
+
+
+def allow_recompilations() -> None:
+    """Each contender compiles the same functions anew, and beyond a limit torch leaves them uncompiled."""
+    torch._dynamo.config.recompile_limit = 64
+
+
+def peak_bytes(name: str, workload: Workload, updates: int) -> int:
+    """Peak of the tensors of a training of ``updates``, model and optimizer state included."""
+
+    def train() -> None:
+        if Contender.of(name).is_trainer:
+            with make_trainer(name, workload, updates) as trainer:
+                trainer.train()
+            return
+        step = loop_step(name, workload)
+        for _ in range(updates):
+            step()
+
+    return peak_tensor_bytes(train, torch.device(workload.device))
+
+
+@contextlib.contextmanager
+def make_trainer(name: str, workload: Workload, max_steps: int, **settings: Any) -> Iterator[Trainer]:
+    """A Trainer with a fresh GPT-2; what it writes is deleted at the end. ``settings`` are those of the Trainer."""
+    contender, on_cpu = Contender.of(name), workload.device == "cpu"
+    stock = contender.kind == "Trainer"
+    if contender.is_compiled:
+        allow_recompilations()
+    with tempfile.TemporaryDirectory() as directory:
+        args = TrainingArguments(
+            output_dir=directory, per_device_train_batch_size=workload.batch, max_steps=max_steps,
+            gradient_accumulation_steps=workload.accumulation, learning_rate=1e-4, optim="adamw_torch_fused",
+            fp16=stock and contender.precision == "fp16", bf16=stock and contender.precision == "bf16", use_cpu=on_cpu,
+            dataloader_pin_memory=not on_cpu, torch_compile=contender.is_compiled, save_strategy="no",
+            logging_steps=10**6, report_to=[], disable_tqdm=True,
+        )  # fmt: skip
+        rows = [{"input_ids": row, "labels": row} for row in workload.token_ids(batch=4 * workload.batch)]
+        of_ours: dict[str, Any] = {} if stock else {"precision": contender.precision}
+        cls: Any = Trainer if stock else hf_mp.MixedPrecisionTrainer
+        trainer: Trainer = cls(workload.model(), args, train_dataset=rows, **of_ours, **settings)
+        trainer.remove_callback(PrinterCallback)
+        yield trainer
+
+
+class StepClock(TrainerCallback):
+    """Notes when each step of a Trainer begins: when the one before has ended, logging and callbacks included."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self.moments: list[float] = []
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        synchronize(self._device)
+        self.moments.append(time.perf_counter())
+
+
+def trainers_in_turns(
+    trainers: Mapping[str, Callable[[int], contextlib.AbstractContextManager[Trainer]]],
+    device: str,
+    *,
+    rounds: int,
+    warmup: int,
+    trainings: int = 2,
+) -> Iterator[dict[str, list[float]]]:
+    """Seconds of ``rounds`` steps of each Trainer, which is made for its number of steps.
+
+    Each trains so many times, and takes its share of the steps each time: all of them in turns, and every second time
+    in reverse order. The first ``warmup`` steps of a training do not count. Yields what there is after each training.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in trainers}
+    for turn in range(min(trainings, rounds)):
+        steps = rounds // trainings + (turn < rounds % trainings)
+        for name in list(trainers)[:: -1 if turn % 2 else 1]:
+            clock = StepClock(device)
+            with trainers[name](warmup + steps + 1) as trainer:
+                trainer.add_callback(clock)
+                trainer.train()
+            seconds[name] += [end - begin for begin, end in itertools.pairwise(clock.moments[warmup:])]
+            yield seconds

@@ -7,7 +7,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,21 +40,20 @@ def median_and_spread(seconds: Sequence[float]) -> Timing:
     return Timing(median, upper - lower)
 
 
-def alternate(
+def in_turns(
     contenders: Mapping[str, Callable[[], None]],
     *,
     rounds: int,
     warmup: int = 1,
     untimed: int = 0,
     before: Mapping[str, Callable[[], None]] | None = None,
-    after_round: Callable[[dict[str, list[float]]], object] | None = None,
-) -> dict[str, list[float]]:
+) -> Iterator[dict[str, list[float]]]:
     """Seconds of every call of every contender, in turns, so that a machine that slows down slows all of them.
 
-    Each round calls each contender once, every second round in reverse order. The first ``warmup`` rounds are not
-    in the result. ``untimed`` calls of a contender come before each that is timed: in training, a step follows another
-    of its kind and finds that one's memory and caches. ``before`` has what is called before each timed call of a
-    contender. ``after_round`` is given what there is so far. With CUDA, a call ends when the GPU has finished its work.
+    Each round calls each contender once, every second round in reverse order, and yields what there is so far. The
+    first ``warmup`` rounds are not in it. ``untimed`` calls of a contender come before each that is timed: in training,
+    a step follows another of its kind and finds that one's memory and caches. ``before`` has what is called before each
+    timed call of a contender. With CUDA, a call ends when the GPU has finished its work.
     """
     if not contenders or rounds < 1 or warmup < 0 or untimed < 0:
         raise ValueError(f"nothing to time: {len(contenders)} contenders, rounds={rounds}, warmup={warmup}")
@@ -69,8 +68,13 @@ def alternate(
             elapsed = _time_one(contenders[name])
             if round_number >= warmup:
                 seconds[name].append(elapsed)
-        if after_round is not None and round_number >= warmup:
-            after_round(seconds)
+        if round_number >= warmup:
+            yield seconds
+
+
+def alternate(contenders: Mapping[str, Callable[[], None]], **settings: Any) -> dict[str, list[float]]:
+    """What there is after the last round of :func:`in_turns`."""
+    *_, seconds = in_turns(contenders, **settings)
     return seconds
 
 

@@ -247,9 +247,10 @@ def _results() -> str:
         _, *arguments = shlex.split(record["command"])
         script = next(argument for argument in arguments if argument.endswith(".py"))  # pytest's options come first
         options = arguments[arguments.index(script) + 1 :]
+        linked = f"[{script}]({script})" if (ROOT / script).exists() else f"`{script}`"  # of a former version
         cells = (
             f"[{file.relative_to(folder).with_suffix('').as_posix()}]({file.relative_to(ROOT).as_posix()})",
-            f"[{script}]({script}) {f'`{shlex.join(options)}`' if options else ''}",
+            f"{linked} {f'`{shlex.join(options)}`' if options else ''}",
             *(record["date"][:10], machine, versions["torch"], versions["transformers"]),
         )
         rows.append(f"| {' | '.join(cells)} |")

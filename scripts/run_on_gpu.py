@@ -44,6 +44,7 @@ TINY_STEP = (
     *("--layers", "1", "--width", "32", "--heads", "2", "--vocab", "200"),
     *("--batch", "2", "--seq", "16", "--dropout", "0.1", "--rounds", "1"),
 )
+PROFILED = ("--contenders", "torch.autocast fp16,hf_mp fp16", "--traces", "outputs/profiles")
 UPDATES = "torch.amp,hf_mp fp16,hf_mp fp16-lean,FlashAdamW"
 TINY_UPDATE = ("--layers", "1", "--width", "32", "--heads", "2", "--vocab", "200", "--rounds", "2")
 TINY_AUTOCAST = (
@@ -90,8 +91,8 @@ def _step(name: str, model: str, contenders: tuple[str, ...], rounds: int, secon
     chosen = ("--contenders", ",".join(contenders), *options)
     return Piece(
         name,
-        ("scripts/bench_step.py", "--model", model, *STEP, "--rounds", str(rounds), "--warmup", "4", *chosen),
-        ("scripts/bench_step.py", *TINY_STEP, "--contenders", ",".join(_runs_on_a_cpu(contenders)), *options),
+        ("scripts/bench.py", "step", "--model", model, *STEP, "--rounds", str(rounds), "--warmup", "4", *chosen),
+        ("scripts/bench.py", "step", *TINY_STEP, "--contenders", ",".join(_runs_on_a_cpu(contenders)), *options),
         seconds,
     )
 
@@ -112,35 +113,35 @@ PIECES = (
     Piece("tests", GPU_TESTS, (*PYTEST, "tests/kernels/test_registry.py"), 100),
     Piece(
         "bench_update_gpt2",
-        ("scripts/bench_update.py", "--model", "gpt2", "--rounds", "30"),
-        ("scripts/bench_update.py", *TINY_UPDATE),
+        ("scripts/bench.py", "update", "--model", "gpt2", "--rounds", "30"),
+        ("scripts/bench.py", "update", *TINY_UPDATE),
         45,
     ),
     _step("bench_step_gpt2", "gpt2", (*TRAINERS, *LOOPS), 20, 90),
     _step("bench_step_gpt2_large", "gpt2-large", (*TRAINERS, *PEERS), 8, 110),
     Piece(
         "bench_update_gpt2_large",  # without those that would not fit into 80 GB side by side
-        ("scripts/bench_update.py", "--model", "gpt2-large", "--rounds", "15", "--contenders", UPDATES),
-        ("scripts/bench_update.py", *TINY_UPDATE, "--contenders", UPDATES),
+        ("scripts/bench.py", "update", "--model", "gpt2-large", "--rounds", "15", "--contenders", UPDATES),
+        ("scripts/bench.py", "update", *TINY_UPDATE, "--contenders", UPDATES),
         45,
     ),
     _step("bench_step_gpt2_compiled", "gpt2", _compiled(TRAINERS), 20, 90, "--no-peak"),
     Piece(
         "bench_loss",
-        ("scripts/bench_loss.py", "--rows", "8192", "--rounds", "20"),
-        ("scripts/bench_loss.py", "--rows", "8", "--vocab", "100", "--rounds", "2"),
+        ("scripts/bench.py", "loss", "--rows", "8192", "--rounds", "20"),
+        ("scripts/bench.py", "loss", "--rows", "8", "--vocab", "100", "--rounds", "2"),
         25,
     ),
     Piece(
         "profile_step",
-        ("scripts/profile_step.py", "--model", "gpt2", *STEP),
-        ("scripts/profile_step.py", *TINY_STEP[:-2], "--steps", "1", "--warmup", "1"),
+        ("scripts/bench.py", "profile", "--only", "GPT-2 124M", *PROFILED),
+        ("scripts/bench.py", "profile", "--only", "GPT-2 2", "--steps", "1", "--warmup", "1"),
         30,
     ),
     Piece(
         "bench_autocast",
-        ("scripts/bench_autocast.py", "--dtype", "fp16", "--batch", "8", "--seq", "512", "--rounds", "3"),
-        ("scripts/bench_autocast.py", *TINY_AUTOCAST),
+        ("scripts/bench.py", "autocast", "--dtype", "fp16", "--batch", "8", "--seq", "512", "--rounds", "3"),
+        ("scripts/bench.py", "autocast", *TINY_AUTOCAST),
         35,
     ),
 )

@@ -41,7 +41,7 @@ import hf_mp
 from hf_mp.weights.lean.split_parameter import raw_gradient
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-from bench_communication import ReceivedBytes
+from benches.communication import ReceivedBytes
 
 PRECISIONS = ("fp16", "bf16", "fp16-lean", "bf16-lean")
 WRAPS: dict[str, Wrap] = {"ddp": DistributedDataParallel, "fsdp": shard}

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import bench_host
+import bench
+from benches import host as bench_host
 from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
 
 # Of one more layer of GPT-2, at most: Python calls, autograd nodes written in Python, kernels, reads by the host.
@@ -45,19 +46,18 @@ def test_reads_of_a_step(contender: str) -> None:
 def test_reads_that_no_dispatcher_hears_of_are_counted() -> None:
     value = torch.ones(2)
 
-    def step() -> tuple[float, ...]:
+    def step() -> None:
         value.tolist(), value.numpy(), value[0].item(), bool(value[0])
-        return ()
 
     assert bench_host.count(step)["host_reads"] == 4
 
 
 def test_the_counts_are_stored_with_the_times(tmp_path: Path) -> None:
-    bench_host.main(layers=1, width=32, tokens=8, rounds=1, output_dir=tmp_path)
+    bench.command("host")(layers=1, width=32, tokens=8, rounds=1, output_dir=tmp_path)
     stored = json.loads((tmp_path / "bench_host.json").read_text())["result"]
     assert stored["counts"].keys() == stored["contenders"].keys() == set(bench_host.CONTENDERS)
     assert stored["contenders"][bench_host.PEER]["step"]["ratio_to_torch_autocast"] == 1.0
-    assert stored["apart"].keys() == bench_host.OURS.keys()
+    assert stored["apart"].keys() == set(bench_host.OURS)
     for contender, parts in stored["apart"].items():
         is_lean, is_scaled = "lean" in contender, "fp16" in contender or "scaled" in contender
         spent = {part for part, seconds in parts.items() if seconds}

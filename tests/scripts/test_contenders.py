@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -12,12 +13,14 @@ import _contenders
 from _benchmarks import Workload
 from _contenders import (
     CONTENDERS,
+    Contender,
     choose,
     find_contender,
-    has_cpp_compiler,
     loop_step,
+    make_trainer,
     peak_bytes,
-    training,
+    trainers_in_turns,
+    why_not_compiled,
     why_not_here,
 )
 
@@ -55,7 +58,7 @@ class ProductDtypes(TorchDispatchMode):
 )
 def test_a_loop_computes_in_the_dtype_of_its_name(name, dtype, workload, monkeypatch):
     monkeypatch.setattr("hf_mp.casting.cpu.upcast.runs_natively", lambda dtype, device: dtype is BF16)
-    step = loop_step(CONTENDERS[name], workload, compiled=False)
+    step = loop_step(name, workload)
     with ProductDtypes() as products:
         step()
     assert products.seen == {dtype}
@@ -72,10 +75,14 @@ def test_every_contender_trains(name, workload, monkeypatch):
         return trained["model"]
 
     monkeypatch.setattr(Workload, "model", model)
-    with training(name, workload) as step:
+    if find_contender(name).is_trainer:
+        with make_trainer(name, workload, 2) as trainer:
+            trainer.train()
+    else:
+        step = loop_step(name, workload)
         step()
         step()
-        after = [parameter.detach().float() for parameter in trained["model"].parameters()]
+    after = [parameter.detach().float() for parameter in trained["model"].parameters()]
     # Two small updates of a norm's weight, 1, are lost in the 16 bits of a lean model, but not in its masters.
     changed = [not torch.equal(a, b) for a, b in zip(after, trained["before"], strict=True) if (b != 1.0).any()]
     assert sum(changed) > len(changed) / 2
@@ -85,19 +92,27 @@ def test_every_contender_trains(name, workload, monkeypatch):
     ("name", "accelerate", "ours"),
     [("Trainer bf16=True", "bf16", None), ("MixedPrecisionTrainer fp16-lean", "no", "fp16-lean")],
 )
-def test_a_trainer_has_the_precision_of_its_name(name, accelerate, ours, workload, monkeypatch):
-    seen = []
-    monkeypatch.setattr(_contenders, "StepByStep", lambda trainer: seen.append(trainer) or _Idle())
-    with training(name, workload):
-        (trainer,) = seen
+def test_a_trainer_has_the_precision_of_its_name(name, accelerate, ours, workload):
+    with make_trainer(name, workload, 1) as trainer:
         assert trainer.accelerator.mixed_precision == accelerate
         assert trainer.args.gradient_accumulation_steps == 2
         assert ours is None or str(trainer.precision_policy) == ours
 
 
-class _Idle:
-    def step(self) -> None: ...
-    def close(self) -> None: ...
+def test_trainers_train_in_turns_and_in_reverse_and_each_step_is_timed_once(workload):
+    seen = []
+
+    def make(name: str, max_steps: int):
+        seen.append((name, max_steps))
+        return make_trainer("Trainer fp32", workload, max_steps)
+
+    makers = {name: functools.partial(make, name) for name in ("one", "other")}
+    *_, seconds = trainers_in_turns(makers, "cpu", rounds=3, warmup=1)
+    assert seen == [("one", 4), ("other", 4), ("other", 3), ("one", 3)]
+    assert {name: len(found) for name, found in seconds.items()} == {"one": 3, "other": 3}
+    assert min(map(min, seconds.values())) > 0
+    (found,) = trainers_in_turns({"one": makers["one"]}, "cpu", rounds=2, warmup=0, trainings=1)
+    assert len(found["one"]) == 2
 
 
 def test_the_peak_holds_weights_gradients_and_state(workload):
@@ -120,7 +135,7 @@ def test_the_peak_holds_weights_gradients_and_state(workload):
     ],
 )
 def test_what_cannot_run_here_is_left_out_with_its_reason(name, reason, monkeypatch):
-    monkeypatch.setattr(_contenders, "has_cpp_compiler", lambda: False)
+    monkeypatch.setattr(_contenders.shutil, "which", lambda name: None)
     monkeypatch.setattr(_contenders, "runs_natively", lambda dtype, device: dtype is BF16)
     chosen, left_out = choose(["fp32", name], "cpu", compiled=False)
     assert chosen == ["fp32"]
@@ -131,30 +146,44 @@ def test_what_cannot_run_here_is_left_out_with_its_reason(name, reason, monkeypa
 
 def test_on_a_gpu_everything_runs(monkeypatch):
     monkeypatch.setattr(_contenders, "runs_natively", lambda dtype, device: True)
-    monkeypatch.setattr(_contenders, "has_cpp_compiler", lambda: False)
+    monkeypatch.setattr(_contenders.shutil, "which", lambda name: None)
     assert all(why_not_here(f"{name}{suffix}", "cuda") is None for name in CONTENDERS for suffix in ("", " compiled"))
 
 
 def test_compiled_twins_are_added(monkeypatch):
-    monkeypatch.setattr(_contenders, "has_cpp_compiler", lambda: True)
+    monkeypatch.setattr(_contenders.shutil, "which", lambda name: name)
     chosen, _ = choose(["fp32", "hf_mp bf16 compiled"], "cpu", compiled=True)
     assert chosen == ["fp32", "hf_mp bf16 compiled", "fp32 compiled"]
-    assert find_contender("fp32 compiled") == (CONTENDERS["fp32"], True)
+    assert find_contender("fp32 compiled").is_compiled
 
 
 def test_a_compiled_contender_is_compiled(workload, monkeypatch):
     compiled = []
-    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
-    loop_step(CONTENDERS["fp32"], workload, compiled=True)()
+    monkeypatch.setattr(torch, "compile", lambda model, backend: compiled.append(model) or model)
+    loop_step("fp32 compiled", workload)()
     assert len(compiled) == 1
 
 
 def test_a_compiler_is_looked_for(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    assert not has_cpp_compiler()
+    assert why_not_compiled("cpu") is not None
     (tmp_path / "clang++").touch(mode=0o755)
-    assert has_cpp_compiler()
+    assert why_not_compiled("cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "policy", "moved"),
+    [
+        ("fp32", "fp32", "fp32", 32),
+        ("hf_mp fp16-lean compiled", "fp16", "fp16-lean", 28),
+        ("hf_mp bf16, loss scaled", "bf16", "params=fp32,compute=bf16,loss_scale=headroom", 34),
+        ("Trainer bf16=True", "bf16", "bf16", 34),
+    ],
+)
+def test_a_name_says_dtype_precision_and_bytes(name, dtype, policy, moved):
+    contender = Contender.of(name)
+    assert (contender.dtype, contender.policy, contender.update.total) == (dtype, policy, moved)
 
 
 def test_an_unknown_contender_is_refused():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import _results
-from _results import alternate, command_line, median_and_spread, save_result
+from _results import alternate, command_line, in_turns, median_and_spread, save_result
 
 ROOT = Path(_results.__file__).parents[1]
 
@@ -44,16 +44,10 @@ def test_untimed_calls_come_before_each_that_is_timed():
     assert {name: len(times) for name, times in seconds.items()} == {"a": 2, "b": 2}
 
 
-def test_what_there_is_can_be_stored_after_each_timed_round(tmp_path):
-    rounds = []
-
-    def store(seconds):
-        rounds.append({name: len(times) for name, times in seconds.items()})
-        save_result("so_far", rounds[-1], directory=tmp_path)
-
-    alternate({"a": int, "b": int}, rounds=2, warmup=1, after_round=store)
-    assert rounds == [{"a": 1, "b": 1}, {"a": 2, "b": 2}]
-    assert [path.name for path in tmp_path.iterdir()] == ["so_far.json"]
+def test_what_there_is_is_given_after_each_timed_round():
+    names = {name: lambda: None for name in "ab"}
+    counts = [{name: len(found) for name, found in seconds.items()} for seconds in in_turns(names, rounds=3, warmup=2)]
+    assert counts == [{"a": number, "b": number} for number in (1, 2, 3)]
 
 
 def test_warmup_rounds_are_left_out_and_the_others_belong_to_their_contender():

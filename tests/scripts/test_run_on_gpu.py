@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 import os
 import re
@@ -16,6 +15,7 @@ import pytest
 import typer
 from typer.main import get_command
 
+import bench
 import run_on_gpu
 from _contenders import find_contender
 from _results import ROOT
@@ -27,12 +27,11 @@ BENCHMARKS = [piece for piece in (*PIECES, *ASKED_FOR) if piece.command[0].start
 @pytest.mark.parametrize("tiny", [False, True], ids=["full", "tiny"])
 @pytest.mark.parametrize("piece", BENCHMARKS, ids=lambda piece: piece.name)
 def test_each_command_has_options_that_its_script_knows(piece, tiny, tmp_path):
-    _, script, *arguments = piece.full_command(tiny=tiny, device="cuda", directory=tmp_path)
-    options = (
-        get_command(app_of(importlib.import_module(Path(script).stem).main)).make_context(script, arguments).params
-    )
+    _, script, what, *arguments = piece.full_command(tiny=tiny, device="cuda", directory=tmp_path)
+    assert script == "scripts/bench.py"
+    options = get_command(app_of(bench.command(what))).make_context(script, arguments).params
     assert (options["name"], options["output_dir"], options["device"]) == (piece.name, tmp_path, "cuda")
-    if script.endswith("bench_step.py"):
+    if what == "step":
         assert options["seq"] == (16 if tiny else 1024) and options["dropout"] == 0.1
         for name in options["contenders"].split(","):
             find_contender(name)
@@ -68,7 +67,10 @@ def imported_by(file: Path, seen: set[Path]) -> set[str]:
 
 @pytest.mark.parametrize("piece", BENCHMARKS, ids=lambda piece: piece.name)
 def test_neither_datasets_nor_bitsandbytes_is_needed(piece):
-    packages = imported_by(ROOT / piece.command[0], set())
+    script, what, *_ = piece.command
+    packages = imported_by(ROOT / script, seen := set()) | imported_by(
+        ROOT / "scripts" / "benches" / f"{what}.py", seen
+    )
     assert {"torch", "transformers", "hf_mp"} <= packages
     assert not packages & {"datasets", "bitsandbytes", "flashoptim"}
 

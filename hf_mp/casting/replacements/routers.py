@@ -1,7 +1,7 @@
 """Routers of mixtures of experts, which choose the experts of a token: in FP32.
 
 Logits in 16 bits choose other experts than FP32's for some tokens, and so do FP32 sums of 16-bit factors
-(``scripts/compare_routing.py``); the product is a hundredth of a layer's.
+(``scripts/bench.py routing``); the product is a hundredth of a layer's.
 """
 
 from __future__ import annotations

@@ -1,0 +1,185 @@
+"""What a step costs the host: GPT-2 of 12 layers so narrow that its kernels take next to no time.
+
+    python scripts/bench.py host                     # FP32, torch.autocast with GradScaler, hf_mp, in turns
+    python scripts/bench.py host --group-elements 1  # an inward border for each weight
+
+Times are ratios to torch.autocast with GradScaler in the same run. It also counts, for one step: Python
+calls, autograd nodes written in Python, kernels, and reads of a device value, which do not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any
+from unittest import mock
+
+import torch
+import typer
+from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from _benchmarks import Workload
+from _contenders import BARE, LOSS_SCALED, PARTS, BareMode, Parts, Step
+from _contenders import make_step as make_loop
+from _results import median_and_spread
+from hf_mp.policy import mixed_presets
+from hf_mp.step import mixed_precision
+from hf_mp.step.forward import _Passage
+from hf_mp.step.gradients import GradientCheck
+from hf_mp.step.mixed_precision import MixedPrecision
+from hf_mp.weights import fused_adamw
+from hf_mp.weights.layout import WeightLayout
+
+PEER = "torch.autocast bf16, GradScaler"
+# Scaled in BF16 as well: products of FP16 cost some CPUs more than the host does.
+OURS = (*(f"hf_mp {preset}" for preset in mixed_presets()), f"hf_mp bf16, {LOSS_SCALED}")
+CONTENDERS = ("fp32", f"fp32, {BARE}", "torch.autocast bf16", PEER, f"{PEER}, {BARE}", *OURS)
+
+# What a step of ours does that torch's has not, or does elsewhere.
+PLACES: dict[str, tuple[Any, str]] = {
+    "weights brought in": (MixedPrecision, "begin_forward"),
+    "outputs brought out": (_Passage, "bring_out"),
+    "gradients measured": (GradientCheck, "measure"),
+    "verdict": (MixedPrecision, "verdict"),
+    "lean kernels": (fused_adamw, "adamw_"),
+    "weights rounded": (WeightLayout, "updated"),
+    "step finished": (MixedPrecision, "finish_step"),
+}
+
+
+def make_step(
+    contender: str, layers: int, width: int, tokens: int, mode: BareMode | None = None, parts: Parts | None = None
+) -> Step:
+    """One training step, its forward in ``mode``; ``parts`` gets the seconds of its parts."""
+    workload = Workload(layers, width, 4, 512, 1, tokens, dropout=0.1, positions=tokens)
+    ids = workload.token_ids()
+    return make_loop(contender, workload.model(), {"input_ids": ids, "labels": ids}, mode=mode, parts=parts)
+
+
+class _Calls(BareMode):
+    """Counts the torch calls that a forward makes in Python."""
+
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+_UNDISPATCHED = ("tolist", "numpy")  # reads that no dispatcher hears of
+
+
+class _Kernels(TorchDispatchMode):
+    """Counts the operators that compute something, and those that hand a value to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = self.reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.reads += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        self.kernels += not func.is_view
+        name = func.overloadpacket.__name__
+        if name.startswith("_foreach_") and name.endswith("_"):  # under a mode, torch forgets to
+            for tensor in args[0]:
+                torch.autograd.graph.increment_version(tensor)
+        return func(*args, **(kwargs or {}))
+
+
+def count(step: Step) -> dict[str, int]:
+    """What one step of a model that has taken some counts."""
+    for _ in range(3):
+        step()
+    with (kernels := _Kernels()):
+        step()
+    calls = nodes = reads = 0
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        nonlocal calls, nodes, reads
+        calls += event == "call"
+        reads += event == "c_call" and arg.__name__ in _UNDISPATCHED and isinstance(arg.__self__, torch.Tensor)
+        nodes += event == "call" and frame.f_code is BackwardCFunction.apply.__code__
+
+    gc.collect()  # whose callbacks would be counted
+    gc.disable()
+    sys.setprofile(profile)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    reads += kernels.reads
+    return {"python_calls": calls, "python_nodes": nodes, "kernels": kernels.kernels, "host_reads": reads}
+
+
+@contextlib.contextmanager
+def timed(places: Mapping[str, tuple[Any, str]]) -> Iterator[dict[str, list[float]]]:
+    """Seconds of every call of some functions, by the owner and the name of each."""
+    found: dict[str, list[float]] = {place: [] for place in places}
+
+    def timing(place: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            result = function(*args, **kwargs)
+            found[place].append(time.perf_counter() - begin)
+            return result
+
+        return call
+
+    with contextlib.ExitStack() as patches:
+        for place, (owner, name) in places.items():
+            patches.enter_context(mock.patch.object(owner, name, timing(place, getattr(owner, name))))
+        yield found
+
+
+def take_apart(step: Step, rounds: int) -> dict[str, float]:
+    """Seconds that a step of ours spends in its own parts, which torch's has not."""
+    for _ in range(5):
+        step()
+    with timed(PLACES) as found:
+        for _ in range(rounds):
+            step()
+    return {place: sum(seconds) / rounds for place, seconds in found.items()}
+
+
+def measure(
+    layers: int = 12,
+    width: int = 64,
+    tokens: int = 16,
+    rounds: Annotated[int, typer.Option(help="timed steps of each contender")] = 200,
+    group_elements: Annotated[int, typer.Option(help="of weights that share an inward border; 0: the default")] = 0,
+) -> dict[str, Any]:
+    """Time the parts of a step on one thread, and count: medians, spreads and ratios to torch.autocast."""
+    torch.set_num_threads(1)
+    mixed_precision.GROUP_ELEMENTS = group_elements or mixed_precision.GROUP_ELEMENTS
+    moments: dict[str, Parts] = {contender: [] for contender in CONTENDERS}
+    steps = {c: make_step(c, layers, width, tokens, parts=moments[c]) for c in CONTENDERS}
+    for _ in range(5 + rounds):
+        for step in steps.values():
+            step()
+    rows: dict[str, dict[str, dict[str, float]]] = {}
+    for contender, found in moments.items():
+        by_part = dict(zip(PARTS, zip(*found[5:], strict=True), strict=True)) | {
+            "step": [sum(one) for one in found[5:]]
+        }
+        rows[contender] = {part: median_and_spread(seconds)._asdict() for part, seconds in by_part.items()}
+    make_step("fp32", layers, width, tokens, seen := _Calls())()
+    parameters = 4 + 12 * layers
+    fp32 = {part: row["median_seconds"] for part, row in rows["fp32"].items()}
+    for parts in rows.values():
+        for part, row in parts.items():
+            row["ratio_to_torch_autocast"] = row["median_seconds"] / rows[PEER][part]["median_seconds"]
+        above = {part: row["median_seconds"] - fp32[part] for part, row in parts.items()}
+        parts["forward"]["seconds_per_torch_call"] = above["forward"] / seen.calls
+        parts["step"]["seconds_per_parameter"] = (above["step"] - above["forward"]) / parameters
+    return {
+        "workload": {"layers": layers, "width": width, "tokens": tokens, "threads": 1, "group_elements": group_elements,
+                     "parameters": parameters, "torch_calls": seen.calls},
+        "contenders": rows,
+        "counts": {c: count(step) for c, step in steps.items()},
+        "apart": {c: take_apart(make_step(c, layers, width, tokens), rounds) for c in OURS},
+    }  # fmt: skip

@@ -1,0 +1,131 @@
+"""Predicted and measured: the peak of a training step for four models in every way of training, on this machine.
+
+    python scripts/bench.py memory [--quick]
+    python scripts/bench.py memory --llama-7b --name memory_llama_7b
+
+Also an estimate for a model of 70 billion parameters, in a process of its own. With ``--llama-7b``, Llama 7B at one
+sequence of 1024 tokens is estimated in each of our presets instead.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import warnings
+from typing import Annotated, Any
+
+import typer
+from transformers import BertConfig, GPT2Config, LlamaConfig, PreTrainedConfig
+
+import hf_mp
+from hf_mp.memory.command import quiet_libraries
+from hf_mp.memory.measuring import process_peak_bytes
+from hf_mp.memory.precisions import TRAINING_PRESETS
+from hf_mp.policy import PRESETS
+
+NAME = "memory_training"
+
+IDS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "GPT-2, 4 layers": GPT2Config(n_layer=4, n_embd=256, n_head=4, vocab_size=5000, **IDS),
+    "GPT-2, 12 layers": GPT2Config(n_layer=12, n_embd=128, n_head=4, vocab_size=2000, **IDS),
+    "Llama, 3 layers": LlamaConfig(
+        num_hidden_layers=3,
+        hidden_size=128,
+        intermediate_size=384,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=4000,
+        **IDS,
+    ),
+    "BERT, 3 layers": BertConfig(
+        num_hidden_layers=3,
+        hidden_size=128,
+        intermediate_size=512,
+        num_attention_heads=4,
+        vocab_size=4000,
+        pad_token_id=0,
+    ),
+}
+STEP: dict[str, Any] = {"batch_size": 4, "seq_len": 128, "device": "cpu"}
+LARGE: dict[str, Any] = {
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+
+LLAMA_7B: dict[str, Any] = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+
+
+def measure(
+    quick: Annotated[bool, typer.Option("--quick", help="the first model alone")] = False,
+    llama_7b: Annotated[bool, typer.Option("--llama-7b", help="Llama 7B, estimated")] = False,
+) -> dict[str, Any]:
+    """Compare, and estimate the large model; or estimate Llama 7B."""
+    quiet_libraries()
+    warnings.simplefilter("ignore")
+    if llama_7b:
+        return estimate_llama_7b()
+    rows = [compare(name, preset) for name in list(CONFIGS)[: 1 if quick else None] for preset in TRAINING_PRESETS]
+    worst = max(abs(row["predicted_bytes"] / row["measured_bytes"] - 1) for row in rows)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        large = pool.apply(estimate_large)
+    return {"step": STEP, "largest_difference": worst, "rows": rows, "large": large}
+
+
+def compare(name: str, preset: str) -> dict[str, Any]:
+    """One row of the comparison."""
+    start = time.perf_counter()
+    predicted = hf_mp.estimate_training_memory(CONFIGS[name], preset, **STEP)
+    seconds = time.perf_counter() - start
+    measured = hf_mp.measure_training_memory(CONFIGS[name], preset, **STEP, ask_allocator=True)
+    return {
+        "model": name,
+        "precision": preset,
+        "parameters": predicted.parameters,
+        "predicted_bytes": predicted.peak_bytes,
+        "measured_bytes": measured.peak_bytes,
+        "allocator_bytes": measured.allocator_peak_bytes,
+        "process_bytes": measured.process_peak_bytes,
+        "peak_in": predicted.peak_phase.value,
+        "estimate_seconds": round(seconds, 2),
+    }
+
+
+def estimate_large() -> dict[str, Any]:
+    """A Llama of 70 billion parameters, in BF16 with FP32 masters, one sequence of 4096 tokens."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    found = hf_mp.estimate_training_memory(LlamaConfig(**LARGE), "bf16", batch_size=1, seq_len=4096)
+    return {
+        "parameters": found.parameters,
+        "peak_bytes": found.peak_bytes,
+        "seconds": round(time.perf_counter() - wall, 1),
+        "cpu_seconds": round(time.process_time() - cpu, 1),
+        "process_bytes": process_peak_bytes(),
+    }
+
+
+def estimate_llama_7b() -> dict[str, Any]:
+    """Llama 7B, whose weights outweigh its activations, in each of our presets."""
+    shape: dict[str, Any] = {"batch_size": 1, "seq_len": 1024}
+    found = {preset: hf_mp.estimate_training_memory(LlamaConfig(**LLAMA_7B), preset, **shape) for preset in PRESETS}
+    rows = {
+        preset: {
+            "peak_bytes": memory.peak_bytes,
+            "peak_in": memory.peak_phase.value,
+            "bytes_by_category": {category.value: size for category, size in memory.bytes_by_category.items()},
+        }
+        for preset, memory in found.items()
+    }
+    return {**shape, "parameters": found["fp32"].parameters, "presets": rows}

@@ -1,0 +1,141 @@
+"""One training step of GPT-2, in turns: FP32, torch.autocast, the stock Trainer, ours.
+
+    python scripts/bench.py step                          # 4 layers of width 768, the real vocabulary, batch 2 x 256
+    python scripts/bench.py step --torch-fp16-rounds 1    # also torch's FP16, 50 times slower on most CPUs
+    python scripts/bench.py step --model gpt2 --batch 4 --seq 512 --rounds 0      # peak memory alone
+    python scripts/bench.py step --compile --contenders "fp32,torch.autocast bf16,hf_mp bf16"
+    python scripts/bench.py step --contenders "Trainer bf16=True,MixedPrecisionTrainer bf16"
+
+A step is forward, backward, clipping and the AdamW update; a Trainer's is all that its loop does. The floor of a step
+is its matrix products at the best rate that this device reached in that dtype, and the bytes of its update at the
+bandwidth of a copy. Utilisation is the products at that rate over the time of the step. Peak memory is that of all
+tensors of a training of its own, model and optimizer state included.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from _benchmarks import DEFAULT_DEVICE, DeviceRates, Workload
+from _contenders import CONTENDERS, choose, find_contender, loop_step, make_trainer, peak_bytes, trainers_in_turns
+from _results import in_turns, median_and_spread
+
+SLOW = "torch.autocast fp16"
+DEFAULT = ("fp32", "torch.autocast fp16", "torch.autocast bf16", "Trainer fp16=True", "Trainer bf16=True",
+           *(name for name in CONTENDERS if name.startswith("hf_mp ")))  # fmt: skip
+
+
+def measure(
+    model: Annotated[str | None, typer.Option(help="gpt2 (124M), gpt2-medium, gpt2-large (774M), gpt2-xl")] = None,
+    layers: int = 4,
+    width: int = 768,
+    heads: int = 12,
+    vocab: int = 50257,
+    batch: int = 2,
+    seq: int = 256,
+    accumulation: Annotated[int, typer.Option(help="forwards in one update")] = 1,
+    dropout: float = 0.0,
+    rounds: Annotated[int, typer.Option(help="timed steps of each contender; 0 measures memory alone")] = 10,
+    warmup: Annotated[int, typer.Option(help="steps of each contender before the timed ones")] = 2,
+    contenders: Annotated[str, typer.Option(help="comma-separated names")] = ",".join(DEFAULT),
+    compile: Annotated[bool, typer.Option("--compile", help="also with torch.compile")] = False,
+    peak: Annotated[bool, typer.Option(help="measure peak memory")] = True,
+    torch_fp16_rounds: Annotated[int, typer.Option(help="rounds of torch.autocast FP16 where it is slow")] = 0,
+    device: str = DEFAULT_DEVICE,
+) -> Iterator[dict[str, Any]]:
+    """Train one step of each contender in turns: medians, spreads, ratios, floors, peaks, after each peak and round."""
+    workload = Workload.of(
+        model, layers=layers, width=width, heads=heads, vocab=vocab, batch=batch, seq=seq,
+        accumulation=accumulation, dropout=dropout, device=device,
+    )  # fmt: skip
+    names = [part.strip() for part in contenders.split(",") if part.strip()]
+    chosen, left_out = choose(names, device, compiled=compile)
+    slow = [SLOW] if SLOW in left_out and torch_fp16_rounds else []
+    left_out = {name: reason for name, reason in left_out.items() if name not in slow}
+    rates, described = DeviceRates.measure(workload), workload.as_dict()
+    peaks: dict[str, int] = {}
+    seconds: dict[str, list[float]] = {}
+
+    def so_far() -> dict[str, Any]:
+        rows = summarise(described, rates, [*chosen, *slow], seconds, peaks)
+        return {
+            "workload": described,
+            "threads": torch.get_num_threads(),
+            "matmul_flops_per_second": rates.flops_per_second,
+            "copy_bytes_per_second": rates.copy_bytes_per_second,
+            "contenders": rows,
+            "left_out": left_out,
+        }
+
+    for name in chosen if peak else ():
+        peaks[name] = settled_peak(name, workload)
+        yield so_far()
+    for group, turns, unmeasured in ((chosen, rounds, warmup), (slow, torch_fp16_rounds, 0)):
+        for found in timed(group, workload, turns, unmeasured) if turns else ():
+            seconds |= found
+            yield so_far()
+
+
+def timed(names: list[str], workload: Workload, rounds: int, warmup: int) -> Iterator[dict[str, list[float]]]:
+    """Seconds of the steps of all contenders, which take turns: loops first, Trainers after them.
+
+    Compiled Trainers train once, as each training compiles anew.
+    """
+    loops = {name: loop_step(name, workload) for name in names if not find_contender(name).is_trainer}
+    trainers = {name: functools.partial(make_trainer, name, workload) for name in names if name not in loops}
+    if loops:
+        yield from in_turns(loops, rounds=rounds, warmup=warmup, untimed=1)
+    loops.clear()
+    release_memory()
+    trainings = 1 if any(find_contender(name).is_compiled for name in trainers) else 2
+    yield from trainers_in_turns(trainers, workload.device, rounds=rounds, warmup=warmup, trainings=trainings)
+    release_memory()
+
+
+def settled_peak(name: str, workload: Workload) -> int:
+    """Peak bytes of one contender alone; on a GPU of more steps, since a loss scale that starts too high skips some."""
+    found = peak_bytes(name, workload, 8 if workload.device == "cuda" else 2)
+    release_memory()
+    return found
+
+
+def release_memory() -> None:
+    """Free what the last contender left, and forget what was compiled."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def summarise(
+    described: dict[str, Any],
+    rates: DeviceRates,
+    names: list[str],
+    seconds: dict[str, list[float]],
+    peaks: dict[str, int],
+) -> dict[str, dict[str, float | int | None]]:
+    """A row for each contender."""
+    timings = {name: median_and_spread(times) for name, times in seconds.items() if times}
+    rows: dict[str, dict[str, float | int | None]] = {}
+    for name in names:
+        contender = find_contender(name)
+        update_bytes = contender.update.total * described["parameters"]
+        floor = rates.floor_seconds(contender.dtype, described["flops"], update_bytes)
+        rows[name] = {"floor_seconds": floor, "peak_bytes": peaks.get(name)}
+        if name in timings:
+            median = timings[name].median_seconds
+            rows[name] |= {
+                **timings[name]._asdict(),
+                "rounds": len(seconds[name]),
+                "ratio_to_fp32": median / timings["fp32"].median_seconds if "fp32" in timings else None,
+                "ratio_to_floor": median / floor,
+                "tokens_per_second": described["tokens"] / median,
+                "flops_utilisation": described["flops"] / (median * rates.flops_per_second[contender.dtype]),
+            }
+    return rows

@@ -1,0 +1,284 @@
+"""The update phase, in turns: from the gradients that backward left to working copies that the next forward can read.
+
+    python scripts/bench.py update                       # GPT-2 124M
+    python scripts/bench.py update --layers 2 --vocab 1000 --rounds 3   # a quick look
+
+torch: GradScaler's unscaling (in FP16), ``clip_grad_norm_``, fused AdamW, and the casts of the weights that autocast
+makes in the next forward; the same with bitsandbytes' AdamW8bit in AdamW's place. FlashOptim's FlashAdamW (arXiv
+2602.23349), on a GPU where it is installed: 16-bit gradients clipped by their global norm, and its update of 24-bit
+weights with 8-bit state. Ours: the measurement when backward ends, the Trainer's clipping, the guarded step, the
+refreshed working copies. And the arithmetic of a lean update as one kernel that torch's compiler writes.
+
+The floor is what each has to move in two passes (one for the norm, one for the update), at the bandwidth of a copy
+measured in the same run.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+import hf_mp
+from _benchmarks import DEFAULT_DEVICE, UpdateBytes, Workload, copy_bytes_per_second, rounded_copies
+from _contenders import LEAN_UPDATE, MIXED_UPDATE, why_not_compiled
+from _results import in_turns, median_and_spread
+from hf_mp.kernels.adamw import AdamWSettings
+from hf_mp.kernels.gradient_scan import total_norm
+from hf_mp.weights.lean.optimizer import clip_factor
+from hf_mp.weights.lean.split_parameter import SplitParameter
+
+Step = Callable[[], None]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+_LR = 1e-5
+_ADAMW = AdamWSettings(_LR)
+
+
+def fused_adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """torch's AdamW, in its fused implementation."""
+    return AdamW(parameters, lr=_LR, fused=True)
+
+
+def adamw_8bit(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """bitsandbytes' AdamW with 8-bit moments."""
+    optimizer: Optimizer = importlib.import_module("bitsandbytes").optim.AdamW8bit(parameters, lr=_LR)
+    return optimizer
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    """One random FP32 gradient a parameter, of which the norm is above 1."""
+    torch.manual_seed(0)
+    return [torch.randn(parameter.shape, device=parameter.device) * 1e-3 for parameter in model.parameters()]
+
+
+def torch_step(workload: Workload, make: MakeOptimizer, dtype: torch.dtype = torch.float16) -> Step:
+    """torch.amp's way: gradients come scaled in FP16, weights are cast anew in each forward."""
+    model = workload.model()
+    optimizer = make(model.parameters())
+    is_scaled = dtype is torch.float16
+    scaler = torch.amp.GradScaler(workload.device, init_scale=1.0, growth_interval=10**9, enabled=is_scaled)
+    scaler.scale(torch.zeros((), device=workload.device))
+    given = gradients(model)
+
+    def step() -> None:
+        for parameter, gradient in zip(model.parameters(), given, strict=True):
+            parameter.grad = gradient
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        copies = rounded_copies(model, dtype)
+        del copies
+
+    return step
+
+
+def our_step(workload: Workload, precision: str, make: MakeOptimizer) -> Step:
+    """Ours, as ``MixedPrecisionTrainer`` calls it."""
+    model = workload.model()
+    runtime = hf_mp.MixedPrecision(precision)
+    runtime.attach(model)
+    runtime.check.measures_norm = True
+    optimizer = runtime.attach_optimizer(make(model.parameters()))
+    given = gradients(model)
+    if runtime.policy.is_lean:  # as backward leaves them: in 16 bits, still scaled
+        given = [(gradient * runtime.scaler.get_scale()).to(runtime.policy.compute) for gradient in given]
+    else:
+        for parameter in model.parameters():
+            runtime.layout.copies.get(parameter)
+
+    inverse = runtime.scaler.scale_tensors(given[0].device).inverse if runtime.check.is_scaled else None
+
+    def step() -> None:
+        parameters = list(model.parameters())
+        for parameter, gradient in zip(parameters, given, strict=True):
+            if isinstance(parameter, SplitParameter):
+                parameter.take_scaled_gradient(gradient, inverse)
+            else:
+                parameter.grad = gradient
+        runtime.check.measure(runtime.check.parameters())
+        if isinstance(optimizer, hf_mp.MasterWeightOptimizer):
+            optimizer.clip_grad_norm_(1.0)
+        else:
+            norm = runtime.check.norm(parameters)
+            assert norm is not None
+            runtime.check.clip(parameters, 1.0, norm)
+        optimizer.step()
+
+    return step
+
+
+def flash_step(workload: Workload) -> Step:
+    """FlashOptim's way: 16-bit parameters, their missing bits and 8-bit moments in the optimizer."""
+    model: Any = workload.model()
+    model.to(torch.bfloat16)
+    optimizer = importlib.import_module("flashoptim").FlashAdamW(model.parameters(), lr=_LR)
+    given = [gradient.bfloat16() for gradient in gradients(model)]
+
+    def step() -> None:
+        for parameter, gradient in zip(model.parameters(), given, strict=True):
+            parameter.grad = gradient
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+def one_pass(
+    working: Tensor, remainder: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
+    factor: Tensor, step_size: Tensor, root: Tensor,
+) -> None:  # fmt: skip
+    """AdamW's arithmetic on BF16 working copies, what they lack, and BF16 gradients: as one kernel where compiled."""
+    bits = (working.view(torch.int16).to(torch.int32) << 16) + remainder
+    true = gradient.float() * factor
+    exp_avg.lerp_(true, 1.0 - _ADAMW.beta1)
+    exp_avg_sq.mul_(_ADAMW.beta2).addcmul_(true, true, value=1.0 - _ADAMW.beta2)
+    master = bits.view(torch.float32) * (1.0 - _LR * _ADAMW.weight_decay)
+    bits = (master - step_size * exp_avg / (exp_avg_sq.sqrt() / root + _ADAMW.eps)).view(torch.int32)
+    remainder.copy_(bits.to(torch.int16))
+    working.view(torch.int16).copy_(((bits + 0x8000) >> 16).to(torch.int16))
+
+
+def compiled_step(workload: Workload) -> Step:
+    """A lean update in one pass over each parameter, by the kernel that torch's compiler writes; nothing is checked."""
+    model = workload.model()
+    given = [gradient.bfloat16().flatten() for gradient in gradients(model)]
+    tensors = [
+        (parameter.detach().bfloat16().flatten(), torch.zeros_like(gradient, dtype=torch.int16), gradient,
+         *(torch.zeros_like(gradient, dtype=torch.float32) for _ in range(2)))
+        for parameter, gradient in zip(model.parameters(), given, strict=True)
+    ]  # fmt: skip
+    update: Any = torch.compile(one_pass, dynamic=True)
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+        factor = clip_factor(total_norm(given), 1.0)
+        numbers = torch.tensor([_LR / (1.0 - _ADAMW.beta1**steps), (1.0 - _ADAMW.beta2**steps) ** 0.5]).to(
+            given[0].device
+        )
+        for of_one in tensors:
+            update(*of_one, factor, *numbers.unbind())
+
+    return step
+
+
+@dataclass(frozen=True)
+class UpdateContender:
+    """One way to update.
+
+    Attributes:
+        make: gives the update of a fresh model.
+        update: what it has to move.
+        package: what it needs besides torch.
+        needs_gpu: whether it runs on a GPU alone.
+        is_compiled: whether it needs a compiler.
+        peer: the contender of torch's that does the same.
+    """
+
+    make: Callable[[Workload], Step]
+    update: UpdateBytes
+    package: str | None = None
+    needs_gpu: bool = False
+    is_compiled: bool = False
+    peer: str = "torch.amp"
+
+    def why_not_here(self, device: str) -> str | None:
+        """None where it can run."""
+        if self.needs_gpu and device == "cpu":
+            return "runs on a GPU alone"
+        if self.is_compiled and (reason := why_not_compiled(device)) is not None:
+            return reason
+        if self.package is not None:
+            try:
+                importlib.import_module(self.package)
+            except ImportError as error:
+                return f"{self.package} cannot be imported: {error}"
+        return None
+
+
+_BNB = "bitsandbytes"
+_IN_BF16, _IN_8BIT = "torch.amp bf16", "torch.amp + AdamW8bit"
+_MIXED_8BIT, _LEAN_8BIT = UpdateBytes(4, 4, 2, 2), UpdateBytes(2, 4, 2)
+CONTENDERS = {
+    "torch.amp": UpdateContender(lambda w: torch_step(w, fused_adamw), MIXED_UPDATE),
+    "hf_mp fp16": UpdateContender(lambda w: our_step(w, "fp16", fused_adamw), MIXED_UPDATE),
+    "hf_mp fp16-lean": UpdateContender(lambda w: our_step(w, "fp16-lean", fused_adamw), LEAN_UPDATE),
+    _IN_BF16: UpdateContender(lambda w: torch_step(w, fused_adamw, torch.bfloat16), MIXED_UPDATE, peer=_IN_BF16),
+    "hf_mp bf16": UpdateContender(lambda w: our_step(w, "bf16", fused_adamw), MIXED_UPDATE, peer=_IN_BF16),
+    "hf_mp bf16-lean": UpdateContender(lambda w: our_step(w, "bf16-lean", fused_adamw), LEAN_UPDATE, peer=_IN_BF16),
+    "bf16-lean in one compiled pass": UpdateContender(compiled_step, LEAN_UPDATE, is_compiled=True, peer=_IN_BF16),
+    _IN_8BIT: UpdateContender(lambda w: torch_step(w, adamw_8bit), _MIXED_8BIT, _BNB, peer=_IN_8BIT),
+    "hf_mp fp16 + AdamW8bit": UpdateContender(
+        lambda w: our_step(w, "fp16", adamw_8bit), _MIXED_8BIT, _BNB, peer=_IN_8BIT
+    ),
+    "hf_mp fp16-lean + AdamW8bit": UpdateContender(
+        lambda w: our_step(w, "fp16-lean", adamw_8bit), _LEAN_8BIT, _BNB, peer=_IN_8BIT
+    ),
+    "FlashAdamW": UpdateContender(flash_step, UpdateBytes(2, 3, 2), "flashoptim", needs_gpu=True),
+}
+
+
+def measure(
+    model: Annotated[str | None, typer.Option(help="gpt2 (124M), gpt2-medium, gpt2-large (774M), gpt2-xl")] = None,
+    layers: int = 12,
+    width: int = 768,
+    heads: int = 12,
+    vocab: int = 50257,
+    rounds: int = 10,
+    contenders: Annotated[str, typer.Option(help="comma-separated names")] = ",".join(CONTENDERS),
+    device: str = DEFAULT_DEVICE,
+) -> Iterator[dict[str, Any]]:
+    """Time one update of each contender: medians, spreads, ratios to torch's and to the floor, after each round."""
+    workload = Workload.of(
+        model, layers=layers, width=width, heads=heads, vocab=vocab, batch=1, seq=1, device=device
+    )  # fmt: skip
+    wanted = [part.strip() for part in contenders.split(",")]
+    if unknown := [part for part in wanted if part not in CONTENDERS]:
+        raise typer.BadParameter(f"{unknown} are not known: use some of {', '.join(CONTENDERS)}")
+    reasons = {contender: CONTENDERS[contender].why_not_here(device) for contender in wanted}
+    left_out = {contender: reason for contender, reason in reasons.items() if reason is not None}
+    parameters, bandwidth = workload.parameters(), copy_bytes_per_second(device)
+    measured: dict[str, list[float]] = {}
+    # AdamW8bit takes ten times as long on a CPU: in turns with it, the others would find their memory given away.
+    for is_8bit in (False, True):
+        group = [name for name in wanted if name not in left_out and (CONTENDERS[name].package == _BNB) is is_8bit]
+        steps = {name: CONTENDERS[name].make(workload) for name in group}
+        for seconds in in_turns(steps, rounds=rounds, warmup=2, untimed=1) if steps else ():
+            measured |= seconds
+            yield {
+                "parameters": parameters,
+                "device": device,
+                "rounds": rounds,
+                "threads": torch.get_num_threads(),
+                "copy_bytes_per_second": bandwidth,
+                "contenders": summarise(measured, parameters, bandwidth),
+                "left_out": left_out,
+            }
+        steps.clear()
+
+
+def summarise(measured: dict[str, list[float]], parameters: int, bandwidth: float) -> dict[str, dict[str, Any]]:
+    """A row for each contender that was measured."""
+    timings = {contender: median_and_spread(seconds) for contender, seconds in measured.items()}
+    rows: dict[str, dict[str, Any]] = {}
+    for contender, timing in timings.items():
+        moved = CONTENDERS[contender].update.total
+        peer = timings.get(CONTENDERS[contender].peer)
+        floor = moved * parameters / bandwidth
+        rows[contender] = {
+            **timing._asdict(),
+            "rounds": len(measured[contender]),
+            "ratio_to_torch": None if peer is None else timing.median_seconds / peer.median_seconds,
+            "floor_bytes_per_parameter": moved,
+            "floor_seconds": floor,
+            "ratio_to_floor": timing.median_seconds / floor,
+        }
+    return rows

@@ -1,0 +1,360 @@
+"""The benchmarks at tiny sizes: what they store is what the tables are made from."""
+
+from __future__ import annotations
+
+import functools
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import typer
+from torch.autograd import DeviceType
+from transformers import GPT2Config
+
+import bench
+from _contenders import COMPILED, PARTS
+from _plots import digest, draw_steps, drawn_from
+from _tables import Regions
+from benches import architectures, autocast, compiled, footprints, generate, profile, update
+from hf_mp.casting.cpu.upcast import CPU_PRODUCTS
+from hf_mp.kernels.adamw import AdamWTensors, adamw_reference
+from hf_mp.kernels.split import merge, split
+
+STEPS = "fp32,torch.autocast bf16,Trainer fp16=True,hf_mp fp16,hf_mp fp16-lean,hf_mp bf16,hf_mp bf16-lean"
+FEW_STEPS = "fp32,torch.autocast bf16,hf_mp bf16"
+
+
+@pytest.fixture
+def shape(tiny_model) -> dict:
+    return {**tiny_model, "batch": 2, "seq": 16}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a benchmark and gives what it stores."""
+
+    def run(what: str, name: str | None = None, **options) -> dict:
+        name = name or f"bench_{what}"
+        bench.command(what)(name=name, output_dir=tmp_path, **options)
+        return json.loads((tmp_path / f"{name}.json").read_text())["result"]
+
+    return run
+
+
+def test_the_command_has_the_options_of_its_benchmark_and_those_of_all(tmp_path, capsys):
+    options = ["--rows", "4", "--vocab", "20", "--rounds", "1", "--name", "x", "--output-dir", str(tmp_path)]
+    with pytest.raises(SystemExit) as ended:
+        bench.main(["loss", *options])
+    assert ended.value.code == 0
+    assert json.loads((tmp_path / "x.json").read_text())["result"]["vocab"] == 20
+    shown = capsys.readouterr().out
+    assert "hf_mp bf16" in shown and "ratio to torch" in shown and "stored in x.json" in shown
+    with pytest.raises(SystemExit, match="'moon' is not known: use one of architectures, autocast"):
+        bench.main(["moon"])
+
+
+def test_what_is_yielded_is_stored_at_once(monkeypatch, tmp_path):
+    def measure(rounds: int = 3):
+        yield {"rounds": rounds}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "import_module", lambda name: SimpleNamespace(measure=measure, NAME="some_name"))
+    with pytest.raises(KeyboardInterrupt):
+        bench.command("something")(rounds=7, output_dir=tmp_path)
+    assert json.loads((tmp_path / "some_name.json").read_text())["result"] == {"rounds": 7}
+
+
+def test_a_step_is_stored_with_ratios_floors_and_peaks(shape, quick_rates, run, tmp_path, capsys):
+    result = run("step", **shape, rounds=2, warmup=1, contenders=STEPS, device="cpu")
+    assert result["left_out"] == {"Trainer fp16=True": "on a CPU, fp16=True trains in FP32"}
+    assert "not here: Trainer fp16=True" in capsys.readouterr().out
+    assert result["workload"]["tokens"] == 32
+    rows, rates = result["contenders"], result["matmul_flops_per_second"]
+    assert list(rows) == [name for name in STEPS.split(",") if name != "Trainer fp16=True"]
+    for name, row in rows.items():
+        dtype = name.partition("-lean")[0].split()[-1]
+        assert row["rounds"] == 2
+        assert row["ratio_to_fp32"] == row["median_seconds"] / rows["fp32"]["median_seconds"]
+        assert row["tokens_per_second"] == 32 / row["median_seconds"]
+        products = result["workload"]["flops"] / rates[dtype]
+        assert row["flops_utilisation"] == pytest.approx(products / row["median_seconds"])
+        assert products < row["floor_seconds"]
+        assert row["ratio_to_floor"] == row["median_seconds"] / row["floor_seconds"]
+        assert row["peak_bytes"] > 0
+
+    # the tables and the picture of the README are made from it
+    regions = Regions(tmp_path)
+    text = regions("step")
+    ours, theirs = (rows[name]["median_seconds"] for name in ("hf_mp bf16", "torch.autocast bf16"))
+    assert all(f"| {name} | " in text for name in rows)
+    assert ours / theirs < 0.1 or f"{ours / theirs:.2f} for bf16" in text
+    assert "GPT-2 with 1 layers of width 32" in text
+    assert "torch" in regions("machine")
+    draw_steps(result, tmp_path / "step.png")
+    assert drawn_from(tmp_path / "step.png") == digest(result)
+
+
+def test_memory_is_measured_without_rounds(shape, quick_rates, run, tmp_path):
+    contenders = "torch.autocast bf16,hf_mp bf16"
+    rows = run("step", "bench_step_memory", **shape, rounds=0, contenders=contenders, device="cpu")["contenders"]
+    assert all(row["peak_bytes"] and "median_seconds" not in row for row in rows.values())
+    assert "| torch.autocast bf16 | 1 | 1.00 |" in Regions(tmp_path)("step memory")
+
+
+def test_compiled_steps_make_a_table_without_peaks(shape, quick_rates, run, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.compile", lambda model, backend: model)
+    common = {**shape, "rounds": 1, "warmup": 1, "device": "cpu", "peak": False, "contenders": FEW_STEPS}
+    run("step", **common)
+    rows = run("step", "bench_step_compiled", **common, compile=True)["contenders"]
+    assert list(rows) == [*FEW_STEPS.split(","), *(f"{name} compiled" for name in FEW_STEPS.split(","))]
+    text = Regions(tmp_path)("compiled")
+    assert "hf_mp bf16 compiled" in text and "peak" not in text
+
+
+def test_torch_in_fp16_is_timed_on_request_alone(shape, quick_rates, run, monkeypatch):
+    monkeypatch.setattr("_contenders.runs_natively", lambda dtype, device: False)
+    contenders = "fp32,torch.autocast fp16,hf_mp fp16"
+    common = {**shape, "rounds": 1, "device": "cpu", "peak": False, "contenders": contenders}
+    assert list(run("step", **common)["left_out"]) == ["torch.autocast fp16"]
+    result = run("step", **common, torch_fp16_rounds=1)
+    assert not result["left_out"]
+    assert result["contenders"]["torch.autocast fp16"]["rounds"] == 1
+
+
+def test_an_update_is_stored_with_its_floor(tiny_model, quick_rates, run, tmp_path):
+    result = run("update", **tiny_model, rounds=2, device="cpu")
+    rows = result["contenders"]
+    assert list(rows) == [name for name in update.CONTENDERS if name != "FlashAdamW"]
+    assert result["left_out"] == {"FlashAdamW": "runs on a GPU alone"}
+    assert rows["hf_mp fp16"]["floor_bytes_per_parameter"] == 34
+    assert rows["hf_mp fp16-lean + AdamW8bit"]["floor_bytes_per_parameter"] == 16
+    for name, row in rows.items():
+        in_bf16 = "torch.amp bf16" if "bf16" in name else "torch.amp"
+        peer = rows["torch.amp + AdamW8bit" if name.endswith("AdamW8bit") else in_bf16]
+        assert row["ratio_to_torch"] == row["median_seconds"] / peer["median_seconds"]
+        moved = row["floor_bytes_per_parameter"] * result["parameters"]
+        assert row["floor_seconds"] == moved / result["copy_bytes_per_second"]
+    assert "| torch.amp + AdamW8bit |" in Regions(tmp_path)("update")
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16-lean", "bf16-lean"])
+def test_the_update_that_is_timed_updates(precision, tiny_model, monkeypatch):
+    workload = update.Workload(**tiny_model, batch=1, seq=1)
+    model = workload.model()
+    monkeypatch.setattr(update.Workload, "model", lambda self: model)
+    before = model.transformer.wte.weight.detach().clone()
+    step = update.our_step(workload, precision, update.fused_adamw)
+    for _ in range(10):
+        step()
+    assert not before.equal(model.transformer.wte.weight.detach().float())
+
+
+def test_one_pass_is_a_lean_update_of_adamw():
+    torch.manual_seed(0)
+    halves, gradient = split(torch.randn(1000) * 0.02, torch.bfloat16), (torch.randn(1000) * 1e-3).bfloat16()
+    moments = torch.zeros(1000), torch.zeros(1000)
+    expected = AdamWTensors(
+        gradient, *(moment.clone() for moment in moments), torch.zeros(()),
+        working=halves.working.clone(), remainder=halves.remainder.clone(),
+    )  # fmt: skip
+    settings, factor = update._ADAMW, torch.tensor(0.5)
+    for step in (1, 2, 3):
+        adamw_reference([expected], settings, factor)
+        step_size = torch.tensor(settings.lr / (1.0 - settings.beta1**step))
+        root = torch.tensor((1.0 - settings.beta2**step) ** 0.5)
+        update.one_pass(*halves, gradient, *moments, factor, step_size, root)
+    torch.testing.assert_close(merge(*halves), merge(expected.working, expected.remainder), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(moments, (expected.exp_avg, expected.exp_avg_sq), rtol=1e-6, atol=0.0)
+
+
+def test_an_optimizer_that_is_not_installed_is_left_out(tiny_model, quick_rates, run, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
+    result = run("update", **tiny_model, rounds=1, contenders="torch.amp, torch.amp + AdamW8bit", device="cpu")
+    assert list(result["contenders"]) == ["torch.amp"]
+    assert result["left_out"]["torch.amp + AdamW8bit"].startswith("bitsandbytes cannot be imported")
+
+
+def test_a_loss_is_stored_with_its_floor(quick_rates, run, tmp_path):
+    result = run("loss", rows=64, vocab=5000, rounds=2, device="cpu")
+    assert result["floor_bytes"] == 2 * 64 * 5000
+    assert result["floor_seconds"] == 6 * 64 * 5000 / result["copy_bytes_per_second"]
+    rows = result["contenders"]
+    assert list(rows) == ["torch fp16", "hf_mp fp16", "torch bf16", "hf_mp bf16"]
+    assert all(row["peak_ratio_to_floor"] >= 1 for row in rows.values())
+    # FP32 logits, their log-softmax and their gradient are in torch's peak
+    assert rows["torch fp16"]["peak_ratio_to_floor"] > 4
+    assert "| hf_mp bf16 |" in Regions(tmp_path)("loss")
+
+
+def test_autocast_is_stored_with_calls_casts_and_floors(shape, quick_rates, run, tmp_path):
+    result = run("autocast", **shape, tokens=2, calls=50, rounds=1, device="cpu")
+    casts = {name: row["casts"] for name, row in result["weight_casts_per_forward"].items()}
+    # four products with bias in a block, and the output layer
+    assert casts[autocast.PEER] == casts[autocast.PER_FORWARD] == 4 * 2 + 1
+    assert casts[autocast.OURS] == casts[autocast.WHOLE] == 0
+    assert set(result["floor_seconds"]) == {"forward_backward", "generation", "cast_all_weights"}
+    for part in ("forward_backward", "generation"):
+        assert result[part][autocast.PEER]["ratio_to_torch_autocast"] == 1.0
+        assert all(row["ratio_to_floor"] > 0 for row in result[part].values())
+    assert "a mode that does nothing" in Regions(tmp_path)("autocast")
+
+
+def test_the_callback_is_stored_beside_the_subclass(shape, run, tmp_path):
+    result = run("callback", **shape, rounds=2)
+    assert result["contenders"]["subclass"]["ratio_to_subclass"] == 1.0
+    assert "round by round" in Regions(tmp_path)("callback")
+
+
+# Kinds of models
+
+
+def tiny(**settings) -> architectures.Architecture:
+    settings = {**architectures._GPT2, **settings, "n_layer": 1, "n_embd": 16, "n_head": 2}
+    return architectures.Architecture(
+        architectures.made("GPT2", "LMHeadModel", **settings), lambda: architectures.language(1, 8)
+    )
+
+
+def test_ratios_peaks_and_the_floor_of_an_architecture(monkeypatch, run):
+    monkeypatch.setattr(architectures, "ARCHITECTURES", {"tiny": tiny()})
+    result = run("architectures", rounds=2, times=3, device="cpu")
+    row = result["architectures"]["tiny"]
+    seconds = {name: timing["median_seconds"] for name, timing in row["contenders"].items()}
+    peer, peaks = seconds["torch.autocast bf16"], row["peak_bytes"]
+    assert all(peaks[name] > 14 * 8192 * 16 for name in ("hf_mp bf16", "torch.autocast bf16"))  # bytes a weight
+    assert result["medians"] == {
+        "bf16_to_torch_autocast": seconds["hf_mp bf16"] / peer,
+        "bf16_floor_to_torch_autocast": seconds["whole bf16"] / peer,
+        "fp16_to_fp32": seconds["hf_mp fp16"] / seconds["fp32"],
+        "bf16_peak_to_torch_autocast": peaks["hf_mp bf16"] / peaks["torch.autocast bf16"],
+        "fp16_peak_to_fp32": peaks["hf_mp fp16"] / peaks["fp32"],
+    }
+    assert row["bf16_to_torch_autocast_spread"] > 0 and result["times"] == 3
+    assert tiny().batch(3)["input_ids"].shape == (3, 8)
+    assert set(result["product_seconds"]) == set(architectures.native_dtypes("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("what", "options", "message"),
+    [
+        ("architectures", {"only": "Nothing"}, "'Nothing' is the beginning of none of Llama"),
+        ("compiled", {"only": "Nothing"}, "'Nothing' is the beginning of none of GPT-2"),
+        ("generate", {"only": "BERT"}, "BERT is not known: use some of GPT-2, batch 1"),
+        ("update", {"contenders": "adam"}, r"\['adam'\] are not known: use some of torch.amp, hf_mp fp16"),
+    ],
+)
+def test_a_name_that_is_not_known(what, options, message, run, monkeypatch):
+    monkeypatch.setattr(compiled, "why_not_compiled", lambda device: None)
+    monkeypatch.setattr(compiled, "allow_recompilations", lambda: None)
+    with pytest.raises(typer.BadParameter, match=message):
+        run(what, device="cpu", **options)
+
+
+@pytest.mark.parametrize("has_fp16", [False, True])
+def test_products_that_a_cpu_lacks_are_not_timed(monkeypatch, has_fp16):
+    monkeypatch.setitem(CPU_PRODUCTS, torch.float16, has_fp16)
+    assert ("fp16" in architectures.native_dtypes("cpu")) is has_fp16
+
+
+@pytest.mark.exhaustive
+def test_graphs_and_ratios_of_compiled_steps(monkeypatch, run):
+    eager = functools.partial(architectures.make_step, backend="eager")
+    monkeypatch.setattr(compiled, "allow_recompilations", lambda: None)
+    monkeypatch.setattr(compiled, "MODELS", {"tiny": tiny(**compiled._GPT2)})
+    monkeypatch.setattr(compiled, "make_step", lambda *args, **settings: eager(*args, **settings))
+    monkeypatch.setattr(compiled, "COUNTED_STEPS", 8)
+    row = run("compiled", rounds=2, device="cpu")["models"]["tiny"]
+    mine, peer = (row["contenders"][f"{name}{COMPILED}"]["median_seconds"] for name in ("hf_mp bf16", compiled.PEER))
+    assert row["bf16_to_torch_autocast"] == mine / peer
+    parts = row["parts"]["hf_mp bf16"]
+    assert set(parts) == set(PARTS) and 0 < sum(parts.values()) < 2 * mine
+    # one graph, and none is compiled again when the loss scale changes
+    assert row["counts"]["graphs"] == 1 and row["counts"]["recompilations"] == 0 and row["counts"]["scales"] > 2
+
+
+def test_generation_is_stored_with_its_ratios(run):
+    sizes = {"layers": 1, "width": 128, "vocab": 64, "tokens": 3, "rounds": 1}
+    stored = run("generate", **sizes, only="Llama, batch 1; Llama, batch 1, static cache")["cases"]
+    assert stored["Llama, batch 1"].keys() == set(generate.CONTENDERS)
+    assert stored["Llama, batch 1"][generate.WHOLE]["ratio_to_floor"] == 1.0
+    assert "ratio_to_torch_autocast" not in stored["Llama, batch 1, static cache"][generate.WHOLE]
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("GPT-2", 680), ("Llama", 800)])
+def test_a_layer_costs_no_more_calls_for_a_token(kind, limit, monkeypatch):
+    """Above those of a model that is BF16 throughout."""
+    monkeypatch.setitem(CPU_PRODUCTS, torch.bfloat16, True)
+
+    def calls(contender: str, layers: int) -> float:
+        model = generate.make_model(kind, layers, 128, 64, "cpu")
+        call = generate.make_call(model, contender, generate.Case(kind, 1), 8, "cpu")
+        return generate.python_calls(call, 8)
+
+    ours, whole = (calls(contender, 3) - calls(contender, 2) for contender in ("hf_mp bf16", generate.WHOLE))
+    assert ours - whole <= limit
+
+
+# Memory, and small updates
+
+
+@pytest.mark.slow
+def test_the_quoted_footprints_come_out_of_real_loads(tmp_path):
+    rows = footprints.footprints(tmp_path, GPT2Config())
+    assert {row["precision"]: (row["with_masks_mib"], row["mib"]) for row in rows} == {
+        "fp32": (486.70, 474.70),
+        "fp16": (249.35, 237.35),
+        "bf16": (249.35, 237.35),
+        "int8": (168.35, 156.35),
+        "nf4": (127.85, 115.85),
+        "fp4": (127.85, 115.85),
+    }
+    assert [row["quantization_state_bytes"] for row in rows] == [0, 0, 0, 331_776, 5_311_488, 5_311_488]
+
+
+@pytest.mark.exhaustive
+def test_what_becomes_of_small_updates(run):
+    pytest.importorskip("trl")
+    from benches.small_updates import CONTENDERS, FP32, STOCK
+
+    rows = run("small_updates", steps=2, kinds=["sft"])["kinds"]["sft"]
+    assert list(rows) == list(CONTENDERS)
+    assert rows[STOCK]["norms"] == rows["stock, resumed"]["norms"] == 0.0
+    assert rows[STOCK]["lost_share_told"] > 0.95 > 0.01 > rows["hf_mp bf16"]["lost_share_told"]
+    for name in (name for name in rows if name.startswith("hf_mp")):
+        assert rows[name]["norms"] == pytest.approx(rows[FP32]["norms"], abs=0.01)
+        assert rows[name]["loss_off"] < 0.01
+
+
+# Profiles
+
+
+def test_the_ops_that_differ_most_come_first():
+    theirs, ours, floor = profile.CONTENDERS
+    found = profile.compare(
+        {theirs: {"mm": 5.0, "copy_": 3.0}, ours: {"mm": 5.5, "copy_": 1.0, "exp_": 1.0}, floor: {"mm": 4.0}}
+    )
+    assert found["total_milliseconds"] == {theirs: 8.0, ours: 7.5, floor: 4.0}
+    assert list(found["largest_differences"]) == ["copy_", "exp_", "mm"]
+    assert found["largest_differences"]["exp_"] == {theirs: 0.0, ours: 1.0, floor: 0.0}
+
+
+def test_costs_are_those_of_one_step_on_the_device_that_works():
+    def event(key: str, device: DeviceType, cpu: float, gpu: float) -> SimpleNamespace:
+        return SimpleNamespace(key=key, device_type=device, self_cpu_time_total=cpu, self_device_time_total=gpu)
+
+    events = [event("op", DeviceType.CPU, 3000.0, 9000.0), event("kernel", DeviceType.CUDA, 0.0, 9000.0)]
+    assert profile.costs(events, on_gpu=True, steps=2) == {"kernel": 4.5}
+    assert profile.costs(events, on_gpu=False, steps=2) == {"op": 1.5}
+    with pytest.raises(RuntimeError, match="saw nothing on the GPU"):
+        profile.costs([], on_gpu=True, steps=1)
+
+
+@pytest.mark.slow
+def test_a_profile_is_stored_with_its_traces(run, tmp_path):
+    result = run("profile", only="GPT-2 2", times=1, steps=1, device="cpu", traces=tmp_path / "traces")
+    row = result["architectures"]["GPT-2 2 x 64"]
+    assert tuple(row["total_milliseconds"]) == profile.CONTENDERS
+    assert len(row["largest_differences"]) == profile.LARGEST
+    trace = json.loads((tmp_path / "traces" / "gpt_2_2_x_64_hf_mp_bf16.json").read_text())
+    assert any(event["name"] in ("aten::mm", "aten::addmm") for event in trace["traceEvents"])
