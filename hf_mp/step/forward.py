@@ -15,6 +15,7 @@ from hf_mp.casting.positions import counting_positions
 from hf_mp.casting.replacements.base import ReplacedForward
 from hf_mp.casting.uncompiled import outside_of_graphs
 from hf_mp.scaling.borders import output_border
+from hf_mp.step.labels import labelled
 from hf_mp.weights.lean.outside_reads import as_stored
 from hf_mp.weights.region import Region
 
@@ -42,12 +43,13 @@ class AttachedForward(ReplacedForward):
         # Detached: a library that put its own forward over this calls it. Or this was part of a model that is gone.
         if self.runtime.model is None:
             return self.original(*args, **kwargs)
-        passage = _Passage(self, args, kwargs)
-        try:
-            outputs = passage.forward(*passage.args, **passage.kwargs)
-        finally:
-            passage.leave()
-        return passage.bring_out(outputs)
+        with labelled("forward"):
+            passage = _Passage(self, args, kwargs)
+            try:
+                outputs = passage.forward(*passage.args, **passage.kwargs)
+            finally:
+                passage.leave()
+            return passage.bring_out(outputs)
 
     def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> AttachedForward:
         return self.runtime.copy_for(memo).make_forward(module)

@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, magnitude_bound
 from hf_mp.scaling.rules import StepReport
+from hf_mp.step.labels import labelled
 from hf_mp.weights.attachable import REPAIRED, UNKNOWN_OPTIMIZER
 from hf_mp.weights.layout import WeightLayout, measure
 from hf_mp.weights.lean.outside_reads import as_stored
@@ -121,7 +122,8 @@ class GradientCheck:
         self.open_backwards.end(task)
         largest = None
         if self.is_scaled or self.measures_norm:
-            largest = self.measure(parameters := self.parameters())
+            with labelled("gradients"):
+                largest = self.measure(parameters := self.parameters())
             self._versions = _versions_of(parameters)
         self._on_ended(largest)
 

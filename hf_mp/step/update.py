@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_mp.scaling.events import tried_again
 from hf_mp.step.gradients import Verdict
+from hf_mp.step.labels import labelled
 from hf_mp.weights.accelerated import tell_accelerate
 from hf_mp.weights.fused_adamw import can_skip, skipping
 
@@ -61,11 +62,13 @@ class StepGuard:
     def _update_or_skip(self, runtimes: list[MixedPrecision], kwargs: dict[str, Any]) -> Any:
         """Verdict, update, next loss scale; gives what the optimizer's own step does."""
         optimizer, is_alone, result = self.optimizer, len(runtimes) == 1 and not kwargs, None
-        verdicts = [runtime.verdict(optimizer) for runtime in runtimes]
-        found_inf = self._found_inf(verdicts[0]) if is_alone else None
+        with labelled("verdict"):
+            verdicts = [runtime.verdict(optimizer) for runtime in runtimes]
+            found_inf = self._found_inf(verdicts[0]) if is_alone else None
         if found_inf is not None:  # the device can skip: all of the update is queued before the host waits for it
             result = self._update(runtimes, kwargs, found_inf)
-        reports = [runtime.report(verdict) for runtime, verdict in zip(runtimes, verdicts, strict=True)]
+        with labelled("read of the verdict"):
+            reports = [runtime.report(verdict) for runtime, verdict in zip(runtimes, verdicts, strict=True)]
         if is_alone and reports[0].overflow and (again := tried_again(runtimes[0].observers, optimizer)):
             reports, found_inf = [again], None
         optimizer.step_was_skipped = was_skipped = any([report.overflow for report in reports])
@@ -85,13 +88,14 @@ class StepGuard:
     def _update(self, runtimes: list[MixedPrecision], kwargs: dict[str, Any], found_inf: Tensor | None) -> Any:
         """Write the masters and what follows them, where ``found_inf``, FP32 of shape (), is None or 0."""
         layout = runtimes[0].layout
-        if len(runtimes) == 1 and not kwargs and layout.step(self.optimizer, self._before.get("step"), found_inf):
-            return None
-        with nullcontext() if found_inf is None else skipping(self.optimizer, found_inf):
-            result = self._unguarded(**kwargs)
-        for runtime in runtimes:
-            runtime.layout.updated(self.optimizer)
-        return result
+        with labelled("update"):
+            if len(runtimes) == 1 and not kwargs and layout.step(self.optimizer, self._before.get("step"), found_inf):
+                return None
+            with nullcontext() if found_inf is None else skipping(self.optimizer, found_inf):
+                result = self._unguarded(**kwargs)
+            for runtime in runtimes:
+                runtime.layout.updated(self.optimizer)
+            return result
 
     def remove(self, runtime: MixedPrecision) -> None:
         """Guard for one model less; with the last, give the optimizer its own ``step`` back."""

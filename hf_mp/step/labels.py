@@ -1,0 +1,15 @@
+"""Names for the parts of a step in torch's profiler, and through ``emit_nvtx`` in NVIDIA's."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch.autograd import profiler
+
+_NOTHING = nullcontext()
+
+
+def labelled(part: str) -> AbstractContextManager[Any]:
+    """To run ``part`` of a step in: recorded as ``hf_mp: part`` while a profiler runs, else nothing."""
+    return profiler.record_function(f"hf_mp: {part}") if profiler._is_profiler_enabled else _NOTHING
