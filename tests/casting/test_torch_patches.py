@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import shutil
 import subprocess
 import sys
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._dynamo import eval_frame
 
 import hf_mp
-from hf_mp.casting import torch_patches
+from hf_mp.casting import torch_patches, uncompiled
 from hf_mp.casting.torch_patches import PATCHES, TABLE, Patch, Patches
 
 
@@ -46,7 +48,7 @@ SNAPSHOT = """
 import gc, torch, torch._dynamo, transformers, accelerate
 from transformers import GPT2LMHeadModel, Trainer
 from tests_snapshot import attributes, differences
-before = attributes()
+before, own = attributes(), torch.autocast.__enter__
 import hf_mp
 for name in hf_mp.__all__:
     getattr(hf_mp, name)
@@ -57,7 +59,8 @@ for precision in ("fp16", "bf16", "fp16-lean"):
     runtime = hf_mp.MixedPrecision(precision)
     runtime.attach(model)
     stepping = runtime.attach_optimizer(torch.optim.AdamW(model.parameters()))
-    assert differences(before), "nothing is patched while attached: the snapshot sees nothing"
+    assert torch.autocast.__enter__ is not own, "not patched while attached"
+    assert precision != "fp16" or differences(before), "the snapshot sees nothing"
     for _ in range(2):
         ids = torch.randint(0, 9, (2, 8))
         model(input_ids=ids, labels=ids).loss.backward()
@@ -66,14 +69,14 @@ for precision in ("fp16", "bf16", "fp16-lean"):
     runtime.detach()
     assert not differences(before), (precision, differences(before))
 with hf_mp.autocast():
-    assert differences(before), "autocast alone patches as well"
+    assert torch.autocast.__enter__ is not own, "autocast alone patches as well"
     runtime.attach(model)
-assert differences(before), "the attached model still needs them"
+assert torch.autocast.__enter__ is not own, "the attached model still needs them"
 runtime.detach()
 runtime.detach()
 assert not differences(before), ("detached twice", differences(before))
 hf_mp.MixedPrecision("bf16").attach(model)
-assert differences(before)
+assert torch.autocast.__enter__ is not own
 del model, optimizer, stepping, ids
 gc.collect()
 assert not differences(before), ("the model is gone", differences(before))
@@ -87,6 +90,16 @@ def test_nothing_of_torch_is_different_after_import_and_after_detach(tmp_path: A
         [sys.executable, "-c", SNAPSHOT], cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_table_stays_until_the_last_user_and_what_is_traced_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    holder = types.SimpleNamespace(present="original")
+    monkeypatch.setitem(sys.modules, "a_torch", holder)  # type: ignore[arg-type]
+    patches, seen = Patches((Patch(("a_torch:present",), lambda original: "ours", ""),)), []
+    for users, traced in ((1, 0), (0, 1), (0, 1), (-1, 0), (0, -1), (0, -1), (0, 1), (0, -1)):
+        patches.count(users=users, traced=traced)
+        seen.append(holder.present)
+    assert seen == ["ours"] * 5 + ["original", "ours", "original"]
 
 
 def test_a_patch_of_somebody_elses_over_ours_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,10 +157,8 @@ def test_this_torch_lacks_nothing(recwarn: pytest.WarningsRecorder) -> None:
     assert not [warning for warning in recwarn if "has no" in str(warning.message)]
 
 
-def test_a_compiler_without_strategies_costs_one_warning_at_import() -> None:
-    code = (
-        "import torch._C._dynamo.eval_frame as found; del found.set_code_exec_strategy; "
-        "import hf_mp, torch; hf_mp.autocast(torch.bfloat16)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr.count("has no set_code_exec_strategy: where compiled code breaks off") == 1
+def test_a_compiler_without_strategies_costs_one_warning_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(eval_frame, "set_code_exec_strategy")
+    with pytest.warns(UserWarning, match="has no set_code_exec_strategy: where compiled code breaks off") as told:
+        found = runpy.run_path(uncompiled.__file__)
+    assert len(told) == 1 and found["uncompiled"](len) is len
