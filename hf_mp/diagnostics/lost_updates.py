@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from hf_mp.diagnostics.contract.risks import Evidence, Held, Risk, find_risks, lost_share, role_of
+from hf_mp.diagnostics.contract.risks import (
+    Evidence,
+    Held,
+    Risk,
+    beta2_of,
+    find_risks,
+    learning_rate_of,
+    lost_share,
+    role_of,
+    share_lost_at,
+)
 from hf_mp.diagnostics.magnitudes import sample
-from hf_mp.policy import LOWER_PRECISION_DTYPES, spell
+from hf_mp.policy import LOWER_PRECISION_DTYPES
 from hf_mp.weights.accelerated import as_accelerated
 from hf_mp.weights.lean.split_parameter import SplitParameter, gradient_and_factor
 from hf_mp.weights.ranks.placement import local_part
@@ -43,7 +52,7 @@ class ParameterUpdates:
 
 @dataclass(frozen=True)
 class TrainingCheck:
-    """What :func:`check_training` found; prints as a table.
+    """What :func:`check_training` found; prints as sentences.
 
     Attributes:
         parameters: those that the optimizer updates, in the order of the model.
@@ -71,32 +80,11 @@ class TrainingCheck:
         return "\n".join(map(str, self.risks))
 
     def __str__(self) -> str:
-        from rich.console import Console  # printing alone needs it
-        from rich.table import Table
-
-        table = Table("parameters", "dtype", "FP32 master")
-        for column in ("elements", "updates lost"):
-            table.add_column(column, justify="right")
-        for name, ones in self._folded():
-            share = _share(ones)
-            lost = "not known" if share is None else f"{share:.1%}"
-            master = "yes" if ones[0].has_master else "no"
-            table.add_row(name, spell(ones[0].dtype), master, f"{sum(one.elements for one in ones):,}", lost)
-        console = Console(width=80, highlight=False)
-        with console.capture() as text:
-            console.print(table)
-            if self.advice:
-                console.print(self.advice)
-        return text.get()
-
-    def _folded(self) -> Iterator[tuple[str, list[ParameterUpdates]]]:
-        """Parameters that differ in the number of their layer alone, as one."""
-        folded: dict[tuple[str, str, bool], list[ParameterUpdates]] = {}
-        for one in self.parameters:
-            name = re.sub(r"(^|\.)\d+(?=\.)", r"\1*", one.name)
-            folded.setdefault((name, one.dtype, one.has_master), []).append(one)
-        for (name, *_), ones in folded.items():
-            yield (name if len(ones) > 1 else ones[0].name), ones
+        share = "a share that is not known" if self.lost_share is None else f"{self.lost_share:.1%}"
+        first = (
+            f"{len(self.without_masters)} of {len(self.parameters)} trained parameters have no FP32 master, and {share}"
+        )
+        return "\n".join((f"{first} of all updates would be lost", *map(str, self.risks)))
 
 
 def check_training(model: nn.Module, optimizer: Optimizer) -> TrainingCheck:
@@ -117,7 +105,7 @@ def check_training(model: nn.Module, optimizer: Optimizer) -> TrainingCheck:
         optimizer: over its parameters; torch's, accelerate's around it, or a :class:`hf_mp.MasterWeightOptimizer`.
 
     Returns:
-        A :class:`TrainingCheck` with ``without_masters``, ``lost_share`` and ``advice``; ``print`` shows a table.
+        A :class:`TrainingCheck` with ``without_masters``, ``lost_share`` and ``advice``; ``print`` shows them.
 
     Raises:
         TypeError: for anything but a module and an optimizer.
@@ -137,33 +125,11 @@ def check_training(model: nn.Module, optimizer: Optimizer) -> TrainingCheck:
             f"no trainable parameter of this {type(model).__name__} is in the {type(optimizer).__name__}: make the "
             "optimizer from model.parameters()"
         )
-    found = tuple(_look_at(name, parameter, groups[id(parameter)], optimizer) for name, parameter in named)
-    rates = [rate for _, one in named if (rate := _learning_rate(groups[id(one)])) is not None]
-    rate = max(rates, default=None)
-    return TrainingCheck(found, rate, find_risks(_evidence(found, dict(named), groups, optimizer, rate)))
-
-
-@torch.no_grad()
-def _evidence(
-    found: Sequence[ParameterUpdates],
-    named: Mapping[str, nn.Parameter],
-    groups: Mapping[int, dict[str, Any]],
-    optimizer: Any,
-    rate: float | None,
-) -> Evidence:
-    betas = [one["betas"][1] for one in groups.values() if len(one.get("betas") or ()) > 1]
-    evidence = Evidence(learning_rate=rate, beta2=float(min(betas, default=0.999)), is_training=True)
-    state = getattr(optimizer, "optimizer", optimizer).state
-    for one in found:
-        parameter = named[one.name]
-        dtype = torch.float32 if one.has_master else parameter.dtype
-        evidence.weights.append(Held(one.name, dtype, one.elements, sample(local_part(parameter)), one.lost_share))
-        for key, value in state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and value.is_floating_point() and (role := role_of(key)) is not None:
-                local = local_part(value)
-                getattr(evidence, role).append(Held(f"{one.name}.{key}", value.dtype, local.numel(), sample(local)))
+    evidence = Evidence(beta2=beta2_of(groups.values()), is_training=True)
+    evidence.learning_rate = max(filter(None, (learning_rate_of(groups[id(one)]) for _, one in named)), default=None)
+    found = tuple(_look_at(name, parameter, groups[id(parameter)], optimizer, evidence) for name, parameter in named)
     evidence.keeps_bits = not all(one.has_master for one in found) and keeps_small_updates(optimizer)
-    return evidence
+    return TrainingCheck(found, evidence.learning_rate, find_risks(evidence))
 
 
 def keeps_small_updates(optimizer: Any) -> bool:
@@ -189,39 +155,35 @@ def keeps_small_updates(optimizer: Any) -> bool:
 
 
 @torch.no_grad()
-def _look_at(name: str, parameter: nn.Parameter, group: dict[str, Any], optimizer: Optimizer) -> ParameterUpdates:
-    is_narrow = parameter.dtype in LOWER_PRECISION_DTYPES
-    has_master = not is_narrow or isinstance(parameter, SplitParameter) or getattr(optimizer, "keeps_masters", False)
+def _look_at(
+    name: str, parameter: nn.Parameter, group: dict[str, Any], optimizer: Any, evidence: Evidence
+) -> ParameterUpdates:
+    """What is said of a parameter; its tensors are added to ``evidence``."""
     if parameter.is_meta:
         raise ValueError(f"{name} is on the meta device, without values: load the weights first")
-    local = local_part(parameter)
-    values = sample(local)
-    updates = _updates(values, parameter, group, optimizer)
-    if has_master:
-        values = values.float()
-    shares = [lost_share(values, update) for update in updates]
-    share = sum(shares) / len(shares) if shares else None
-    return ParameterUpdates(name, str(parameter.dtype).removeprefix("torch."), local.numel(), has_master, share)
+    is_narrow, local = parameter.dtype in LOWER_PRECISION_DTYPES, local_part(parameter)
+    has_master = not is_narrow or isinstance(parameter, SplitParameter) or getattr(optimizer, "keeps_masters", False)
+    values = sample(local).float() if has_master else sample(local)
+    inner = getattr(optimizer, "optimizer", optimizer)
+    lost = _lost(values, parameter, learning_rate_of(group), is_sgd=isinstance(inner, SGD))
+    evidence.weights.append(Held(name, values.dtype, local.numel(), values, lost))
+    for key, value in inner.state.get(parameter, {}).items():
+        if isinstance(value, Tensor) and value.is_floating_point() and (role := role_of(key)) is not None:
+            held = Held(f"{name}.{key}", value.dtype, local_part(value).numel(), sample(local_part(value)))
+            getattr(evidence, role).append(held)
+    return ParameterUpdates(name, str(parameter.dtype).removeprefix("torch."), local.numel(), has_master, lost)
 
 
-def _updates(values: Tensor, parameter: nn.Parameter, group: dict[str, Any], optimizer: Optimizer) -> list[Tensor]:
-    """What may be subtracted from the sampled ``values``, each equally likely; none where that is not known."""
-    rate = _learning_rate(group)
-    if rate is None:
-        return []
-    if not isinstance(getattr(optimizer, "optimizer", optimizer), SGD):
-        size = torch.full_like(values, rate, dtype=torch.float64)
-        return [size, -size]
+def _lost(values: Tensor, parameter: nn.Parameter, rate: float | None, *, is_sgd: bool) -> float | None:
+    """The share of updates of the sampled ``values`` that is lost; None where their size is not known."""
+    if rate is None or not is_sgd:
+        return None if rate is None else share_lost_at(values, rate)
     gradient, factor = gradient_and_factor(parameter)
     if gradient is None or gradient.is_sparse:
-        return []
-    return [sample(local_part(gradient)).double() * (rate if factor is None else rate * factor.item())]
-
-
-def _learning_rate(group: dict[str, Any]) -> float | None:
-    """The larger of the one now and the one that an LR scheduler keeps; None where the optimizer finds its own."""
-    rates = [group[key] for key in ("lr", "initial_lr") if group.get(key) is not None]
-    return max(map(float, rates), default=None)
+        return None
+    return lost_share(
+        values, sample(local_part(gradient)).double() * (rate if factor is None else rate * factor.item())
+    )
 
 
 def _share(parameters: Sequence[ParameterUpdates]) -> float | None:

@@ -130,7 +130,7 @@ class PrecisionRecorder(StepObserver):
     def note_contract(self, contract: PrecisionContract) -> None:
         """Record the run's precision contract."""
         self._begin()
-        self._log.write("contract", **contract.to_dict())
+        self._log.write("contract", rows=list(contract.cells()))
 
     def end(self) -> None:
         """Record the end of the run."""

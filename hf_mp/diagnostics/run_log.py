@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
-from hf_mp.diagnostics.contract.table import PrecisionContract
 from hf_mp.diagnostics.healing import Healed
 from hf_mp.diagnostics.overflow_report import OverflowReport
 from hf_mp.diagnostics.predicted_memory import PredictedMemory
@@ -97,7 +96,7 @@ class RunRecords:
     steps: dict[int, StepRecord] = field(default_factory=dict)  # in order; of steps repeated after a resume, the last
     overflows: dict[tuple[int, int, int], OverflowReport] = field(default_factory=dict)  # step, micro-batch, rank
     healed: list[Healed] = field(default_factory=list)
-    contract: PrecisionContract | None = None  # of the last start
+    contract: list[list[str]] = field(default_factory=list)  # of the last start, in the order of its header
     ranges: RangeReport | None = None  # of a calibration, saved in the run directory
     shares: dict[int, StepShares] = field(default_factory=dict)  # by step
     latest: StepMagnitudes | None = None
@@ -228,7 +227,7 @@ def _take(run: RunRecords, record: Mapping[str, Any]) -> None:
             run.why_no_memory = record.get("reason", "")
             run.predicted_memory = None if run.why_no_memory else from_memory_record(record)
         case "contract":
-            run.contract = PrecisionContract.from_dict(record)
+            run.contract = [list(map(str, row)) for row in record["rows"]]
         case "end":
             run.has_ended = True
         case unknown:

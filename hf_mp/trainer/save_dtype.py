@@ -32,13 +32,10 @@ def extend_save(trainer: Trainer, adapter: OfSession) -> None:
             own(output_dir, state_dict)
             return
         cast = _cast(state_dict or trainer.model.state_dict(), dtypes)  # type: ignore[union-attr]
-        elements = Counter[torch.dtype]()
-        for value in cast.values():
-            elements[value.dtype] += value.numel() if value.is_floating_point() else 0
-        own(output_dir, cast)  # which empties it
+        own(output_dir, cast)
         config = folder / CONFIG_NAME
         if config.is_file():  # an adapter is saved without one
-            most = str(elements.most_common(1)[0][0]).removeprefix("torch.")
+            most = str(Counter(dtypes.values()).most_common(1)[0][0]).removeprefix("torch.")
             said = {**json.loads(config.read_text(encoding="utf-8")), "dtype": most}
             config.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

@@ -188,15 +188,11 @@ class TrainerSession:
         if self.settings.precision_contract:
             self._watch, self._optimizer = ContractWatch(model), optimizer
             self._watch.start()
-            if self.runtime is not None:
-                self.runtime.observers.append(self._watch)
 
     def _stop_watching(self) -> None:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.stop()
-            if self.runtime is not None and watch in self.runtime.observers:
-                self.runtime.observers.remove(watch)
 
     @property
     def saved_dtypes(self) -> dict[str, torch.dtype]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from planted_checkpoints import cast_weights, stock, to_bf16, with_config
+from planted_checkpoints import cast_weights, stock, to_bf16
 from torch import nn
 from torch.optim import SGD, AdamW
 from trainer_runs import quick_arguments, tiny_gpt2, token_rows
@@ -151,17 +151,10 @@ def test_a_rounded_checkpoint_resumes_elsewhere(tmp_path: Path) -> None:
     assert risk.kind == "rounded weights" and "save_dtype leaves checkpoints in FP32" in risk.way_out
 
 
-def test_a_config_that_says_bf16_rounds_what_is_loaded(tmp_path: Path) -> None:
-    folder = with_config(tmp_path, "bfloat16")
-    assert next(GPT2LMHeadModel.from_pretrained(folder).parameters()).dtype is torch.bfloat16
-    assert [risk.kind for risk in check_folder(folder).risks] == ["config disagrees"]
-    assert check_folder(with_config(tmp_path, "float32")).risks == ()
-
-
 def test_the_page_names_tests_that_there_are() -> None:
     tests = Path(__file__).resolve().parents[1]
     page = (tests.parent / "docs" / "risky_patterns.md").read_text(encoding="utf-8")
     named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", page)
-    assert len(named) >= 11
+    assert len(named) >= 10
     for file, test in named:
         assert f"def {test}(" in (tests / file).read_text(encoding="utf-8")

@@ -72,11 +72,7 @@ def test_it_says_what_to_do(gpt2: GPT2LMHeadModel) -> None:
     assert "99,968 of 112,832 weights are bf16 without an FP32 master" in check.advice
     assert "at learning rate 1e-05 are less than half a unit in the last place" in check.advice
     assert "way out: give them masters: MixedPrecisionCallback('bf16')" in check.advice
-    (line,) = (line for line in str(check).splitlines() if "ln_1.weight" in line)
-    assert [cell.strip() for cell in line.split("│")[1:-1]] == [
-        "transformer.h.*.ln_1.weight", "bf16", "no", "128", "100.0%"
-    ]  # fmt: skip
-    assert max(map(len, str(check).splitlines())) <= 80
+    assert str(check).startswith("24 of 27 trained parameters have no FP32 master, and ")
 
 
 def test_a_warm_up_counts_with_the_rate_that_it_reaches(gpt2) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import types
 from collections import OrderedDict
@@ -242,7 +241,7 @@ def moments_to_fp16(key: str, one: Any) -> Any:
 
 Case = tuple[Callable[[Path], Path], set[str]]
 NONE, STUCK, ROUNDED = "no masters", "stuck second moments", "rounded weights"
-FP16, APART, CONFIG = "fp16 moments", "masters disagree", "config disagrees"
+FP16, APART = "fp16 moments", "masters disagree"
 
 
 def loop(path: Path, precision: str = "bf16") -> Path:
@@ -256,14 +255,6 @@ def loop(path: Path, precision: str = "bf16") -> Path:
         own.zero_grad()
     hf_mp.save_checkpoint(path / "checkpoint-2", attached, own, 2)
     return path / "checkpoint-2"
-
-
-def with_config(path: Path, said: str) -> Path:
-    model = trained()[0]
-    model.save_pretrained(path)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "dtype": said}))
-    return path
 
 
 def model_folder(path: Path, dtype: str) -> Path:
@@ -289,7 +280,6 @@ PLANTED: Mapping[str, Case] = {
     "stock: bf16 weights of an fp32 training": (lambda path: cast_weights(stock(path), to_bf16), {ROUNDED}),
     "stock: fp32 weights that were rounded": (lambda path: cast_weights(stock(path), through_bf16), {ROUNDED}),
     "stock: moments cast to fp16": (lambda path: change_state(stock(path), moments_to_fp16), {FP16}),
-    "stock: a config that says bf16": (lambda path: with_config(path, "bfloat16"), {CONFIG}),
     "trl: sft of a model in bf16": (lambda path: trl(path), {NONE, STUCK}),
     "trl: adapters in bf16": (lambda path: trl(path, lora=lora()), {NONE, STUCK}),
     "trl: second moments cast to bf16": (lambda path: change_state(trl(path, "fp32"), seconds_to_bf16), {STUCK}),

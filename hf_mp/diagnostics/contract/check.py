@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hf_mp.diagnostics.contract.folders import evidence_of, read_folder
-from hf_mp.diagnostics.contract.risks import Held, Risk, find_risks
+from hf_mp.diagnostics.contract.risks import Risk, find_risks
 from hf_mp.policy import spell
 
 _ROLES = {"weights": "weights", "masters": "masters", "firsts": "first moments", "seconds": "second moments"}
@@ -63,12 +63,9 @@ def check_folder(
     """
     folder = read_folder(path)
     evidence = evidence_of(folder, learning_rate, keeps_bits=keeps_bits, progress=progress)
-    held = {words: found for role, words in _ROLES.items() if (found := _by_dtype(getattr(evidence, role)))}
+    held: dict[str, dict[str, int]] = {}
+    for role, words in _ROLES.items():
+        for one in getattr(evidence, role):
+            counts, dtype = held.setdefault(words, {}), spell(one.dtype)
+            counts[dtype] = counts.get(dtype, 0) + one.elements
     return FolderCheck(str(folder.path), held, find_risks(evidence))
-
-
-def _by_dtype(held: list[Held]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for one in held:
-        counts[spell(one.dtype)] = counts.get(spell(one.dtype), 0) + one.elements
-    return counts

@@ -7,7 +7,6 @@ does not know (DeepSpeed's classes) becomes :class:`Inert`.
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import mmap
@@ -26,13 +25,20 @@ import torch
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from hf_mp.diagnostics.contract.risks import Evidence, Held, role_of, share_apart, share_lost_at
+from hf_mp.diagnostics.contract.risks import (
+    Evidence,
+    Held,
+    beta2_of,
+    learning_rate_of,
+    role_of,
+    share_apart,
+    share_lost_at,
+)
 
 BLOCKS, BLOCK = 4, 1024  # of a tensor in a file: how many are read, and their elements
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of safetensors
 _RUN = re.compile(r"checkpoint-(\d+)")
 _STATE = re.compile(r"(\w+\.)?optim|.*(exp_avg|momentum_buffer)")  # how names of an optimizer's state begin
-_MOST_SETTINGS = 8  # of the shards of torch.distributed, each in a file of its own kind
 
 
 class UnreadableError(ValueError):
@@ -44,9 +50,6 @@ class Inert:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
         return super().__new__(cls)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
 
     def __setstate__(self, state: Any) -> None:
         pass
@@ -87,18 +90,14 @@ class Folder:
     Attributes:
         path: of the folder.
         parts: the floating tensors by name, of several ranks in their order; an optimizer's begin with ``optim``.
-        groups: an optimizer's settings.
-        rates: learning rates that were logged.
+        groups: an optimizer's settings, and those that were logged.
         shapes: of each flat group of DeepSpeed's masters, the parameters in it.
-        config_dtype: what ``config.json`` says.
     """
 
     path: Path
     parts: dict[str, list[Part]] = field(default_factory=dict)
     groups: list[Mapping[str, Any]] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
     shapes: list[Mapping[str, Any]] = field(default_factory=list)
-    config_dtype: torch.dtype | None = None
 
     def add(self, name: str, part: Part) -> None:
         """Note a part of a tensor."""
@@ -188,19 +187,12 @@ def _read_shards(file: Path, folder: Folder) -> None:
 
     with file.open("rb") as opened:
         found = _Metadata(opened).load()
-    settings = 0
     for index, place in found.storage_data.items():
         about, shard = found.state_dict_metadata[index.fqn], file.parent / place.relative_path
         if isinstance(about, TensorStorageMetadata):
             (chunk,) = [one for one in about.chunks if one.offsets == index.offset] or about.chunks[:1]
             dtype = about.properties.dtype
             folder.add(index.fqn, Part(dtype, chunk.sizes.numel(), shard, _start_of_data(shard, place)))
-        elif settings < _MOST_SETTINGS and (found_key := re.search(r"\b(lr|betas)$", index.fqn)):
-            settings += 1
-            with shard.open("rb") as opened:
-                opened.seek(place.offset)
-                value = torch.load(io.BytesIO(opened.read(place.length)), weights_only=True)
-            folder.groups.append({found_key[1]: value})
 
 
 def _start_of_data(shard: Path, place: Any) -> int:
@@ -216,17 +208,14 @@ def _start_of_data(shard: Path, place: Any) -> int:
 
 def _read_json(file: Path, folder: Folder) -> None:
     found = json.loads(file.read_bytes())
-    said = found.get("dtype") or found.get("torch_dtype")
-    if file.name == "config.json" and said:
-        folder.config_dtype = getattr(torch, said, None)
-    folder.rates += [entry["learning_rate"] for entry in found.get("log_history", ()) if "learning_rate" in entry]
-    folder.groups += found.get("groups", found.get("optimizer", {}).get("groups", ()))
+    logged = [{"lr": entry.get("learning_rate")} for entry in found.get("log_history", ())]
+    folder.groups += [*logged, *found.get("groups", found.get("optimizer", {}).get("groups", ()))]
 
 
 _READERS: dict[str, Callable[[Path, Folder], None]] = {
     r".*\.safetensors": _read_safetensors,
     r"\.metadata": _read_shards,
-    r"(config|trainer_state|training_state|optimizer)\.json": _read_json,
+    r"(trainer_state|training_state|optimizer)\.json": _read_json,
     r"(optimizer|pytorch_model|adapter_model|.*(model|optim)_states).*\.(pt|bin)": _read_torch_file,
 }
 
@@ -246,20 +235,18 @@ def evidence_of(
         keeps_bits: as in :class:`Evidence`.
         progress: shows how far it is while it goes through the names; default: nothing.
     """
-    rates = [float(group[key]) for group in folder.groups for key in ("initial_lr", "lr") if group.get(key) is not None]
-    betas = [float(group["betas"][1]) for group in folder.groups if len(group.get("betas") or ()) > 1]
-    evidence = Evidence(is_saved=True, keeps_bits=keeps_bits, config_dtype=folder.config_dtype)
-    evidence.learning_rate = learning_rate if learning_rate is not None else max(rates + folder.rates, default=None)
-    evidence.beta2 = min(betas, default=evidence.beta2)
+    evidence = Evidence(is_saved=True, keeps_bits=keeps_bits, beta2=beta2_of(folder.groups))
+    rates = filter(None, map(learning_rate_of, folder.groups))
+    evidence.learning_rate = rate = max(rates, default=None) if learning_rate is None else learning_rate
     for name in progress(list(folder.parts)):
         parts = folder.parts[name]
         is_state = _STATE.match(name) is not None
         if (role := role_of(name) if is_state else "weights") is None:
             continue
         values = torch.cat([part.sample() for part in parts])
-        lost = share_lost_at(values, evidence.learning_rate) if evidence.learning_rate is not None else None
-        held = Held(name, parts[0].dtype, sum(part.elements for part in parts), values, lost)
-        getattr(evidence, role).append(held)
+        lost = None if rate is None else share_lost_at(values, rate)
+        elements = sum(part.elements for part in parts)
+        getattr(evidence, role).append(Held(name, parts[0].dtype, elements, values, lost))
     evidence.is_training = learning_rate is not None or bool(folder.groups or evidence.seconds or evidence.firsts)
     evidence.pairs = list(_pairs_by_shape(folder) if folder.shapes else _pairs_by_value(evidence))
     return evidence

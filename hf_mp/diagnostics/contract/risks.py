@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +55,6 @@ class Evidence:
         keeps_bits: whether the optimizer has its own way to keep small updates, as stochastic rounding.
         is_training: whether an optimizer updates the weights.
         is_saved: whether these are files; else a training that runs.
-        config_dtype: what the model's config says.
     """
 
     weights: list[Held] = field(default_factory=list)
@@ -68,7 +68,6 @@ class Evidence:
     keeps_bits: bool = False
     is_training: bool = False
     is_saved: bool = False
-    config_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -174,25 +173,12 @@ def _other_masters(evidence: Evidence) -> Words:
     )
 
 
-def _other_config(evidence: Evidence) -> Words:
-    said = evidence.config_dtype
-    wide = [one for one in evidence.weights if one.dtype is torch.float32]
-    rounded = _mean((one.elements, _share_of_16_bits(one.values)) for one in wide)
-    if said not in LOWER_PRECISION_DTYPES or not wide or rounded > 0.5:
-        return None
-    return (
-        f"{_count(wide)} weights are fp32 and config.json says {spell(said)}: from_pretrained rounds them",
-        "load with dtype=torch.float32, or save with a config that says what the weights are in",
-    )
-
-
 RULES: dict[str, Callable[[Evidence], Words]] = {
     "no masters": _no_masters,
     "rounded weights": _rounded,
     "stuck second moments": _stuck_seconds,
     "fp16 moments": _fp16_moments,
     "masters disagree": _other_masters,
-    "config disagrees": _other_config,
 }
 
 
@@ -232,6 +218,16 @@ _ROLES = {
 def role_of(key: str) -> str | None:
     """The role in :class:`Evidence` of an optimizer's state of this name, as ``"exp_avg_sq"``; None for others."""
     return next((role for role, words in _ROLES.items() if re.search(words, key)), None)
+
+
+def learning_rate_of(group: Mapping[str, Any]) -> float | None:
+    """The larger of the one now and the one that an LR scheduler keeps; None where the optimizer finds its own."""
+    return max((float(group[key]) for key in ("lr", "initial_lr") if group.get(key) is not None), default=None)
+
+
+def beta2_of(groups: Iterable[Mapping[str, Any]]) -> float:
+    """The smallest decay of second moments in an optimizer's groups, Adam's default where they name none."""
+    return min((float(group["betas"][1]) for group in groups if len(group.get("betas") or ()) > 1), default=_BETA2)
 
 
 def picture_of(held: Iterable[Held]) -> str:

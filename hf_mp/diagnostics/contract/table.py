@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass
 
 HEADER = ("parameters", "elements", "stored", "computed", "gradient", "reduced", "moments", "saved")
 MOST_ROWS = 6
@@ -64,15 +63,6 @@ class PrecisionContract:
             elements[key] = elements.get(key, 0) + row.elements
         found = [ContractRow(kind, count, *dtypes) for (kind, *dtypes), count in elements.items()]
         return cls(tuple(sorted(found, key=lambda row: -row.elements)))
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> PrecisionContract:
-        """What :meth:`to_dict` gave."""
-        return cls(tuple(ContractRow(**row) for row in values["rows"]))
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
     @property
     def lacks_masters(self) -> bool:

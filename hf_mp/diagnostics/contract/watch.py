@@ -48,6 +48,9 @@ class ContractWatch(StepObserver):
             for module in self.model.modules():
                 if module._parameters:
                     self._undo.callback(module.register_forward_hook(self._ran).remove)
+        for runtime in runtimes_of(self.model):
+            runtime.observers.append(self)
+            self._undo.callback(runtime.observers.remove, self)
         for name in _COLLECTIVES if is_running() else ():
             if (own := getattr(torch.distributed, name, None)) is not None:
                 self._undo.callback(setattr, torch.distributed, name, own)
@@ -135,19 +138,13 @@ def precision_contract(
     if not isinstance(model, nn.Module):
         raise TypeError(f"precision_contract takes a model (nn.Module), not {type(model).__name__}: trainer.model")
     watch = ContractWatch(model)
-    if run is None:
-        return watch.contract(optimizer)
-    runtimes = runtimes_of(model)
-    watch.start()
-    for runtime in runtimes:
-        runtime.observers.append(watch)
     try:
-        run()
+        if run is not None:
+            watch.start()
+            run()
         return watch.contract(optimizer)
     finally:
         watch.stop()
-        for runtime in runtimes:
-            runtime.observers.remove(watch)
 
 
 def kind_of(name: str, module: nn.Module, parameter: nn.Parameter) -> str:
