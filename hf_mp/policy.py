@@ -3,26 +3,100 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 
 import torch
 
 from hf_mp.scaling.rules import RULES
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+def _no_products() -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class ComputeDtype:
+    """What it means to compute in a dtype.
+
+    Attributes:
+        dtype: of lower-precision ops, and of working copies.
+        name: what policies, presets and tables call it.
+        spellings: what else people write.
+        loss_scale: the rule that its presets set S by; None where FP32's exponents fit, so that S is not needed.
+        cpp_name: what torch's C++ calls it, as DDP logs it.
+        has_cpu_products: asks oneDNN whether this CPU multiplies it; it is computed through FP32 elsewhere.
+        has_cpu_convolutions: whether oneDNN has the gradients of its convolutions as well.
+    """
+
+    dtype: torch.dtype
+    name: str
+    spellings: tuple[str, ...]
+    cpp_name: str
+    loss_scale: str | None = None
+    has_cpu_products: Callable[[], bool] = _no_products
+    has_cpu_convolutions: bool = True
+
+    @property
+    def largest(self) -> float:
+        """The largest finite number."""
+        return torch.finfo(self.dtype).max
+
+    @property
+    def label(self) -> str:
+        """Its name in sentences."""
+        return self.name.upper()
+
+
+LOWER_PRECISION_DTYPES: dict[torch.dtype, ComputeDtype] = {
+    entry.dtype: entry
+    for entry in (
+        ComputeDtype(
+            torch.float16,
+            "fp16",
+            ("float16", "half"),
+            "c10::Half",
+            loss_scale="headroom",
+            has_cpu_products=lambda: bool(torch.ops.mkldnn._is_mkldnn_fp16_supported()),
+            has_cpu_convolutions=False,
+        ),
+        ComputeDtype(
+            torch.bfloat16,
+            "bf16",
+            ("bfloat16",),
+            "c10::BFloat16",
+            has_cpu_products=lambda: bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+        ),
+    )
+}
+"""The dtypes that a policy can compute in besides FP32. All that asks what a dtype means asks here."""
+
+FP32 = ComputeDtype(torch.float32, "fp32", ("float32", "float"), "float", has_cpu_products=lambda: True)
 _DTYPE_FIELDS = ("params", "compute", "masters", "output", "reduce", "reduce_sum")
 SWITCHES = ("fp32_head", "exact_generation")  # fields that are on or off
-LOWER_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
-_SPELLINGS = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
+
+
+def compute_dtypes() -> tuple[ComputeDtype, ...]:
+    """FP32, and the entries of :data:`LOWER_PRECISION_DTYPES`."""
+    return (FP32, *LOWER_PRECISION_DTYPES.values())
+
+
+def compute_dtype(dtype: torch.dtype) -> ComputeDtype:
+    """What ``dtype`` means; a KeyError for one that no policy computes in."""
+    return FP32 if dtype is torch.float32 else LOWER_PRECISION_DTYPES[dtype]
+
+
+def needs_loss_scale(dtype: torch.dtype) -> bool:
+    """Whether values of FP32 leave the range of ``dtype``, so that its gradients are scaled."""
+    return dtype in LOWER_PRECISION_DTYPES and LOWER_PRECISION_DTYPES[dtype].loss_scale is not None
 
 
 def spell(precision: str | torch.dtype) -> str:
     """The name of a precision as it is written here: ``torch.float16``, ``"FP16"``, ``"half"`` are all ``"fp16"``."""
     name = str(precision).strip().lower().removeprefix("torch.").replace("_", "-")
     dtype, *layout = name.split("-", 1)
-    return "-".join([_SPELLINGS.get(dtype, dtype), *layout])
+    known = (entry.name for entry in compute_dtypes() if dtype in entry.spellings)
+    return "-".join([next(known, dtype), *layout])
 
 
 def did_you_mean(precision: object, names: Iterable[str]) -> str:
@@ -102,28 +176,7 @@ class PrecisionPolicy:
     exact_generation: bool = False
 
     def __post_init__(self) -> None:
-        for name in _DTYPE_FIELDS:
-            if (dtype := getattr(self, name)) is None and name == "reduce":
-                continue
-            if not isinstance(dtype, torch.dtype):
-                raise TypeError(f"{name}={dtype!r} must be a torch.dtype; text is read by PrecisionPolicy.parse")
-            if dtype not in _DTYPE_NAMES:
-                raise ValueError(f"{name}={dtype} is not allowed: use {', '.join(_DTYPES)}")
-        if self.masters is not torch.float32:
-            raise ValueError(f"masters={_DTYPE_NAMES[self.masters]} loses small updates: master weights are fp32")
-        if self.output is not torch.float32:
-            raise ValueError(f"output={_DTYPE_NAMES[self.output]} is not allowed: outputs leave the model in fp32")
-        if self.params not in (torch.float32, self.compute):
-            raise ValueError(
-                f"params={_DTYPE_NAMES[self.params]} with compute={_DTYPE_NAMES[self.compute]} is not allowed: store "
-                "parameters in fp32 (default layout) or in the compute dtype (lean layout)"
-            )
-        if self.wire not in (torch.float32, self.compute) or self.reduce_sum not in (torch.float32, self.wire):
-            raise ValueError(
-                f"reduce={_DTYPE_NAMES[self.wire]} with reduce_sum={_DTYPE_NAMES[self.reduce_sum]} and "
-                f"compute={_DTYPE_NAMES[self.compute]} is not allowed: gradients travel in fp32 or in the compute "
-                "dtype, and are summed in fp32 or in the dtype that they travel in"
-            )
+        self._check_dtypes()
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
@@ -133,6 +186,31 @@ class PrecisionPolicy:
                 "FP64; use fp16 or bf16"
             )
         object.__setattr__(self, "loss_scale", parse_loss_scale(self.loss_scale))
+
+    def _check_dtypes(self) -> None:
+        names = {entry.dtype: entry.name for entry in compute_dtypes()}
+        said: dict[str, str] = {}
+        for field in _DTYPE_FIELDS:
+            dtype = self.wire if field == "reduce" else getattr(self, field)
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"{field}={dtype!r} must be a torch.dtype; text is read by PrecisionPolicy.parse")
+            if dtype not in names:
+                raise ValueError(f"{field}={dtype} is not allowed: use {', '.join(names.values())}")
+            said[field] = f"{field}={names[dtype]}"
+        if self.masters is not torch.float32:
+            raise ValueError(f"{said['masters']} loses small updates: master weights are fp32")
+        if self.output is not torch.float32:
+            raise ValueError(f"{said['output']} is not allowed: outputs leave the model in fp32")
+        if self.params not in (torch.float32, self.compute):
+            raise ValueError(
+                f"{said['params']} with {said['compute']} is not allowed: store parameters in fp32 (default layout) or "
+                "in the compute dtype (lean layout)"
+            )
+        if self.wire not in (torch.float32, self.compute) or self.reduce_sum not in (torch.float32, self.wire):
+            raise ValueError(
+                f"{said['reduce']} with {said['reduce_sum']} and {said['compute']} is not allowed: gradients travel in "
+                "fp32 or in the compute dtype, and are summed in fp32 or in the dtype that they travel in"
+            )
 
     @property
     def is_mixed(self) -> bool:
@@ -200,8 +278,9 @@ class PrecisionPolicy:
             if key in values:
                 raise ValueError(f"{key} is given twice in precision={text!r}")
             values[key] = _read_field(key, value)
-        if "loss_scale" not in values and values.get("compute", None if base else torch.float16) is torch.float16:
-            values["loss_scale"] = PRESETS["fp16"].loss_scale
+        compute = values.get("compute", None if base else cls.compute)
+        if "loss_scale" not in values and isinstance(compute, torch.dtype) and needs_loss_scale(compute):
+            values["loss_scale"] = compute_dtype(compute).loss_scale
         return replace(base or cls(), **values)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -212,7 +291,8 @@ class PrecisionPolicy:
                 return ",".join([name, *switches])
         default = {"reduce": None, "reduce_sum": torch.float32}
         named = {name: getattr(self, name) for name in _DTYPE_FIELDS}
-        dtypes = [f"{n}={_DTYPE_NAMES[dtype]}" for n, dtype in named.items() if n not in default or dtype != default[n]]
+        named = {name: dtype for name, dtype in named.items() if name not in default or dtype != default[name]}
+        dtypes = [f"{name}={compute_dtype(dtype).name}" for name, dtype in named.items()]
         scale = "none" if self.loss_scale is None else self.loss_scale
         return ",".join([*dtypes, f"loss_scale={scale}", *switches])
 
@@ -224,19 +304,36 @@ def _read_field(key: str, value: str) -> object:
         if value.lower() not in ("true", "false"):
             raise ValueError(f"{key}={value!r} in a precision policy: write {key}=true or {key}=false")
         return value.lower() == "true"
-    if spell(value) not in _DTYPES:
-        raise ValueError(f"{key}={value!r} is not a dtype of a precision policy: use one of {', '.join(_DTYPES)}")
-    return _DTYPES[spell(value)]
+    dtypes = {entry.name: entry.dtype for entry in compute_dtypes()}
+    if spell(value) not in dtypes:
+        raise ValueError(f"{key}={value!r} is not a dtype of a precision policy: use one of {', '.join(dtypes)}")
+    return dtypes[spell(value)]
 
 
-PRESETS: dict[str, PrecisionPolicy] = {
-    "fp32": PrecisionPolicy(compute=torch.float32),
-    "fp16": PrecisionPolicy(loss_scale="headroom"),
-    "bf16": PrecisionPolicy(compute=torch.bfloat16),
-    "fp16-lean": PrecisionPolicy(params=torch.float16, loss_scale="headroom"),
-    "bf16-lean": PrecisionPolicy(params=torch.bfloat16, compute=torch.bfloat16),
-}
+def _default_layout(entry: ComputeDtype) -> dict[str, PrecisionPolicy]:
+    return {entry.name: PrecisionPolicy(compute=entry.dtype, loss_scale=entry.loss_scale)}
+
+
+def _lean_layout(entry: ComputeDtype) -> dict[str, PrecisionPolicy]:
+    policy = PrecisionPolicy(params=entry.dtype, compute=entry.dtype, loss_scale=entry.loss_scale)
+    return {f"{entry.name}-lean": policy}
+
+
+PRESETS: dict[str, PrecisionPolicy] = {"fp32": PrecisionPolicy(compute=torch.float32)}
 """The policies by name. A new one is one entry, before :mod:`hf_mp.trainer` and :mod:`hf_mp.memory` are imported."""
+
+for _layout in (_default_layout, _lean_layout):
+    for _entry in LOWER_PRECISION_DTYPES.values():
+        PRESETS |= _layout(_entry)
+
+
+def add_compute_dtype(entry: ComputeDtype) -> None:
+    """Let policies compute in another dtype, by a preset of its name and a lean one.
+
+    A program calls it before :mod:`hf_mp.trainer` and :mod:`hf_mp.memory` are imported.
+    """
+    LOWER_PRECISION_DTYPES[entry.dtype] = entry
+    PRESETS.update(_default_layout(entry) | _lean_layout(entry))
 
 
 def mixed_presets() -> tuple[str, ...]:

@@ -25,8 +25,9 @@ from hf_mp.casting.tables import TABLES, CastRule, TableName
 from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
 from hf_mp.casting.uncompiled import uncompiled
 from hf_mp.kernels.identity import version_of
+from hf_mp.policy import LOWER_PRECISION_DTYPES
 
-ALLOWED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+ALLOWED_DTYPES = (*LOWER_PRECISION_DTYPES, torch.float32)
 
 
 # Held by all autocasts that are active. Constants: to look an enum member up costs as much as a small op.
@@ -88,7 +89,8 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"autocast's dtype must be a torch.dtype, not {type(dtype).__name__} ({dtype!r})")
         if dtype not in ALLOWED_DTYPES:
-            raise ValueError(f"autocast cannot use {dtype}: use torch.float16, torch.bfloat16 or torch.float32")
+            *most, last = map(str, ALLOWED_DTYPES)
+            raise ValueError(f"autocast cannot use {dtype}: use {', '.join(most)} or {last}")
         if tables not in TABLES:
             raise ValueError(f"tables={tables!r} is not known: use one of {', '.join(map(repr, TABLES))}")
         self.dtype = dtype

@@ -20,7 +20,7 @@ from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.diagnostics.range_report import CLOSE_DOUBLINGS, RangeReport
 from hf_mp.diagnostics.ranges import STAND_IN, OpRange, RangeRecorder
 from hf_mp.diagnostics.remedies import CannotHealError, Planned, leaving_range, next_remedies
-from hf_mp.policy import PrecisionPolicy
+from hf_mp.policy import PrecisionPolicy, needs_loss_scale
 from hf_mp.scaling.rules import FP16_MAX
 from hf_mp.step.mixed_precision import MixedPrecision
 
@@ -112,7 +112,7 @@ def _check(model: Any, batches: Iterable[Any], precision: Any) -> tuple[Precisio
     if not isinstance(model, nn.Module):
         raise TypeError(f"calibrate takes a model, not a {type(model).__name__}")
     policy = PrecisionPolicy.parse(precision)
-    if policy.compute is not torch.float16:
+    if not needs_loss_scale(policy.compute):
         raise ValueError(f"precision={str(policy)!r} has FP32's range, which nothing leaves: calibrate is for FP16")
     if attached_runtime(model) is not None:
         raise ValueError("mixed precision is attached to this model: call hf_mp.detach(model), or calibrate it before")

@@ -29,7 +29,7 @@ from hf_mp.diagnostics.fp32_reference import (
 from hf_mp.diagnostics.given_batches import call, checked
 from hf_mp.diagnostics.kept_state import eagerly, gradients_set_aside, untouched, weights_kept
 from hf_mp.diagnostics.ranges import MASK, max_of
-from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
+from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy, needs_loss_scale
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.attachable import detach, runtimes_of
 
@@ -100,7 +100,8 @@ def compare_precisions(
     errors = tuple(differences.error(*variant.described()) for variant, differences in found.items())
     for one, (policy, _) in zip(errors, found, strict=True):
         if not math.isfinite(one.logits_rms):
-            helps = ": hf_mp.calibrate finds the rules that keep it in range" if policy.compute is torch.float16 else ""
+            way_out = ": hf_mp.calibrate finds the rules that keep it in range"
+            helps = way_out if needs_loss_scale(policy.compute) else ""
             notes.append(f"{one.name} gives inf or NaN{helps}.")
     return PrecisionComparison(type(model).__name__, len(given), first.positions, first.chosen, errors, tuple(notes))
 

@@ -31,7 +31,7 @@ from hf_mp.diagnostics.remedies import (
     scale_range,
 )
 from hf_mp.diagnostics.values import Finiteness, finiteness
-from hf_mp.policy import PrecisionPolicy
+from hf_mp.policy import PrecisionPolicy, needs_loss_scale
 from hf_mp.scaling.events import MAX_FP32_SHARE, StepObserver, check_on_overflow
 from hf_mp.scaling.rules import FP16_MAX, StepReport, scale_text, scale_with_headroom
 from hf_mp.step.mixed_precision import MixedPrecision
@@ -321,7 +321,7 @@ def check_healing(
 ) -> None:
     """Raise a ValueError for an unknown ``on_overflow``, and for settings that ``"heal"`` cannot work with."""
     check_on_overflow(on_overflow)
-    if on_overflow == "heal" and policy.compute is not torch.float16:
+    if on_overflow == "heal" and not needs_loss_scale(policy.compute):
         raise ValueError(
             f"on_overflow='heal' is for FP16, and precision={str(policy)!r} has a range that no forward leaves: leave "
             "it out"

@@ -16,6 +16,7 @@ from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.rules import nearest_modules
 from hf_mp.diagnostics.magnitudes import SAMPLE_ELEMENTS, histogram, sample, sampling_stride, swamped
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
+from hf_mp.policy import PRESETS
 from hf_mp.scaling.rules import StepReport
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.mixed_precision import MixedPrecision
@@ -169,7 +170,7 @@ class MagnitudeCollector:
             update = after.values - before.values
             if (Kind.WEIGHT_GRADIENTS, *key) not in self._samples and not update.any():
                 continue  # it had no part in the step
-            lost = [swamped(before.values, update, dtype) for dtype in (torch.float16, torch.bfloat16)]
+            lost = [swamped(before.values, update, PRESETS[name].compute) for name in ("fp16", "bf16")]
             yield TensorMagnitudes(Kind.UPDATES, *key, after.dtype, before.stride, histogram(update), *lost)
 
     def _remove_hooks(self) -> None:

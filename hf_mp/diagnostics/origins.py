@@ -26,7 +26,7 @@ from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.tables import CastRule, called_name
 from hf_mp.diagnostics.overflow_report import Phase
 from hf_mp.diagnostics.values import UNINITIALISED, Finiteness, TensorRange, finiteness, ranges_of, spoilt
-from hf_mp.scaling.rules import FP16_MAX
+from hf_mp.policy import compute_dtype, needs_loss_scale
 
 # These write -inf on purpose, to mask positions in a softmax.
 _MASKING = frozenset(
@@ -260,9 +260,9 @@ def _numbered_ranges(name: str, tensors: Iterable[Tensor]) -> tuple[TensorRange,
 def _rounded_to_inf(inputs: Iterable[Tensor], outputs: list[Tensor]) -> tuple[str, ...]:
     dtype = outputs[0].dtype
     largest = max((found.largest or 0.0 for found in ranges_of([("", tensor) for tensor in inputs])), default=0.0)
-    if dtype is not torch.float16 or largest <= FP16_MAX:
+    if not needs_loss_scale(dtype) or largest <= (narrow := compute_dtype(dtype)).largest:
         return ()
-    return (f"computed in FP32 it came to {largest:g}; FP16 ends at {FP16_MAX:g}",)
+    return (f"computed in FP32 it came to {largest:g}; {narrow.label} ends at {narrow.largest:g}",)
 
 
 def note_of_others(names: list[str]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from hf_mp.diagnostics.values import TensorRange
+from hf_mp.policy import LOWER_PRECISION_DTYPES, needs_loss_scale
 from hf_mp.scaling.rules import scale_text
 
 Phase = Literal["input", "weight", "forward", "backward", "loss outside of the model", "not found"]
@@ -152,8 +153,8 @@ class OverflowReport:
             if rules == {}
             else [f"compute it in FP32 ({f'rules={rules}' if rules else 'a rule for that op'})"]
         )
-        is_fp16 = any(found.dtype == "float16" for found in (*self.inputs, *self.outputs))
-        if is_fp16 and self.finite_in_bf16 is not False:
+        narrow = {str(dtype).removeprefix("torch.") for dtype in LOWER_PRECISION_DTYPES if needs_loss_scale(dtype)}
+        if any(found.dtype in narrow for found in (*self.inputs, *self.outputs)) and self.finite_in_bf16 is not False:
             ways.append("train in bf16")
         found = " or ".join(ways)
         also = " In BF16 it is not finite." if self.finite_in_bf16 is False else ""

@@ -23,6 +23,7 @@ from hf_mp.diagnostics.origins import CallSites, Origin, OriginTracker, note_of_
 from hf_mp.diagnostics.remedies import rules_in_fp32, scale_range
 from hf_mp.diagnostics.values import Finiteness, finiteness, ranges_of, spoilt
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW
+from hf_mp.policy import needs_loss_scale
 from hf_mp.scaling.borders import output_border
 from hf_mp.scaling.rules import FP16_MAX, SMALLEST_SCALE
 from hf_mp.step.mixed_precision import MixedPrecision
@@ -304,7 +305,7 @@ class Replay:
 
     def _run_in_fp32(self, calls: list[KeptCall]) -> None:
         self.finite_in_fp32 = self._is_finite(calls, autocast=False)
-        if self.finite_in_fp32 and self._runtime.policy.compute is torch.float16:
+        if self.finite_in_fp32 and needs_loss_scale(self._runtime.policy.compute):
             with_gradients = self.origin is not None and self.origin.phase == "backward"
             self.finite_in_bf16 = look_at(self._runtime, self._backward, with_gradients=with_gradients).is_finite
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from hf_mp.kernels.gradient_scan import largest_magnitude, real_values
+from hf_mp.policy import LOWER_PRECISION_DTYPES
 
-_LOOKED_AT = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
+_LOOKED_AT = frozenset({*LOWER_PRECISION_DTYPES, torch.float32, torch.float64, torch.complex64, torch.complex128})
 
 # Ops whose results hold whatever was in memory before.
 UNINITIALISED = frozenset(

@@ -38,6 +38,7 @@ def describe_hardware() -> Mapping[str, str]:
     import torch
 
     from hf_mp.casting.cpu.upcast import runs_natively
+    from hf_mp.policy import LOWER_PRECISION_DTYPES
 
     cpuinfo = _CPUINFO.read_text(encoding="utf-8", errors="replace") if _CPUINFO.exists() else ""
     flags = (_cpuinfo_field(cpuinfo, "flags") or _cpuinfo_field(cpuinfo, "Features") or "").split()
@@ -51,8 +52,10 @@ def describe_hardware() -> Mapping[str, str]:
         "CPU instructions": ", ".join(
             [torch.backends.cpu.get_cpu_capability(), *(flag for flag in _CPU_FLAGS_16_BIT if flag in flags)]
         ),
-        "FP16 products on the CPU": "native" if runs_natively(torch.float16, "cpu") else "through FP32",
-        "BF16 products on the CPU": "native" if runs_natively(torch.bfloat16, "cpu") else "through FP32",
+        **{
+            f"{entry.label} products on the CPU": "native" if runs_natively(entry.dtype, "cpu") else "through FP32"
+            for entry in LOWER_PRECISION_DTYPES.values()
+        },
         "CPU threads": f"{torch.get_num_threads()} of {usable or 1}",
         **({f"GPU {index}": _in_words(gpu) for index, gpu in enumerate(gpus)} or {"GPU": "none that torch can use"}),
     }

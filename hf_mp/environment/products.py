@@ -5,6 +5,7 @@ from __future__ import annotations
 import timeit
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,12 +14,15 @@ from torch.utils.benchmark import set_torch_threads
 
 from hf_mp.casting.cpu.upcast import runs_natively
 from hf_mp.casting.mode import autocast
+from hf_mp.policy import LOWER_PRECISION_DTYPES, ComputeDtype
 
 # Rows of the square matrices; small for FP16 on a CPU without FP16 arithmetic, where torch is a hundred times slower.
 CPU_SIZE = 1024
 CPU_SIZE_WITHOUT_INSTRUCTIONS = 256  # a fortieth of a second; below, torch has faster code that training never meets
 GPU_SIZE = 4096
 ROUNDS = 5
+# From the table "Arithmetic Instructions" of NVIDIA's CUDA C++ Programming Guide.
+_CAPABILITIES = {"FP16": (5, 3), "INT8": (6, 1)}
 
 
 @dataclass(frozen=True)
@@ -55,38 +59,43 @@ def time_products(device: torch.device, size: int | None = None, rounds: int = R
 
 def _contenders(device: torch.device, size: int) -> Iterator[Contender]:
     """FP32 comes first, as the baseline."""
-    native_fp16, native_bf16, native_int8 = _natives(device)
     values = torch.rand(size, size, generator=torch.Generator().manual_seed(0)).to(device)
-    half, brain, small = values.half(), values.bfloat16(), (values * 100).to(torch.int8)
-
-    def through_autocast() -> Tensor:
-        with torch.no_grad(), autocast(torch.float16):
-            return half @ half
-
-    yield Contender("FP32", "torch", True, lambda: values @ values, size)
-    if runs_natively(torch.float16, device.type):
-        yield Contender("FP16", "torch", native_fp16, lambda: half @ half, size)
-    else:
-        few = min(size, CPU_SIZE_WITHOUT_INSTRUCTIONS)
-        few_half = half[:few, :few].contiguous()
-        yield Contender("FP16", "torch", native_fp16, lambda: few_half @ few_half, few)
-        yield Contender("FP16", "hf_mp, through FP32", None, through_autocast, size)
-    yield Contender("BF16", "torch", native_bf16, lambda: brain @ brain, size)
-    yield Contender("INT8", "torch, sums in INT32", native_int8, lambda: torch._int_mm(small, small), size)
+    yield Contender("FP32", "torch", True, partial(torch.matmul, values, values), size)
+    for entry in LOWER_PRECISION_DTYPES.values():
+        rounded, is_fast = values.to(entry.dtype), runs_natively(entry.dtype, device.type)
+        few = size if is_fast else min(size, CPU_SIZE_WITHOUT_INSTRUCTIONS)
+        part = rounded[:few, :few].contiguous()
+        yield Contender(entry.label, "torch", _has_arithmetic(device, entry), partial(torch.matmul, part, part), few)
+        if not is_fast:
+            yield Contender(entry.label, "hf_mp, through FP32", None, partial(_through_autocast, rounded), size)
+    small = (values * 100).to(torch.int8)
+    yield Contender("INT8", "torch, sums in INT32", _has_int8(device), partial(torch._int_mm, small, small), size)
 
 
-def _natives(device: torch.device) -> tuple[bool | None, bool | None, bool | None]:
-    """Whether there is arithmetic for FP16, BF16 and INT8."""
+def _through_autocast(values: Tensor) -> Tensor:
+    with torch.no_grad(), autocast(values.dtype):
+        return values @ values
+
+
+def _has_arithmetic(device: torch.device, entry: ComputeDtype) -> bool | None:
     if device.type == "cpu":
-        # torch asks the CPU for VNNI, which x86 alone has
-        int8 = torch.cpu._is_vnni_supported() if torch.backends.cpu.get_cpu_capability().startswith("AVX") else None
-        return runs_natively(torch.float16, "cpu"), runs_natively(torch.bfloat16, "cpu"), int8
-    bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    if torch.version.hip is not None:
-        return None, bf16, None
-    # From the table "Arithmetic Instructions" of NVIDIA's CUDA C++ Programming Guide: torch has no question for these.
-    capability = torch.cuda.get_device_capability(device)
-    return capability >= (5, 3), bf16, capability >= (6, 1)
+        return runs_natively(entry.dtype, "cpu")
+    if entry.label == "BF16":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return _has_capability(device, entry.label)
+
+
+def _has_int8(device: torch.device) -> bool | None:
+    if device.type == "cpu":  # torch asks the CPU for VNNI, which x86 alone has
+        return torch.cpu._is_vnni_supported() if torch.backends.cpu.get_cpu_capability().startswith("AVX") else None
+    return _has_capability(device, "INT8")
+
+
+def _has_capability(device: torch.device, label: str) -> bool | None:
+    """Whether a GPU of NVIDIA's multiplies this: torch has no question for it. None for GPUs of others."""
+    if torch.version.hip is not None or label not in _CAPABILITIES:
+        return None
+    return torch.cuda.get_device_capability(device) >= _CAPABILITIES[label]
 
 
 def _seconds(multiply: Callable[[], Tensor], device: torch.device, rounds: int) -> float | None:

@@ -16,6 +16,7 @@ from hf_mp.environment.advice import Advice, Capabilities, advise
 from hf_mp.environment.libraries import Library, bitsandbytes_status, triton_status
 from hf_mp.environment.machine import describe_hardware, gpu_count, package_versions
 from hf_mp.environment.products import Product, time_products
+from hf_mp.policy import PRESETS
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def examine_machine() -> Machine:
 
 
 def capabilities() -> Capabilities:
-    cpu_fp16, cpu_bf16 = runs_natively(torch.float16, "cpu"), runs_natively(torch.bfloat16, "cpu")
+    cpu_fp16, cpu_bf16 = (runs_natively(PRESETS[name].compute, "cpu") for name in ("fp16", "bf16"))
     if not torch.cuda.is_available():
         return Capabilities(cpu_fp16=cpu_fp16, cpu_bf16=cpu_bf16)
     weakest = min(range(torch.cuda.device_count()), key=torch.cuda.get_device_capability)

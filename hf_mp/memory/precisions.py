@@ -10,7 +10,7 @@ import torch
 from transformers import BitsAndBytesConfig
 
 from hf_mp.environment.libraries import quiet_bitsandbytes
-from hf_mp.policy import did_you_mean, mixed_presets, spell
+from hf_mp.policy import PRESETS, compute_dtypes, did_you_mean, mixed_presets, spell
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,14 @@ class LoadPrecision:
 
 
 # 4-bit codes are multiplied in FP16, in which everything else is loaded: bitsandbytes' default would be FP32.
-_FOUR_BIT = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float16}
+_QUANTIZED = torch.float16
+_FOUR_BIT = {"load_in_4bit": True, "bnb_4bit_compute_dtype": _QUANTIZED}
 
 PRECISIONS: dict[str, LoadPrecision] = {
-    "fp32": LoadPrecision(torch.float32, "FP32"),
-    "fp16": LoadPrecision(torch.float16, "FP16"),
-    "bf16": LoadPrecision(torch.bfloat16, "BF16"),
-    "int8": LoadPrecision(torch.float16, "INT8", {"load_in_8bit": True}),
-    "nf4": LoadPrecision(torch.float16, "NF4", {**_FOUR_BIT, "bnb_4bit_quant_type": "nf4"}),
-    "fp4": LoadPrecision(torch.float16, "FP4", {**_FOUR_BIT, "bnb_4bit_quant_type": "fp4"}),
+    **{entry.name: LoadPrecision(entry.dtype, entry.label) for entry in compute_dtypes()},
+    "int8": LoadPrecision(_QUANTIZED, "INT8", {"load_in_8bit": True}),
+    "nf4": LoadPrecision(_QUANTIZED, "NF4", {**_FOUR_BIT, "bnb_4bit_quant_type": "nf4"}),
+    "fp4": LoadPrecision(_QUANTIZED, "FP4", {**_FOUR_BIT, "bnb_4bit_quant_type": "fp4"}),
 }
 
 
@@ -94,8 +93,8 @@ class TrainingPreset:
 TRAINING_PRESETS: dict[str, TrainingPreset] = {
     "fp32": TrainingPreset("FP32"),
     **{name: TrainingPreset(f"hf_mp {name}", policy=name) for name in mixed_presets()},
-    "trainer-fp16": TrainingPreset("Trainer, fp16=True", autocast=torch.float16),
-    "trainer-bf16": TrainingPreset("Trainer, bf16=True", autocast=torch.bfloat16),
+    "trainer-fp16": TrainingPreset("Trainer, fp16=True", autocast=PRESETS["fp16"].compute),
+    "trainer-bf16": TrainingPreset("Trainer, bf16=True", autocast=PRESETS["bf16"].compute),
     "pure-bf16": TrainingPreset("pure BF16", loaded="bf16"),
     "fp16-adamw8bit": TrainingPreset("hf_mp fp16, 8-bit AdamW", policy="fp16", optimizer="adamw_bnb_8bit"),
     "fp16-lean-adamw8bit": TrainingPreset(

@@ -17,6 +17,7 @@ from hf_mp.memory.ledger import Category
 from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS
 from hf_mp.memory.report import MemoryReport, TrainingRow
 from hf_mp.memory.sizes import in_one_unit, readable
+from hf_mp.policy import compute_dtypes
 
 LOADED_HEADER = ("loaded in", "total", "parameters", "buffers", "quantization state", "Transformers counts")
 TRAINING_HEADER = ("trained in", "peak", "in", *(category.value for category in Category))
@@ -25,7 +26,7 @@ MEASURED_HEADER = ("trained in", "predicted", "measured", "difference", "allocat
 FIT_HEADER = ("trained in", "this batch", "largest batch", "its peak")
 
 GAP = 2  # between columns
-_SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_SHORT = {str(entry.dtype).removeprefix("torch."): entry.name for entry in compute_dtypes()}
 # FSDP2's gathers of 16-bit weights, and of a few FP32 ones, travel as bytes.
 _SENT = {**_SHORT, "uint8": "weights as bytes"}
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hf_mp.kernels.gradient_scan import largest_magnitude
+from hf_mp.policy import needs_loss_scale
 from hf_mp.scaling.rules import StepReport
 
 
@@ -20,13 +21,13 @@ def unscale_gradients(optimizer: Optimizer, inverse: float) -> StepReport | None
     FP16 gradients of an optimizer that keeps FP32 masters are replaced by FP32 ones; of another one a ValueError.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    in_fp16 = [parameter for parameter in parameters if parameter.grad.dtype is torch.float16]
-    if in_fp16 and not getattr(optimizer, "keeps_masters", False):
+    too_narrow = [parameter for parameter in parameters if needs_loss_scale(parameter.grad.dtype)]
+    if too_narrow and not getattr(optimizer, "keeps_masters", False):
         raise ValueError(
             "Attempting to unscale FP16 gradients: they would underflow. Wrap the optimizer in "
             "hf_mp.MasterWeightOptimizer, or keep the parameters in FP32"
         )
-    for parameter in in_fp16:
+    for parameter in too_narrow:
         parameter.grad_dtype = None
         parameter.grad = parameter.grad.float()
     gradients = [parameter.grad for parameter in parameters]

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self, TypeGuard, TypeVar
 
 import torch
 
-FP16_MAX = torch.finfo(torch.float16).max  # 65504
+FP16_MAX = 65504.0  # its largest number
 FP32_MAX = torch.finfo(torch.float32).max
 SMALLEST_SCALE = 2.0**-126  # its inverse is finite in FP32
 # Where overflows stop lowering a scale by default: there FP16's largest number is a gradient of 2**64, whose square
@@ -209,6 +209,7 @@ class HeadroomRule(ScaleRule):
     patience: int = setting(250, whole(1))
     min_scale: float = setting(LEAST_USEFUL_SCALE, _check_min_scale)  # a power of two once checked, as max_scale
     max_scale: float = setting(2.0**40)
+    largest: float = setting(FP16_MAX, number("a positive, finite number", lambda x: 0.0 < x < math.inf))
 
     scale: float = remembered(2.0**10, check_scale)
     # running geometric mean of the largest unscaled gradients; None until one was finite
@@ -218,7 +219,7 @@ class HeadroomRule(ScaleRule):
             check, "a positive, finite number or None", lambda x: x is None or (_is_number(x) and 0.0 < x < math.inf)
         ),
     )
-    # doublings that are kept between the level and FP16's largest number
+    # doublings that are kept between the level and the largest number
     headroom: float = remembered(5.0, number("a finite number of doublings, at least 0", lambda x: 0.0 <= x < math.inf))
     is_futile: bool = remembered(  # whether there were overflows that headroom does not prevent
         False, partial(check, "True or False", lambda x: isinstance(x, bool))
@@ -254,7 +255,7 @@ class HeadroomRule(ScaleRule):
         largest = report.largest_gradient
         learned = self if largest is None or not 0.0 < largest < math.inf else self._learned(largest)
         if learned.level is not None:
-            scale = scale_with_headroom(learned.level, learned.headroom)
+            scale = scale_with_headroom(learned.level, learned.headroom, self.largest)
         elif largest == 0.0:  # nothing but zeros: FP16 may have lost the gradients at a scale that overflows led to
             scale = max(self.scale, min(self.scale / self.backoff_factor, self.init_scale))
         else:
@@ -265,7 +266,7 @@ class HeadroomRule(ScaleRule):
         """This value with a measured gradient taken in; the scale is not set yet."""
         if self.level is None:
             # A hair less headroom than the cap asks for, so that rounding does not halve the scale.
-            capped = headroom_left(max(_FIRST_SCALE, self.init_scale), largest) - 2.0**-20
+            capped = headroom_left(max(_FIRST_SCALE, self.init_scale), largest, self.largest) - 2.0**-20
             return replace(self, level=float(largest), headroom=max(self.headroom, capped))
         rise = math.log2(largest / self.level)
         if self.consecutive_skips and rise > self.headroom:
@@ -289,7 +290,7 @@ class HeadroomRule(ScaleRule):
     def _overflow_was_futile(self, level: float) -> bool:
         """Whether more headroom would not have prevented an overflow that no gradient explains."""
         # Small gradients have much headroom from the beginning, by the first scale: what overflows have added counts.
-        futile = max(_FUTILE_HEADROOM, headroom_left(_FIRST_SCALE, level) + _FUTILE_ADDED)
+        futile = max(_FUTILE_HEADROOM, headroom_left(_FIRST_SCALE, level, self.largest) + _FUTILE_ADDED)
         return self.quiet_steps >= _AT_ONCE and (self.is_futile or self.headroom >= futile)
 
 
@@ -354,9 +355,9 @@ class DynamicRule(ScaleRule):
 # Numbers
 
 
-def scale_with_headroom(magnitude: float, headroom: float) -> float:
-    """The largest power of two S for which ``S * magnitude * 2**headroom`` is still finite in FP16."""
-    return power_of_two_below(FP16_MAX / magnitude * 2.0**-headroom)
+def scale_with_headroom(magnitude: float, headroom: float, largest: float = FP16_MAX) -> float:
+    """The largest power of two S for which ``S * magnitude * 2**headroom`` is at most ``largest``."""
+    return power_of_two_below(largest / magnitude * 2.0**-headroom)
 
 
 def power_of_two_below(value: float) -> float:
@@ -370,9 +371,9 @@ def to_fp32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
-def headroom_left(scale: float, magnitude: float) -> float:
-    """How many doublings ``scale`` could still take before a finite ``magnitude`` overflows: log2(65504 / (S * m))."""
-    return math.log2(FP16_MAX / (scale * magnitude)) if magnitude > 0.0 else math.inf
+def headroom_left(scale: float, magnitude: float, largest: float = FP16_MAX) -> float:
+    """The doublings that ``scale`` could take before a finite ``magnitude`` overflows: log2(largest / (S * magnitude))."""
+    return math.log2(largest / (scale * magnitude)) if magnitude > 0.0 else math.inf
 
 
 def scale_text(scale: float) -> str:

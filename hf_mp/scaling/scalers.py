@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from hf_mp.policy import PrecisionPolicy, parse_loss_scale, spell
+from hf_mp.policy import PrecisionPolicy, compute_dtype, parse_loss_scale, spell
 from hf_mp.scaling.loss_scaler import LossScaleError, LossScaler
 from hf_mp.scaling.rules import (
+    FP16_MAX,
     LARGEST_SCALE,
     LEAST_USEFUL_SCALE,
     RULES,
@@ -26,7 +27,7 @@ from hf_mp.scaling.rules import (
 
 __all__ = [
     "DynamicLossScaler", "HeadroomLossScaler", "LossScaleError", "LossScaler", "StaticLossScaler", "load_state",
-    "make_loss_scaler", "settings_of", "state_of",
+    "make_loss_scaler", "scaler_for", "settings_of", "state_of",
 ]  # fmt: skip
 
 _OF_ALL = {"max_consecutive_skips", "enabled"}  # settings that every scaler has
@@ -185,6 +186,7 @@ class HeadroomLossScaler(LossScaler[HeadroomRule]):
         min_scale: the scale is not lowered below this; default 2**-48, where FP16's largest number is a gradient of
             2**64, which no step is taken with; 0 is no bound but FP32's.
         max_scale: the scale does not grow above this; default 2**40, None for no bound but FP32's.
+        largest: the largest number of the dtype that gradients are computed in; default FP16's, 65504.
         max_consecutive_skips: skipped steps in a row at ``min_scale`` after which :class:`LossScaleError` is raised;
             default 50.
         enabled: False makes every method pass through; default True.
@@ -206,6 +208,7 @@ class HeadroomLossScaler(LossScaler[HeadroomRule]):
         patience: int = 250,
         min_scale: float = LEAST_USEFUL_SCALE,
         max_scale: float | None = 2.0**40,
+        largest: float = FP16_MAX,
         max_consecutive_skips: int = 50,
         enabled: bool = True,
     ) -> None:
@@ -220,6 +223,7 @@ class HeadroomLossScaler(LossScaler[HeadroomRule]):
             patience=patience,
             min_scale=min_scale,
             max_scale=LARGEST_SCALE if max_scale is None else max_scale,
+            largest=largest,
         )
         super().__init__(rule, scale_is="init_scale", max_consecutive_skips=max_consecutive_skips, enabled=enabled)
 
@@ -256,6 +260,13 @@ def make_loss_scaler(loss_scale: str | float | None, **settings: Any) -> LossSca
         of_all = {name: settings.pop(name) for name in _OF_ALL & settings.keys()}
         return LossScaler(rule(**settings), **of_all)
     return scaler(**settings) if isinstance(kind, str) else scaler(1.0 if kind is None else kind, **settings)
+
+
+def scaler_for(policy: PrecisionPolicy, **settings: Any) -> LossScaler[Any]:
+    """The scaler of ``policy``, for the range of its compute dtype; ``settings`` as for :func:`make_loss_scaler`."""
+    if policy.loss_scale == HeadroomRule.name:  # a scale that is asked for in a wide range stays in FP16's
+        settings = {"largest": min(compute_dtype(policy.compute).largest, FP16_MAX), **settings}
+    return make_loss_scaler(policy.loss_scale, **settings)
 
 
 STATE_VERSION = 1

@@ -19,7 +19,7 @@ from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.borders import Crossings, accumulates
 from hf_mp.scaling.events import PrecisionStats, StepObserver, overflow_observers
 from hf_mp.scaling.rules import StepReport
-from hf_mp.scaling.scalers import LossScaleError, LossScaler, load_state, make_loss_scaler, settings_of, state_of
+from hf_mp.scaling.scalers import LossScaleError, LossScaler, load_state, scaler_for, settings_of, state_of
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.gradients import GradientCheck, Verdict
 from hf_mp.step.update import StepGuard
@@ -77,7 +77,7 @@ class MixedPrecision:
     ) -> None:
         self.policy = PrecisionPolicy.parse(policy, **switches)
         check_free_gradients(self.policy, free_gradients, max_grad_norm)
-        self.scaler = loss_scaler if loss_scaler is not None else make_loss_scaler(self.policy.loss_scale)
+        self.scaler = loss_scaler if loss_scaler is not None else scaler_for(self.policy)
         self.layout, self.ranks = layout or make_layout(self.policy), Ranks(lambda: settings_of(self))
         self.check = GradientCheck(self._backward_ended, self.layout, self.ranks, self._trained_parameters)
         self._tables, self.rules, self.remedies = tables, rules or {}, dict[str, str]()

@@ -11,15 +11,15 @@ from transformers import TrainingArguments
 
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
-from hf_mp.policy import PRESETS, SWITCHES, PrecisionPolicy, parse_loss_scale
+from hf_mp.policy import LOWER_PRECISION_DTYPES, PRESETS, SWITCHES, PrecisionPolicy, parse_loss_scale
 from hf_mp.scaling.events import MAX_FP32_SHARE, ON_OVERFLOW, check_on_overflow
 from hf_mp.scaling.rules import RULES, StaticRule
-from hf_mp.scaling.scalers import LossScaler, make_loss_scaler
+from hf_mp.scaling.scalers import LossScaler, scaler_for
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.lean.optimizer_in_backward import FreeGradients
 
 SAVE_FAILURES = ("continue", "stop")
-SAVE_DTYPES = {"fp32": torch.float32, "original": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+SAVE_DTYPES = {"fp32": torch.float32, "original": None, **{e.name: e.dtype for e in LOWER_PRECISION_DTYPES.values()}}
 
 
 def _option(default: Any, says: str, **more: Any) -> Any:
@@ -169,7 +169,7 @@ class SessionSettings(PrecisionOptions):
     def make_scaler(self) -> LossScaler[Any]:
         """A loss scaler; raises ValueError for settings that it does not have."""
         settings: Any = self.loss_scaler_settings or {}
-        return make_loss_scaler(self.policy.loss_scale, **settings)
+        return scaler_for(self.policy, **settings)
 
     def make_runtime(self, args: TrainingArguments) -> MixedPrecision:
         """A runtime for this policy; ``args`` say to what norm gradients are clipped inside backward."""

@@ -14,16 +14,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from hf_mp.policy import compute_dtype, compute_dtypes
+
 
 def _cpu_products() -> dict[torch.dtype, bool]:
     """In which dtypes oneDNN has products for this CPU."""
     if not torch.backends.mkldnn.is_available():
         return {torch.float32: True}
-    return {
-        torch.float32: True,
-        torch.float16: bool(torch.ops.mkldnn._is_mkldnn_fp16_supported()),
-        torch.bfloat16: bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
-    }
+    return {entry.dtype: entry.has_cpu_products() for entry in compute_dtypes()}
 
 
 CPU_PRODUCTS = _cpu_products()
@@ -33,8 +31,7 @@ def runs_natively(dtype: torch.dtype, device_type: str, op: str = "") -> bool:
     """Whether products in ``dtype``, by ``op``, are fast on devices of this type; on a CPU, oneDNN is asked."""
     if device_type != "cpu":
         return True
-    # It has no FP16 gradient of a convolution: torch's own is some 100 times slower.
-    return CPU_PRODUCTS.get(dtype, False) and not (dtype is torch.float16 and "conv" in op)
+    return CPU_PRODUCTS.get(dtype, False) and ("conv" not in op or compute_dtype(dtype).has_cpu_convolutions)
 
 
 def must_be_plain() -> bool:

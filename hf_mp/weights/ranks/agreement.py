@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.policy import LOWER_PRECISION_DTYPES, compute_dtypes
 from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.ranks.placement import (
     Placement,
@@ -253,4 +253,4 @@ def check_hooks(ddp: Any) -> None:
             )
 
 
-_DTYPES_OF_DDP = {torch.float32: "float", torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
+_DTYPES_OF_DDP = {entry.dtype: entry.cpp_name for entry in compute_dtypes()}
