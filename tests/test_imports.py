@@ -20,7 +20,7 @@ ALLOWED = {
     "scaling": {"kernels", "policy"},
     "casting": {"kernels", "policy", "scaling"},
     "weights": {"kernels", "policy", "scaling", "casting"},
-    "environment": {"_version", "casting"},
+    "environment": {"_version", "policy", "casting"},
     "step": {"kernels", "policy", "scaling", "casting", "weights"},
     "memory": {"kernels", "policy", "scaling", "casting", "weights", "step", "environment"},
     "diagnostics": {"kernels", "policy", "scaling", "casting", "weights", "step", "environment", "memory"},

@@ -372,7 +372,7 @@ def to_fp32(value: float) -> float:
 
 
 def headroom_left(scale: float, magnitude: float, largest: float = FP16_MAX) -> float:
-    """The doublings that ``scale`` could take before a finite ``magnitude`` overflows: log2(largest / (S * magnitude))."""
+    """How many doublings ``scale`` could take until a finite ``magnitude`` overflows: log2(largest / (S * m))."""
     return math.log2(largest / (scale * magnitude)) if magnitude > 0.0 else math.inf
 
 

@@ -31,6 +31,60 @@ from hf_mp.scaling.rules import (
 )
 from hf_mp.scaling.scalers import DynamicLossScaler, HeadroomLossScaler, LossScaleError
 
+# Settings, reports of steps, and the scale, growth tracker and hysteresis after each.
+DYNAMIC: dict[str, tuple[dict[str, Any], list[StepReport], list[tuple[float, int, int]]]] = {
+    "an overflow at the step of the wrap starts over": (
+        {"init_scale": 8.0, "growth_interval": 2},
+        [CLEAN, OVERFLOW, CLEAN, CLEAN],
+        [(8.0, 1, 1), (4.0, 0, 1), (4.0, 1, 1), (8.0, 0, 1)],
+    ),
+    "factors other than two": (
+        {"init_scale": 16.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 1},
+        [CLEAN, OVERFLOW, OVERFLOW],
+        [(64.0, 0, 1), (16.0, 0, 1), (4.0, 0, 1)],
+    ),
+    "the floor stops the fall": (
+        {"init_scale": 8.0, "backoff_factor": 0.125, "min_scale": 2.0},
+        [OVERFLOW, OVERFLOW, OVERFLOW],
+        [(2.0, 0, 1)] * 3,
+    ),
+    "a scale below the floor is not raised": (
+        {"init_scale": 0.25, "growth_interval": 1, "min_scale": 1.0},
+        [OVERFLOW, CLEAN],
+        [(0.25, 0, 1), (0.5, 0, 1)],
+    ),
+    "max_scale stops the rise": (
+        {"init_scale": 4.0, "growth_factor": 4.0, "growth_interval": 2, "max_scale": 32.0},
+        [*[CLEAN] * 6, OVERFLOW],
+        [(4.0, 1, 1), (16.0, 0, 1), (16.0, 1, 1), (32.0, 0, 1), (32.0, 1, 1), (32.0, 0, 1), (16.0, 0, 1)],
+    ),
+    "a scale above max_scale does not grow": (
+        {"init_scale": 64.0, "growth_interval": 1, "max_scale": 16.0},
+        [CLEAN, OVERFLOW, OVERFLOW, CLEAN],
+        [(64.0, 0, 1), (32.0, 0, 1), (16.0, 0, 1), (16.0, 0, 1)],
+    ),
+    "a scale does not grow out of FP32": (
+        {"init_scale": 2.0**126, "growth_interval": 1},
+        [CLEAN] * 3,
+        [(2.0**127, 0, 1)] * 3,
+    ),
+    "hysteresis tolerates overflows until the scale grows again": (
+        {"init_scale": 8.0, "growth_interval": 2, "hysteresis": 3},
+        [OVERFLOW, CLEAN, OVERFLOW, OVERFLOW, OVERFLOW, CLEAN, CLEAN, OVERFLOW],
+        [(8.0, 0, 2), (8.0, 1, 2), (8.0, 0, 1), (4.0, 0, 1), (2.0, 0, 1), (2.0, 1, 1), (4.0, 0, 3), (4.0, 0, 2)],
+    ),
+    "consecutive hysteresis is restored by a clean step": (
+        {"init_scale": 8.0, "hysteresis": 2, "consecutive_hysteresis": True},
+        [OVERFLOW, CLEAN, OVERFLOW, OVERFLOW, OVERFLOW, CLEAN, OVERFLOW],
+        [(8.0, 0, 1), (8.0, 1, 2), (8.0, 0, 1), (4.0, 0, 1), (2.0, 0, 1), (2.0, 1, 2), (2.0, 0, 1)],
+    ),
+    "clean steps of growth_delay do not count": (
+        {"init_scale": 8.0, "growth_interval": 2, "growth_delay": 1},
+        [CLEAN, CLEAN, CLEAN, OVERFLOW, CLEAN],
+        [(8.0, 0, 1), (8.0, 1, 1), (16.0, 0, 1), (8.0, -1, 1), (8.0, 0, 1)],
+    ),
+}
+
 
 class TestDynamic:
     def test_scale_and_every_counter_at_every_step(self) -> None:
@@ -49,14 +103,6 @@ class TestDynamic:
             DynamicRule(8.0, 9, 2, 0, growth_interval=3, growth_tracker=0),
         ]
 
-    def test_an_overflow_at_the_step_of_the_wrap_lowers_and_starts_over(self) -> None:
-        states = record(DynamicLossScaler("cpu", 8.0, growth_interval=2), [CLEAN, OVERFLOW, CLEAN, CLEAN])
-        assert [(s.scale, s.growth_tracker) for s in states] == [(8.0, 1), (4.0, 0), (4.0, 1), (8.0, 0)]
-
-    def test_factors_other_than_two(self) -> None:
-        scaler = DynamicLossScaler("cpu", 16.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=1)
-        assert [s.scale for s in record(scaler, [CLEAN, OVERFLOW, OVERFLOW])] == [64.0, 16.0, 4.0]
-
     def test_defaults_are_torchs(self) -> None:
         torchs = torch.amp.GradScaler("cpu")
         ours = DynamicLossScaler()
@@ -65,58 +111,14 @@ class TestDynamic:
         assert ours.get_backoff_factor() == torchs.get_backoff_factor()
         assert ours.get_growth_interval() == torchs.get_growth_interval()
 
-    def test_the_floor_stops_the_fall(self) -> None:
-        states = record(DynamicLossScaler("cpu", 8.0, backoff_factor=0.125, min_scale=2.0), [OVERFLOW] * 3)
-        assert [s.scale for s in states] == [2.0, 2.0, 2.0]
-        assert [s.consecutive_skips for s in states] == [1, 2, 3]
-
-    def test_a_scale_below_the_floor_is_not_raised_by_an_overflow(self) -> None:
-        states = record(DynamicLossScaler("cpu", 0.25, growth_interval=1, min_scale=1.0), [OVERFLOW, CLEAN])
-        assert [s.scale for s in states] == [0.25, 0.5]
-
-    def test_max_scale_stops_the_rise(self) -> None:
-        states = record(DynamicLossScaler("cpu", 4.0, 4.0, growth_interval=2, max_scale=32.0), [CLEAN] * 6 + [OVERFLOW])
-        assert [s.scale for s in states] == [4.0, 16.0, 16.0, 32.0, 32.0, 32.0, 16.0]
-        assert [s.growth_tracker for s in states] == [1, 0, 1, 0, 1, 0, 0]
-
-    def test_a_scale_above_max_scale_does_not_grow(self) -> None:
-        states = record(
-            DynamicLossScaler("cpu", 64.0, growth_interval=1, max_scale=16.0), [CLEAN, OVERFLOW, OVERFLOW, CLEAN]
-        )
-        assert [s.scale for s in states] == [64.0, 32.0, 16.0, 16.0]
-
-    def test_a_scale_does_not_grow_out_of_fp32(self) -> None:
-        states = record(DynamicLossScaler("cpu", 2.0**126, growth_interval=1), [CLEAN] * 3)
-        assert [s.scale for s in states] == [2.0**127] * 3
-        assert [s.growth_tracker for s in states] == [0] * 3
-
-    def test_hysteresis_tolerates_overflows_until_the_scale_grows_again(self) -> None:
-        scaler = DynamicLossScaler("cpu", 8.0, growth_interval=2, hysteresis=3)
-        reports = [OVERFLOW, CLEAN, OVERFLOW, OVERFLOW, OVERFLOW, CLEAN, CLEAN, OVERFLOW]
-        assert [(s.scale, s.growth_tracker, s.hysteresis_left) for s in record(scaler, reports)] == [
-            (8.0, 0, 2),
-            (8.0, 1, 2),
-            (8.0, 0, 1),
-            (4.0, 0, 1),
-            (2.0, 0, 1),
-            (2.0, 1, 1),
-            (4.0, 0, 3),
-            (4.0, 0, 2),
-        ]
-        assert (scaler.state.steps, scaler.state.skipped_steps) == (8, 5)
-
-    def test_consecutive_hysteresis_is_restored_by_a_clean_step(self) -> None:
-        scaler = DynamicLossScaler("cpu", 8.0, hysteresis=2, consecutive_hysteresis=True)
-        reports = [OVERFLOW, CLEAN, OVERFLOW, OVERFLOW, OVERFLOW, CLEAN, OVERFLOW]
-        assert [(s.scale, s.hysteresis_left) for s in record(scaler, reports)] == [
-            (8.0, 1),
-            (8.0, 2),
-            (8.0, 1),
-            (4.0, 1),
-            (2.0, 1),
-            (2.0, 2),
-            (2.0, 1),
-        ]
+    @pytest.mark.parametrize(("rule", "reports", "expected"), DYNAMIC.values(), ids=DYNAMIC)
+    def test_scale_tracker_and_hysteresis(
+        self, rule: dict[str, Any], reports: list[StepReport], expected: list[tuple[float, int, int]]
+    ) -> None:
+        scaler = DynamicLossScaler(**rule)
+        states = record(scaler, reports)
+        assert [(s.scale, s.growth_tracker, s.hysteresis_left) for s in states] == expected
+        assert scaler.state.skipped_steps == reports.count(OVERFLOW)
 
     def test_a_shorter_growth_interval_takes_effect_at_once(self) -> None:
         scaler = DynamicLossScaler("cpu", 8.0, growth_interval=100)
@@ -189,7 +191,56 @@ def in_step_with_torch(runs: list[tuple[bool, int]], rule: DynamicRule) -> Itera
             yield rule, scale.item(), int(tracker.item())
 
 
+# Settings, reports of steps, and the scale after each.
+HEADROOM: dict[str, tuple[dict[str, Any], list[StepReport], list[float]]] = {
+    "gradients that a fall made zero bring the scale back": (
+        {},
+        [OVERFLOW, saw(0.0), saw(1e-7)],
+        [1.0, 2.0**10, 2.0**16],
+    ),
+    "min_scale": ({"min_scale": 0.25}, [saw(1e30), OVERFLOW, saw(1e30)], [0.25] * 3),
+    "max_scale": ({"max_scale": 2.0**12}, [saw(1e-30), OVERFLOW, saw(1e-30)], [2.0**12, 1.0, 2.0**12]),
+    "overflows lead to 1 first, and to the floor then": (
+        {},
+        [OVERFLOW] * 5,
+        [1.0, 2.0**-20, 2.0**-40, LEAST_USEFUL_SCALE, LEAST_USEFUL_SCALE],
+    ),
+    "min_scale=0 is no bound but FP32's": (
+        {"min_scale": 0.0},
+        [OVERFLOW] * 9,
+        [2.0 ** -max(0, min(20 * number, 126)) for number in range(9)],
+    ),
+    "a scale below the floor is not raised by an overflow": (
+        {"init_scale": 0.125, "min_scale": 1.0},
+        [OVERFLOW, saw(1e30)],
+        [0.125, 1.0],
+    ),
+    "without max_scale FP32 bounds it": ({"init_scale": 2.0**127, "max_scale": None}, [saw(SMALLEST_FP32)], [2.0**127]),
+    "an infinite max_scale is none": ({"max_scale": math.inf}, [saw(1.0)], [1024.0]),
+    "max_scale below a power of two": ({"max_scale": 1000.0}, [saw(1e-5)], [512.0]),
+    "max_scale at a power of two": ({"max_scale": 1024.0}, [saw(1e-5)], [1024.0]),
+    "max_scale above a power of two": ({"max_scale": 1025.0}, [saw(1e-5)], [1024.0]),
+    "min_scale below a power of two": ({"min_scale": 3.0}, [saw(1e5)], [4.0]),
+    "min_scale at a power of two": ({"min_scale": 4.0}, [saw(1e5)], [4.0]),
+    "min_scale above a power of two": ({"min_scale": 5.0}, [saw(1e5)], [8.0]),
+    "powers of two whatever the settings": (
+        {"headroom": 5, "backoff_factor": 0.4, "min_scale": 3.0},
+        [saw(16.0), *[OVERFLOW] * 4],
+        [64.0, 16.0, 4.0, 4.0, 4.0],
+    ),
+    # The first batch holds a NaN; the gradients of the others are small and ask for a large scale.
+    "an overflow before anything was measured caps nothing": ({}, [OVERFLOW, saw(1e-5)], [1.0, 2.0**16]),
+    "the largest number of another dtype": ({"largest": 448.0}, [saw(1.0), saw(1.0)], [8.0, 8.0]),
+}
+
+
 class TestHeadroom:
+    @pytest.mark.parametrize(("rule", "reports", "scales"), HEADROOM.values(), ids=HEADROOM)
+    def test_scales(self, rule: dict[str, Any], reports: list[StepReport], scales: list[float]) -> None:
+        scaler = HeadroomLossScaler(**rule)
+        assert [state.scale for state in record(scaler, reports)] == scales
+        assert scaler.smallest_scale <= min(scales) or rule["init_scale"] < rule["min_scale"]
+
     def test_scale_and_every_field_at_every_step(self) -> None:
         """Powers of two and patience of 1 make every number exact: skips slow the sinking to 1/9, then to 1/17."""
         scaler = HeadroomLossScaler(headroom=4.0, half_life=1, patience=1)
@@ -284,10 +335,6 @@ class TestHeadroom:
         after = HeadroomRule(2.0**24, level=16.0).adjust(StepReport(True, largest))
         assert after == HeadroomRule(2.0**4, 1, 1, 1, level=16.0)
 
-    def test_a_scale_that_fell_so_far_that_gradients_become_zero_comes_back(self) -> None:
-        states = record(HeadroomLossScaler(), [OVERFLOW, saw(0.0), saw(1e-7)])
-        assert [s.scale for s in states] == [1.0, 2.0**10, 2.0**16]
-
     def test_an_overflow_unannounced_comes_back_less_and_less_often(self) -> None:
         """Activations overflow from scale 1024 on, while weight gradients of 1.0 ask for more."""
         scaler = HeadroomLossScaler()
@@ -299,17 +346,6 @@ class TestHeadroom:
         waits = [later - earlier for earlier, later in itertools.pairwise(skipped_at)]
         assert waits == sorted(waits) and waits[0] > 250
         assert 2 <= len(skipped_at) <= 4
-
-    def test_bounds(self) -> None:
-        scaler = HeadroomLossScaler(min_scale=0.25, max_scale=2.0**20)
-        states = record(scaler, [saw(1e30), OVERFLOW, saw(1e30)])
-        assert [s.scale for s in states] == [0.25] * 3
-        states = record(HeadroomLossScaler(max_scale=2.0**12), [saw(1e-30), OVERFLOW, saw(1e-30)])
-        assert [s.scale for s in states] == [2.0**12, 1.0, 2.0**12]
-
-    def test_overflows_lead_to_1_first_and_to_the_floor_then(self) -> None:
-        states = record(HeadroomLossScaler(), [OVERFLOW] * 5)
-        assert [s.scale for s in states] == [1.0, 2.0**-20, 2.0**-40, LEAST_USEFUL_SCALE, LEAST_USEFUL_SCALE]
 
     @pytest.mark.parametrize("make", [HeadroomLossScaler, DynamicLossScaler])
     def test_gradients_of_1e12_are_trained_on_at_a_scale_below_1(self, make: Callable[..., Any]) -> None:
@@ -326,43 +362,10 @@ class TestHeadroom:
             record(scaler, [OVERFLOW] * 99)
         assert scaler.state.skipped_steps == skips and scaler.get_scale() == LEAST_USEFUL_SCALE
 
-    def test_min_scale_0_is_no_bound_but_fp32s(self) -> None:
-        states = record(HeadroomLossScaler(min_scale=0.0), [OVERFLOW] * 9)
-        assert states[-1].scale == 2.0**-126 == states[-1].floor
-
-    def test_a_scale_below_the_floor_is_not_raised_by_an_overflow(self) -> None:
-        states = record(HeadroomLossScaler(0.125, min_scale=1.0), [OVERFLOW, saw(1e30)])
-        assert [s.scale for s in states] == [0.125, 1.0]
-
-    def test_without_max_scale_fp32_bounds_it(self) -> None:
-        scaler = HeadroomLossScaler(2.0**127, max_scale=None)
-        assert record(scaler, [saw(SMALLEST_FP32)])[0].scale == 2.0**127
-
-    def test_an_infinite_max_scale_is_none(self) -> None:
-        assert record(HeadroomLossScaler(max_scale=math.inf), [saw(1.0)])[0].scale == 1024.0
-
     def test_headroom_that_sank_for_long_stays_a_number_of_json(self) -> None:
         states = record(HeadroomLossScaler(patience=1), [saw(1.0), OVERFLOW, *[saw(1.0)] * 1200])
         assert states[-1].headroom == 1.0
         json.loads(json.dumps(asdict(states[-1]), allow_nan=False))
-
-    @pytest.mark.parametrize(("bound", "scale"), [(1000.0, 512.0), (1024.0, 1024.0), (1025.0, 1024.0)])
-    def test_a_max_scale_between_two_powers_of_two(self, bound: float, scale: float) -> None:
-        assert record(HeadroomLossScaler(max_scale=bound), [saw(1e-5)])[0].scale == scale
-
-    @pytest.mark.parametrize(("bound", "scale"), [(3.0, 4.0), (4.0, 4.0), (5.0, 8.0)])
-    def test_a_min_scale_between_two_powers_of_two(self, bound: float, scale: float) -> None:
-        assert record(HeadroomLossScaler(min_scale=bound), [saw(1e5)])[0].scale == scale
-
-    def test_an_overflow_leads_to_a_power_of_two_whatever_the_settings(self) -> None:
-        scaler = HeadroomLossScaler(headroom=5, backoff_factor=0.4, min_scale=3.0)
-        states = record(scaler, [saw(16.0), OVERFLOW, OVERFLOW, OVERFLOW, OVERFLOW])
-        assert [s.scale for s in states] == [64.0, 16.0, 4.0, 4.0, 4.0]
-
-    def test_an_overflow_before_anything_was_measured_does_not_cap_the_scale(self) -> None:
-        """The first batch holds a NaN; the gradients of the others are small and ask for a large scale."""
-        states = record(HeadroomLossScaler(), [OVERFLOW, saw(1e-5)])
-        assert states[-1].scale == 2.0**16
 
     def test_one_inf_in_500_steps_does_not_lower_the_scale_for_good(self) -> None:
         """What collapsed to 2**-14 with a rule that took every overflow for the scale's."""

@@ -395,7 +395,7 @@ class TestMaking:
             (
                 "headroom",
                 "growth_interval",
-                "backoff_factor, enabled, half_life, headroom, init_scale, max_consecutive_skips, max_scale, "
+                "backoff_factor, enabled, half_life, headroom, init_scale, largest, max_consecutive_skips, max_scale, "
                 "min_scale, patience",
             ),
             ("dynamic", "headroom", "backoff_factor, consecutive_hysteresis, enabled, growth_delay, growth_factor"),
