@@ -170,22 +170,28 @@ def _state(runtime: MixedPrecision, model: nn.Module, *, keep: bool) -> dict[str
     copies: dict[int, Tensor] = {}
     for name, parameter in model.named_parameters():
         copy = _copy_of(runtime, parameter)
-        if not keep:
-            continue
-        if copy.is_floating_point() and not copy.isfinite().all():
-            raise ValueError(
-                f"{name} has values that are not finite in {copy.dtype}: save the model in FP32 with save_pretrained, "
-                "or train it in bf16"
-            )
-        copies[id(parameter)] = copy
+        if keep:
+            _check_finite(name, copy)
+            copies[id(parameter)] = copy
     if not keep:
         return {}
     state = {plain_name(name): copies[id(one)] for name, one in model.named_parameters(remove_duplicate=False)}
+    return {**state, **{plain_name(name): buffer for name, buffer in _saved_buffers(model)}}
+
+
+def _check_finite(name: str, copy: Tensor) -> None:
+    if copy.is_floating_point() and not copy.isfinite().all():
+        raise ValueError(
+            f"{name} has values that are not finite in {copy.dtype}: save the model in FP32 with save_pretrained, or "
+            "train it in bf16"
+        )
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                state[plain_name(f"{path}.{name}" if path else name)] = buffer
-    return state
+                yield (f"{path}.{name}" if path else name), buffer
 
 
 def _check_target(target: Path) -> None:

@@ -88,12 +88,8 @@ def log_probability_gap(
             of packed sequences); for another model whose weights are stale, or of another dtype than its config says
             (the message names the first).
     """
-    drawing = generation if new_tokens is None else {"new_tokens": new_tokens, **generation}
-    if drawing and ("labels" in batch or isinstance(generated, Tensor)):
-        raise ValueError(
-            f"{', '.join(drawing)} would have no effect: nothing is drawn where batch has labels, or generated has "
-            "log-probabilities; leave it out"
-        )
+    if "labels" in batch or isinstance(generated, Tensor):
+        _refuse_drawing(new_tokens, generation)
     generator = generated if isinstance(generated, nn.Module) else model
     if generator is not model:
         check_handed_over(model, generator)
@@ -107,6 +103,14 @@ def log_probability_gap(
     before = found.generated[found.counts].double()
     dtype = generated.dtype if isinstance(generated, Tensor) else _dtype_of(generator)
     return _compare(found.trained[found.counts].double() - before, before, clip, str(dtype).removeprefix("torch."))
+
+
+def _refuse_drawing(new_tokens: int | None, generation: Mapping[str, Any]) -> None:
+    if drawing := generation if new_tokens is None else {"new_tokens": new_tokens, **generation}:
+        raise ValueError(
+            f"{', '.join(drawing)} would have no effect: nothing is drawn where batch has labels, or generated has "
+            "log-probabilities; leave it out"
+        )
 
 
 def _dtype_of(generator: nn.Module) -> torch.dtype:

@@ -88,10 +88,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
         self.precision_policy = policy = settings.policy
         refuse_other_precision(args, policy)
         check_free_gradients(policy, settings.free_gradients)
-        if args.torch_compile and policy.is_lean and policy.loss_scale is not None:
-            logger.warning(f"torch_compile=True has little effect with {policy}: graphs end at parameters")
-        if not policy.is_mixed and (rules or tables != "compact"):
-            logger.warning("tables and rules have no effect with precision='fp32': there is no autocast")
+        _warn_of_little_effect(settings, args)
         for given in (*positional, *named.values()):
             _refuse_callbacks(given if isinstance(given, (list, tuple)) else ())
         self.save_failure, self.save_in_background = settings.save_failure, settings.save_in_background
@@ -217,6 +214,14 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
             super()._load_scaler(checkpoint)
         elif checkpoint is not None:
             self.session.load(Path(checkpoint))
+
+
+def _warn_of_little_effect(settings: SessionSettings, args: TrainingArguments) -> None:
+    policy = settings.policy
+    if args.torch_compile and policy.is_lean and policy.loss_scale is not None:
+        logger.warning(f"torch_compile=True has little effect with {policy}: graphs end at parameters")
+    if not policy.is_mixed and (settings.rules or settings.tables != "compact"):
+        logger.warning("tables and rules have no effect with precision='fp32': there is no autocast")
 
 
 def _refuse_callbacks(callbacks: Iterable[Any]) -> None:
