@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.tables import CastRule, op_name
+from hf_mp.casting.watching import WatchedCall
 from hf_mp.policy import spell
 
 Dtypes = tuple[str, ...]
@@ -76,65 +74,35 @@ def _shortly(dtypes: Dtypes) -> str:
 
 
 class Recorder:
-    """Takes down each call that autocast sees, with the module that made it."""
+    """Takes down the dtypes of each call that autocast sees."""
 
     def __init__(self) -> None:
-        self.modules: list[str] = []  # that run, innermost last
         self._calls: Counter[ExplainedOp] = Counter()
 
-    def observe(
-        self, mode: Any, entry: tuple[CastRule, str] | None, func: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        """Make a call in place of ``mode.apply`` and take it down."""
-        got: list[Any] = []
+    def record(self, call: WatchedCall) -> Any:
+        """Make a call and take it down."""
+        cast: list[Any] = []
 
-        @functools.wraps(func)
-        def watched(*cast_args: Any, **cast_kwargs: Any) -> Any:
-            got.append((cast_args, cast_kwargs))
-            return func(*cast_args, **cast_kwargs)
+        @functools.wraps(call.func)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            cast.append((args, kwargs))
+            return call.func(*args, **kwargs)
 
-        came = _dtypes((args, kwargs))
-        if entry is None or entry[0] is CastRule.UNLISTED:
-            result = mode.apply(entry, func, args, kwargs)
-            self._record(op_name(func), "unlisted", came, came, result)
-        elif entry[0] is CastRule.LOWER_PRECISION:  # also where the CPU computes through FP32: the numbers are FP16's
-            result = mode.apply(entry, func, args, kwargs)
-            self._record(entry[1], entry[0].value, came, len(came) * (_name(mode.dtype),), result)
-        else:
-            result = mode.apply(entry, watched, args, kwargs)
-            # A function of ours in the place of the op reads what came.
-            self._record(entry[1], entry[0].value, came, _dtypes(got[0]) if got else came, result)
+        came = ran = _dtypes((call.args, call.kwargs))
+        is_whole = call.rule in (CastRule.UNLISTED, CastRule.LOWER_PRECISION)
+        result = call.make(None if is_whole else watched)
+        if call.rule is CastRule.LOWER_PRECISION:  # also where the CPU computes through FP32: the numbers are FP16's
+            ran = len(came) * (_name(call.mode.dtype),)
+        elif cast:  # else a function of ours in the place of the op has read what came
+            ran = _dtypes(cast[0])
+        if outputs := _dtypes(result):  # questions (`.shape`) and integer arithmetic have none
+            op = op_name(call.func) if call.entry is None or call.rule is CastRule.UNLISTED else call.entry.name
+            self._calls[ExplainedOp(call.module, op, call.rule.value, came, ran, outputs)] += 1
         return result
-
-    def _record(self, op: str, rule: str, came: Dtypes, ran: Dtypes, result: Any) -> None:
-        outputs = _dtypes(result)
-        if not outputs:  # questions (`.shape`) and integer arithmetic
-            return
-        module = self.modules[-1] if self.modules else ""
-        self._calls[ExplainedOp(module, op, rule, came, ran, outputs)] += 1
 
     def explanation(self) -> Explanation:
         """What was recorded."""
         return Explanation(tuple(replace(op, count=count) for op, count in self._calls.items()))
-
-
-@contextlib.contextmanager
-def watching_modules(model: nn.Module, enter: Callable[[str], None], leave: Callable[[], Any]) -> Iterator[None]:
-    """Call ``enter`` with the name of each module of ``model`` that is called, and ``leave`` when it has returned."""
-    handles = []
-
-    def left(*_: Any) -> None:
-        leave()
-
-    for name, module in model.named_modules():
-        entered = functools.partial(lambda name, *_: enter(name), name)
-        handles.append(module.register_forward_pre_hook(entered, prepend=True))
-        handles.append(module.register_forward_hook(left, always_call=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -16,7 +15,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.decompositions.composites import call
 from hf_mp.casting.exact_sums import exact_plan, sum_in_fp64
-from hf_mp.casting.explain import Explanation, Recorder, watching_modules
+from hf_mp.casting.explain import Explanation, Recorder
 from hf_mp.casting.handlers import CASTABLE, WHOLE_CALLS, PlannedCall, as_given
 from hf_mp.casting.module_rules import InForce, put_on, ruled
 from hf_mp.casting.plans import lowering, plan_for, with_rules
@@ -24,6 +23,7 @@ from hf_mp.casting.rules import ModuleRule, OpRules, Rules, match_modules, parse
 from hf_mp.casting.tables import TABLES, CastRule, TableName
 from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
 from hf_mp.casting.uncompiled import uncompiled
+from hf_mp.casting.watching import watching
 from hf_mp.kernels.identity import version_of
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
@@ -105,7 +105,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             self._take_rules(*parse_rules(rules, TABLES[tables]), model)
         self._casts: dict[tuple[int, torch.dtype, bool], tuple[Tensor, int, Tensor]] = {}
         self._rules_in_force: list[InForce] = []
-        self.observer: Callable[..., Any] | None = None  # makes every call in place of apply(); see explain
+        self.observer: Callable[..., Any] | None = None  # makes every call in place of apply(); see watching
 
     def _take_rules(self, ops: OpRules, in_modules: tuple[ModuleRule, ...], model: nn.Module | None) -> None:
         self._plan, self.has_op_rules = with_rules(self._plan, ops, self.dtype), bool(ops)
@@ -294,16 +294,10 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         attached = getattr(getattr(function, "forward", None), "runtime", None)
         mode = autocast(dtype, tables=tables, rules=rules, model=model) if attached is None else attached.region
         recorder = Recorder()
-        mode.observer = functools.partial(recorder.observe, mode)
-        try:
-            with contextlib.ExitStack() as contexts:
-                if model is not None:
-                    contexts.enter_context(watching_modules(model, recorder.modules.append, recorder.modules.pop))
-                if attached is None:  # an attached model enters its region itself
-                    contexts.enter_context(mode)
-                function(*inputs, **kwargs)
-        finally:
-            mode.observer = None
+        # An attached model enters its region itself.
+        modules = {} if model is None else dict(model.named_modules())
+        with watching(modules, mode, recorder.record), mode if attached is None else contextlib.nullcontext():
+            function(*inputs, **kwargs)
         return recorder.explanation()
 
     def call_unlisted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

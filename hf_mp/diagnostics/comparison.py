@@ -16,15 +16,16 @@ from hf_mp.casting.active import active_autocast
 from hf_mp.casting.nested import apply_to_tensors, tensors_in
 from hf_mp.casting.rules import Rules, parse_rules
 from hf_mp.casting.tables import TABLES, TableName, op_name
+from hf_mp.casting.watching import watching
 from hf_mp.diagnostics.comparison_report import LayerError, PrecisionComparison, PrecisionError
 from hf_mp.diagnostics.fp32_reference import (
     LayerCall,
     Reference,
+    first_floating,
     in_rows,
     layers_of,
     logits_of,
     run_in_fp32,
-    watching,
 )
 from hf_mp.diagnostics.given_batches import call, checked
 from hf_mp.diagnostics.kept_state import eagerly, gradients_set_aside, untouched, weights_kept
@@ -178,28 +179,31 @@ def _compare(
 
     def give_fp32(name: str, number: int, args: Any, kwargs: Any) -> Any:
         exact, came = reference.call(name, number), list(tensors_in((args, kwargs)))
-        if exact is None or [t.shape for t in exact.inputs] != [t.shape for t in came]:
-            return None
-        inputs = {id(old): _as(new, old) for old, new in zip(came, exact.inputs, strict=True)}
+        with torch._C.DisableTorchFunction():
+            if exact is None or [t.shape for t in exact.inputs] != [t.shape for t in came]:
+                return None
+            inputs = {id(old): _as(new, old) for old, new in zip(came, exact.inputs, strict=True)}
         if any(tensor is None for tensor in inputs.values()):
             return None
         fits.add((name, number))
         return apply_to_tensors(lambda tensor: inputs.get(id(tensor), tensor), (args, kwargs))
 
-    def take_total(name: str, number: int, output: Tensor | None) -> None:
-        differences.totals.setdefault(name, _Ratio()).add(output, reference.call(name, number))
+    def take_total(name: str, number: int, output: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            differences.totals.setdefault(name, _Ratio()).add(first_floating(output), reference.call(name, number))
 
-    def take_own(name: str, number: int, output: Tensor | None) -> None:
+    def take_own(name: str, number: int, output: Any) -> None:
         if (name, number) in fits:
-            differences.owns.setdefault(name, _Ratio()).add(output, reference.call(name, number))
+            with torch._C.DisableTorchFunction():
+                differences.owns.setdefault(name, _Ratio()).add(first_floating(output), reference.call(name, number))
 
     runtime = MixedPrecision(variant.policy, rules=dict(variant.rules), tables=tables)
     with weights_kept(model):  # FP16 and 16 bits more do not hold all of FP32
         try:
             runtime.attach(model)
-            with untouched(model), watching(layers, lambda *entered: None, take_total):
+            with untouched(model), watching(layers, left=take_total):
                 logits = logits_of(call(model, batch))[1]
-            with untouched(model), watching(layers, give_fp32, take_own):
+            with untouched(model), watching(layers, entered=give_fp32, left=take_own):
                 call(model, batch)
         finally:
             runtime.detach()

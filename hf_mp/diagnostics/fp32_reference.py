@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_mp.casting.nested import named_tensors, tensors_in
+from hf_mp.casting.watching import watching
 from hf_mp.diagnostics.given_batches import by_name, call
 from hf_mp.diagnostics.kept_state import untouched
 
@@ -68,32 +68,6 @@ class Reference:
 
 
 @contextmanager
-def watching(layers: Mapping[str, nn.Module], enter: Callable[..., Any], leave: Callable[..., Any]) -> Iterator[None]:
-    """Call ``enter(layer, number of the call, args, kwargs)`` and ``leave(layer, number, first floating output)``."""
-    begun: Counter[str] = Counter()
-    handles = []
-    for name, layer in layers.items():
-
-        def entered(_: Any, args: Any, kwargs: Any, name: str = name) -> Any:
-            begun[name] += 1
-            with torch._C.DisableTorchFunction():
-                return enter(name, begun[name] - 1, args, kwargs)
-
-        def left(_: Any, args: Any, output: Any, name: str = name) -> None:
-            tensor = next((t for t in tensors_in(output) if t.is_floating_point()), None)
-            with torch._C.DisableTorchFunction():
-                leave(name, begun[name] - 1, tensor)
-
-        handles.append(layer.register_forward_pre_hook(entered, with_kwargs=True))
-        handles.append(layer.register_forward_hook(left))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
 def _without_tf32() -> Iterator[None]:
     before = [ops.fp32_precision for ops in _LOWERED]
     try:
@@ -113,26 +87,24 @@ def run_in_fp32(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any, n
     """
     calls: dict[str, list[LayerCall]] = {}
     linear: list[tuple[str, tuple[int, ...]]] = []  # by name, with the width of its output, in the order of the calls
+    linears = {name: one for name, one in model.named_modules() if name and isinstance(one, nn.Linear)}
 
     def enter(name: str, number: int, args: Any, kwargs: Any) -> None:
-        # Cloned: the model may write into them later.
-        inputs = [t.clone() if t.is_floating_point() else t for t in tensors_in((args, kwargs))]
+        with torch._C.DisableTorchFunction():  # cloned: the model may write into them later
+            inputs = [t.clone() if t.is_floating_point() else t for t in tensors_in((args, kwargs))]
         calls.setdefault(name, []).append(LayerCall(inputs))
 
-    def leave(name: str, number: int, output: Tensor | None) -> None:
-        calls[name][number].output = None if output is None else output.clone()
+    def leave(name: str, number: int, output: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            found = first_floating(output)
+            calls[name][number].output = None if found is None else found.clone()
 
-    heads = [
-        module.register_forward_hook(lambda m, args, out, name=name: linear.append((name, tuple(out.shape)[-1:])))
-        for name, module in model.named_modules()
-        if name and isinstance(module, nn.Linear)
-    ]
-    try:
-        with untouched(model), _without_tf32(), watching(layers, enter, leave):
-            outputs = call(model, batch)
-    finally:
-        for handle in heads:
-            handle.remove()
+    def note_width(name: str, number: int, output: Any) -> None:
+        linear.append((name, tuple(output.shape)[-1:]))
+
+    watched = watching(layers, entered=enter, left=leave), watching(linears, left=note_width)
+    with untouched(model), _without_tf32(), watched[0], watched[1]:
+        outputs = call(model, batch)
     name, logits = logits_of(outputs)
     rows = in_rows(logits)
     if rows.isnan().any() or (rows == math.inf).any():
@@ -149,6 +121,11 @@ def _output_embeddings(model: nn.Module) -> str | None:
     """The name of Transformers' output embedding, around whose linear layer an adapter may lie; else None."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return next((name for name, module in model.named_modules() if name and module is head), None)
+
+
+def first_floating(output: Any) -> Tensor | None:
+    """The first floating tensor in what a layer returns."""
+    return next((tensor for tensor in tensors_in(output) if tensor.is_floating_point()), None)
 
 
 def logits_of(outputs: Any) -> tuple[str, Tensor]:

@@ -6,6 +6,7 @@ import fnmatch
 import functools
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from hf_mp.casting.experts import expert_counts
 from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.rules import nearest_modules
+from hf_mp.casting.watching import watching
 from hf_mp.diagnostics.magnitudes import SAMPLE_ELEMENTS, histogram, sample, sampling_stride, swamped
 from hf_mp.diagnostics.step_magnitudes import Kind, StepMagnitudes, TensorMagnitudes
 from hf_mp.policy import PRESETS
@@ -77,13 +79,13 @@ class MagnitudeCollector:
     def __init__(self, runtime: MixedPrecision, layers: Sequence[str] | None = None) -> None:
         self._runtime = runtime
         self._patterns = layers
-        self._handles: list[Any] = []
+        self._watching = ExitStack()
         self.abandon()
         if runtime.model is not None:
             select_layers(runtime.model, layers)  # refuse wrong patterns now
 
     def abandon(self) -> None:
-        self._remove_hooks()
+        self._watching.close()
         self.is_active = False
         self._layers: dict[str, nn.Module] = {}
         self._samples: dict[tuple[Kind, str, str], _Sampled] = {}  # by layer and name of the parameter
@@ -108,11 +110,10 @@ class MagnitudeCollector:
             self._notes = (*self._notes, COMPILED)
             return
         entry = forward.module()  # what it returns has left the scaled region
-        for name, module in layers.items():
-            if module is not entry:
-                self._handles.append(module.register_forward_hook(functools.partial(self._see_output, name)))
+        inside = {name: module for name, module in layers.items() if module is not entry}
+        self._watching.enter_context(watching(inside, left=self._see_output))
 
-    def _see_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def _see_output(self, name: str, number: int, output: Any) -> None:
         tensor = next((t for t in tensors_in(output) if t.is_floating_point()), None)
         if tensor is None or not self.is_active:
             return
@@ -134,14 +135,14 @@ class MagnitudeCollector:
     def backward_ended(self) -> None:
         if not self.is_active:
             return
-        self._remove_hooks()
+        self._watching.close()
         for key, weight in self._weights.items():
             if (gradient := weight.gradient()) is not None:
                 self._samples[Kind.WEIGHT_GRADIENTS, *key] = gradient
 
     def finish(self, report: StepReport) -> StepMagnitudes:
         """Count the samples of the step, which was just taken or skipped."""
-        self._remove_hooks()
+        self._watching.close()
         has_gradients = any(kind is Kind.WEIGHT_GRADIENTS for kind, _, _ in self._samples)
         missing = [] if has_gradients or not self._weights else [NO_GRADIENTS]
         found = [
@@ -172,11 +173,6 @@ class MagnitudeCollector:
                 continue  # it had no part in the step
             lost = [swamped(before.values, update, PRESETS[name].compute) for name in ("fp16", "bf16")]
             yield TensorMagnitudes(Kind.UPDATES, *key, after.dtype, before.stride, histogram(update), *lost)
-
-    def _remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
 
 def _trainable(layers: Mapping[str, nn.Module]) -> dict[tuple[str, str], _Weight]:

@@ -11,7 +11,7 @@ import functools
 import math
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_mp.casting.experts import ExpertCall, ExpertCalls
-from hf_mp.casting.explain import watching_modules
+from hf_mp.casting.mode import autocast
 from hf_mp.casting.nested import tensors_in
-from hf_mp.casting.tables import CastRule, called_name
+from hf_mp.casting.watching import WatchedCall, watching
 from hf_mp.diagnostics.overflow_report import Phase
 from hf_mp.diagnostics.values import UNINITIALISED, Finiteness, TensorRange, finiteness, ranges_of, spoilt
 from hf_mp.policy import compute_dtype, needs_loss_scale
@@ -97,18 +97,26 @@ class CallSites:
         self._sites.pop()
         self._mark()
 
-    def observe(
-        self, mode: Any, entry: tuple[CastRule, str] | None, func: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        """Make a call in place of ``mode.apply`` and track it: an autocast's ``observer``."""
-        name = called_name(func) if entry is None or entry[0] is CastRule.UNLISTED else entry[1]
-        if name is None:
-            return mode.apply(entry, func, args, kwargs)
+    def watching(self, mode: autocast) -> AbstractContextManager[None]:
+        """To follow the model in, and the calls that ``mode`` sees."""
+        return watching(
+            dict(self._model.named_modules()),
+            mode,
+            self._called,
+            entered=lambda name, *_: self._enter(Site(name)),
+            left=lambda *_: self._leave(),
+        )
+
+    def _called(self, watched: WatchedCall) -> Any:
+        """Make a call, and know its site as long as it runs."""
+        if (name := watched.name) is None:
+            return watched.make()
+        func, args, kwargs = watched.func, watched.args, watched.kwargs
         module, call = self.current.module, Call(self._named(args, kwargs), [])
         self._enter(Site(module, name, self._experts.of(module, func, args, kwargs)))
         self.calls.append(call)
         try:
-            result = mode.apply(entry, func, args, kwargs)
+            result = watched.make()
         finally:
             self.calls.pop()
             self._leave()
@@ -129,10 +137,6 @@ class CallSites:
                     place = f"input {key}" if item is value else f"input {key}.{index}"
                     found.append((self._names.get((_memory(item), item.shape), place), item))
         return found
-
-    def following(self) -> AbstractContextManager[None]:
-        """Track the model's modules while they are called."""
-        return watching_modules(self._model, lambda name: self._enter(Site(name)), self._leave)
 
 
 @dataclass

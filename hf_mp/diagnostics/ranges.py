@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,10 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
 from hf_mp.casting.experts import ExpertCall, ExpertCalls
-from hf_mp.casting.explain import watching_modules
 from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.rules import SCALABLE, WITH_WEIGHTS, Product
-from hf_mp.casting.tables import CastRule, called_name
+from hf_mp.casting.tables import CastRule
+from hf_mp.casting.watching import WatchedCall, watching
 from hf_mp.diagnostics.values import UNINITIALISED
 from hf_mp.kernels.gradient_scan import real_values
 from hf_mp.scaling.rules import FP16_MAX
@@ -93,7 +93,6 @@ class RangeRecorder:
     def __init__(self, limit: float = FP16_MAX, *, backward: bool = False) -> None:
         self._limit, self._backward = limit, backward
         self._rows: dict[tuple[str, str, str], dict[str, Any]] = {}  # by module, op and expert
-        self._modules: list[str] = []  # that run, innermost last
         self._flops = FlopCounterMode(display=False)
         self._hooks: list[RemovableHandle] = []
 
@@ -101,12 +100,8 @@ class RangeRecorder:
     def recording(self, mode: Any, model: nn.Module) -> Iterator[None]:
         """To run forwards of ``model`` and backwards in, under the autocast ``mode``."""
         self._experts = ExpertCalls(model)
-        before, mode.observer = mode.observer, lambda *call: self._observe(mode, *call)
-        try:
-            with watching_modules(model, self._modules.append, self._modules.pop), self._flops:
-                yield
-        finally:
-            mode.observer = before
+        with watching(dict(model.named_modules()), mode, self._record), self._flops:
+            yield
 
     def ranges(self) -> tuple[OpRange, ...]:
         """What was recorded, in the order of the first calls; ends the recording of gradients."""
@@ -115,28 +110,24 @@ class RangeRecorder:
         self._hooks.clear()
         return tuple(OpRange(module, op, expert=expert, **row) for (module, op, expert), row in self._rows.items())
 
-    def _observe(
-        self, mode: Any, entry: tuple[CastRule, str] | None, func: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        is_listed = entry is not None and entry[0] is not CastRule.UNLISTED
-        name = entry[1] if entry is not None and is_listed else called_name(func)
-        if name is None or name in UNINITIALISED:
-            return mode.apply(entry, func, args, kwargs)
-        module = self._modules[-1] if self._modules else ""
-        experts = self._experts.of(module, func, args, kwargs)
-        is_product = entry is not None and entry[0] is CastRule.LOWER_PRECISION and mode.dtype is STAND_IN
+    def _record(self, call: WatchedCall) -> Any:
+        """Make a call and take it down."""
+        if (name := call.name) is None or name in UNINITIALISED:
+            return call.make()
+        experts = self._experts.of(call.module, call.func, call.args, call.kwargs)
+        is_product = call.rule is CastRule.LOWER_PRECISION and call.mode.dtype is STAND_IN
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            given = _Given.of(name, args, kwargs, experts, is_product)
+            given = _Given.of(name, call.args, call.kwargs, experts, is_product)
             operands = [given.largest_operands(part) for part in given.parts]  # before they are written to
         flops = self._flops.get_total_flops()
-        result = mode.apply(entry, func, args, kwargs)
-        self._experts.made(module, func, args, result)
+        result = call.make()
+        self._experts.made(call.module, call.func, call.args, result)
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            outputs = _made(result, () if is_in_place(name) else (args, kwargs))
+            outputs = _made(result, () if is_in_place(name) else (call.args, call.kwargs))
             if outputs or is_product:
                 flops = self._flops.get_total_flops() - flops
                 for part, largest in zip(given.parts_of(outputs), operands, strict=False):
-                    row = self._rows.setdefault((module, name, part.name), {})
+                    row = self._rows.setdefault((call.module, name, part.name), {})
                     self._take(row, given, part, largest, outputs, round(flops * part.share))
         return result
 

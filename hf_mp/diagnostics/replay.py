@@ -6,8 +6,8 @@ import bisect
 import functools
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -76,7 +76,7 @@ class Replay:
         tracker = OriginTracker(sites)
         self._blame_what_is_there(tracker, calls)
         outputs: dict[tuple[int, str], Tensor] = {}
-        with self._observed(sites), tracker:
+        with sites.watching(self._runtime.region), tracker:
             for call in calls:
                 outputs.update({(id(call), name): found for name, found in self._forward(call)})
         same = all(self._is_same_loss(call, name, outputs[id(call), name]) for call in calls for name in call.losses)
@@ -99,7 +99,7 @@ class Replay:
         if not same and any(map(finiteness, gradients)):
             leaving = []  # what came in belongs to another forward
         if self.origin is None and leaving:
-            with self._observed(sites), tracker:
+            with sites.watching(self._runtime.region), tracker:
                 self._backward_through(leaving, gradients, tracker)
             if self.origin is None and not self.nonfinite_gradients:
                 self._find_too_large(sites, leaving, gradients)
@@ -150,16 +150,6 @@ class Replay:
 
     def take(self, node: Any, uses: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
         """Nothing."""
-
-    @contextmanager
-    def _observed(self, sites: CallSites) -> Iterator[None]:
-        region = self._runtime.region
-        before, region.observer = region.observer, functools.partial(sites.observe, region)
-        try:
-            with sites.following():
-                yield
-        finally:
-            region.observer = before
 
     def _blame_what_is_there(self, tracker: OriginTracker, calls: list[KeptCall]) -> None:
         """Tell the tracker what was not finite before the forward."""
@@ -252,7 +242,7 @@ class Replay:
         self._limit = SQUARES_BELOW
         inside = SQUARES_BELOW * self._runtime.scaler.get_scale()  # where gradients are scaled
         tracker = OriginTracker(sites, inside, carried_limit=min(inside, SQUARES_BELOW))
-        with self._observed(sites), tracker:
+        with sites.watching(self._runtime.region), tracker:
             self._backward_through(outputs, gradients, tracker)
         kept = [incoming for incoming in self._backward.incoming if incoming.gradient is not None]
         for incoming, output in zip(kept if self.nonfinite_gradients else (), outputs, strict=False):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_mp import autocast
 from hf_mp.casting.nested import named_tensors
 from hf_mp.diagnostics.origins import CallSites, Origin, OriginTracker, Site
 from hf_mp.diagnostics.values import Finiteness, TensorRange, finiteness
@@ -136,7 +137,7 @@ def test_a_backward_node_is_where_its_forward_was() -> None:
 
     model = nn.Sequential(Inner(), nn.Identity(), Inner())
     sites = CallSites(model, model)
-    with sites.following():
+    with sites.watching(autocast()):
         value = torch.ones(2, requires_grad=True) * 1
         result = model(value)
     names = []

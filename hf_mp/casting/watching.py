@@ -1,0 +1,95 @@
+"""``watching``: follows modules and the calls that an autocast sees, for whoever says what to note of them."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
+
+from hf_mp.casting.handlers import PlannedCall
+from hf_mp.casting.tables import CastRule, called_name
+
+if TYPE_CHECKING:
+    from hf_mp.casting.mode import autocast
+
+
+class WatchedCall(NamedTuple):
+    """A torch call that an autocast sees and has not made yet."""
+
+    module: str  # name of the innermost watched module that makes it; empty outside of any
+    mode: autocast
+    entry: PlannedCall | None  # of the tables, or a rule
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def rule(self) -> CastRule:
+        """The table, or the rule, that decides."""
+        return CastRule.UNLISTED if self.entry is None else self.entry.rule
+
+    @property
+    def name(self) -> str | None:
+        """The op's name in the tables, else what it is called; None for attributes such as ``.shape``."""
+        unlisted = self.entry is None or self.entry.rule is CastRule.UNLISTED
+        return called_name(self.func) if unlisted else self.entry.name  # type: ignore[union-attr]
+
+    def make(self, func: Callable[..., Any] | None = None) -> Any:
+        """Make it as the autocast would; ``func`` in the place of the function."""
+        return self.mode.apply(self.entry, func or self.func, self.args, self.kwargs)
+
+
+@contextmanager
+def watching(
+    modules: Mapping[str, nn.Module],
+    mode: autocast | None = None,
+    called: Callable[[WatchedCall], Any] | None = None,
+    *,
+    entered: Callable[[str, int, Any, Any], Any] | None = None,
+    left: Callable[[str, int, Any], None] | None = None,
+) -> Iterator[None]:
+    """Watch ``modules``, and the calls that ``mode`` sees, which ``called`` has to make.
+
+    Args:
+        modules: by the names that are told.
+        mode, called: an autocast, and what makes each call in its place; default None: no call is watched.
+        entered: is told the name, the number of the call (from 0), the arguments and the keyword arguments of a module
+            that is called; where it returns these, the module is given them instead.
+        left: is told the name, the number and the result of a module that returns; None where it raised.
+    """
+    running: list[str] = []  # innermost last
+    begun: Counter[str] = Counter()
+    handles = []
+
+    def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        running.append(name)
+        begun[name] += 1
+        return None if entered is None else entered(name, begun[name] - 1, args, kwargs)
+
+    def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if running:  # else the module ran already when it came to be watched
+            running.pop()
+        if left is not None:
+            left(name, begun[name] - 1, output)
+
+    def observe(entry: PlannedCall | None, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return called(WatchedCall(running[-1] if running else "", mode, entry, func, args, kwargs))  # type: ignore[misc, arg-type]
+
+    for name, module in modules.items():
+        before = functools.partial(enter, name)
+        handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(functools.partial(leave, name), always_call=True))
+    outer = None if mode is None else mode.observer
+    if mode is not None:
+        mode.observer = observe
+    try:
+        yield
+    finally:
+        if mode is not None:
+            mode.observer = outer
+        for handle in handles:
+            handle.remove()
