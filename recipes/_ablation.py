@@ -6,23 +6,13 @@ import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import matplotlib
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
-
-
-class Described(Protocol):
-    """A variant: how it differs, and whether its time and memory are those of an emulation."""
-
-    @property
-    def what(self) -> str: ...
-
-    @property
-    def is_emulated(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -114,7 +104,7 @@ class Ablation:
 
 
 def summarize(
-    runs: dict[str, list[FineTuning]], peaks: Mapping[str, int], loss_before: float, variants: Mapping[str, Described]
+    runs: dict[str, list[FineTuning]], peaks: Mapping[str, int], loss_before: float, variants: Mapping[str, Any]
 ) -> Ablation:
     """The rows of all variants.
 
@@ -122,7 +112,8 @@ def summarize(
         runs: by variant, then by seed.
         peaks: peak bytes of each variant.
         loss_before: of the pretrained model.
-        variants: what each is.
+        variants: what each is: how it differs (``what``), and whether its time and memory are those of an emulation
+            (``is_emulated``).
     """
     fp32 = runs.get("fp32")
     losses = [run.held_out_loss for run in fp32 or []]
@@ -131,7 +122,7 @@ def summarize(
     return Ablation(rows, spread, loss_before, runs)
 
 
-def make_row(name: str, runs: list[FineTuning], fp32: list[FineTuning] | None, peak: int, variant: Described) -> Row:
+def make_row(name: str, runs: list[FineTuning], fp32: list[FineTuning] | None, peak: int, variant: Any) -> Row:
     differences = [run.held_out_loss - other.held_out_loss for run, other in zip(runs, fp32 or [], strict=False)]
     times = [run.step_seconds / other.step_seconds for run, other in zip(runs, fp32 or [], strict=False)]
     return Row(

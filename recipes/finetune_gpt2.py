@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hf_mp.trainer  # noqa: F401  # isort: skip  before transformers: it imports bitsandbytes without a remark
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -50,15 +51,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from _report import (
-    Summary,
-    loss_scale_of_run,
-    measure_footprints,
-    peak_memory,
-    summary_table,
-    write_summary,
-    write_text,
-)
+from _report import loss_scale_of_run, measure_footprints, peak_memory, summary_table, write_text
 from _text import (
     Blocks,
     file_text,
@@ -169,26 +162,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trainer.save_model()
 
     if trainer.is_world_process_zero():
-        summary = Summary(
-            model=recipe.model_name,
-            parameters=model.num_parameters(),
-            device=str(args.device),
-            precision=args.precision,
-            steps=trainer.state.global_step,
-            skipped_steps=0 if trainer.mixed_precision is None else trainer.mixed_precision.stats.skipped_steps,
-            loss_scale=loss_scale_of_run(trainer),
-            eval_loss_before=loss_before,
-            eval_loss_after=loss_after,
-            perplexity_before=perplexity(loss_before),
-            perplexity_after=perplexity(loss_after),
-            unigram_perplexity=blocks.unigram_perplexity,
-            train_seconds=seconds,
-            train_tokens=tokens,
-            tokens_per_second=tokens / seconds,
-            peak_memory=peak,
-            footprints=measure_footprints(output_dir),
-        )
-        write_summary(summary, output_dir / "summary.json")
+        summary = {
+            "model": recipe.model_name,
+            "parameters": model.num_parameters(),
+            "device": str(args.device),
+            "precision": args.precision,
+            "steps": trainer.state.global_step,
+            "skipped_steps": 0 if trainer.mixed_precision is None else trainer.mixed_precision.stats.skipped_steps,
+            "loss_scale": loss_scale_of_run(trainer),
+            "eval_loss_before": loss_before,
+            "eval_loss_after": loss_after,
+            "perplexity_before": perplexity(loss_before),
+            "perplexity_after": perplexity(loss_after),
+            "unigram_perplexity": blocks.unigram_perplexity,
+            "train_seconds": seconds,
+            "train_tokens": tokens,
+            "tokens_per_second": tokens / seconds,
+            "peak_memory": peak,
+            "footprints": measure_footprints(output_dir),
+        }
+        (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         console.print(summary_table(summary))
         console.print(f"The model is in {output_dir}. It writes:\n", soft_wrap=True)
         console.print(Text(write_text(output_dir, recipe.prompt, args.seed)))

@@ -137,7 +137,7 @@ def train(script: Script, args: TrainingArguments) -> None:
         precision=str(script.precision),
         eval_loss=eval_loss,
         seconds_per_step=metrics["train_runtime"] / trainer.state.global_step,
-        peak_memory_mib=peak_memory().mib,
+        peak_memory_mib=peak_memory()["mib"],
         skipped_steps=int(skipped[-1]) if skipped else None,
     )
     summary_path(Path(str(args.output_dir))).write_text(json.dumps(asdict(run), indent=2) + "\n", encoding="utf-8")
@@ -196,7 +196,7 @@ def difference(before: Run, after: Run) -> Table:
     table.add_row("evaluation loss", *loss)
     table.add_row("seconds a step", *(f"{value:.3f}" for value in seconds), f"{seconds[1] / seconds[0]:.2f} times")
     change = "" if None in memory else f"{cast(float, memory[1]) - cast(float, memory[0]):+,.0f} MiB"
-    table.add_row(f"peak memory, {peak_memory().of}", *(in_mib(value) for value in memory), change)
+    table.add_row(f"peak memory, {peak_memory()['of']}", *(in_mib(value) for value in memory), change)
     table.add_row("skipped steps", "", str(after.skipped_steps), "")
     return table
 

@@ -51,9 +51,13 @@ def command(what: str) -> Callable[..., None]:
 
 
 def show(found: Mapping[str, Any], title: str = "") -> None:
-    """Print what was stored: a table of each mapping from names to rows of numbers."""
-    found = {key: dict(enumerate(one)) if isinstance(one, list) else one for key, one in found.items()}
-    rows = {str(name): row for name, row in found.items() if isinstance(row, dict)}
+    """Print what was stored: a table of each mapping from names to rows of numbers, and of each list of rows."""
+    rows = {}
+    for name, one in found.items():
+        if isinstance(one, list):
+            one = {str(number): row for number, row in enumerate(one) if isinstance(row, dict)}
+        if isinstance(one, dict) and one:
+            rows[name] = one
     numbers = {name: {key: v for key, v in row.items() if isinstance(v, (int, float))} for name, row in rows.items()}
     fields = list(dict.fromkeys(key for row in numbers.values() for key in row))
     if fields:

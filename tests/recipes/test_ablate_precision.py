@@ -185,22 +185,6 @@ def test_without_fp32_or_with_one_seed_there_is_nothing_to_compare_with():
     assert isinstance(alone, Ablation)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--seeds", "0"], "train under one seed at least"),
-        (["--learning_rate", "-1"], "must be positive"),
-        (["--variants", "fp8"], "invalid choice: 'fp8'"),
-    ],
-    ids=["seeds", "learning_rate", "variants"],
-)
-def test_bad_options_end_with_the_way_out(capsys, flags, message):
-    with pytest.raises(SystemExit) as ended:
-        recipe.parse_options(flags)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_defaults_train_everything():
     assert recipe.parse_options([]).variants == list(VARIANTS)
     assert Options().seeds == 3

@@ -97,10 +97,7 @@ def test_the_run_ends_in_a_table_that_a_person_can_read(finished):
         "saved model in INT8",
     ):
         assert words in finished.printed
-
-
-def test_then_the_model_writes_a_text_that_begins_with_the_prompt(finished):
-    assert "The" in finished.printed.split("It writes:")[1]
+    assert "The" in finished.printed.split("It writes:")[1]  # the text that the model writes begins with the prompt
     contract = finished.printed.split("In which dtype it was trained:\n")[1].splitlines()
     assert contract[0].split()[:3] == ["parameters", "elements", "stored"] and "fp32" in contract[1].split()
 
@@ -181,15 +178,17 @@ def test_fine_tuning_a_checkpoint_that_was_stored_in_fp16(fp16_checkpoint, sampl
     assert (weight != weight.half().float()).any()  # bits that FP16 does not have
 
 
-@pytest.mark.parametrize("dtype, stored", [("auto", torch.float16), ("float32", torch.float32)])
-def test_dtype_is_that_in_which_the_model_is_loaded(fp16_checkpoint, dtype, stored):
-    recipe, args = parse_arguments(["--model_name_or_path", str(fp16_checkpoint), "--dtype", dtype])
+@pytest.mark.parametrize(
+    ("flags", "stored"),
+    [
+        (["--dtype", "auto"], torch.float16),
+        (["--dtype", "float32"], torch.float32),
+        (["--precision", "fp32"], torch.float32),  # the stock Trainer is not given a model in FP16
+    ],
+)
+def test_dtype_is_that_in_which_the_model_is_loaded(fp16_checkpoint, flags, stored):
+    recipe, args = parse_arguments(["--model_name_or_path", str(fp16_checkpoint), *flags])
     assert finetune_gpt2.load_model(recipe, args, 300).dtype is stored
-
-
-def test_the_stock_trainer_is_not_given_a_model_in_fp16(fp16_checkpoint):
-    recipe, args = parse_arguments(["--model_name_or_path", str(fp16_checkpoint), "--precision", "fp32"])
-    assert finetune_gpt2.load_model(recipe, args, 300).dtype is torch.float32
 
 
 def test_a_dataset_in_a_directory(tmp_path):
@@ -204,37 +203,36 @@ def test_a_dataset_in_a_directory(tmp_path):
 
 def test_without_bitsandbytes_the_table_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setattr(_report.importlib.util, "find_spec", lambda name: None)
-    assert _report.measure_int8_footprint(tmp_path).note == "needs bitsandbytes: pip install bitsandbytes"
+    assert _report.measure_int8_footprint(tmp_path)["note"] == "needs bitsandbytes: pip install bitsandbytes"
 
 
 # Settings
 
 
-def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
-    settings = tmp_path / "run.yaml"
-    settings.write_text("learning_rate: 1e-4\nmax_steps: 7\nprompt: Once\nuse_cpu: true\nprecision: bf16\n")
-    recipe, args = parse_arguments([str(settings), "--max_steps", "9"])
-    assert (args.learning_rate, args.max_steps, recipe.prompt, args.precision) == (1e-4, 9, "Once", "bf16")
-    assert args.warmup_steps == finetune_gpt2.SMALL_MODEL_DEFAULTS["warmup_steps"]
+YAML = "learning_rate: 1e-4\nmax_steps: 7\nprompt: Once\nuse_cpu: true\nprecision: bf16\n"
+JSON = json.dumps({"max_steps": 3, "model_name_or_path": "gpt2", "loss_scale": "dynamic"})
+SMALL, STOCK = finetune_gpt2.SMALL_MODEL_DEFAULTS, {"learning_rate": 5e-5, "max_steps": -1, "save_steps": 500}
 
 
-def test_a_json_file_is_read_as_well(tmp_path):
-    settings = tmp_path / "run.json"
-    settings.write_text(json.dumps({"max_steps": 3, "model_name_or_path": "gpt2", "loss_scale": "dynamic"}))
-    recipe, args = parse_arguments([str(settings)])
-    assert (recipe.model_name_or_path, args.max_steps, args.loss_scale) == ("gpt2", 3, "dynamic")
-
-
-@pytest.mark.parametrize("flags", [["--model_name_or_path", "gpt2"], ["--model-name-or-path=gpt2"]])
-def test_a_model_by_name_has_the_stock_defaults(flags):
-    _, args = parse_arguments(flags)
-    assert (args.learning_rate, args.max_steps, args.save_steps) == (5e-5, -1, 500)
-    assert args.output_dir == finetune_gpt2.DEFAULTS["output_dir"]
-
-
-def test_epochs_are_not_overruled_by_the_default_of_max_steps():
-    _, args = parse_arguments(["--num_train_epochs", "2", "--use_cpu"])
-    assert (args.num_train_epochs, args.max_steps) == (2.0, -1)
+@pytest.mark.parametrize(
+    ("file", "flags", "expected"),
+    [
+        ({"run.yaml": YAML}, ["--max_steps", "9"], {
+            "learning_rate": 1e-4, "max_steps": 9, "prompt": "Once", "precision": "bf16",
+            "warmup_steps": SMALL["warmup_steps"],
+        }),
+        ({"run.json": JSON}, [], {"model_name_or_path": "gpt2", "max_steps": 3, "loss_scale": "dynamic"}),
+        ({}, ["--model_name_or_path", "gpt2"], {**STOCK, "output_dir": finetune_gpt2.DEFAULTS["output_dir"]}),
+        ({}, ["--model-name-or-path=gpt2"], {**STOCK, "output_dir": finetune_gpt2.DEFAULTS["output_dir"]}),
+        ({}, ["--num_train_epochs", "2", "--use_cpu"], {"num_train_epochs": 2.0, "max_steps": -1}),
+    ],
+    ids=["YAML", "JSON", "a model by name", "with dashes", "epochs"],
+)  # fmt: skip
+def test_flags_win_over_the_file_and_the_file_over_the_defaults(file, flags, expected, tmp_path):
+    for name, content in file.items():
+        (tmp_path / name).write_text(content)
+    recipe, args = parse_arguments([*(str(tmp_path / name) for name in file), *flags])
+    assert {name: getattr(recipe, name, getattr(args, name, None)) for name in expected} == expected
 
 
 # Bad input

@@ -106,29 +106,6 @@ def test_steps_overflow_in_the_loop_about_loss_scaling():
     assert scales.agrees
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--scale", "huge"], "invalid choice: 'huge'"),
-        (["--loops", "mlp", "swimming"], "invalid choice: 'swimming'"),
-        (["--device", "tpu"], "invalid choice: 'tpu'"),
-    ],
-    ids=["scale", "loop", "device"],
-)
-def test_what_is_not_known_is_refused_with_what_is(capsys, flags, message):
-    with pytest.raises(SystemExit) as ended:
-        main(flags)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_refused_with_the_way_out(capsys):
-    with pytest.raises(SystemExit):
-        main(["--device", "cuda"])
-    assert "say --device cpu" in capsys.readouterr().err
-
-
 def test_the_digits_are_those_of_scikit_learn():
     images, labels = digits(8, 100, CPU)
     data = load_digits()

@@ -54,6 +54,14 @@ def test_the_command_has_the_options_of_its_benchmark_and_those_of_all(tmp_path,
         bench.main(["moon"])
 
 
+def test_rows_of_numbers_are_shown_wherever_they_are(capsys):
+    bench.show(
+        {"a": {"b": {"one": {"seconds": 1.5, "of": "x"}, "two": {"seconds": 2}}}, "rows": [{"mib": 7}], "c": [1, 2]}
+    )
+    words = capsys.readouterr().out.split()
+    assert {"one", "1.5", "two", "seconds", "mib", "7"} <= set(words) and "x" not in words
+
+
 def test_what_is_yielded_is_stored_at_once(monkeypatch, tmp_path):
     def measure(rounds: int = 3):
         yield {"rounds": rounds}
@@ -295,7 +303,18 @@ def test_a_layer_costs_no_more_calls_for_a_token(kind, limit, monkeypatch):
     assert ours - whole <= limit
 
 
-# Memory, and small updates
+# Contracts, memory, and small updates
+
+
+def test_the_contract_of_a_stock_training_loses_updates_and_ours_does_not(run, tmp_path):
+    result = run("contracts", "show_contracts", layers=1, width=32, rounds=1)
+    stock, ours = result["contracts"].values()
+    assert stock["risks"][0] == "no masters" and stock["lost_share"] > 0.5
+    assert ours["risks"] == [] and ours["lost_share"] < 0.01
+    assert {row[2] for row in stock["rows"]} == {"bf16"} and {row[2] for row in ours["rows"]} == {"fp32"}
+    assert 0 < result["seconds_to_take"]["1,000 tensors"] < 1.0
+    lines = Regions(tmp_path)("contracts").splitlines()
+    assert sum(line.startswith("| stock Trainer |") for line in lines) == len(stock["rows"])
 
 
 @pytest.mark.slow

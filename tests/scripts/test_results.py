@@ -105,6 +105,7 @@ def test_a_result_that_json_cannot_hold_leaves_the_older_one(tmp_path, number):
     with pytest.raises(ValueError, match="JSON"):
         save_result("loss", {"final": number}, directory=tmp_path)
     assert json.loads(path.read_text())["result"] == {"final": 2.5}
+    assert list(tmp_path.iterdir()) == [path]  # and nothing unfinished
 
 
 @pytest.mark.parametrize("name", ["", "../loss", "a/b", "Loss", "loss.json", "loss\n"])

@@ -1,9 +1,9 @@
 """The precision contract of a stock Trainer over a model that came in BF16, ours beside it, and what taking one costs.
 
-    python scripts/show_contracts.py                              # a minute on a CPU
-    python scripts/show_contracts.py --layers 1 --width 64        # seconds: to see that it runs
+    python scripts/bench.py contracts                              # a minute on a CPU
+    python scripts/bench.py contracts --layers 1 --width 64        # seconds: to see that it runs
 
-Trains a GPT-2 for a step, and stores ``scripts/results/show_contracts.json``.
+Trains a GPT-2 for a step.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch import nn
 from torch.optim import AdamW
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
-from transformers.utils import logging
 
 import hf_mp
-from _results import RESULTS, save_result
 from hf_mp.diagnostics.contract.watch import ContractWatch
+
+NAME = "show_contracts"
 
 
 class Check(TrainerCallback):
@@ -35,14 +33,8 @@ class Check(TrainerCallback):
         self.found = hf_mp.check_training(kwargs["model"], kwargs["optimizer"])
 
 
-def main(
-    layers: int = 12,
-    width: int = 768,
-    learning_rate: float = 1e-5,
-    rounds: int = 5,
-    results_dir: Annotated[Path, typer.Option(help="Where to store the result.")] = RESULTS,
-) -> None:
-    logging.set_verbosity_error()
+def measure(layers: int = 12, width: int = 768, learning_rate: float = 1e-5, rounds: int = 5) -> dict[str, Any]:
+    """Both contracts, and the least seconds that taking one adds to a step."""
     sizes = {"layers": layers, "width": width, "learning_rate": learning_rate}
     contracts = {"stock Trainer": run("fp32", sizes), "with MixedPrecisionCallback": run("bf16", sizes)}
     model = make_model(sizes)
@@ -53,8 +45,7 @@ def main(
         "gpt2": least_seconds(model, optimizer, lambda: model(input_ids=ids, labels=ids).loss, rounds),
         "1,000 tensors": least_seconds(many, AdamW(many.parameters()), lambda: many(torch.ones(1, 8)).sum(), rounds),
     }
-    result = {"workload": sizes, "contracts": contracts, "seconds_to_take": costs}
-    print(save_result(Path(__file__).stem, result, directory=results_dir))
+    return {"workload": sizes, "contracts": contracts, "seconds_to_take": costs}
 
 
 def make_model(sizes: dict[str, Any]) -> GPT2LMHeadModel:
@@ -118,7 +109,3 @@ def least_seconds(model: nn.Module, optimizer: Any, loss: Callable[[], Any], rou
         watch.stop()
         taken.append(watch.seconds + time.perf_counter() - began)
     return min(taken)
-
-
-if __name__ == "__main__":
-    typer.run(main)

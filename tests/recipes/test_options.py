@@ -1,0 +1,33 @@
+"""What the recipes say to options that they do not know, or that make no sense."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags", "message"),
+    [
+        ("ablate_precision", ["--seeds", "0"], "train under one seed at least"),
+        ("ablate_precision", ["--learning_rate", "-1"], "must be positive"),
+        ("ablate_precision", ["--variants", "fp8"], "invalid choice: 'fp8'"),
+        ("grpo_fp16", ["--seeds=0"], "--seeds 0: train under one seed"),
+        ("grpo_fp16", ["--learning_rate=0"], "must be positive"),
+        ("plain_loops", ["--scale", "huge"], "invalid choice: 'huge'"),
+        ("plain_loops", ["--loops", "mlp", "swimming"], "invalid choice: 'swimming'"),
+        ("plain_loops", ["--device", "tpu"], "invalid choice: 'tpu'"),
+        ("plain_loops", ["--device", "cuda"], "say --device cpu"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_options_that_cannot_be_end_with_the_way_out(recipe, flags, message, capsys, monkeypatch):
+    if recipe == "grpo_fp16":
+        pytest.importorskip("trl")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        import_module(recipe).parse_options(flags)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
