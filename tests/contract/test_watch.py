@@ -104,6 +104,15 @@ def test_what_has_not_run_is_not_claimed(gpt2: GPT2LMHeadModel) -> None:
         hf_mp.precision_contract(AdamW(gpt2.parameters()))  # type: ignore[arg-type]
 
 
+def test_what_is_compiled_gets_no_hooks(gpt2: GPT2LMHeadModel) -> None:
+    gpt2.transformer.h[0].compile(backend="eager")
+
+    def look() -> None:
+        assert not any(module._forward_hooks for module in gpt2.modules())
+
+    assert {row.computed for row in hf_mp.precision_contract(gpt2, run=look).rows} == {"?"}
+
+
 def test_kinds_have_rows_of_their_own() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
