@@ -6,21 +6,26 @@
 
 Starts from a bare checkout, hf_mp not installed. Each piece runs in a process of its own, the most important first, and
 rewrites its JSON in the given directory as its rows come, so that one that is ended has left what it had. What there
-was no time for is named at the end, and the exit code is 1 then. Needs torch, transformers, accelerate, pytest, typer
+was no time for is named at the end, and the exit code is 1 then. At the end comes a table to paste into an issue; a GPU
+of less than 40 GiB gets a batch of 1, and no GPT-2 of 774M. Needs torch, transformers, accelerate, pytest, typer
 and rich, and neither datasets nor bitsandbytes; FlashOptim is measured where it is installed.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -39,6 +44,7 @@ PEERS = ("torch.autocast fp16", "hf_mp fp16", "hf_mp fp16-lean")
 # -v: a line for each test as it ends. Without the settings of pyproject.toml, which want plugins.
 PYTEST = ("-m", "pytest", "-v", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib")
 GPU_TESTS = (*PYTEST, "-m", "gpu and not outside")
+LARGE_GIB = 40
 STEP = ("--batch", "8", "--seq", "1024", "--dropout", "0.1")
 TINY_STEP = (
     *("--layers", "1", "--width", "32", "--heads", "2", "--vocab", "200"),
@@ -62,16 +68,20 @@ class Piece:
         command: what Python runs, without the options for device, name and directory that the benchmarks share.
         tiny: the same with small sizes, for a CPU.
         seconds: its share of the default of 9.5 minutes; what others leave is shared as well.
+        gib: memory that a GPU needs for it; one with less leaves it out, unless it is named.
     """
 
     name: str
     command: tuple[str, ...]
     tiny: tuple[str, ...]
     seconds: int
+    gib: int = 0
 
-    def full_command(self, *, tiny: bool, device: str, directory: Path) -> list[str]:
-        """What is run."""
+    def full_command(self, *, tiny: bool, device: str, directory: Path, gib: float = math.inf) -> list[str]:
+        """What is run, on a GPU of ``gib`` memory."""
         chosen = self.tiny if tiny else self.command
+        if "--batch" in chosen and gib < LARGE_GIB:
+            chosen = (*chosen, "--batch", "1")  # the last one counts
         shared = ("--device", device, "--name", self.name, "--output-dir", str(directory))
         if chosen[0].startswith("scripts/"):
             return [sys.executable, *chosen, *shared]
@@ -87,13 +97,16 @@ def gpu_tests() -> list[str]:
     ]
 
 
-def _step(name: str, model: str, contenders: tuple[str, ...], rounds: int, seconds: int, *options: str) -> Piece:
+def _step(
+    name: str, model: str, contenders: tuple[str, ...], rounds: int, seconds: int, *options: str, gib: int = 0
+) -> Piece:
     chosen = ("--contenders", ",".join(contenders), *options)
     return Piece(
         name,
         ("scripts/bench.py", "step", "--model", model, *STEP, "--rounds", str(rounds), "--warmup", "4", *chosen),
         ("scripts/bench.py", "step", *TINY_STEP, "--contenders", ",".join(_runs_on_a_cpu(contenders)), *options),
         seconds,
+        gib,
     )
 
 
@@ -118,12 +131,13 @@ PIECES = (
         45,
     ),
     _step("bench_step_gpt2", "gpt2", (*TRAINERS, *LOOPS), 20, 90),
-    _step("bench_step_gpt2_large", "gpt2-large", (*TRAINERS, *PEERS), 8, 110),
+    _step("bench_step_gpt2_large", "gpt2-large", (*TRAINERS, *PEERS), 8, 110, gib=LARGE_GIB),
     Piece(
         "bench_update_gpt2_large",  # without those that would not fit into 80 GB side by side
         ("scripts/bench.py", "update", "--model", "gpt2-large", "--rounds", "15", "--contenders", UPDATES),
         ("scripts/bench.py", "update", *TINY_UPDATE, "--contenders", UPDATES),
         45,
+        LARGE_GIB,
     ),
     _step("bench_step_gpt2_compiled", "gpt2", _compiled(TRAINERS), 20, 90, "--no-peak"),
     Piece(
@@ -149,9 +163,18 @@ PIECES = (
 ASKED_FOR = (_step("bench_step_gpt2_large_compiled", "gpt2-large", _compiled(TRAINERS), 8, 240, "--no-peak"),)
 
 
-def run_piece(piece: Piece, *, tiny: bool, device: str, directory: Path, seconds: float) -> str:
+def gpu_gib() -> float:
+    """Memory of the first GPU, as its driver's tool says; inf where there is none."""
+    if (tool := shutil.which("nvidia-smi")) is None:
+        return math.inf
+    command = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip()
+    return float(said) / 1024 if said.isdecimal() else math.inf
+
+
+def run_piece(piece: Piece, *, tiny: bool, device: str, directory: Path, seconds: float, gib: float = math.inf) -> str:
     """Run one piece for at most ``seconds``; its output is shown and kept in ``NAME.log``. Gives what became of it."""
-    command = piece.full_command(tiny=tiny, device=device, directory=directory)
+    command = piece.full_command(tiny=tiny, device=device, directory=directory, gib=gib)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(
         path for path in (str(ROOT), os.environ.get("PYTHONPATH")) if path
     )}  # fmt: skip
@@ -182,14 +205,49 @@ def log_of(piece: Piece, directory: Path) -> str:
     return (directory / f"{piece.name}.log").read_text(encoding="utf-8", errors="replace")
 
 
-def choose(only: str | None) -> list[Piece]:
-    """The pieces of these names; for None all but those that must be asked for.
+def peer_of(way: str, rows: Collection[str]) -> str | None:
+    """Which of ``rows`` does with torch alone what ``way`` does."""
+    dtype, compiled = "bf16" if "bf16" in way else "fp16", " compiled" if way.endswith(" compiled") else ""
+    names = [f"torch.autocast {dtype}", "torch.amp bf16" if dtype == "bf16" else "torch.amp", f"torch {dtype}"]
+    if way.startswith("MixedPrecisionTrainer"):
+        names = [f"Trainer {dtype}=True"]
+    is_theirs = way.startswith(("torch", "Trainer"))
+    return next((name + compiled for name in names if name + compiled in rows and not is_theirs), None)
+
+
+def table_to_paste(outcomes: dict[str, str], directory: Path) -> str:
+    """What the pieces stored, as Markdown: each way next to the one that it is compared with in the same run."""
+    stored = {name: directory / f"{name}.json" for name in outcomes}
+    records = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in stored.items() if path.is_file()}
+    nothing: dict[str, Any] = {"device": {}, "versions": {}, "date": "nothing was stored"}
+    about = next(iter(records.values()), nothing)
+    gpu = [text for name, text in about["device"].items() if name.startswith("GPU")]
+    versions = [f"{name} {version}" for name, version in about["versions"].items()]
+    lines = [", ".join([*gpu, *versions, about["date"]]), "", "| piece | what became of it |", "|---|---|"]
+    lines += [f"| {name} | {outcome} |" for name, outcome in outcomes.items()]
+    lines += ["", "| piece | way | milliseconds | times the peer | peak, GiB | peer |", "|---|---|---|---|---|---|"]
+    for name, record in records.items():
+        rows: dict[str, Any] = record["result"].get("contenders", {})
+        for way, row in rows.items():
+            peer = peer_of(way, rows)
+            seconds, peak = row.get("median_seconds"), row.get("peak_bytes")
+            ratio = None if peer is None or seconds is None else seconds / rows[peer].get("median_seconds", math.nan)
+            cells = [
+                "" if value is None else f"{value:.2f}"
+                for value in (seconds and 1e3 * seconds, ratio, peak and peak / 2**30)
+            ]
+            lines.append(f"| {' | '.join([name, way, *cells, peer or ''])} |")
+    return "\n".join(lines)
+
+
+def choose(only: str | None, gib: float = math.inf) -> list[Piece]:
+    """The pieces of these names; for None all that fit into ``gib``, but those that must be asked for.
 
     Raises:
         ValueError: for a name that is not known.
     """
     if only is None:
-        return list(PIECES)
+        return [piece for piece in PIECES if piece.gib <= gib]
     known = {piece.name: piece for piece in (*PIECES, *ASKED_FOR)}
     names = [name.strip() for name in only.split(",")]
     if unknown := [name for name in names if name not in known]:
@@ -208,7 +266,8 @@ def main(
     deadline = time.monotonic() + 60 * minutes
     directory = output_dir.resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    complete, chosen = True, choose(only)
+    gib = gpu_gib() if device == "cuda" else math.inf
+    outcomes, chosen = dict[str, str](), choose(only, gib)
     for place, piece in enumerate(chosen):
         # ended after its share of what is left, so that others get their turn
         share = piece.seconds / sum(later.seconds for later in chosen[place:])
@@ -216,11 +275,12 @@ def main(
         outcome = "no time was left"
         if seconds > 5:
             print(f"{piece.name} ...", flush=True)
-            outcome = run_piece(piece, tiny=tiny, device=device, directory=directory, seconds=seconds)
+            outcome = run_piece(piece, tiny=tiny, device=device, directory=directory, seconds=seconds, gib=gib)
             print("\n".join(log_of(piece, directory).splitlines()[-30:]))
         print(f"== {piece.name}: {outcome}", flush=True)
-        complete = complete and outcome.startswith("done")
-    sys.exit(0 if complete else 1)
+        outcomes[piece.name] = outcome
+    print(f"\nTo paste into an issue:\n\n{table_to_paste(outcomes, directory)}")
+    sys.exit(0 if all(outcome.startswith("done") for outcome in outcomes.values()) else 1)
 
 
 if __name__ == "__main__":

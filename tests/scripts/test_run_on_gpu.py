@@ -19,7 +19,19 @@ import bench
 import run_on_gpu
 from _contenders import find_contender
 from _results import ROOT
-from run_on_gpu import ASKED_FOR, GPU_TESTS, PIECES, PYTEST, Piece, choose, gpu_tests, main, run_piece
+from run_on_gpu import (
+    ASKED_FOR,
+    GPU_TESTS,
+    PIECES,
+    PYTEST,
+    Piece,
+    choose,
+    gpu_gib,
+    gpu_tests,
+    main,
+    run_piece,
+    table_to_paste,
+)
 
 BENCHMARKS = [piece for piece in (*PIECES, *ASKED_FOR) if piece.command[0].startswith("scripts/")]
 
@@ -188,6 +200,45 @@ def test_a_piece_has_its_share_of_the_time_that_is_left(tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         main(output_dir=tmp_path, minutes=2, only="bench_update_gpt2,bench_step_gpt2")
     assert given == pytest.approx({"bench_update_gpt2": 40, "bench_step_gpt2": 120}, abs=1)
+
+
+def test_a_small_gpu_has_small_pieces(tmp_path):
+    of_a_t4 = [piece.name for piece in choose(None, 15.0)]
+    assert of_a_t4 == [piece.name for piece in PIECES if "large" not in piece.name] and len(of_a_t4) < len(PIECES)
+    assert choose("bench_update_gpt2_large", 15.0)  # asked for
+    step = next(piece for piece in PIECES if piece.name == "bench_step_gpt2")
+    for gib, batch in ((15.0, 1), (80.0, 8), (float("inf"), 8)):
+        _, _, what, *arguments = step.full_command(tiny=False, device="cuda", directory=tmp_path, gib=gib)
+        assert get_command(app_of(bench.command(what))).make_context(what, arguments).params["batch"] == batch
+
+
+@pytest.mark.parametrize(("said", "gib"), [("15360", 15.0), ("", float("inf")), ("[N/A]", float("inf"))])
+def test_the_memory_of_a_gpu_is_that_of_its_driver(said, gib, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr("subprocess.run", lambda *args, **kwargs: subprocess.CompletedProcess(args, 0, said + "\n"))
+    assert gpu_gib() == gib
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert gpu_gib() == float("inf")
+
+
+def test_the_table_has_each_way_next_to_its_peer(tmp_path):
+    rows = {
+        "Trainer fp16=True": {"median_seconds": 0.2, "peak_bytes": 2**31},
+        "MixedPrecisionTrainer fp16-lean": {"median_seconds": 0.1, "peak_bytes": 2**30},
+        "torch.autocast bf16": {"median_seconds": 0.3, "peak_bytes": None},
+        "hf_mp bf16": {"median_seconds": 0.15, "peak_bytes": None},
+        "hf_mp fp16": {"floor_seconds": 0.1, "peak_bytes": 2**30},
+    }
+    record = {"date": "2026-01-02", "device": {"CPU": "x", "GPU 0": "Tesla T4"}, "versions": {"torch": "2.11.0"}}
+    (tmp_path / "step.json").write_text(json.dumps({**record, "result": {"contenders": rows}}))
+    lines = table_to_paste({"step": "done, 3 s", "loss": "no time was left"}, tmp_path).splitlines()
+    assert lines[0] == "Tesla T4, torch 2.11.0, 2026-01-02"
+    assert "| loss | no time was left |" in lines
+    assert "| step | Trainer fp16=True | 200.00 |  | 2.00 |  |" in lines
+    assert "| step | MixedPrecisionTrainer fp16-lean | 100.00 | 0.50 | 1.00 | Trainer fp16=True |" in lines
+    assert "| step | hf_mp bf16 | 150.00 | 0.50 |  | torch.autocast bf16 |" in lines
+    assert "| step | hf_mp fp16 |  |  | 1.00 |  |" in lines
+    assert "nothing was stored" in table_to_paste({"loss": "failed with exit code 1, 2 s"}, tmp_path)
 
 
 def test_what_fails_or_finds_no_time_is_named_and_the_others_run(tmp_path, monkeypatch, capsys):
