@@ -187,9 +187,9 @@ class PrecisionPolicy:
             )
         object.__setattr__(self, "loss_scale", parse_loss_scale(self.loss_scale))
 
-    def _check_dtypes(self) -> None:
-        names = {entry.dtype: entry.name for entry in compute_dtypes()}
-        said: dict[str, str] = {}
+    def _said_dtypes(self) -> dict[str, str]:
+        """The fields that are dtypes, as they are written; an error for one that is none of ours."""
+        names, said = {entry.dtype: entry.name for entry in compute_dtypes()}, {}
         for field in _DTYPE_FIELDS:
             dtype = self.wire if field == "reduce" else getattr(self, field)
             if not isinstance(dtype, torch.dtype):
@@ -197,6 +197,10 @@ class PrecisionPolicy:
             if dtype not in names:
                 raise ValueError(f"{field}={dtype} is not allowed: use {', '.join(names.values())}")
             said[field] = f"{field}={names[dtype]}"
+        return said
+
+    def _check_dtypes(self) -> None:
+        said = self._said_dtypes()
         if self.masters is not torch.float32:
             raise ValueError(f"{said['masters']} loses small updates: master weights are fp32")
         if self.output is not torch.float32:
@@ -278,10 +282,8 @@ class PrecisionPolicy:
             if key in values:
                 raise ValueError(f"{key} is given twice in precision={text!r}")
             values[key] = _read_field(key, value)
-        compute = values.get("compute", None if base else cls.compute)
-        if "loss_scale" not in values and isinstance(compute, torch.dtype) and needs_loss_scale(compute):
-            values["loss_scale"] = compute_dtype(compute).loss_scale
-        return replace(base or cls(), **values)  # type: ignore[arg-type]
+        named = {} if base else {"compute": cls.compute}
+        return replace(base or cls(), **_with_loss_scale({**named, **values}))  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         switches = [f"{name}=true" for name in SWITCHES if getattr(self, name)]
@@ -295,6 +297,14 @@ class PrecisionPolicy:
         dtypes = [f"{name}={compute_dtype(dtype).name}" for name, dtype in named.items()]
         scale = "none" if self.loss_scale is None else self.loss_scale
         return ",".join([*dtypes, f"loss_scale={scale}", *switches])
+
+
+def _with_loss_scale(values: dict[str, object]) -> dict[str, object]:
+    """``values`` of fields, with the loss scale that a ``compute`` among them needs, if they have none."""
+    compute = values.get("compute")
+    if "loss_scale" not in values and isinstance(compute, torch.dtype) and needs_loss_scale(compute):
+        return {**values, "loss_scale": compute_dtype(compute).loss_scale}
+    return values
 
 
 def _read_field(key: str, value: str) -> object:

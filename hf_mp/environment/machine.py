@@ -40,25 +40,35 @@ def describe_hardware() -> Mapping[str, str]:
     from hf_mp.casting.cpu.upcast import runs_natively
     from hf_mp.policy import LOWER_PRECISION_DTYPES
 
-    cpuinfo = _CPUINFO.read_text(encoding="utf-8", errors="replace") if _CPUINFO.exists() else ""
-    flags = (_cpuinfo_field(cpuinfo, "flags") or _cpuinfo_field(cpuinfo, "Features") or "").split()
     gpus = map(torch.cuda.get_device_properties, range(gpu_count()))
-    # A container or `taskset` may grant fewer CPUs than the machine has.
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     libc = " ".join(platform.libc_ver()).strip()
     return {
         "platform": f"{platform.system()} {platform.machine()}" + (f", {libc}" if libc else ""),
-        "CPU": _cpuinfo_field(cpuinfo, "model name") or platform.processor() or platform.machine(),
-        "CPU instructions": ", ".join(
-            [torch.backends.cpu.get_cpu_capability(), *(flag for flag in _CPU_FLAGS_16_BIT if flag in flags)]
-        ),
+        **_cpu(),
         **{
             f"{entry.label} products on the CPU": "native" if runs_natively(entry.dtype, "cpu") else "through FP32"
             for entry in LOWER_PRECISION_DTYPES.values()
         },
-        "CPU threads": f"{torch.get_num_threads()} of {usable or 1}",
+        "CPU threads": f"{torch.get_num_threads()} of {_usable_cpus()}",
         **({f"GPU {index}": _in_words(gpu) for index, gpu in enumerate(gpus)} or {"GPU": "none that torch can use"}),
     }
+
+
+def _cpu() -> dict[str, str]:
+    import torch
+
+    cpuinfo = _CPUINFO.read_text(encoding="utf-8", errors="replace") if _CPUINFO.exists() else ""
+    flags = (_cpuinfo_field(cpuinfo, "flags") or _cpuinfo_field(cpuinfo, "Features") or "").split()
+    known = [flag for flag in _CPU_FLAGS_16_BIT if flag in flags]
+    return {
+        "CPU": _cpuinfo_field(cpuinfo, "model name") or platform.processor() or platform.machine(),
+        "CPU instructions": ", ".join([torch.backends.cpu.get_cpu_capability(), *known]),
+    }
+
+
+def _usable_cpus() -> int:
+    # A container or `taskset` may grant fewer CPUs than the machine has.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _in_words(gpu: Any) -> str:

@@ -47,14 +47,16 @@ def time_products(device: torch.device, size: int | None = None, rounds: int = R
 
     On one thread. This shows which dtypes are worthwhile, not how much faster training gets.
     """
-    contenders = list(_contenders(device, size or (CPU_SIZE if device.type == "cpu" else GPU_SIZE)))
-    seconds = [_seconds(contender.multiply, device, rounds) for contender in contenders]
-    rates = [None if best is None else c.size**3 / best for c, best in zip(contenders, seconds, strict=True)]
     name = "CPU" if device.type == "cpu" else f"GPU {device.index or 0}"
-    return [
-        Product(name, c.dtype, c.way, c.is_native, rate / rates[0] if rate and rates[0] else None)
-        for c, rate in zip(contenders, rates, strict=True)
-    ]
+    found: list[Product] = []
+    fp32: float | None = None  # products a second, of which the others are multiples
+    for contender in _contenders(device, size or (CPU_SIZE if device.type == "cpu" else GPU_SIZE)):
+        seconds = _seconds(contender.multiply, device, rounds)
+        rate = None if seconds is None else contender.size**3 / seconds
+        fp32 = rate if not found else fp32
+        share = None if rate is None or fp32 is None else rate / fp32
+        found.append(Product(name, contender.dtype, contender.way, contender.is_native, share))
+    return found
 
 
 def _contenders(device: torch.device, size: int) -> Iterator[Contender]:

@@ -181,7 +181,7 @@ def inward_borders(
     copy (None where there is none).
     """
     if not with_aliases and all(copy is None for copy in copies):
-        return list(outside), [None for _ in copies]
+        return list(outside), list(copies)
     inside = _InwardBorders.apply(crossings, copies, with_aliases, *outside)
     if (node := inside[0].grad_fn) is not None and _has_order():
         node._set_sequence_nr(_AT_ONCE)
