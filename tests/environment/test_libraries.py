@@ -18,41 +18,34 @@ def broken(name):
 
 
 @pytest.mark.parametrize("status", [bitsandbytes_status, triton_status], ids=["bitsandbytes", "triton"])
-def test_a_missing_library_is_said_to_be(monkeypatch, status):
-    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: None)
-    found = status()
-    assert not found.works
-    assert found.status == f"not installed: pip install {found.name}"
-
-
-@pytest.mark.parametrize("status", [bitsandbytes_status, triton_status], ids=["bitsandbytes", "triton"])
-def test_a_library_that_does_not_import_says_why(monkeypatch, status):
-    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: True)
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (None, "not installed: pip install {name}"),
+        (True, "cannot be imported: libsomething.so: cannot open shared object file"),
+    ],
+)
+def test_a_library_that_is_missing_or_does_not_import_says_so(monkeypatch, status, spec, said):
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setattr(libraries.importlib, "import_module", broken)
     found = status()
-    assert not found.works
-    assert found.status == "cannot be imported: libsomething.so: cannot open shared object file"
+    assert (found.works, found.status) == (False, said.format(name=found.name))
 
 
-def planted(quantize, dequantize):
-    functional = SimpleNamespace(quantize_4bit=quantize, dequantize_4bit=dequantize)
-    return SimpleNamespace(__version__="9.9", functional=functional)
-
-
-def test_bitsandbytes_that_cannot_quantize_says_why(monkeypatch):
-    module = planted(lambda weight, quant_type: broken(""), None)
+@pytest.mark.parametrize(
+    ("quantize", "said"),
+    [
+        (lambda weight, quant_type: broken(""), "9.9, cannot quantize on DEVICE: libsomething.so: cannot open"),
+        (lambda weight, quant_type: (weight, None), "9.9, gives wrong numbers on DEVICE"),
+    ],
+)
+def test_bitsandbytes_that_cannot_quantize_or_gives_wrong_numbers_says_so(monkeypatch, quantize, said):
+    functional = SimpleNamespace(quantize_4bit=quantize, dequantize_4bit=lambda packed, state: packed + 1)
+    module = SimpleNamespace(__version__="9.9", functional=functional)
     monkeypatch.setattr(libraries, "_import", lambda name: (module, None))
     found = bitsandbytes_status()
-    assert not found.works
-    assert found.status.startswith("9.9, cannot quantize on ") and "more lines" not in found.status
-
-
-def test_bitsandbytes_that_gives_wrong_numbers_does_not_work(monkeypatch):
-    module = planted(lambda weight, quant_type: (weight, None), lambda packed, state: packed + 1)
-    monkeypatch.setattr(libraries, "_import", lambda name: (module, None))
-    found = bitsandbytes_status()
-    assert not found.works
-    assert "wrong numbers" in found.status
+    assert not found.works and "more lines" not in found.status
+    assert found.status.startswith(said.replace("DEVICE", "cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def test_bitsandbytes_quantizes_here():

@@ -149,25 +149,24 @@ class TestSavedState:
         after = [OVERFLOW, saw(2.0), *[saw(0.01)] * 12]
         assert record(loaded, after) == record(saved, after)
 
-    @pytest.mark.parametrize("key", ["scale", "_growth_tracker", "growth_factor", "steps"])
-    def test_a_missing_key_is_named(self, key: str) -> None:
-        state = DynamicLossScaler("cpu", 8.0).state_dict()
-        del state[key]
-        message = (
-            rf"neither .*'dynamic'.* nor of a torch\.amp\.GradScaler: .*missing keys \['{key}'\], unknown keys \[\]"
-        )
-        self.check_refused(DynamicLossScaler("cpu", 2.0), state, message)
-
-    def test_an_unknown_key_is_named(self) -> None:
-        state = {**DynamicLossScaler("cpu", 8.0).state_dict(), "surprise": 1}
-        self.check_refused(DynamicLossScaler("cpu", 2.0), state, r"missing keys \[\], unknown keys \['surprise'\]")
-        self.check_refused(DynamicLossScaler("cpu", 2.0), {**state, 0.5: 1}, r"unknown keys \[0\.5, 'surprise'\]")
-
-    def test_the_state_of_another_kind_is_refused(self) -> None:
-        state = StaticLossScaler(8.0).state_dict()
-        self.check_refused(HeadroomLossScaler(2.0), state, "neither one of a 'headroom' loss scaler.*kind='static'")
-        state = {**DynamicLossScaler("cpu", 8.0).state_dict(), "kind": None}
-        self.check_refused(DynamicLossScaler("cpu", 2.0), state, "kind=None, missing")
+    @pytest.mark.parametrize(
+        ("left_out", "added", "message"),
+        [
+            *((key, {}, rf"missing keys \['{key}'\], unknown keys \[\]") for key in ("scale", "_growth_tracker")),
+            *((key, {}, rf"missing keys \['{key}'\], unknown keys \[\]") for key in ("growth_factor", "steps")),
+            (None, {"surprise": 1}, r"missing keys \[\], unknown keys \['surprise'\]"),
+            (None, {"surprise": 1, 0.5: 1}, r"unknown keys \[0\.5, 'surprise'\]"),
+            (None, {"kind": None}, r"kind=None, missing keys \[\], unknown keys \[\]"),
+            (None, {"kind": "static"}, "kind='static', missing"),
+        ],
+    )
+    def test_missing_and_unknown_keys_and_other_kinds_are_named(
+        self, left_out: str | None, added: dict[Any, Any], message: str
+    ) -> None:
+        state = {**DynamicLossScaler("cpu", 8.0).state_dict(), **added}
+        state.pop(left_out, None)
+        said = rf"neither one of a 'dynamic' loss scaler nor of a torch\.amp\.GradScaler: .*{message}"
+        self.check_refused(DynamicLossScaler("cpu", 2.0), state, said)
 
     @pytest.mark.parametrize("scale", [0.0, -8.0, math.nan, math.inf, "8", None, True])
     @pytest.mark.parametrize("make", [lambda: StaticLossScaler(2.0), DynamicLossScaler, HeadroomLossScaler], ids=KINDS)
@@ -420,50 +419,49 @@ class TestMaking:
             make(scale)
 
     @pytest.mark.parametrize(
-        ("setting", "message"),
+        ("loss_scale", "setting", "message"),
         [
-            ({"growth_factor": 0.9}, "growth_factor=0.9 must be at least 1.0"),
-            ({"growth_factor": math.nan}, "growth_factor=nan must be at least 1.0"),
-            ({"growth_factor": 10**400}, "growth_factor=10{99} must be at least 1.0 and finite"),
-            ({"growth_factor": math.inf}, "growth_factor=inf must be at least 1.0 and finite"),
-            ({"backoff_factor": -math.inf}, "backoff_factor=-inf must be below 1.0"),
-            ({"backoff_factor": math.nan}, "backoff_factor=nan must be below 1.0"),
-            ({"backoff_factor": 1.0}, "backoff_factor=1.0 must be below 1.0"),
-            ({"growth_interval": 0}, "growth_interval=0 must be a whole number of steps, at least 1"),
-            ({"growth_interval": math.nan}, "growth_interval=nan must be a whole number of steps, at least 1"),
-            ({"hysteresis": 0}, "hysteresis=0 must be a whole number of steps, at least 1"),
-            ({"growth_delay": -1}, "growth_delay=-1 must be a whole number of steps, at least 0"),
-            ({"min_scale": -1.0}, r"min_scale=-1.0 must be 0 or a scale from 2\*\*-126 to 2\*\*127"),
-            ({"min_scale": 1e-300}, "min_scale=1e-300 must be 0 or a scale from"),
-            ({"min_scale": 1e300}, r"min_scale=1e\+300 must be 0 or a scale from"),
-            ({"min_scale": 1.0, "max_scale": 0.5}, "max_scale=0.5 must be at least min_scale=1.0"),
-            ({"max_scale": math.nan}, "max_scale=nan must be at least min_scale="),
+            ("dynamic", {"growth_factor": 0.9}, "growth_factor=0.9 must be at least 1.0"),
+            ("dynamic", {"growth_factor": math.nan}, "growth_factor=nan must be at least 1.0"),
+            ("dynamic", {"growth_factor": 10**400}, "growth_factor=10{99} must be at least 1.0 and finite"),
+            ("dynamic", {"growth_factor": math.inf}, "growth_factor=inf must be at least 1.0 and finite"),
+            ("dynamic", {"backoff_factor": -math.inf}, "backoff_factor=-inf must be below 1.0"),
+            ("dynamic", {"backoff_factor": math.nan}, "backoff_factor=nan must be below 1.0"),
+            ("dynamic", {"backoff_factor": 1.0}, "backoff_factor=1.0 must be below 1.0"),
+            ("dynamic", {"growth_interval": 0}, "growth_interval=0 must be a whole number of steps, at least 1"),
+            (
+                "dynamic",
+                {"growth_interval": math.nan},
+                "growth_interval=nan must be a whole number of steps",
+            ),
+            ("dynamic", {"hysteresis": 0}, "hysteresis=0 must be a whole number of steps, at least 1"),
+            ("dynamic", {"growth_delay": -1}, "growth_delay=-1 must be a whole number of steps, at least 0"),
+            ("dynamic", {"min_scale": -1.0}, r"min_scale=-1.0 must be 0 or a scale from 2\*\*-126 to 2\*\*127"),
+            ("dynamic", {"min_scale": 1e-300}, "min_scale=1e-300 must be 0 or a scale from"),
+            ("dynamic", {"min_scale": 1e300}, r"min_scale=1e\+300 must be 0 or a scale from"),
+            ("dynamic", {"min_scale": 1.0, "max_scale": 0.5}, "max_scale=0.5 must be at least min_scale=1.0"),
+            ("dynamic", {"max_scale": math.nan}, "max_scale=nan must be at least min_scale="),
+            ("headroom", {"headroom": -0.5}, r"headroom=-0.5 must be 0 to 30 doublings"),
+            ("headroom", {"headroom": 31}, r"headroom=31 must be 0 to 30 doublings"),
+            ("headroom", {"headroom": math.nan}, r"headroom=nan must be 0 to 30 doublings"),
+            ("headroom", {"half_life": 0}, "half_life=0 must be at least 1 step"),
+            ("headroom", {"half_life": math.nan}, "half_life=nan must be at least 1 step and finite"),
+            ("headroom", {"patience": 0}, "patience=0 must be a whole number of steps, at least 1"),
+            (
+                "headroom",
+                {"min_scale": 3.0, "max_scale": 3.5},
+                "no power of two lies between min_scale=3.0 and",
+            ),
+            ("headroom", {"backoff_factor": 1.0}, "backoff_factor=1.0 must be above 0 and below 1"),
+            ("headroom", {"backoff_factor": 0.0}, "backoff_factor=0.0 must be above 0 and below 1"),
+            ("headroom", {"min_scale": -1.0}, "min_scale=-1.0 must be 0 or a scale from"),
+            ("headroom", {"min_scale": 1e300, "max_scale": None}, r"min_scale=1e\+300 must be 0 or a scale from"),
+            ("headroom", {"min_scale": 1.0, "max_scale": 0.5}, "max_scale=0.5 must be at least min_scale=1.0"),
         ],
     )
-    def test_dynamic_settings_out_of_range(self, setting: dict[str, float], message: str) -> None:
+    def test_settings_out_of_range(self, loss_scale: str, setting: dict[str, float], message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            make_loss_scaler("dynamic", **setting)
-
-    @pytest.mark.parametrize(
-        ("setting", "message"),
-        [
-            ({"headroom": -0.5}, r"headroom=-0.5 must be 0 to 30 doublings"),
-            ({"headroom": 31}, r"headroom=31 must be 0 to 30 doublings"),
-            ({"headroom": math.nan}, r"headroom=nan must be 0 to 30 doublings"),
-            ({"half_life": 0}, "half_life=0 must be at least 1 step"),
-            ({"half_life": math.nan}, "half_life=nan must be at least 1 step and finite"),
-            ({"patience": 0}, "patience=0 must be a whole number of steps, at least 1"),
-            ({"min_scale": 3.0, "max_scale": 3.5}, "no power of two lies between min_scale=3.0 and max_scale=3.5"),
-            ({"backoff_factor": 1.0}, "backoff_factor=1.0 must be above 0 and below 1"),
-            ({"backoff_factor": 0.0}, "backoff_factor=0.0 must be above 0 and below 1"),
-            ({"min_scale": -1.0}, "min_scale=-1.0 must be 0 or a scale from"),
-            ({"min_scale": 1e300, "max_scale": None}, r"min_scale=1e\+300 must be 0 or a scale from"),
-            ({"min_scale": 1.0, "max_scale": 0.5}, "max_scale=0.5 must be at least min_scale=1.0"),
-        ],
-    )
-    def test_headroom_settings_out_of_range(self, setting: dict[str, float], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            make_loss_scaler("headroom", **setting)
+            make_loss_scaler(loss_scale, **setting)
 
 
 @pytest.mark.parametrize("enabled", ["no", torch.zeros(2)])
