@@ -216,8 +216,9 @@ _ROLES = {
 
 
 def role_of(key: str) -> str | None:
-    """The role in :class:`Evidence` of an optimizer's state of this name, as ``"exp_avg_sq"``; None for others."""
-    return next((role for role, words in _ROLES.items() if re.search(words, key)), None)
+    """The role in :class:`Evidence` of an optimizer's state by the last word of its name; None for others."""
+    last = re.sub(r"(\.\d+)+$", "", key).rpartition(".")[2]  # a list numbers what it holds
+    return next((role for role, words in _ROLES.items() if re.search(words, last)), None)
 
 
 def learning_rate_of(group: Mapping[str, Any]) -> float | None:
