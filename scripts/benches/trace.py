@@ -1,0 +1,104 @@
+"""What one training step runs of hf_mp, by preset and by part: files, functions, calls and lines.
+
+    python scripts/bench.py trace
+
+The fourth step of a GPT-2 of two layers in a plain loop with clipping; autograd's threads are traced too.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import hf_mp
+from hf_mp.policy import mixed_presets
+
+PACKAGE = Path(hf_mp.__file__).parent
+
+
+class Trace:
+    """The lines and the functions of hf_mp that ran, by file."""
+
+    def __init__(self) -> None:
+        self.lines: set[tuple[str, int]] = set()
+        self.calls: Counter[tuple[str, int]] = Counter()
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        """As ``sys.settrace`` calls it."""
+        code = frame.f_code
+        if not code.co_filename.startswith(str(PACKAGE)):
+            return None
+        self.lines.add((code.co_filename, frame.f_lineno))
+        if event == "call":
+            self.calls[code.co_filename, code.co_firstlineno] += 1
+        return self
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """To run a step in; autograd's threads are traced too."""
+        before = sys.gettrace()
+        threading.settrace(self)
+        sys.settrace(self)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+            threading.settrace(before)  # type: ignore[arg-type]
+
+    def counts(self, of: Callable[[str], bool] = lambda file: True) -> dict[str, int]:
+        """Files, functions, calls and lines; ``of``: of which files."""
+        calls = {place: count for place, count in self.calls.items() if of(place[0])}
+        lines = {place for place in self.lines if of(place[0])}
+        files = len({file for file, _ in lines})
+        return {"files": files, "functions": len(calls), "calls": sum(calls.values()), "lines": len(lines)}
+
+    def by_part(self) -> dict[str, dict[str, int]]:
+        """The counts of each folder of the package."""
+        parts = sorted({_part(file) for file, _ in self.lines})
+        return {part: self.counts(lambda file, part=part: _part(file) == part) for part in parts}  # type: ignore[misc]
+
+
+def _part(file: str) -> str:
+    return Path(file).parent.relative_to(PACKAGE).as_posix()
+
+
+def trace(precision: str) -> Trace:
+    """What the fourth step under a preset runs."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=128, n_positions=64, bos_token_id=0, eos_token_id=0)
+    model: Any = GPT2LMHeadModel(config)
+    model, optimizer = hf_mp.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3, fused=True), precision)
+    ids = torch.randint(0, 128, (2, 32))
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    found = Trace()
+    with found.running():
+        step()
+    return found
+
+
+def measure() -> dict[str, Any]:
+    """Trace a step under each preset."""
+    torch.set_num_threads(1)
+    found = {precision: trace(precision) for precision in mixed_presets()}
+    return {
+        "presets": {precision: one.counts() for precision, one in found.items()},
+        "parts": {precision: one.by_part() for precision, one in found.items()},
+        "python": ".".join(map(str, sys.version_info[:3])),
+    }
