@@ -52,7 +52,7 @@ class Trace:
             yield
         finally:
             sys.settrace(before)
-            threading.settrace(before)  # type: ignore[arg-type]
+            threading.settrace(before)
 
     def counts(self, of: Callable[[str], bool] = lambda file: True) -> dict[str, int]:
         """Files, functions, calls and lines; ``of``: of which files."""
