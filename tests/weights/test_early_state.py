@@ -179,6 +179,7 @@ def test_state_anywhere_in_the_optimizer_is_cast(name: str, dtype: torch.dtype) 
 
 
 STEPPED: dict[str, Make] = {
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3),
     "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
