@@ -277,8 +277,10 @@ def test_attach_again_after_detach(run: Any) -> None:
         run.runtime.attach(run.model)
     with pytest.raises(ValueError, match=r"is attached to a MixedPrecision already: call hf_mp\.detach\(model\) first"):
         MixedPrecision("bf16").attach(run.model)
-    loss = run.loss()
+    loss, activation = run.loss(), run.model.transformer.h[0].mlp.act
+    assert "forward" in vars(activation)  # in one kernel
     run.runtime.detach()
+    assert "forward" not in vars(activation)
     run.runtime.attach(run.model)
     assert torch.equal(run.loss(), loss)
 
