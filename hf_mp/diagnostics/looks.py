@@ -42,7 +42,7 @@ def look(
             module = call.forward.module()
             module.train(call.is_training)
             call.random_states.restore()
-            args, kwargs = apply_to_tensors(_entered, (call.args, call.kwargs))
+            args, kwargs = apply_to_tensors(entered, (call.args, call.kwargs))
             with runtime.region.running(None), mode, recorder.recording(mode, model):
                 found = module(*args, **kwargs)
             outputs.update({(id(call), name): tensor for name, tensor in named_tensors(found)})
@@ -57,7 +57,8 @@ def look(
     return Look(recorder.ranges(), is_finite, largest_magnitude(made).item() if made else 0.0)
 
 
-def _entered(tensor: Tensor) -> Tensor:
+def entered(tensor: Tensor) -> Tensor:
+    """An input that a forward is given again."""
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 

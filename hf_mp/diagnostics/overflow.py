@@ -30,10 +30,6 @@ from hf_mp.weights.ranks.placement import get_rank, is_running
 logger = logging.get_logger(__name__)
 
 MOST_SKIPS = 10_000  # beyond that, training does not stop in any practical sense
-TRIED = (  # of a replay
-    *("nonfinite_gradients", "smaller_scale_helps", "largest_finite_scale", "needed_scale"),
-    *("finite_in_fp32", "finite_in_bf16", "rules"),
-)
 KEPT_ELEMENTS = 2**16  # incoming gradients up to this size are kept: 256 KiB in FP32
 
 
@@ -145,20 +141,12 @@ class OverflowExplainer(StepObserver):
             skips_until_stop=skips_until_error(scaler),
         )
         try:
-            replay = Replay(self._runtime, backward)
-            replay.run()
+            found = Replay(self._runtime, backward).run()
         except Exception as error:  # training goes on whatever the replay meets, and the report tells
             return replace(place, notes=(f"the replay failed: {type(error).__name__}: {error}",))
         # What was not kept may be why: it is, for the next failure.
-        self._keeps_all = self._keeps_all or replay.origin is None
-        found = {name: getattr(replay, name) for name in TRIED}
-        if (origin := replay.origin) is not None:
-            found.update(
-                (name, getattr(origin, name)) for name in ("phase", "module", "op", "tensor", "inputs", "outputs")
-            )
-            found["smaller_scale_helps"] = replay.smaller_scale_helps or False
-        notes = (*(origin.notes if origin is not None else ()), *replay.notes)
-        report = replace(place, **found, notes=notes)
+        self._keeps_all = self._keeps_all or found.origin is None
+        report = found.completing(place)
         if self._keep_batches is not None:
             self._save(self._keep_batches, report, backward)
         return report

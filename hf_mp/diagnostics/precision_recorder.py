@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,14 @@ NOT_REPLAYED = "a gradient was inf or NaN; of skipped steps in a row, only the 1
 _STATM = Path("/proc/self/statm")
 
 
+class Settings(NamedTuple):
+    """What a recorder was asked for."""
+
+    run_directory: Path
+    histogram_steps: int
+    histogram_layers: list[str] | None
+
+
 class PrecisionRecorder(StepObserver):
     """Writes the log of a run; returned by :func:`record_precision`.
 
@@ -48,19 +56,16 @@ class PrecisionRecorder(StepObserver):
     def __init__(
         self,
         runtime: MixedPrecision,
-        directory: Path,
-        histogram_steps: int,
-        layers: Sequence[str] | None,
+        asked: Settings,
         settings: Mapping[str, Any],
     ) -> None:
-        self.run_directory = directory
-        self.asked = directory, histogram_steps, layers and list(layers)
+        self.asked, self.run_directory = asked, asked.run_directory
         self.latest: StepMagnitudes | None = None
         self._settings = dict(settings)
         self._runtime = runtime
-        self._log = RunLog(directory)
-        self._collector = MagnitudeCollector(runtime, layers if histogram_steps else None)
-        self._due = runtime.stats.steps if histogram_steps else math.inf
+        self._log = RunLog(asked.run_directory)
+        self._collector = MagnitudeCollector(runtime, asked.histogram_layers if asked.histogram_steps else None)
+        self._due = runtime.stats.steps if asked.histogram_steps else math.inf
         self._has_begun = False
         self._written_reports = self._written_remedies = 0
         self._clean_scale: float | None = None
@@ -73,7 +78,7 @@ class PrecisionRecorder(StepObserver):
         if not self._collector.is_active:
             if self._runtime.stats.steps < self._due:
                 return None
-            self._due = self._runtime.stats.steps + self.asked[1]
+            self._due = self._runtime.stats.steps + self.asked.histogram_steps
             self._collector.begin(forward)
             self._memory = []
             self._note_memory("before forward")
@@ -158,8 +163,7 @@ class PrecisionRecorder(StepObserver):
         if self._has_begun:
             return
         self._has_begun = True
-        runtime, (_, histogram_steps, layers) = self._runtime, self.asked
-        model = runtime.model
+        runtime, model = self._runtime, self._runtime.model
         self._log.write(
             "run",
             version=VERSION,
@@ -169,8 +173,8 @@ class PrecisionRecorder(StepObserver):
             model=type(model).__name__,
             parameters=0 if model is None else sum(p.numel() for p in model.parameters()),
             device=str(self._device),
-            histogram_steps=histogram_steps,
-            histogram_layers=layers,
+            histogram_steps=self.asked.histogram_steps,
+            histogram_layers=self.asked.histogram_layers,
             settings=self._settings,
             versions=dict(package_versions()),
             hardware=dict(describe_hardware()),
@@ -260,16 +264,15 @@ def record_precision(
         raise ValueError(f"precision={str(runtime.policy)!r} is FP32 throughout: there is nothing to record")
     check_interval("histogram_steps", histogram_steps)
     json.dumps(settings, allow_nan=False)
-    directory = Path(run_directory)
-    for observer in runtime.observers:
-        if isinstance(observer, PrecisionRecorder):
-            known = observer.asked
-            if known != (directory, histogram_steps, histogram_layers and list(histogram_layers)):
-                raise ValueError(
-                    "the precision of this model is recorded already, with run_directory="
-                    f"{str(known[0])!r}, histogram_steps={known[1]}, histogram_layers={known[2]}"
-                )
-            return observer
-    recorder = PrecisionRecorder(runtime, directory, histogram_steps, histogram_layers, settings or {})
-    runtime.observers.append(recorder)
-    return recorder
+    layers = histogram_layers if histogram_layers is None or isinstance(histogram_layers, str) else [*histogram_layers]
+    asked = Settings(Path(run_directory), histogram_steps, layers)  # type: ignore[arg-type]  # a string is refused below
+    known = next((observer for observer in runtime.observers if isinstance(observer, PrecisionRecorder)), None)
+    if known is not None and known.asked != asked:
+        raise ValueError(
+            "the precision of this model is recorded already, with run_directory="
+            f"{str(known.run_directory)!r}, histogram_steps={known.asked.histogram_steps}, "
+            f"histogram_layers={known.asked.histogram_layers}"
+        )
+    if known is None:
+        runtime.observers.append(known := PrecisionRecorder(runtime, asked, settings or {}))
+    return known

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
-from hf_mp.casting.experts import ExpertCall, ExpertCalls
+from hf_mp.casting.experts import ExpertCall, ExpertCalls, ExpertRows
 from hf_mp.casting.nested import tensors_in
 from hf_mp.casting.rules import SCALABLE, WITH_WEIGHTS, Product
 from hf_mp.casting.tables import CastRule
@@ -139,12 +139,13 @@ class RangeRecorder:
         in_16_bits = [output for output in found if output.dtype is STAND_IN]
         made = _largest(in_16_bits)
         held = max_of([*operands, made])
+        if given.is_product or in_16_bits:
+            # What FP16 did not have to hold before is of no account.
+            largest = row.get("largest", 0.0) if row.get("is_fp16") else 0.0
+            row.update(is_fp16=True, largest=max_of([largest, held]))
+        elif not row.get("is_fp16"):
+            row["largest"] = max_of([row.get("largest", 0.0), _largest(found)])
         row["least"] = min(row.get("least", made), made)
-        is_fp16 = given.is_product or bool(in_16_bits)
-        if is_fp16 and not row.get("is_fp16"):
-            row.update(is_fp16=True, largest=0.0)  # what FP16 does not have to hold is of no account
-        if is_fp16 or not row.get("is_fp16"):
-            row["largest"] = max_of([row.get("largest", 0.0), held if is_fp16 else _largest(found)])
         row["largest_weight"] = max(row.get("largest_weight", 0.0), operands[1])
         if not held <= self._limit and not row.get("is_origin"):
             came = _largest(part.of(t) for t in given.computed if t.dtype is STAND_IN)
@@ -154,9 +155,12 @@ class RangeRecorder:
         row["flops"] = row.get("flops", 0) + flops
         row["fp32_flops"] = row.get("fp32_flops", 0) + (flops if outputs and not in_16_bits else 0)
         if self._backward:
-            self._watch(row, "gradient", outputs, part)
-            self._watch(row, "fp16_gradient", [output for output in outputs if output.dtype is STAND_IN], part)
-            self._watch(row, "fp16_gradient", given.floating if given.is_product else [], part)
+            self._watch_gradients(row, given, part, outputs)
+
+    def _watch_gradients(self, row: dict[str, Any], given: _Given, part: _Part, outputs: list[Tensor]) -> None:
+        self._watch(row, "gradient", outputs, part)
+        self._watch(row, "fp16_gradient", [output for output in outputs if output.dtype is STAND_IN], part)
+        self._watch(row, "fp16_gradient", given.floating if given.is_product else [], part)
 
     def _watch(self, row: dict[str, Any], name: str, tensors: Iterable[Tensor], part: _Part) -> None:
         def take(gradient: Tensor | None, *, of_weight: bool) -> None:
@@ -204,15 +208,10 @@ class _Given(NamedTuple):
             read = _activations(op, (args, kwargs), SCALABLE)
             factors = [tensor for tensor in floating if tensor is not read] if op in SCALABLE else []
             return cls(floating, [*tensors_in(_activations(op, (args, kwargs)))], factors, [_Part()], is_product)
-        place, rows = experts.place, experts.rows
+        place = experts.place
         weight = None if place is None else args[place] if isinstance(place, int) else kwargs[place]
-        parts = []
-        for expert in rows.experts[rows.experts >= 0].unique().tolist():
-            its = rows.experts == expert
-            share, whole = its.double().mean().item(), weight if rows.is_whole else None
-            parts.append(_Part(f"{rows.weight}[{expert}]", expert, its, share, whole))
         computed = [tensor for tensor in floating if tensor is not weight]
-        return cls(floating, computed, [] if weight is None else [weight], parts, is_product)
+        return cls(floating, computed, [] if weight is None else [weight], _parts_of(experts.rows, weight), is_product)
 
     def largest_operands(self, part: _Part) -> tuple[float, float]:
         """The largest magnitudes of what a product reads: of its input, and of all else; 0 for another call."""
@@ -226,6 +225,16 @@ class _Given(NamedTuple):
         """The parts in which results are to be looked at: of other rows than the experts', all of them together."""
         are_rows = all(part.rows is None or len(output) == len(part.rows) for part in self.parts for output in outputs)
         return self.parts if are_rows else [_Part()]
+
+
+def _parts_of(rows: ExpertRows, weight: Tensor | None) -> list[_Part]:
+    """What belongs to each expert of a call whose rows these are, and which is given ``weight``."""
+    parts = []
+    for expert in rows.experts[rows.experts >= 0].unique().tolist():
+        its = rows.experts == expert
+        share, whole = its.double().mean().item(), weight if rows.is_whole else None
+        parts.append(_Part(f"{rows.weight}[{expert}]", expert, its, share, whole))
+    return parts
 
 
 def _activations(op: str, inputs: tuple[Any, Any], products: Mapping[str, Product] = WITH_WEIGHTS) -> Any:
