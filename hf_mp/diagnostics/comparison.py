@@ -83,7 +83,6 @@ def compare_precisions(
         raise RuntimeError(f"inside hf_mp.autocast({outer.dtype}) nothing is plain FP32: compare precisions outside")
     asked, given = _parse(precisions, tables), checked(batches)
     found: dict[_Variant, _Differences] = {}
-    notes: list[str] = []
     with _plain_model(model) as plain:
         layers = layers_of(plain)
         for number, batch in enumerate(given, 1):
@@ -92,19 +91,24 @@ def compare_precisions(
             for variant, differences in found.items():
                 _compare(plain, layers, batch, variant, tables, reference, differences)
     first = next(iter(found.values()))
+    errors = {variant: differences.error(*variant.described()) for variant, differences in found.items()}
+    return PrecisionComparison(
+        type(model).__name__, len(given), first.positions, first.chosen, (*errors.values(),),
+        (*_notes(reference, first.chosen, errors),),
+    )  # fmt: skip
+
+
+def _notes(reference: Reference, chosen: int, errors: Mapping[_Variant, PrecisionError]) -> Iterator[str]:
     if reference.output != "logits":
-        notes.append(f"The model returns no logits: compared is its first floating output, {reference.output!r}.")
-    if not first.chosen:
-        notes.append("No log-probabilities: the batches have no integer labels that fit the logits.")
+        yield f"The model returns no logits: compared is its first floating output, {reference.output!r}."
+    if not chosen:
+        yield "No log-probabilities: the batches have no integer labels that fit the logits."
     if reference.is_shift_guessed:
-        notes.append("Whether the model shifts its labels is a guess: its loss is not the cross-entropy of either.")
-    errors = tuple(differences.error(*variant.described()) for variant, differences in found.items())
-    for one, (policy, _) in zip(errors, found, strict=True):
+        yield "Whether the model shifts its labels is a guess: its loss is not the cross-entropy of either."
+    for (policy, _), one in errors.items():
         if not math.isfinite(one.logits_rms):
             way_out = ": hf_mp.calibrate finds the rules that keep it in range"
-            helps = way_out if needs_loss_scale(policy.compute) else ""
-            notes.append(f"{one.name} gives inf or NaN{helps}.")
-    return PrecisionComparison(type(model).__name__, len(given), first.positions, first.chosen, errors, tuple(notes))
+            yield f"{one.name} gives inf or NaN{way_out if needs_loss_scale(policy.compute) else ''}."
 
 
 class _Variant(NamedTuple):

@@ -132,7 +132,6 @@ class Healer(StepObserver):
     def _heal(self, *, may_guess: bool) -> bool:
         """Put in place what helps, on all ranks alike; whether the step can run again with it."""
         runtime = self._runtime
-        before = runtime.scaler.get_scale()
         found = runtime.ranks.gather(self._find(list(self._explainer.backwards)))
         if first := next((one.error for one in found if one.error), None):
             raise CannotHealError(first)
@@ -142,12 +141,19 @@ class Healer(StepObserver):
                 torch.compiler.reset()  # what was compiled has no hook for the new rules
         if not self._can_run_again(is_healed=bool(rules)):
             return False
-        scale = min(before if one.scale is None else one.scale for one in found)
-        is_known = all(one.scale is not None for one in found)
-        if is_known and not rules and scale == before and may_guess:  # what was seen in BF16 may be off by a little
+        return self._backs_off(found, may_guess=may_guess and not rules) or bool(rules)
+
+    def _backs_off(self, found: Sequence[_Found], *, may_guess: bool) -> bool:
+        """Whether the loss scale goes down to what all ranks have found, or by half as a guess."""
+        scaler = self._runtime.scaler
+        before = scaler.get_scale()
+        scales = [one.scale for one in found if one.scale is not None]
+        if len(scales) < len(found):
+            return False
+        scale = min(before, *scales)
+        if scale == before and may_guess:  # what was seen in BF16 may be off by a little
             scale = before / 2.0
-        is_lower = is_known and scale < before and runtime.scaler.back_off(scale)
-        return bool(rules) or is_lower
+        return scale < before and scaler.back_off(scale)
 
     def _can_run_again(self, *, is_healed: bool) -> bool:
         check = self._runtime.check

@@ -35,7 +35,7 @@ _MASKING = frozenset(
 # These overwrite their target.
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
 
-_UNKNOWN = object()
+_UNKNOWN: Any = object()
 
 
 class Site(NamedTuple):
@@ -208,22 +208,26 @@ class OriginTracker(TorchDispatchMode):
         self, func: Any, inputs: list[Tensor], outputs: list[Tensor], state: Finiteness, before: dict[int, Finiteness]
     ) -> Origin | None:
         came = [before[id(tensor)] if id(tensor) in before else self._finiteness(tensor) for tensor in inputs]
-        # Uninitialized memory is not read: `baddbmm(empty, q, k, beta=0)`.
         shown = [tensor for tensor in inputs if id(tensor) not in before]  # what it wrote to is no longer what it read
-        tainted = [
-            (found, self._origins.get(memory))
-            for found, memory in zip(came, map(_memory, inputs), strict=True)
-            if found and self._origins.get(memory, _UNKNOWN) is not None
-        ]
-        guilty = [(-found, origin.order, origin) for found, origin in tainted if origin and not origin.is_mask]
-        if guilty:
-            return min(guilty, key=lambda entry: entry[:2])[2]
+        memories = [_memory(tensor) for found, tensor in zip(came, inputs, strict=True) if found]
+        # Uninitialized memory is not read: `baddbmm(empty, q, k, beta=0)`.
+        tainted = [origin for memory in memories if (origin := self._origins.get(memory, _UNKNOWN)) is not None]
+        guilty = self._guilty(inputs, came)
+        if guilty is not None:
+            return guilty
         if state is Finiteness.MINUS_INF and tainted:
-            return tainted[0][1] or self._make(func, shown, outputs, is_mask=True)
+            known = tainted[0] if isinstance(tainted[0], Origin) else None
+            return known or self._make(func, shown, outputs, is_mask=True)
         if not any(finiteness(output, self._limit) for output in outputs):
             return None
         is_mask = state is Finiteness.MINUS_INF and _op_name(func) in _MASKING
         return self._make(func, shown, outputs, is_mask=is_mask)
+
+    def _guilty(self, inputs: list[Tensor], came: list[Finiteness]) -> Origin | None:
+        """The origin of what an op was given that is not finite, and no mask: of the worst, the first."""
+        known = [(-found, self._origins.get(_memory(tensor))) for found, tensor in zip(came, inputs, strict=True)]
+        guilty = [(found, one.order, one) for found, one in known if found and one is not None and not one.is_mask]
+        return min(guilty, key=lambda entry: entry[:2])[2] if guilty else None
 
     def _make(self, func: Any, inputs: list[Tensor], outputs: list[Tensor], *, is_mask: bool) -> Origin:
         phase, site, node = self._where()

@@ -56,20 +56,26 @@ def _divided_product(at: Situation) -> dict[str, str]:
     found = at.found
     key = f"{found.module}.{found.expert}" if found.expert else f"{found.module}:{found.op}"
     is_product = found.op in SCALABLE or (bool(found.expert) and found.op in BEYOND_TORCH)
-    before = Divisors.parse(at.rules.get(key, "")) or Divisors()
-    is_taken = key in at.rules and before == Divisors()
-    if not is_product or is_taken or not math.isfinite(at.excess):
+    divisors = Divisors.parse(at.rules.get(key, ""))
+    is_ruled_otherwise = key in at.rules and divisors is None
+    if not is_product or is_ruled_otherwise or not math.isfinite(at.excess):
         return {}
-    if at.scale:
-        by = before._replace(gradient=before.gradient * _power_for(at.excess))
-    elif found.largest_weight > FP16_MAX or found.largest_weight >= found.largest > 0.0:
-        by = before._replace(weight=before.weight * _power_for(found.largest_weight / FP16_MAX))
-    else:
-        by = before._replace(input=before.input * _power_for(at.excess))
+    before = divisors or Divisors()
+    by = _divided_further(before, at)
     # What is divided already was larger. The smallest results are to stay normal in FP16.
     is_normal = by.input * by.weight <= MOST_DIVIDED * max(1.0, found.least * before.input * before.weight)
     is_held = not at.is_lean or by.weight == 1  # a weight in FP16 is inf already
     return {key: str(by)} if is_normal and is_held and max(by) <= MOST_SCALED else {}
+
+
+def _divided_further(before: Divisors, at: Situation) -> Divisors:
+    """Divisors that bring in range what is not with those ``before``: a gradient, a weight or an input."""
+    if at.scale:
+        return before._replace(gradient=before.gradient * _power_for(at.excess))
+    weight = at.found.largest_weight
+    if weight > FP16_MAX or weight >= at.found.largest > 0.0:
+        return before._replace(weight=before.weight * _power_for(weight / FP16_MAX))
+    return before._replace(input=before.input * _power_for(at.excess))
 
 
 def _power_for(excess: float) -> int:

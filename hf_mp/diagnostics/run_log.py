@@ -133,24 +133,29 @@ def read_run(directory: Path) -> RunRecords:
         except _DAMAGED as error:
             run.missing.append(f"{RULES_NAME} cannot be read: {error}")
     if not (has_log or has_state or run.overflows or run.ranges):
-        found = "".join(f"; {sentence}" for sentence in run.missing)
-        writes = "MixedPrecisionArguments(precision_report=True) or hf_mp.record_precision(model, RUN_DIR) writes it"
-        if states := _files(run, "checkpoint-*/trainer_state.json"):
-            raise NoRunError(
-                f"{directory} has nothing about precision: {states[-1].relative_to(directory)} logged no loss_scale "
-                "(a Trainer without hf_mp, or fewer steps than logging_steps), and there is no "
-                f"{LOG_NAME} ({writes}){found}"
-            )
-        raise NoRunError(
-            f"{directory} holds no run: neither {LOG_NAME} ({writes}), nor checkpoint-*/trainer_state.json, nor "
-            f"overflows/*/report.json{found}"
-        )
+        raise _no_run(run)
     if not has_log:
         run.missing.append(
             f"{LOG_NAME} is not there, so there are no histograms, memory, settings or single steps: "
             "precision_report=True has a run write it"
         )
     return run
+
+
+def _no_run(run: RunRecords) -> NoRunError:
+    """What a directory lacks that nothing could be read from."""
+    found = "".join(f"; {sentence}" for sentence in run.missing)
+    writes = "MixedPrecisionArguments(precision_report=True) or hf_mp.record_precision(model, RUN_DIR) writes it"
+    if states := _files(run, "checkpoint-*/trainer_state.json"):
+        return NoRunError(
+            f"{run.directory} has nothing about precision: {states[-1].relative_to(run.directory)} logged no "
+            "loss_scale (a Trainer without hf_mp, or fewer steps than logging_steps), and there is no "
+            f"{LOG_NAME} ({writes}){found}"
+        )
+    return NoRunError(
+        f"{run.directory} holds no run: neither {LOG_NAME} ({writes}), nor checkpoint-*/trainer_state.json, nor "
+        f"overflows/*/report.json{found}"
+    )
 
 
 def _files(run: RunRecords, pattern: str) -> list[Path]:

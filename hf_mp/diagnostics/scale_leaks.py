@@ -75,6 +75,25 @@ def refuse_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
 
     Buffers, random generators and the scale are restored; weights are not written.
     """
+    if (found := _samples(runtime, backward)) is None:
+        return
+    scales, samples = found
+    if leaks := _leaks(samples):
+        more = f" and {len(leaks) - 5} more" if len(leaks) > 5 else ""
+        raise ScaleLeakError(
+            f"gradients change with the loss scale, so they are wrong: at {', '.join(f'{s:g}' for s in scales[:3])} "
+            f"their root mean squares are, of {', '.join(leaks[:5])}{more}. Either the loss is computed from a tensor "
+            "that forward() does not return (a hook, an attribute): return it. Or an autograd function uses a tensor "
+            "from outside the model that is neither an argument nor a parameter: pass it as an argument. A precision "
+            "without loss scaling (bf16) needs neither"
+        )
+
+
+_Samples = list[dict[str, Tensor]]  # of the gradients by name, at one scale each
+
+
+def _samples(runtime: MixedPrecision, backward: Callable[[], None]) -> tuple[tuple[float, ...], _Samples] | None:
+    """The scales that were tried, and the gradients at each; None where all are 0, or inf whatever the scale is."""
     assert runtime.model is not None
     with untouched(runtime.model), _alone(runtime):
         states = RandomStates.now()
@@ -85,25 +104,20 @@ def refuse_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
                 break
             scale *= 2.0**-8
         if not 0.0 < largest < math.inf:
-            return  # nothing but zeros, or inf whatever the scale is
+            return None
         larger = scale_with_headroom(largest, HEADROOM)
         scales = (larger, larger / APART, *TINY_SCALES)
-        samples = [_gradients_at(runtime, scale, states, backward)[0] for scale in scales]
+        return scales, [_gradients_at(runtime, scale, states, backward)[0] for scale in scales]
+
+
+def _leaks(samples: _Samples) -> list[str]:
+    """The parameters whose gradients have S or 1/S in them, with their sizes."""
     typical = max(_size(sample) for sample in samples[0].values())
-    leaks = [
+    return [
         f"{name} ({', '.join(f'{_size(found[name]):.3g}' for found in samples[:3])})"
         for name in samples[0]
         if _grows(samples[0][name], samples[1][name], typical) or _shrinks(*(samples[i][name] for i in (0, 2, 3)))
     ]
-    if leaks:
-        more = f" and {len(leaks) - 5} more" if len(leaks) > 5 else ""
-        raise ScaleLeakError(
-            f"gradients change with the loss scale, so they are wrong: at {', '.join(f'{s:g}' for s in scales[:3])} "
-            f"their root mean squares are, of {', '.join(leaks[:5])}{more}. Either the loss is computed from a tensor "
-            "that forward() does not return (a hook, an attribute): return it. Or an autograd function uses a tensor "
-            "from outside the model that is neither an argument nor a parameter: pass it as an argument. A precision "
-            "without loss scaling (bf16) needs neither"
-        )
 
 
 def _size(sample: Tensor) -> float:
