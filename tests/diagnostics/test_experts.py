@@ -236,3 +236,10 @@ def test_many_experts_are_sampled_as_one_weight() -> None:
     weights = _trainable({"experts": make("Mixtral").model.layers[0].mlp.experts})
     assert {weight.limit for weight in weights.values()} == {SAMPLE_ELEMENTS // 4}
     assert [name for _, name in weights][:2] == ["gate_up_proj[0]", "gate_up_proj[1]"]
+
+
+def test_experts_of_a_compiled_model_are_looked_at_together() -> None:
+    model = make("Mixtral")
+    model.compile(backend="aot_eager")  # a diagnosis runs it as it is written
+    report = hf_mp.calibrate(model, [{"input_ids": batch(), "labels": batch()}])
+    assert not any(op.expert for op in report.ops) and any(op.module == EXPERTS for op in report.ops)
