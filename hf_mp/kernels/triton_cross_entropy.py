@@ -30,31 +30,69 @@ def load_logits(address, mask, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def whole_vectors(row, CLASSES: tl.constexpr):
+    """Where a row begins and ends, and its whole vectors of 16 elements: rows of 50257 begin anywhere."""
+    first = row.to(tl.int64) * CLASSES
+    end = first + CLASSES
+    body = (first + 15) // 16 * 16
+    return first, end, body, end // 16 * 16
+
+
+@triton.jit
+def edges(first, end, body, body_end):
+    """The places of a row before and after its whole vectors, and which of them there are: 16 and 16 at most."""
+    edge = tl.arange(0, 32)
+    head, tail = first + edge, tl.maximum(body, body_end) + edge - 16
+    place = tl.where(edge < 16, head, tail)
+    return place, tl.where(edge < 16, head < tl.minimum(body, end), tail < end)
+
+
+@triton.jit
+def take_in(largest, total, values):
+    """The largest of values so far, and the sum of their exponentials over its own."""
+    seen = tl.maximum(largest, tl.max(values, axis=0))
+    shift = tl.where(tl.abs(seen) == float("inf"), 0.0, seen)
+    # of a NaN, the sum tells
+    total = total * tl.exp(largest - shift) + tl.sum(tl.exp(values - shift), axis=0)
+    return tl.where(tl.abs(seen) == float("inf"), seen, shift), total
+
+
+@triton.jit
 def forward_kernel(
     logits, targets, denominators, losses, CLASSES: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Each program: the logarithm of the softmax's denominator of a row, and its loss; one read of the row."""
     row = tl.program_id(0)
-    base = logits + row.to(tl.int64) * CLASSES
-    columns = tl.arange(0, BLOCK)
+    first, end, body, body_end = whole_vectors(row, CLASSES)
     largest = tl.full((), -float("inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
+    if CLASSES % 16 != 0:
+        edge, mask = edges(first, end, body, body_end)
+        largest, total = take_in(largest, total, load_logits(logits + edge, mask, DTYPE))
     for start in range(0, CLASSES, BLOCK):
-        mask = start + columns < CLASSES
-        values = load_logits(base + start + columns, mask, DTYPE)
-        seen = tl.maximum(largest, tl.max(values, axis=0))
-        shift = tl.where(tl.abs(seen) == float("inf"), 0.0, seen)
-        # of a NaN, the sum tells
-        total = total * tl.exp(largest - shift) + tl.sum(tl.exp(values - shift), axis=0)
-        largest = tl.where(tl.abs(seen) == float("inf"), seen, shift)
+        place = body + start + tl.arange(0, BLOCK)
+        largest, total = take_in(largest, total, load_logits(logits + place, place < body_end, DTYPE))
     denominator = tl.log(total) + tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
     target = tl.load(targets + row)
     # a label outside of the classes makes the loss NaN
     is_class = (target >= 0) & (target < CLASSES)
-    expected = load_logits(base + tl.where(is_class, target, 0), True, DTYPE)
+    expected = load_logits(logits + first + tl.where(is_class, target, 0), True, DTYPE)
     expected = tl.where(is_class, expected, float("nan"))
     tl.store(denominators + row, denominator)
     tl.store(losses + row, denominator - expected)
+
+
+@triton.jit
+def write_gradient(result, logits, place, mask, target, denominator, factor, DTYPE: tl.constexpr):
+    """``target``: the place of the row's label."""
+    values = tl.exp(load_logits(logits + place, mask, DTYPE) - denominator)
+    values = tl.where(place == target, values - 1.0, values) * factor
+    if DTYPE == 0:
+        tl.store(result + place, values, mask=mask)
+    elif DTYPE == 1:
+        tl.store(result + place, values.to(tl.float16), mask=mask)
+    else:
+        tl.store(result + place, round_to_bf16(values), mask=mask)
 
 
 @triton.jit
@@ -63,23 +101,17 @@ def backward_kernel(
 ):
     """Each program: the gradient of a row of logits, which ``result`` may be; rounded once."""
     row = tl.program_id(0)
-    base = row.to(tl.int64) * CLASSES
-    columns = tl.arange(0, BLOCK)
+    first, end, body, body_end = whole_vectors(row, CLASSES)
     denominator = tl.load(denominators + row)
     target = tl.load(targets + row)
     is_class = (target >= 0) & (target < CLASSES)
     factor = tl.where(is_class, tl.load(factors + row), float("nan"))  # as its loss
+    if CLASSES % 16 != 0:
+        edge, mask = edges(first, end, body, body_end)
+        write_gradient(result, logits, edge, mask, first + target, denominator, factor, DTYPE)
     for start in range(0, CLASSES, BLOCK):
-        mask = start + columns < CLASSES
-        values = load_logits(logits + base + start + columns, mask, DTYPE)
-        values = tl.exp(values - denominator)
-        values = tl.where(start + columns == target, values - 1.0, values) * factor
-        if DTYPE == 0:
-            tl.store(result + base + start + columns, values, mask=mask)
-        elif DTYPE == 1:
-            tl.store(result + base + start + columns, values.to(tl.float16), mask=mask)
-        else:
-            tl.store(result + base + start + columns, round_to_bf16(values), mask=mask)
+        place = body + start + tl.arange(0, BLOCK)
+        write_gradient(result, logits, place, place < body_end, first + target, denominator, factor, DTYPE)
 
 
 class RowKernels:

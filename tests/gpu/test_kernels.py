@@ -378,7 +378,7 @@ class TestCrossEntropy:
         return found
 
     @DTYPES
-    @pytest.mark.parametrize("classes", [2, 100, BLOCK + 9])
+    @pytest.mark.parametrize("classes", [2, 17, 96, 100, BLOCK + 9])
     @pytest.mark.parametrize("reduction", ["mean", "sum"])
     def test_sizes_and_reductions(self, reduction: str, classes: int, dtype: torch.dtype, launched: list[str]) -> None:
         logits = (torch.randn(5, classes) * 4).to(dtype)

@@ -161,7 +161,8 @@ def test_cross_entropy(dtype: int, sm: int) -> None:
     forward = {"logits": POINTERS[dtype], "targets": "*i64", **floats}
     del forward["factors"]
     constants = {"CLASSES": 50257, "DTYPE": dtype, "BLOCK": triton_cross_entropy.BLOCK}
-    compiled(triton_cross_entropy.forward_kernel, forward, constants, sm, enable_fp_fusion=True)
+    ptx = compiled(triton_cross_entropy.forward_kernel, forward, constants, sm, enable_fp_fusion=True)
+    assert "ld.global.v4.b32" in ptx  # though a row begins at any address
     backward = {
         "result": POINTERS[dtype],
         "logits": POINTERS[dtype],
@@ -169,7 +170,8 @@ def test_cross_entropy(dtype: int, sm: int) -> None:
         "denominators": "*fp32",
         "factors": "*fp32",
     }
-    compiled(triton_cross_entropy.backward_kernel, backward, constants, sm, enable_fp_fusion=True)
+    ptx = compiled(triton_cross_entropy.backward_kernel, backward, constants, sm, enable_fp_fusion=True)
+    assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
 
 
 def test_every_launch_says_whether_products_and_sums_are_fused() -> None:
