@@ -94,10 +94,13 @@ class ModuleRule(NamedTuple):
 
     def is_for(self, name: str, module: nn.Module) -> bool:
         """Whether it is a rule for ``module`` of this name."""
-        sizes = {key: len(weight) for key, weight in module._parameters.items() if weight is not None}
-        has_experts = not self.experts or has_stacked_experts(module)
-        has_experts = has_experts and all(index < sizes.get(weight, 0) for weight, index, _ in self.experts)
-        return has_experts and fnmatch.fnmatchcase(name, self.pattern)
+        is_named = fnmatch.fnmatchcase(name, self.pattern)
+        if not is_named or not self.experts:
+            return is_named
+        weights = module._parameters
+        return has_stacked_experts(module) and all(
+            (weight := weights.get(key)) is not None and index < len(weight) for key, index, _ in self.experts
+        )
 
 
 def parse_rules(rules: Rules | None, tables: OpTables) -> tuple[OpRules, tuple[ModuleRule, ...]]:
