@@ -63,7 +63,8 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     width = query.shape[-1]
-    if query.dtype in LOWER_PRECISION_DTYPES and attn_mask is None and width <= _FLASH_HEAD_DIM:
+    is_flash = query.dtype in LOWER_PRECISION_DTYPES and attn_mask is None
+    if is_flash and value.shape[-1] == width <= _FLASH_HEAD_DIM:  # DeepSeek's heads have narrower values
         scale = width**-0.5 if scale is None else scale
         padded = [F.pad(tensor, (0, -width % 8)) if width % 8 else tensor for tensor in (query, key, value)]
         flash = torch.ops.aten._scaled_dot_product_flash_attention.default

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from hf_mp.memory.folding import fold_parameters, kept_sentences
+from hf_mp.memory.folding import fold_parameters, kept_sentences, kept_shares, left_in_16_bits
 from hf_mp.memory.footprint import Kind, MemoryFootprint
 from hf_mp.memory.ledger import Category
 from hf_mp.memory.precisions import PRECISIONS, TRAINING_PRESETS
@@ -19,7 +19,9 @@ from hf_mp.memory.report import MemoryReport, TrainingRow
 from hf_mp.memory.sizes import in_one_unit, readable
 from hf_mp.policy import compute_dtypes
 
-LOADED_HEADER = ("loaded in", "total", "parameters", "buffers", "quantization state", "Transformers counts")
+LOADED_HEADER = (
+    "loaded in", "total", "parameters", "left in 16 bits", "buffers", "quantization state", "Transformers counts",
+)  # fmt: skip
 TRAINING_HEADER = ("trained in", "peak", "in", *(category.value for category in Category))
 
 MEASURED_HEADER = ("trained in", "predicted", "measured", "difference", "allocator or process")
@@ -33,13 +35,30 @@ _SENT = {**_SHORT, "uint8": "weights as bytes"}
 
 def loaded_rows(footprints: Mapping[str, MemoryFootprint]) -> list[tuple[str, ...]]:
     """One row for each precision, in the order of :data:`LOADED_HEADER`."""
-    kinds = (Kind.PARAMETER, Kind.BUFFER, Kind.QUANTIZATION_STATE)
+
+    def of_kind(kind: Kind) -> list[str]:
+        return in_one_unit(found.by_kind.get(kind, 0) for found in footprints.values())
+
+    left = {name: sum(row.total_bytes for row in rows) for name, rows in left_in_16_bits(footprints).items()}
+    shown = dict(zip(left, in_one_unit(left.values()), strict=True))
     columns = [
         in_one_unit(found.total_bytes for found in footprints.values()),
-        *(in_one_unit(found.by_kind.get(kind, 0) for found in footprints.values()) for kind in kinds),
+        of_kind(Kind.PARAMETER),
+        [shown.get(precision, "") for precision in footprints],
+        of_kind(Kind.BUFFER),
+        of_kind(Kind.QUANTIZATION_STATE),
         in_one_unit(found.transformers_bytes for found in footprints.values()),
     ]
     return list(zip((PRECISIONS[precision].label for precision in footprints), *columns, strict=True))
+
+
+def what_it_is(report: MemoryReport) -> str:
+    """Class and size of the model, and how much of its quantized forms are stacked experts in 16 bits."""
+    shares = [
+        f"{share:.0%} of {PRECISIONS[name].label}" for name, share in kept_shares(report.footprints).items() if share
+    ]
+    kept = f"; experts stay in 16 bits: {', '.join(shares)}" if shares else ""
+    return f"{report.architecture}, {report.parameters:,} parameters, from its {report.counted_from}{kept}"
 
 
 def difference_rows(footprints: Mapping[str, MemoryFootprint]) -> list[tuple[str, ...]]:
@@ -129,9 +148,7 @@ def _milliseconds(seconds: float) -> str:
 @group()
 def render(report: MemoryReport, width: int) -> Iterator[RenderableType]:
     """The tables of a report; columns for which ``width`` characters are too few follow in a table below."""
-    yield Text(
-        f"{report.model}: {report.architecture}, {report.parameters:,} parameters, from its {report.counted_from}"
-    )
+    yield Text(f"{report.model}: {what_it_is(report)}")
     yield from _tables("Loaded", LOADED_HEADER, loaded_rows(report.footprints), width)
     yield from map(Text, kept_sentences(report.footprints))
     if rows := difference_rows(report.footprints):
@@ -160,6 +177,9 @@ def _training_parts(report: MemoryReport, width: int) -> Iterator[RenderableType
     # Terminals are narrow: presets are columns, categories are rows.
     header = ("at the peak", *(TRAINING_PRESETS[preset].label for preset in report.training))
     rows = list(zip(TRAINING_HEADER, *training_rows(report.training), strict=True))[1:]
+    worst = [row.estimate.worst_routing_bytes for row in report.training.values()]
+    if any(worst):
+        rows.insert(1, ("with the worst routing", *(readable(size or 0) for size in worst)))
     yield from _tables(title, header, rows, width)
     if rows := communication_rows(report):
         yield from _tables("Sent by each rank in a step, which receives as much", ("", *header[1:]), rows, width)

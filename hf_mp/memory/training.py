@@ -20,6 +20,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import import_utils
 
+from hf_mp.casting.experts import has_stacked_experts
 from hf_mp.casting.mode import autocast
 from hf_mp.casting.nested import tensors_in
 from hf_mp.environment.libraries import quiet_bitsandbytes
@@ -75,6 +76,8 @@ class TrainingMemory(StepProfile):
         allocator_peak_bytes: the allocator's own peak, with the workspace of kernels; None if not requested.
         process_peak_bytes: peak resident memory of the process during the measurement; None for an estimate.
         communication: what one of several ranks sends and receives in a step, by collective.
+        worst_routing_bytes: the peak where all tokens choose the same experts, None without stacked experts. It is
+            ``peak_bytes``: grouped and batched products hold a row for each token and chosen expert, whichever it is.
     """
 
     model: str
@@ -85,6 +88,7 @@ class TrainingMemory(StepProfile):
     allocator_peak_bytes: int | None = None
     process_peak_bytes: int | None = None
     communication: tuple[Collective, ...] = ()
+    worst_routing_bytes: int | None = None
 
     def __repr__(self) -> str:
         step = f"{self.settings.batch_size} x {self.settings.seq_len} tokens"
@@ -200,6 +204,7 @@ def estimate_training_memory(
         device=device,
         measured=False,
         communication=() if rank.communication is None else rank.communication.collectives(),
+        worst_routing_bytes=profile.peak_bytes if any(map(has_stacked_experts, prepared.modules())) else None,
     )
 
 
@@ -309,7 +314,7 @@ def _forward(model: nn.Module, preset: TrainingPreset, device: torch.device) -> 
 
 
 def _with_adapters(model: PreTrainedModel, gradient_checkpointing: bool) -> nn.Module:
-    """A frozen, quantized model with LoRA adapters, as in peft's guide to quantization."""
+    """A frozen, quantized model with LoRA adapters, as in peft's guide to quantization; experts stay in 16 bits."""
     try:
         with quiet_bitsandbytes():
             from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
@@ -317,7 +322,12 @@ def _with_adapters(model: PreTrainedModel, gradient_checkpointing: bool) -> nn.M
         raise ImportError("LoRA needs peft: pip install peft, or choose another precision") from error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of Transformers, about a name that peft reads
+        # It casts all that is not quantized to FP32, stacked experts too, which are most of a model.
+        experts = [p for module in model.modules() if has_stacked_experts(module) for p in module.parameters()]
+        in_16_bits = [parameter.data for parameter in experts]
         prepared = prepare_model_for_kbit_training(model, use_gradient_checkpointing=gradient_checkpointing)
+        for parameter, data in zip(experts, in_16_bits, strict=True):
+            parameter.data = data
         try:
             return get_peft_model(prepared, LoraConfig())
         except ValueError:  # peft knows no usual layers for this architecture

@@ -1,6 +1,5 @@
 """``hf-mp memory`` on a mixture of experts, and what every command shows of an error."""
 
-import json
 import re
 
 import pytest
@@ -32,14 +31,6 @@ def run(*arguments):
     return CliRunner().invoke(cli.app, list(map(str, arguments)))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16-lean"])
-def test_experts_are_predicted_as_they_are_measured(precision):
-    predicted = hf_mp.estimate_training_memory(experts(), precision, **STEP, device="cpu")
-    measured = hf_mp.measure_training_memory(experts(), precision, **STEP, device="cpu")
-    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=1e-3)
-    assert predicted.peak_phase == measured.peak_phase
-
-
 def test_the_command_shows_four_ways_to_train_experts_and_names_the_others(saved, monkeypatch):
     found = LargestBatch(7, 2**19, 2**21, 2**20)
     monkeypatch.setattr("hf_mp.memory.report.largest_batch_size", lambda *args, **kwargs: found)  # the search is slow
@@ -50,6 +41,7 @@ def test_the_command_shows_four_ways_to_train_experts_and_names_the_others(saved
     assert "4 of 4" in result.stderr
     assert "trained in this batch largest batch its peak" in told
     assert all(f"{TRAINING_PRESETS[name].label} fits" in told for name in SHOWN_PRESETS)
+    assert "with the worst routing" in told
     others = ", ".join(name for name in TRAINING_PRESETS if name not in SHOWN_PRESETS)
     assert f"8 more with --precision all, or one by its name: {others} {page} is written" in told
     assert page.read_text().startswith("<!doctype html>")
@@ -62,12 +54,6 @@ def test_all_presets_are_one_word(saved, monkeypatch):
     run("memory", saved, "--config-only", "--json", "--precision", "all")
     run("memory", saved, "--config-only", "--json", "--precision", "FP16", "--precision", "bf16")
     assert asked == [*TRAINING_PRESETS, "fp16", "bf16"]
-
-
-def test_adapters_of_experts_are_predicted_for_a_gpu(saved):
-    result = run("memory", saved, "--config-only", "--seq-len", 16, "--precision", "int8-lora", "--json")
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["training"]["int8-lora"]["estimate"]["peak_bytes"] > 0
 
 
 def test_experts_that_are_chosen_by_value_cannot_be_predicted():
