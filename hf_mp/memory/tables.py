@@ -20,7 +20,7 @@ from hf_mp.memory.sizes import in_one_unit, readable
 from hf_mp.policy import compute_dtypes
 
 LOADED_HEADER = (
-    "loaded in", "total", "parameters", "left in 16 bits", "buffers", "quantization state", "Transformers counts",
+    "loaded in", "total", "parameters", "buffers", "quantization state", "Transformers counts", "16 bits",
 )  # fmt: skip
 TRAINING_HEADER = ("trained in", "peak", "in", *(category.value for category in Category))
 
@@ -44,10 +44,10 @@ def loaded_rows(footprints: Mapping[str, MemoryFootprint]) -> list[tuple[str, ..
     columns = [
         in_one_unit(found.total_bytes for found in footprints.values()),
         of_kind(Kind.PARAMETER),
-        [shown.get(precision, "") for precision in footprints],
         of_kind(Kind.BUFFER),
         of_kind(Kind.QUANTIZATION_STATE),
         in_one_unit(found.transformers_bytes for found in footprints.values()),
+        [shown.get(precision, "") for precision in footprints],
     ]
     return list(zip((PRECISIONS[precision].label for precision in footprints), *columns, strict=True))
 

@@ -67,7 +67,9 @@ def test_every_routing_takes_the_memory_that_is_predicted(
     worst = hf_mp.measure_training_memory(config, "fp16", **STEP, device="cpu")
     monkeypatch.setattr(measuring, "_real_model", balanced)
     even = hf_mp.measure_training_memory(config, "fp16", **STEP, device="cpu")
-    assert predicted.worst_routing_bytes == worst.peak_bytes == even.peak_bytes == predicted.peak_bytes
+    assert predicted.worst_routing_bytes == predicted.peak_bytes
+    for measured in (worst, even):
+        assert measured.peak_bytes == pytest.approx(predicted.peak_bytes, rel=1e-3)
 
 
 def test_a_model_without_experts_has_no_routing(gpt2_config: Any) -> None:

@@ -331,6 +331,12 @@ def test_the_quoted_footprints_come_out_of_real_loads(tmp_path):
     assert [row["quantization_state_bytes"] for row in rows] == [0, 0, 0, 331_776, 5_311_488, 5_311_488]
 
 
+def test_mixtures_of_experts_are_trained_in_each_way(run):
+    row = run("expert_training", steps=5, seeds=1, kinds=["Olmoe"], workers=1)["kinds"]["Olmoe"]
+    assert list(row["losses"]) == ["FP32", *row["off"]] and len(row["off"]) == 5
+    assert row["losses"]["FP32"] == [row["fp32"]] and all(off < 0.02 for off in row["off"].values())
+
+
 @pytest.mark.exhaustive
 def test_what_becomes_of_small_updates(run):
     pytest.importorskip("trl")
