@@ -177,11 +177,16 @@ def _check_dtensor(parameter: Any, placement: Placement, model: nn.Module) -> No
             "alone, over a mesh of one dimension; leave FSDP2 and other dimensions out, or use FSDP2 alone"
         )
     # For expert parallelism, Transformers gives the experts a mesh of their own over the same ranks.
-    if placement.is_tensor_parallel and mesh.mesh.tolist() != first.device_mesh.mesh.tolist():
+    if placement.is_tensor_parallel and _ranks_of(mesh) != _ranks_of(first.device_mesh):
         raise ValueError(
             f"{_name_of(parameter, model)} is spread over {mesh} and {_name_of(first, model)} over "
             f"{first.device_mesh}: tensor parallelism needs the same ranks for the whole model"
         )
+
+
+def _ranks_of(mesh: Any) -> list[int]:
+    """The ranks of a mesh of one dimension, without a look at its tensor, which is a fake one in a plan."""
+    return torch.distributed.get_process_group_ranks(mesh.get_group())
 
 
 def check_masters(model: nn.Module, placement: Placement) -> None:
