@@ -82,10 +82,12 @@ def product_of_experts(
             if stacked is None or not 0 <= (start := operand.data_ptr() - stacked.data_ptr()) < stacked.nbytes:
                 continue
             if operand.dim() == 3:
-                return place, ExpertRows(name, _sorted_rows(kwargs.get("offs", args[-1]), operands), is_whole=True)
+                offsets = kwargs["offs"] if "offs" in kwargs else args[-1]
+                return place, ExpertRows(name, _sorted_rows(offsets, operands), is_whole=True)
             others = [other for other in operands.values() if isinstance(other, Tensor) and other is not operand]
             expert = start // (stacked.stride(0) * stacked.element_size())
-            return place, ExpertRows(name, torch.full((len(others[0]) if others else 1,), expert))
+            size = len(others[0]) if others else 1
+            return place, ExpertRows(name, torch.full((size,), expert, device=operand.device))
     return None
 
 

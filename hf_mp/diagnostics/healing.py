@@ -35,7 +35,7 @@ from hf_mp.policy import PrecisionPolicy, needs_loss_scale
 from hf_mp.scaling.events import MAX_FP32_SHARE, StepObserver, check_on_overflow
 from hf_mp.scaling.rules import FP16_MAX, StepReport, scale_text, scale_with_headroom
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.ranks.placement import is_sharded
+from hf_mp.weights.ranks.placement import is_sharded, placement_of
 
 logger = logging.get_logger(__name__)
 
@@ -105,7 +105,7 @@ class Healer(StepObserver):
         self._ddp: Any = None
 
     def forward(self, forward: Any, args: Any, kwargs: Any) -> None:
-        self._ddp = self._runtime.placement.ddp
+        self._ddp = placement_of(self._runtime.model).ddp
 
     def overflowed(self, optimizer: Optimizer) -> StepReport | None:
         """Heal a step that overflowed, and run it again.

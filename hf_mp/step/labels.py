@@ -7,9 +7,12 @@ from typing import Any
 
 from torch.autograd import profiler
 
+from hf_mp.casting.uncompiled import uncompiled
+
 _NOTHING = nullcontext()
 
 
+@uncompiled  # code that is compiled anew for a profiler would be timed with its compilation
 def labelled(part: str) -> AbstractContextManager[Any]:
     """To run ``part`` of a step in: recorded as ``hf_mp: part`` while a profiler runs, else nothing."""
     return profiler.record_function(f"hf_mp: {part}") if profiler._is_profiler_enabled else _NOTHING

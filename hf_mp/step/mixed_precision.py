@@ -30,7 +30,7 @@ from hf_mp.weights.layout import WeightLayout, too_large
 from hf_mp.weights.layout_choice import make_layout, spread_layout
 from hf_mp.weights.lean.optimizer_in_backward import FreeGradients, OptimizerInBackward, check_free_gradients
 from hf_mp.weights.ranks.agreement import Ranks
-from hf_mp.weights.ranks.placement import ALONE, has_processes, is_running, placement_of
+from hf_mp.weights.ranks.placement import ALONE, Placement, is_running, placement_of
 from hf_mp.weights.reading_region import cache_patches, make_region
 from hf_mp.weights.region import Region
 from hf_mp.weights.slots import GROUP_ELEMENTS, Slots
@@ -56,8 +56,7 @@ class MixedPrecision:
         switches: ``fp32_head=True``, ``exact_generation=True``, as in :class:`PrecisionPolicy`.
 
     Attributes:
-        policy, scaler, stats: the :class:`PrecisionStats`; step_was_skipped: whether the last step was; placement: how
-            the model is spread over processes.
+        policy, scaler, stats: the :class:`PrecisionStats`; step_was_skipped: whether the last step was.
 
     Raises TypeError or ValueError for an unknown policy, or ``free_gradients`` or ``max_grad_norm`` without effect.
     """
@@ -85,7 +84,7 @@ class MixedPrecision:
         self.step_was_skipped = self.is_of_session = False  # a Trainer's, whose next session takes the model over
         self.stats = PrecisionStats.before_first_step(self.scaler.get_scale())
         self._model: weakref.ref[nn.Module] | None = None
-        self.placement = ALONE  # over processes
+        self._is_under_ddp = False  # in the last forward
         self._patches: weakref.finalize[..., nn.Module] | None = None  # takes them off with the model
         self._forwards, self._guards = list[weakref.ref[AttachedForward]](), list[StepGuard]()
         updates = [OptimizerInBackward(max_grad_norm, self._backward_ended)] if free_gradients == "backward" else []
@@ -109,15 +108,15 @@ class MixedPrecision:
             return model
         if self.model is not None:
             raise ValueError("this MixedPrecision has a model already: detach() it, or make another one")
-        self.placement = placement_of(model)
-        check_attachable(model, self.placement)
-        check_layout(model, self.placement, self.policy, is_scaled=self.scaler.is_scaling)
+        placement = placement_of(model)
+        check_attachable(model, placement)
+        check_layout(model, placement, self.policy, is_scaled=self.scaler.is_scaling)
         try:
             self._take_model(model)
-            self._use_layout_for(model.parameters())
+            install_replacements(model, self._tables)  # before FSDP is told which weights travel in FP32
+            self._use_layout_for(model.parameters(), placement)
             self.layout.prepare(model)
             self.wrap_forwards()
-            install_replacements(model, self._tables)
         except BaseException:
             self.detach()
             raise
@@ -165,8 +164,8 @@ class MixedPrecision:
             accelerated.optimizer = self.attach_optimizer(accelerated.optimizer)
             return optimizer
         check_optimizer(optimizer, self.model)
-        self.placement = placement_of(self.model)
-        self._use_layout_for(parameter for group in optimizer.param_groups for parameter in group["params"])
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._use_layout_for(given, placement_of(self.model))
         optimizer = self.layout.wrap(optimizer)
         state_to_fp32(optimizer)
         if self.in_backward is not None:
@@ -189,10 +188,11 @@ class MixedPrecision:
             return None
         if self._patches is None:  # a deep copy, which is whole now
             self._take_model(model)
-        if has_processes():  # DDP or FSDP may have come after attach()
-            self.placement = placement_of(model)
-            self.ranks.note_forward(model, self.placement, is_lean=self.policy.is_lean)
-            self._use_layout_for(model.parameters())
+        placement = placement_of(model)  # DDP or FSDP may have come after attach()
+        self._is_under_ddp = placement.ddp is not None
+        if placement is not ALONE:
+            self.ranks.note_forward(model, placement, is_lean=self.policy.is_lean)
+            self._use_layout_for(model.parameters(), placement)
         if (parameter := next(model.parameters(), None)) is not None:
             self.scaler.scale_tensors(parameter.device)
         if torch._C._are_functorch_transforms_active():
@@ -215,13 +215,13 @@ class MixedPrecision:
     ) -> Slots:
         """The weights of one forward of ``model``, of this ``kind``, whose borders ask ``crossings``."""
         # DDP takes a parameter for ready as soon as the border that it shares has run.
-        is_alone = self.in_backward is None and self.placement.ddp is None
+        is_alone = self.in_backward is None and not self._is_under_ddp
         elements = GROUP_ELEMENTS if is_alone else 1
         uses, made_earlier = None if in_fp32 else self.region.uses, self.region.made_earlier
         return Slots(self.layout, model, crossings, has_grad, self.check.is_scaled, uses, made_earlier, elements, kind)
 
-    def _use_layout_for(self, parameters: Iterable[Tensor]) -> None:
-        model, placement, before = self.model, self.placement, self.layout
+    def _use_layout_for(self, parameters: Iterable[Tensor], placement: Placement) -> None:
+        model, before = self.model, self.layout
         if is_running() or placement.is_tensor_parallel:  # a mesh may be of one process
             parameters = list(parameters)
             self.ranks.compare(parameters, model)
@@ -268,10 +268,10 @@ class MixedPrecision:
             if (report := observer.report()) is not None:
                 return report
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if has_processes():  # FSDP may have come since, around the model too
-            self.placement = placement_of(self.model)
-            self.ranks.check_optimizer(optimizer, self.model, self.placement)
-            self._use_layout_for(parameters)
+        placement = placement_of(self.model)  # FSDP may have come since, around the model too
+        if placement is not ALONE:
+            self.ranks.check_optimizer(optimizer, self.model, placement)
+            self._use_layout_for(parameters, placement)
         return self.check.verdict(parameters)
 
     def report(self, verdict: Verdict | StepReport) -> StepReport:

@@ -138,7 +138,10 @@ def _groups(optimizer: Optimizer) -> Iterator[tuple[AdamWSettings, Sequence[nn.P
     for group in optimizer.param_groups:
         numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
         on_device = [isinstance(number, Tensor) and number.device.type != "cpu" for number in numbers]
-        if group.get("fused") and not group["amsgrad"] and not group["differentiable"] and not any(on_device[1:]):
+        # The kernel reads a learning rate where its parameters are; torch's own step moves it there.
+        is_elsewhere = on_device[0] and any(parameter.device != group["lr"].device for parameter in group["params"])
+        is_known = not group["amsgrad"] and not group["differentiable"] and not any(on_device[1:])
+        if group.get("fused") and is_known and not is_elsewhere:
             beta1, beta2, eps, weight_decay = map(float, numbers[1:])
             lr = group["lr"] if on_device[0] else float(group["lr"])  # the host does not read it
             decoupled, maximize = group["decoupled_weight_decay"], group["maximize"]

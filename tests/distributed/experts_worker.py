@@ -44,15 +44,22 @@ def loaded(folder: str, kind: str, **sizes: Any) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(**sizes)).train()
 
 
+def shard(model: Any) -> None:
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+
+
 def spread(folder: str, kind: str, way: str, precision: str) -> Any:
     """A model with mixed precision over both processes, and its optimizer."""
     model: Any = make(kind) if way == "FSDP2" else loaded(folder, kind, **SPREADS[way])
     runtime = hf_mp.MixedPrecision(precision)
+    is_first = kind in ("Olmoe", "GptOss") and not runtime.policy.is_lean  # sharded, then attached
+    if way == "FSDP2" and is_first:
+        shard(model)
     runtime.attach(model)
-    if way == "FSDP2":
-        for block in model.model.layers:
-            fully_shard(block)
-        fully_shard(model)
+    if way == "FSDP2" and not is_first:
+        shard(model)
     return model, runtime.attach_optimizer(torch.optim.AdamW(model.parameters(), 3e-3))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from hf_mp import MixedPrecision
 from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.ranks.agreement import Ranks, to_number, to_report
 from hf_mp.weights.ranks.placement import (
@@ -79,3 +82,20 @@ def test_a_replicated_model_is_not_tensor_parallel() -> None:
     assert all(map(is_dtensor, model.parameters()))
     placement = placement_of(model)
     assert is_sharded(model) and len(placement.fsdp) == 1 and not placement.is_tensor_parallel
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("detaches", [False, True])
+def test_a_runtime_keeps_neither_model_nor_wrapper_alive(detaches: bool) -> None:
+    runtime = MixedPrecision("bf16")
+    model = runtime.attach(nn.Linear(4, 4))
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = runtime.attach_optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    wrapped(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    if detaches:
+        runtime.detach()
+    gone = weakref.ref(wrapped), weakref.ref(model)
+    del model, wrapped, optimizer
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
