@@ -15,6 +15,7 @@ from hf_mp.casting.experts import has_stacked_experts
 from hf_mp.memory import measuring, training
 from hf_mp.memory.folding import kept_shares
 from hf_mp.memory.footprint import memory_footprint
+from hf_mp.memory.ledger import Category
 from hf_mp.memory.models import skeleton
 from hf_mp.memory.precisions import TRAINING_PRESETS
 
@@ -116,10 +117,15 @@ def test_most_of_a_published_model_stays_in_16_bits(kind: str) -> None:
     assert kept_shares({"nf4": memory_footprint(quantized, as_if_loaded=True)})["nf4"] > 0.9
 
 
+LONG = [pytest.mark.exhaustive, pytest.mark.timeout(900)]  # adapters of 61 layers with 671 billion parameters
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", PUBLISHED)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=LONG if kind == "DeepseekV3" else []) for kind in PUBLISHED])
 def test_published_sizes_are_predicted(kind: str) -> None:
     full = hf_mp.estimate_training_memory(published(kind), "bf16", batch_size=1, seq_len=512)
     assert full.peak_bytes > 16 * PUBLISHED[kind][1]
     adapters = hf_mp.estimate_training_memory(published(kind), "nf4-lora", batch_size=1, seq_len=512)
-    assert adapters.peak_bytes < 0.2 * full.peak_bytes
+    loaded = memory_footprint(skeleton(published(kind), "nf4"), as_if_loaded=True).total_bytes
+    frozen = adapters.bytes_by_category[Category.FROZEN_WEIGHTS]
+    assert frozen < 1.1 * loaded  # embeddings are cast to FP32; experts in FP32 would nearly double it
