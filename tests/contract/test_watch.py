@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from mixtures import make, token_ids
 from torch import nn
 from torch.optim import SGD, AdamW
 from trainer_runs import quick_arguments, tiny_gpt2, token_rows
@@ -257,3 +258,12 @@ def test_a_thousand_tensors_take_a_second() -> None:
     began = time.perf_counter()
     hf_mp.precision_contract(model, optimizer, run=run)
     assert time.perf_counter() - began - alone < 1.0
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
+def test_experts_compute_in_what_is_multiplied(kind: str) -> None:
+    model = make(kind)
+    hf_mp.MixedPrecision("bf16").attach(model)
+    ids = token_ids()
+    contract = hf_mp.precision_contract(model, run=lambda: model(input_ids=ids, labels=ids).loss.backward())
+    assert {row.computed for row in contract.rows if row.kind == "experts"} == {"bf16"}

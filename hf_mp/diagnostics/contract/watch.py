@@ -61,7 +61,13 @@ class ContractWatch(StepObserver):
         self._undo.close()
 
     def _ran(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._computed[module] |= dtypes_of(tensor for tensor in tensors_in(output) if tensor.is_floating_point())
+        # FP32 scores of a router make what experts give FP32: what was multiplied lies in the slots of their weights.
+        held = [vars(module).get(name, weight) for name, weight in module._parameters.items()]
+        stacked = [
+            one for one in held if isinstance(one, Tensor) and one.ndim > 2 and one.dtype in LOWER_PRECISION_DTYPES
+        ]
+        given = stacked or [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
+        self._computed[module] |= dtypes_of(given)
 
     def _send(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.is_floating_point()]
