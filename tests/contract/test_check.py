@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from planted_checkpoints import CLEAN, PLANTED
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from hf_mp.cli import app
@@ -65,6 +66,18 @@ def test_a_model_is_a_risk_at_a_learning_rate(tmp_path: Path) -> None:
     code, text = run(str(model), "--learning-rate", "1e-5")
     assert code == 1 and text.count("way out") == 1
     assert run(str(model), "--learning-rate", "1")[0] == 0
+
+
+def test_of_a_run_that_has_saved_its_model_only_the_newest_checkpoint_is_read(tmp_path: Path) -> None:
+    model = CLEAN["a model in fp32"](tmp_path / "run")
+    for step, dtype in ((2, torch.float32), (10, torch.bfloat16)):
+        weights = {name: one.to(dtype) for name, one in load_file(model / "model.safetensors").items()}
+        folder = model / f"checkpoint-{step}"
+        folder.mkdir()
+        save_file(weights, folder / "model.safetensors")
+    check = check_folder(model, 1e-5)
+    assert check.path == str(model / "checkpoint-10") and check.held == {"weights": {"bf16": 20_672}}
+    assert [risk.kind for risk in check.risks] == ["no masters"]
 
 
 def test_it_runs_without_the_trainer(tmp_path: Path) -> None:

@@ -106,13 +106,13 @@ class Folder:
 
 
 def read_folder(path: Path) -> Folder:
-    """What lies in ``path``, or in the newest checkpoint there if it is a run's; reads headers alone.
+    """What lies in ``path``, or in the newest checkpoint alone if it is a run's; reads headers alone.
 
     Raises:
         UnreadableError: where there are no weights, and for a file that cannot be read.
     """
     steps = {int(found[1]): one for one in path.glob("checkpoint-*") if (found := _RUN.fullmatch(one.name))}
-    if steps and not any(path.glob("*.safetensors")):
+    if steps:  # also where a model lies beside them, which has the names of theirs
         path = steps[max(steps)]
     folder = Folder(path)
     for file in sorted(path.rglob("*"), key=_by_rank):
