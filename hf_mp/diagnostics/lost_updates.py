@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,8 +39,8 @@ class ParameterUpdates:
         dtype: of the parameter, as torch prints it, without "torch.".
         elements: how many it has, on this process.
         has_master: whether its updates are summed up in FP32.
-        lost_share: share of updates that leave their element as it is, bit for bit; None where the size of an update
-            is not known.
+        lost_share: share of updates that leave their element as it is, bit for bit; 0 where the optimizer keeps them
+            itself, None where the size of an update is not known.
     """
 
     name: str
@@ -58,11 +58,13 @@ class TrainingCheck:
         parameters: those that the optimizer updates, in the order of the model.
         learning_rate: the largest of the optimizer's groups.
         risks: what loses bits, each a :class:`Risk` that says what to do.
+        keeps_bits: whether the optimizer keeps small updates without masters, by Kahan sums or stochastic rounding.
     """
 
     parameters: tuple[ParameterUpdates, ...]
     learning_rate: float | None
     risks: tuple[Risk, ...] = ()
+    keeps_bits: bool = False
 
     @property
     def without_masters(self) -> tuple[str, ...]:
@@ -80,11 +82,15 @@ class TrainingCheck:
         return "\n".join(map(str, self.risks))
 
     def __str__(self) -> str:
-        share = "a share that is not known" if self.lost_share is None else f"{self.lost_share:.1%}"
-        first = (
-            f"{len(self.without_masters)} of {len(self.parameters)} trained parameters have no FP32 master, and {share}"
-        )
-        return "\n".join((f"{first} of all updates would be lost", *map(str, self.risks)))
+        masters = f"all {len(self.parameters)} trained parameters are FP32 or have FP32 masters"
+        if self.without_masters:
+            masters = f"{len(self.without_masters)} of {len(self.parameters)} trained parameters have no FP32 master"
+        lost = "how many of their updates would be lost is not known: call this after a backward"
+        if self.lost_share is not None:
+            lost = f"{self.lost_share:.1%} of all updates would be lost"
+        if self.keeps_bits:
+            lost = "the optimizer keeps small updates itself"
+        return "\n".join((f"{masters}, and {lost}", *map(str, self.risks)))
 
 
 def check_training(model: nn.Module, optimizer: Optimizer) -> TrainingCheck:
@@ -129,7 +135,9 @@ def check_training(model: nn.Module, optimizer: Optimizer) -> TrainingCheck:
     evidence.learning_rate = max(filter(None, (learning_rate_of(groups[id(one)]) for _, one in named)), default=None)
     found = tuple(_look_at(name, parameter, groups[id(parameter)], optimizer, evidence) for name, parameter in named)
     evidence.keeps_bits = not all(one.has_master for one in found) and keeps_small_updates(optimizer)
-    return TrainingCheck(found, evidence.learning_rate, find_risks(evidence))
+    if evidence.keeps_bits:
+        found = tuple(one if one.has_master else replace(one, lost_share=0.0) for one in found)
+    return TrainingCheck(found, evidence.learning_rate, find_risks(evidence), evidence.keeps_bits)
 
 
 def keeps_small_updates(optimizer: Any) -> bool:

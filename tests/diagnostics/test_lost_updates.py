@@ -34,7 +34,9 @@ def test_the_share_is_what_the_first_step_of_adam_loses(gpt2, batch, dtype, rate
 def test_the_updates_of_sgd_are_its_gradients(gpt2, batch) -> None:
     model = gpt2.to(torch.bfloat16)
     optimizer = SGD(model.parameters(), lr=1e-2)
-    assert hf_mp.check_training(model, optimizer).lost_share is None
+    check = hf_mp.check_training(model, optimizer)
+    assert check.lost_share is None
+    assert "how many of their updates would be lost is not known: call this after a backward" in str(check)
     model(**batch).loss.backward()
     check = hf_mp.check_training(model, optimizer)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -57,6 +59,9 @@ def test_who_has_masters_has_nothing_to_be_told(gpt2, precision) -> None:
     check = hf_mp.check_training(model, optimizer)
     assert check.without_masters == () and check.advice == ""
     assert check.lost_share < 1e-3
+    assert str(check) == (
+        "all 28 trained parameters are FP32 or have FP32 masters, and 0.0% of all updates would be lost"
+    )
 
 
 def test_it_says_what_to_do(gpt2: GPT2LMHeadModel) -> None:
@@ -116,7 +121,8 @@ def test_an_optimizer_that_keeps_bits_itself_is_no_risk(kind) -> None:
     optimizer = kind(model.parameters(), lr=1e-3)
     random_numbers = torch.get_rng_state()
     check = hf_mp.check_training(model, optimizer)
-    assert check.lost_share == 1.0 and check.risks == () and check.advice == ""
+    assert check.lost_share == check.parameters[0].lost_share == 0.0 and check.risks == () and check.advice == ""
+    assert str(check) == ("1 of 1 trained parameters have no FP32 master, and the optimizer keeps small updates itself")
     assert torch.equal(random_numbers, torch.get_rng_state())
     assert not optimizer.state and (weight == 1).all()
     for _ in range(10):
