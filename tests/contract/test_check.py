@@ -33,7 +33,9 @@ def test_what_was_planted_is_found(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CLEAN)
 def test_nothing_is_found_in_what_is_clean(name: str, tmp_path: Path) -> None:
     check = check_folder(CLEAN[name](tmp_path))
-    assert check.risks == () and str(check).endswith("no risk was found")
+    assert check.risks == ()
+    assert check.needs_learning_rate == (name == "a model in bf16")
+    assert str(check).endswith("\nno risk was found") != check.needs_learning_rate
     assert sum(check.held["weights"].values()) > 1000
 
 
@@ -62,10 +64,21 @@ def test_the_command_names_the_risk_its_share_and_the_way_out(tmp_path: Path) ->
 
 def test_a_model_is_a_risk_at_a_learning_rate(tmp_path: Path) -> None:
     model = CLEAN["a model in bf16"](tmp_path)
-    assert run(str(model)) == (0, f"{model} holds\n  weights: 20,672 bf16\nno risk was found\n")
+    undecided = "no risk was found, but 16-bit weights are one where the learning rate is small: give it, as --learn"
+    code, text = run(str(model))
+    assert code == 0 and text.startswith(f"{model} holds\n  weights: 20,672 bf16\n{undecided}ing-rate 1e-5\n")
+    assert str(check_folder(model, keeps_bits=True)).endswith("\nno risk was found")
     code, text = run(str(model), "--learning-rate", "1e-5")
     assert code == 1 and text.count("way out") == 1
     assert run(str(model), "--learning-rate", "1")[0] == 0
+
+
+@pytest.mark.parametrize("rate", ["-1", "0", "nan", "inf"])
+def test_a_learning_rate_is_positive_and_finite(rate: str, tmp_path: Path) -> None:
+    says = f"a learning rate must be positive and finite, as 1e-5, not {float(rate)}"
+    with pytest.raises(ValueError, match=re.escape(says)):
+        check_folder(tmp_path, float(rate))
+    assert run(str(tmp_path), "--learning-rate", rate) == (2, f"hf-mp check: error: {says}\n")
 
 
 def test_of_a_run_that_has_saved_its_model_only_the_newest_checkpoint_is_read(tmp_path: Path) -> None:
@@ -96,6 +109,31 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
         check_folder(tmp_path)
 
 
+def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    with pytest.raises(UnreadableError, match=r"model.safetensors does not exist$"):
+        check_folder(file)
+    file.touch()
+    with pytest.raises(UnreadableError, match=r"model.safetensors is a file: name its folder$"):
+        check_folder(file)
+
+
+@pytest.mark.parametrize("missing", [1, 2, 10_000])
+def test_a_file_that_ends_early_is_named(missing: int, tmp_path: Path) -> None:
+    model = CLEAN["a model in bf16"](tmp_path)
+    file = next(model.glob("*.safetensors"))
+    os.truncate(file, file.stat().st_size - missing)
+    with pytest.raises(UnreadableError, match=re.escape(f"{file} cannot be read: it ends before its tensors do")):
+        check_folder(model)
+
+
+def test_a_trainer_state_that_is_no_object_is_named(tmp_path: Path) -> None:
+    model = CLEAN["a model in bf16"](tmp_path)
+    (model / "trainer_state.json").write_text("[]")
+    with pytest.raises(UnreadableError, match=r"trainer_state.json cannot be read: it holds a list, not an object$"):
+        check_folder(model)
+
+
 class RunsCode:
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -112,8 +150,10 @@ def test_nothing_of_a_file_is_run(place: str, tmp_path: Path) -> None:
         torch.save({"state": {}, "param_groups": [{"lr": 1e-5, "code": RunsCode(mark)}]}, model / place)
     else:
         (model / place).write_bytes(pickle.dumps(RunsCode(mark)))
-    with pytest.raises(UnreadableError, match=re.escape(place)):
+    with pytest.raises(UnreadableError, match=re.escape(place)) as refused:
         check_folder(model)
+    if place == "optimizer.pt":
+        assert str(refused.value).endswith("it is damaged, or a pickle that runs code, which hf_mp does not")
     assert not mark.exists()
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hf_mp.diagnostics.contract.folders import evidence_of, read_folder
 from hf_mp.diagnostics.contract.risks import Risk, find_risks
-from hf_mp.policy import spell
+from hf_mp.policy import LOWER_PRECISION_DTYPES, spell
 
+_UNDECIDED = (
+    "no risk was found, but 16-bit weights are one where the learning rate is small: give it, as --learning-rate 1e-5"
+)
 _ROLES = {"weights": "weights", "masters": "masters", "firsts": "first moments", "seconds": "second moments"}
 
 
@@ -22,19 +26,21 @@ class FolderCheck:
         path: of what was looked at: of a run, its newest checkpoint.
         held: elements by role and dtype, as ``{"weights": {"bf16": 124439808}}``.
         risks: states that lose bits.
+        needs_learning_rate: whether 16-bit weights are a risk depends on a learning rate that is not known.
     """
 
     path: str
     held: dict[str, dict[str, int]]
     risks: tuple[Risk, ...]
+    needs_learning_rate: bool = False
 
     def __str__(self) -> str:
         stored = (
             f"  {role}: {', '.join(f'{count:,} {dtype}' for dtype, count in dtypes.items())}"
             for role, dtypes in self.held.items()
         )
-        risks = map(str, self.risks) if self.risks else ["no risk was found"]
-        return "\n".join((f"{self.path} holds", *stored, *risks))
+        none = _UNDECIDED if self.needs_learning_rate else "no risk was found"
+        return "\n".join((f"{self.path} holds", *stored, *(map(str, self.risks) if self.risks else [none])))
 
     def to_json(self) -> str:
         """One object."""
@@ -60,7 +66,10 @@ def check_folder(
 
     Raises:
         UnreadableError: (a ValueError) where there are no weights, and for a file that cannot be read.
+        ValueError: for a learning rate that is not positive and finite.
     """
+    if learning_rate is not None and not 0.0 < learning_rate < math.inf:
+        raise ValueError(f"a learning rate must be positive and finite, as 1e-5, not {learning_rate}")
     folder = read_folder(path)
     evidence = evidence_of(folder, learning_rate, keeps_bits=keeps_bits, progress=progress)
     held: dict[str, dict[str, int]] = {}
@@ -68,4 +77,6 @@ def check_folder(
         for one in getattr(evidence, role):
             counts, dtype = held.setdefault(words, {}), spell(one.dtype)
             counts[dtype] = counts.get(dtype, 0) + one.elements
-    return FolderCheck(str(folder.path), held, find_risks(evidence))
+    is_narrow = any(one.dtype in LOWER_PRECISION_DTYPES for one in evidence.weights)
+    undecided = is_narrow and not (evidence.is_training or keeps_bits)
+    return FolderCheck(str(folder.path), held, find_risks(evidence), undecided)

@@ -74,7 +74,10 @@ class Part:
             )
         with self.path.open("rb") as file:
             file.seek(self.offset + first * self.dtype.itemsize)
-            return torch.frombuffer(bytearray(file.read(count * self.dtype.itemsize)), dtype=self.dtype)
+            found = bytearray(file.read(count * self.dtype.itemsize))
+        if len(found) < count * self.dtype.itemsize:
+            raise UnreadableError(f"{self.path} cannot be read: it ends before its tensors do: copy it anew")
+        return torch.frombuffer(found, dtype=self.dtype)
 
     def sample(self) -> Tensor:
         """Some of the elements, in blocks that lie far from each other."""
@@ -111,6 +114,8 @@ def read_folder(path: Path) -> Folder:
     Raises:
         UnreadableError: where there are no weights, and for a file that cannot be read.
     """
+    if not path.is_dir():
+        raise UnreadableError(f"{path} {'is a file: name its folder' if path.exists() else 'does not exist'}")
     steps = {int(found[1]): one for one in path.glob("checkpoint-*") if (found := _RUN.fullmatch(one.name))}
     if steps:  # also where a model lies beside them, which has the names of theirs
         path = steps[max(steps)]
@@ -122,7 +127,10 @@ def read_folder(path: Path) -> Folder:
         try:
             reader(file, folder)
         except Exception as error:  # whatever damaged bytes bring about: the file is named
-            raise UnreadableError(f"{file} cannot be read: {(str(error).splitlines() or [''])[0][:200]}") from error
+            says = (str(error).splitlines() or [""])[0][:200]
+            if isinstance(error, pickle.UnpicklingError):  # torch would advise to run it
+                says = "it is damaged, or a pickle that runs code, which hf_mp does not"
+            raise UnreadableError(f"{file} cannot be read: {says}") from error
     if not folder.parts:
         raise UnreadableError(
             f"{path} holds no weights: name the folder of a model, of a checkpoint, or of a run that has checkpoints"
@@ -208,6 +216,8 @@ def _start_of_data(shard: Path, place: Any) -> int:
 
 def _read_json(file: Path, folder: Folder) -> None:
     found = json.loads(file.read_bytes())
+    if not isinstance(found, dict):
+        raise TypeError(f"it holds a {type(found).__name__}, not an object")
     logged = [{"lr": entry.get("learning_rate")} for entry in found.get("log_history", ())]
     folder.groups += [*logged, *found.get("groups", found.get("optimizer", {}).get("groups", ()))]
 
