@@ -25,6 +25,7 @@ from typer.main import get_command
 
 from hf_mp import _HOME
 from hf_mp.cli import app
+from hf_mp.trainer.settings import PrecisionOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = "scripts/results"
@@ -120,6 +121,7 @@ SECTIONS = (
 # The methods to document; the others are internal.
 MEMBERS = {
     "MixedPrecision": ("attach", "attach_optimizer", "detach", "model", "state_dict", "load_state_dict"),
+    "MixedPrecisionArguments": tuple(PrecisionOptions.__dataclass_fields__),
     "MixedPrecisionCallback": ("detach",),
     "MixedPrecisionTrainer": ("train",),
     "OverflowExplainer": ("explain_now",),
