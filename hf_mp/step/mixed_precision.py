@@ -24,14 +24,14 @@ from hf_mp.step.forward import AttachedForward
 from hf_mp.step.gradients import GradientCheck, Verdict
 from hf_mp.step.update import StepGuard
 from hf_mp.weights.accelerated import as_accelerated
-from hf_mp.weights.attachable import NO_BORDER, RUNTIMES, check_attachable, check_layout, check_optimizer
+from hf_mp.weights.attachable import NO_BORDER, RUNTIMES, check_attachable, check_layout, check_optimizer, rules_for
 from hf_mp.weights.early_state import state_to_fp32
+from hf_mp.weights.generation import cache_patches
 from hf_mp.weights.layout import WeightLayout, too_large
 from hf_mp.weights.layout_choice import make_layout, spread_layout
 from hf_mp.weights.lean.optimizer_in_backward import FreeGradients, OptimizerInBackward, check_free_gradients
 from hf_mp.weights.ranks.agreement import Ranks
 from hf_mp.weights.ranks.placement import ALONE, Placement, is_running, placement_of
-from hf_mp.weights.reading_region import cache_patches, make_region
 from hf_mp.weights.region import Region
 from hf_mp.weights.slots import GROUP_ELEMENTS, Slots
 from hf_mp.weights.value_clipping import VALUE_PATCHES
@@ -128,7 +128,8 @@ class MixedPrecision:
         self._patches = weakref.finalize(model, acquire(PATCHES, VALUE_PATCHES, *cache_patches()))
 
     def _make_region(self, model: nn.Module | None) -> Region:
-        return make_region(self.layout, self.check.open_backwards.paused, model, self.rules, tables=self._tables)
+        rules = rules_for(model, self.policy, self.rules)
+        return Region(self.layout, self.check.open_backwards.paused, model, rules=rules, tables=self._tables)
 
     def add_rules(self, rules: Mapping[str, str]) -> None:
         """Have rules by module (``remedies``) hold too, and be saved; a ValueError for names that match no module."""

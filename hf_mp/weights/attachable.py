@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import inspect
 import weakref
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from hf_mp.casting.experts import has_stacked_experts
 from hf_mp.casting.replacements.base import ReplacedForward
+from hf_mp.casting.rules import Rules
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.weights.lean.split_parameter import SplitParameter
 from hf_mp.weights.ranks.placement import Placement, check_masters, check_placement, updates
@@ -159,6 +161,24 @@ def head_of(model: nn.Module) -> str:
         f"fp32_head=True is for a model with an output embedding, and {type(model).__name__} has none: name the "
         "modules to run in FP32, as in rules={'score': 'fp32'}"
     )
+
+
+def rules_for(model: nn.Module | None, policy: PrecisionPolicy, rules: Rules) -> Rules:
+    """The rules that hold for ``model``: ``rules``, and FP32 for its head where ``fp32_head`` asks for it.
+
+    Without a model, rules that name modules wait for one.
+
+    Raises:
+        ValueError: for a rule for the head that is not that of ``fp32_head=True``.
+    """
+    if model is None:
+        return {} if any(isinstance(key, str) for key in rules) else rules
+    if not policy.fp32_head:
+        return rules
+    head = glob.escape(head_of(model))
+    if rules.get(head, "fp32") != "fp32":
+        raise ValueError(f"fp32_head=True contradicts rules={{{head!r}: {rules[head]!r}}}: leave out one of them")
+    return {**rules, head: "fp32"}
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module | None) -> None:

@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from hf_mp.weights.model_walk import parameters_of
 from hf_mp.weights.ranks.buckets import Buckets
 from hf_mp.weights.ranks.placement import Placement, is_dtensor, is_running, local_part, local_parts
 from hf_mp.weights.ranks.wire import Runtime
-from hf_mp.weights.working_copies import WorkingCopies, is_parameter
+from hf_mp.weights.working_copies import WorkingCopies
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +58,9 @@ class WeightLayout:
                 f"and take {sum(one.nbytes for one in grown) / 2**20:,.1f} MiB more"
             )
 
-    def working_copy(self, weight: Tensor) -> Tensor | None:
-        """What lower-precision ops read in the place of ``weight``, without grad; None where they cast it."""
-        return self.copies.get(weight) if is_master(weight) else None
+    def working_copies(self, weights: Iterable[Tensor]) -> dict[int, Tensor]:
+        """By the identity of FP32 masters among ``weights``, what products read in their places, without grad."""
+        return self.copies.get_all(weights)
 
     def join_ranks(
         self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]
@@ -110,8 +110,7 @@ class WeightLayout:
 
     def updated(self, optimizer: Optimizer) -> None:
         """Called after ``optimizer`` has written its parameters."""
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        self.copies.refresh_all([parameter for parameter in parameters if parameter.grad is not None])
+        self.copies.refresh_all([p for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
 
     def scale_changes(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
         """Called before the loss scale changes: gradients that are still scaled keep the scale that they have."""
@@ -128,10 +127,6 @@ def _to_fp32(parameter: nn.Parameter) -> None:
     whole = nn.Parameter(parameter.detach().float())  # `.data` of a DTensor leaves its shard as it is
     vars(whole).update(vars(parameter))
     torch.utils.swap_tensors(parameter, whole)
-
-
-def is_master(weight: Tensor) -> TypeGuard[nn.Parameter]:
-    return weight.dtype is torch.float32 and is_parameter(weight)
 
 
 def measure(found: Sequence[tuple[Tensor, Tensor | None]], *, with_norm: bool) -> tuple[Tensor, Tensor | None]:

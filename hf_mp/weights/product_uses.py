@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -101,8 +101,9 @@ class ProductUses:
         """Whether a forward of this kind has ended."""
         return kind in self._known
 
-    def slots(self, model: nn.Module) -> Iterator[Slot]:
+    def slots(self, model: nn.Module) -> list[Slot]:
         """Where the weights of ``model`` are looked up; not those in whose place something else lies."""
+        found = []
         for module in modules_of(model):
             attributes = vars(module)
             if "base_layer" in (parts := attributes.get("_modules", ())):
@@ -113,7 +114,8 @@ class ProductUses:
                 for name, weight in parameters.items():
                     # accelerate loads what it has offloaded when its module is called: until then it is on meta.
                     if weight is not None and name not in attributes and weight.device.type != "meta":
-                        yield Slot(module, attributes, name, weight, name in names)
+                        found.append(Slot(module, attributes, name, weight, name in names))
+        return found
 
     def _keep_adapted_experts(self, base: nn.Module) -> None:
         # PEFT adds to them, in FP32, in a parametrization that may not change their dtype.

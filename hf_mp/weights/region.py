@@ -5,9 +5,10 @@ from __future__ import annotations
 import bisect
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,13 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_mp.casting.active import active_autocast, state
 from hf_mp.casting.cpu.handlers import training_plan
+from hf_mp.casting.cpu.packed import PackedWeights
 from hf_mp.casting.handlers import PlannedCall, widened
 from hf_mp.casting.mode import ALWAYS_HELD, autocast
 from hf_mp.casting.nested import apply_to_tensors
 from hf_mp.casting.tables import CastRule
 from hf_mp.casting.uncompiled import uncompiled
+from hf_mp.weights.generation import lowers_attention, reading_plan
 from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.product_uses import ProductUses
 from hf_mp.weights.ranks.placement import is_dtensor
@@ -29,9 +32,6 @@ from hf_mp.weights.region_losses import planned_losses
 from hf_mp.weights.slots import Slots
 from hf_mp.weights.weight_calls import calls_of_weights
 from hf_mp.weights.working_copies import WatchedParameter
-
-if TYPE_CHECKING:
-    from hf_mp.weights.reading_region import ReadingRegion
 
 
 class _Thread(threading.local):
@@ -52,17 +52,20 @@ class Region(autocast):
         self,
         layout: WeightLayout,
         no_backward: Callable[[], AbstractContextManager[None]],
-        reading: ReadingRegion | None = None,
+        model: nn.Module | None,
         **settings: Any,
     ) -> None:
-        super().__init__(layout.policy.compute, **settings)
-        self.layout = layout
-        self._no_backward, self._reading = no_backward, reading
-        self._thread = _Thread()
-        self._runs: list[int] = [] if reading is None else reading._runs  # threads in which a forward of the model runs
+        super().__init__(layout.policy.compute, model=model, **settings)
+        self.layout, self._no_backward = layout, no_backward
+        self._model = (lambda: None) if model is None else weakref.ref(model)
+        self.thread = _Thread()
+        self._threads: list[int] = []  # in which a forward of the model runs
         self._plan = {**training_plan(self._plan), **calls_of_weights(self._plan), **planned_losses(self._plan)}
         if layout.policy.exact_generation:
             self.sum_in_fp64()
+        self._training_plan, self._reading_plan = self._plan, reading_plan(self, self._plan)
+        self.packed = PackedWeights()  # of forwards without gradients, until the next one that has some
+        self.lowers_caches = False  # whether the forward that runs gives Transformers' caches 16 bits
         self.uses = ProductUses(self._lowers, self._ruled())
 
     def _lowers(self, op: Callable[..., Any]) -> bool:
@@ -73,50 +76,44 @@ class Region(autocast):
         for module, rule in self._ruled_modules:
             yield from [module] if rule.functions else module.modules()
 
-    @property
-    def weights(self) -> Slots | None:
-        """Those of the forward that runs in this thread."""
-        return self._thread.weights
-
     def refuse_other_threads(self) -> None:
         """Raise a RuntimeError if another thread runs a forward of the model, in whose modules its weights lie."""
-        if any([thread != threading.get_ident() for thread in self._runs]):
+        if any([thread != threading.get_ident() for thread in self._threads]):
             raise RuntimeError(_SHARED_BY_THREADS)
 
-    def running(self, weights: Slots | None) -> AbstractContextManager[None]:
-        """To run a forward in, with the weights that it uses; None for those that the model has."""
-        if (reading := self._reading) is None:
-            return self._running(weights)
-        if weights is not None and weights.has_grad:
-            reading.release()
-        elif self.observer is None and not torch.is_grad_enabled():
-            reading.layout = self.layout
-            return reading.running(weights)
-        return self._running(weights)
-
     @contextmanager
-    def _running(self, weights: Slots | None) -> Iterator[None]:
-        before, self._thread.weights = self._thread.weights, weights
+    def running(self, weights: Slots | None) -> Iterator[None]:
+        """To run a forward in, with the weights that it uses; None for those that the model has."""
+        before = self.thread.weights, self._plan, self.lowers_caches
+        has_grad = weights is not None and weights.has_grad
+        is_reading = not has_grad and self.observer is None and not torch.is_grad_enabled()
+        self.thread.weights, self._plan = weights, self._reading_plan if is_reading else self._training_plan
+        self.lowers_caches = is_reading and self._lowers_attention()
+        if has_grad:
+            self.packed.clear()
         if weights is not None:
             weights.fill()
-        self._runs.append(thread := threading.get_ident())
+        self._threads.append(thread := threading.get_ident())
         try:
             with self.layout.saving(), self:
                 yield
         finally:
-            self._runs.remove(thread)
-            self._thread.weights = before
+            self._threads.remove(thread)
+            self.thread.weights, self._plan, self.lowers_caches = before
             if weights is not None:
                 weights.clear()
+
+    def _lowers_attention(self) -> bool:
+        """Whether attention reads keys and values in this dtype, by any op: rules and attentions may come later."""
+        has_rules = self.has_op_rules or any([rule.functions for rule in self._module_rules.values()])
+        return not has_rules and lowers_attention(self._model())
 
     def add_rules(self, rules: Mapping[str, str], model: nn.Module | None) -> None:
         super().add_rules(rules, model)
         self.uses = ProductUses(self._lowers, self._ruled())
-        if self._reading is not None:
-            self._reading.add_rules(rules, model)
 
     def recomputation(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        weights = self._thread.weights
+        weights = self.thread.weights
 
         def recompute(*args: Any, **kwargs: Any) -> Any:
             if active_autocast() is self:
@@ -131,12 +128,12 @@ class Region(autocast):
 
     def ended(self, weights: Slots) -> None:
         """Take in that a forward has ended, of which tensors may be kept for another one."""
-        self._thread.made.append((weights.first_node, torch.autograd._get_sequence_nr()))
-        del self._thread.made[:-1000]
+        self.thread.made.append((weights.first_node, torch.autograd._get_sequence_nr()))
+        del self.thread.made[:-1000]
 
     def made_earlier(self, node: Any) -> bool:
         """Whether an earlier forward of this model made an autograd node, whose result was kept."""
-        made, number = self._thread.made, node._sequence_nr()
+        made, number = self.thread.made, node._sequence_nr()
         position = bisect.bisect_right(made, (number, math.inf)) - 1
         return position >= 0 and number < made[position][1]
 
@@ -147,9 +144,11 @@ class Region(autocast):
         # Every torch call of a model comes here, most of them in no table: one look-up decides.
         if self.observer is not None or is_dynamo_compiling():
             return super().__torch_function__(func, types, args, kwargs)
-        entry, weights = self._plan.get(func), self._thread.weights
+        entry, weights = self._plan.get(func), self.thread.weights
         if entry is not None and entry.rule not in ALWAYS_HELD and state.active[-1] is not self:
             entry = self.in_island(entry)
+        if self._plan is self._reading_plan and entry is not None and weights is not None and torch.is_grad_enabled():
+            args, kwargs = apply_to_tensors(weights.bring_in, (args, dict(kwargs or {})))  # switched on inside
         if weights is not None and weights.is_asked and func not in weights.unasked:
             is_outside = weights.has_outside(args) or (kwargs and weights.has_outside(kwargs.values()))
             if is_outside or weights.is_learning:
@@ -162,7 +161,7 @@ class Region(autocast):
         self, entry: PlannedCall | None, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         # In compiled code, what comes in from outside is the graph's input: see bring_in().
-        weights = None if is_dynamo_compiling() else self._thread.weights
+        weights = None if is_dynamo_compiling() else self.thread.weights
         if weights is not None and weights.is_asked and func not in weights.unasked:
             args, kwargs = _brought_in(weights, entry, func, args, kwargs)
         return super().apply(entry, func, args, kwargs)
@@ -173,11 +172,11 @@ class Region(autocast):
 
     def must_see(self, tensors: Sequence[Any]) -> bool:
         """Whether one of ``tensors`` comes from outside, or it is not known yet what the model does with them."""
-        weights = self._thread.weights
+        weights = self.thread.weights
         return weights is not None and weights.is_asked and (weights.is_learning or weights.has_outside(tensors))
 
     def bring_in(self, tensor: Tensor) -> Tensor:
-        weights = self._thread.weights
+        weights = self.thread.weights
         return tensor if weights is None or not torch.is_grad_enabled() else weights.bring_in(tensor)
 
     def may_bypass(self, activation: Any, weights: list[Any]) -> bool:

@@ -92,45 +92,33 @@ class Slots:
         """What to put into which of ``slots``."""
         self._slots += slots if self.is_learning else []
         # Made fresh before an alias inside exists: anything else that shares the memory may write it unseen.
-        copies = [self._copy_of(slot) for slot in slots]
+        copies = self._layout.working_copies([slot.weight for slot in slots if slot.in_16_bits])
         if self.has_grad:
-            self._bring_in_trained(slots, copies)
+            self._bring_in_trained([slot.weight for slot in slots], copies)
         found, placed = [], set[int]()
-        for slot, copy in zip(slots, copies, strict=True):
-            weight = slot.weight
-            value = self._value_of(slot, copy, placed)
+        for slot in slots:
+            weight, copy = slot.weight, copies.get(id(slot.weight)) if slot.in_16_bits else None
+            inside = self._inside.get(id(weight)) if self.has_grad else None
+            if inside is None:
+                inside = _Inside(weight, weight, copy)
+                if copy is not None:
+                    self._inside[id(copy)] = inside
+            elif self._has_border_by_slot:
+                inside = self._bring_in([(weight, None)]) if id(weight) in placed else inside
+                placed.add(id(weight))
             if self.is_learning:
-                self._inside.setdefault(id(weight), _Inside(weight, weight, copy))
+                self._inside.setdefault(id(weight), inside)
+            value = inside.wide if copy is None or inside.rounded is None else inside.rounded
             if value is not weight:
                 found.append((slot, value))
         return found
 
-    def _copy_of(self, slot: Slot) -> Tensor | None:
-        if not slot.in_16_bits or slot.weight.dtype is not torch.float32:
-            return None
-        copy = self._layout.copies.fresh(slot.weight)
-        return self._layout.working_copy(slot.weight) if copy is None else copy
-
-    def _value_of(self, slot: Slot, copy: Tensor | None, placed: set[int]) -> Tensor:
-        """What to put into ``slot``; ``placed`` are weights that lie in one already."""
-        weight = slot.weight
-        inside = self._inside.get(id(weight)) if self.has_grad else None
-        if inside is None:
-            if copy is not None:
-                self._inside[id(copy)] = _Inside(weight, weight, copy)
-            return weight if copy is None else copy
-        if self._has_border_by_slot:
-            inside = self._bring_in([(weight, None)]) if id(weight) in placed else inside
-            placed.add(id(weight))
-        return inside.rounded if slot.in_16_bits and inside.rounded is not None else inside.wide
-
-    def _bring_in_trained(self, slots: list[Slot], copies: list[Tensor | None]) -> None:
-        pairs: dict[int, tuple[Tensor, Tensor | None]] = {}
-        for slot, copy in zip(slots, copies, strict=True):
-            weight = slot.weight
-            if weight.requires_grad and (copy is not None or (self.has_borders and id(weight) not in pairs)):
-                pairs[id(weight)] = weight, copy
-        for group in _groups(pairs.values(), self._group_elements):
+    def _bring_in_trained(self, weights: list[Tensor], copies: dict[int, Tensor]) -> None:
+        crossing: dict[int, tuple[Tensor, Tensor | None]] = {}
+        for weight in weights:
+            if weight.requires_grad and (self.has_borders or id(weight) in copies):
+                crossing[id(weight)] = weight, copies.get(id(weight))
+        for group in _groups(crossing.values(), self._group_elements):
             self._bring_in(group)
 
     def _bring_in(self, pairs: _Pairs) -> _Inside:

@@ -36,7 +36,7 @@ _OPERATORS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__",
 
 def _write(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A write in place: into the parameter, where a slot's working copy is meant."""
-    weights = None if is_dynamo_compiling() else region.weights
+    weights = None if is_dynamo_compiling() else region.thread.weights
     if weights is not None and args:
         targets = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
         if any([weights.is_copy(target) for target in targets]):
@@ -46,7 +46,7 @@ def _write(region: Region, name: str, func: Callable[..., Any], args: Any, kwarg
 
 def _read_or_set_data(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``weight.data``, of which the parameter outside must know."""
-    weights = region.weights
+    weights = region.thread.weights
     first, *others = [args[0]] if weights is None else weights.data_of(args[0])
     for other in others:
         func(other, *args[1:])
@@ -54,13 +54,13 @@ def _read_or_set_data(region: Region, name: str, func: Callable[..., Any], args:
 
 
 def _read_dtype(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    weights = None if is_dynamo_compiling() else region.weights
+    weights = None if is_dynamo_compiling() else region.thread.weights
     return func(*args) if weights is None else weights.dtype_of(args[0])
 
 
 def _with_fp32_weights(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A layer of torch in one kernel, which wants one dtype of all its weights."""
-    weights = region.weights
+    weights = region.thread.weights
     if weights is not None:
         args, kwargs = weights.in_fp32(args, kwargs)
     return func(*args, **kwargs)

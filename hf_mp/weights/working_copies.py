@@ -6,13 +6,13 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 
-from hf_mp.kernels.identity import is_shared
+from hf_mp.kernels.identity import is_shared, version_of
 
 _DATA: Any = Tensor.data  # the property itself, which the class below overrides
 
@@ -59,9 +59,9 @@ class WatchedParameter(nn.Parameter):
         return changed
 
 
-def is_parameter(tensor: Tensor) -> bool:
-    """``isinstance(tensor, nn.Parameter)``, which asks in Python."""
-    return type(tensor) is WatchedParameter or isinstance(tensor, nn.Parameter)
+def is_master(weight: Tensor) -> TypeGuard[nn.Parameter]:
+    """Whether ``weight`` is one of which there are working copies: an FP32 parameter."""
+    return weight.dtype is torch.float32 and isinstance(weight, nn.Parameter)
 
 
 def let_optimizers_be_fast(kind: type[nn.Parameter]) -> None:
@@ -92,8 +92,7 @@ def unwatch(parameter: nn.Parameter) -> None:
 
 def seen(parameter: Tensor) -> tuple[int, int]:
     """Version and address, by which a later look tells most writes."""
-    # version_of(), written out: this is asked of every weight twice a step
-    return -1 if parameter.is_inference() else parameter._version, parameter.data_ptr()
+    return version_of(parameter), parameter.data_ptr()
 
 
 @dataclass
@@ -120,23 +119,25 @@ class WorkingCopies:
     def __contains__(self, parameter: Tensor) -> bool:
         return id(parameter) in self._entries
 
-    def fresh(self, parameter: Tensor) -> Tensor | None:
-        """The working copy of ``parameter``, if it has one and was not written since: as nearly always."""
-        entry = self._entries.get(id(parameter))
-        if (
-            entry is None
-            or type(parameter) is not WatchedParameter
-            or parameter._data_was_out  # shape and device change by way of .data, or of the version
-            or entry.seen[0] == -1
-            or entry.seen != (parameter._version, parameter.data_ptr())
-        ):
-            return None
-        return entry.copy
+    def get_all(self, weights: Iterable[Tensor]) -> dict[int, Tensor]:
+        """By the identity of FP32 masters among ``weights``, their working copies, as of :meth:`get`."""
+        found = {}
+        for weight in weights:
+            entry = self._entries.get(id(weight))
+            if (  # as nearly always, nobody has written it
+                entry is not None
+                and type(weight) is WatchedParameter
+                and not weight._data_was_out  # shape and device change by way of .data, or of the version
+                and entry.seen[0] != -1
+                and entry.seen == (weight._version, weight.data_ptr())
+            ):
+                found[id(weight)] = entry.copy
+            elif is_master(weight):
+                found[id(weight)] = self.get(weight)
+        return found
 
     def get(self, parameter: nn.Parameter) -> Tensor:
         """The working copy of ``parameter``, a tensor of its shape without grad; do not write to it."""
-        if (copy := self.fresh(parameter)) is not None:
-            return copy
         entry = self._entries.get(id(parameter))
         if entry is None or entry.copy.shape != parameter.shape or entry.copy.device != parameter.device:
             return self._make(parameter).copy
@@ -156,8 +157,12 @@ class WorkingCopies:
         Others wait until :meth:`get` finds them changed: the base under an adapter is not read at every step, and a
         graph may have saved their copies (a generator's, while its discriminator is updated).
         """
-        found = [(self._entries.get(id(parameter)), parameter) for parameter in parameters]
-        _refresh([(e, p) for e, p in found if e is not None and p.requires_grad and e.copy.shape == p.shape])
+        found = []
+        for parameter in parameters:
+            entry = self._entries.get(id(parameter))
+            if entry is not None and parameter.requires_grad and entry.copy.shape == parameter.shape:
+                found.append((entry, parameter))
+        _refresh(found)
 
     def copy_of(self, parameter: nn.Parameter) -> Tensor | None:
         """The copy that ``parameter`` has, whether or not it is fresh, for a kernel that writes both."""
@@ -217,4 +222,4 @@ def _refresh(pairs: list[tuple[_Entry, nn.Parameter]]) -> None:
     if pairs:
         torch._foreach_copy_([entry.copy for entry, _ in pairs], [parameter for _, parameter in pairs])
     for entry, parameter in pairs:
-        entry.seen = seen(parameter)
+        entry.seen = -1 if parameter.is_inference() else parameter._version, parameter.data_ptr()

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp.policy import PrecisionPolicy
-from hf_mp.weights.layout import WeightLayout, is_master
+from hf_mp.weights.layout import WeightLayout
 from hf_mp.weights.ranks.placement import Placement, is_dtensor
 from hf_mp.weights.ranks.transient_copies import TransientCopies
 from hf_mp.weights.ranks.wire import Runtime, send_as_before, send_in_16_bits
+from hf_mp.weights.working_copies import is_master
 
 
 class TransientLayout(WeightLayout):
@@ -28,8 +29,8 @@ class TransientLayout(WeightLayout):
         super().__init__(policy)
         self._transient = TransientCopies(policy.compute)
 
-    def working_copy(self, weight: Tensor) -> Tensor | None:
-        return self._transient.get(weight) if is_master(weight) else None
+    def working_copies(self, weights: Iterable[Tensor]) -> dict[int, Tensor]:
+        return {id(weight): self._transient.get(weight) for weight in weights if is_master(weight)}
 
     def join_ranks(
         self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]
@@ -70,8 +71,8 @@ class TensorParallelLayout(TransientLayout):
 
     _instead_of_bitsandbytes = "torch's optimizers"
 
-    def working_copy(self, weight: Tensor) -> Tensor | None:
-        return weight.detach().to(self.policy.compute) if is_master(weight) else None
+    def working_copies(self, weights: Iterable[Tensor]) -> dict[int, Tensor]:
+        return {id(weight): weight.detach().to(self.policy.compute) for weight in weights if is_master(weight)}
 
     def join_ranks(
         self, model: nn.Module, placement: Placement, runtime: Runtime, in_fp32: Sequence[nn.Module]

@@ -30,7 +30,7 @@ from hf_mp import MixedPrecision
 from hf_mp.casting.cpu import packed as packed_weights
 from hf_mp.casting.cpu.packed import PackedWeights
 from hf_mp.casting.cpu.upcast import CPU_PRODUCTS, runs_natively
-from hf_mp.weights.reading_region import ReadingRegion
+from hf_mp.weights.region import Region
 
 native = pytest.mark.skipif(not CPU_PRODUCTS.get(torch.bfloat16, False), reason="needs a CPU with BF16 products")
 
@@ -49,9 +49,7 @@ def attached(model: nn.Module, precision: str = "bf16", **settings: object) -> M
 
 
 def packed_of(runtime: MixedPrecision) -> PackedWeights:
-    reading = runtime.region._reading
-    assert isinstance(reading, ReadingRegion)
-    return reading.packed
+    return runtime.region.packed
 
 
 def gpt2() -> nn.Module:
@@ -309,7 +307,7 @@ def test_a_cache_in_16_bits_gives_the_bits_of_one_in_fp32(
     found = generated(model, **cache)
     kept = {tensor.dtype for layer in layers_of(found.past_key_values) for tensor in (layer.keys, layer.values)}
     assert kept == {runtime.policy.compute}
-    monkeypatch.setattr(ReadingRegion, "_lowers_attention", lambda region: False)
+    monkeypatch.setattr(Region, "_lowers_attention", lambda region: False)
     expected = generated(model)  # a static cache in FP32 takes no values in 16 bits where a window slides
     assert torch.equal(found.sequences, expected.sequences)
     if not cache:  # attention over a static cache sums more zeros
