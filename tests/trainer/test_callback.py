@@ -15,7 +15,6 @@ from torch import nn
 from trainer_runs import (
     OURS,
     arguments,
-    history,
     logged,
     make_trainer,
     poisoned,
@@ -80,19 +79,6 @@ def test_masters_are_made_before_the_optimizer(tmp_path: Path, dtype: torch.dtyp
     moments = next(iter(trainer.optimizer.state_dict()["state"].values()))
     assert moments["exp_avg"].dtype is moments["exp_avg_sq"].dtype is torch.float32
     assert is_plain(trainer.model)
-
-
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "params=fp32,compute=fp16,loss_scale=dynamic"])
-def test_the_training_is_that_of_the_subclass_bit_for_bit(tmp_path: Path, precision: str) -> None:
-    ends = []
-    for contender in ("subclass", "callback"):
-        model = tiny_gpt2(torch.float16, resid_pdrop=0.1)
-        args = arguments(tmp_path / contender, optim="adamw_torch", learning_rate=1e-2, max_steps=8)
-        trainer = make_trainer(contender, precision, model, args, poisoned(Trainer, (2,)), train_dataset=token_rows())
-        trainer.train()
-        ends.append((weights(trainer.model), history(trainer)))
-    assert same(ends[0][0], ends[1][0])
-    assert ends[0][1] == ends[1][1]
 
 
 def test_the_model_is_plain_after_training_or_stays_attached(tmp_path: Path) -> None:

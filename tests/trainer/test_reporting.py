@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
-from trainer_runs import arguments, history, poisoned, same, tiny_gpt2, token_rows, weights
+from trainer_runs import arguments, poisoned, same, tiny_gpt2, token_rows, weights
 from transformers import HfArgumentParser, ProgressCallback, Trainer, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.testing_utils import CaptureLogger
@@ -77,20 +75,6 @@ def test_each_can_be_had_alone(contender: str, settings: dict[str, Any], tmp_pat
     assert (tmp_path / LOG_NAME).is_file()
     assert (tmp_path / PAGE_NAME).is_file() == ("precision_report" in settings)
     assert (read_run(tmp_path).latest is not None) == ("histogram_steps" in settings)
-
-
-@pytest.mark.parametrize("contender", CONTENDERS)
-def test_training_is_bit_for_bit_the_same(contender: str, tmp_path: Path) -> None:
-    ends = []
-    for settings in ({"histogram_steps": 1, "precision_report": True}, {}):
-        dropout = tiny_gpt2(resid_pdrop=0.1)
-        trainer = train(
-            contender, tmp_path, model=dropout, gradient_accumulation_steps=2, max_grad_norm=0.1, **settings
-        )
-        ends.append((weights(trainer.model), torch.get_rng_state(), trainer))
-    assert same(ends[0][0], ends[1][0]) and torch.equal(ends[0][1], ends[1][1])
-    shares = re.compile(r", \('(underflowed|swamped)_share', [^)]+\)")
-    assert [shares.sub("", row) for row in history(ends[0][2])] == history(ends[1][2])
 
 
 @pytest.mark.parametrize("contender", CONTENDERS)
