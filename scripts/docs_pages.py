@@ -305,7 +305,6 @@ def _autocast_ops() -> str:
         CastRule.FP32_OUTPUT: "FP32 ops: their result is FP32",
         CastRule.FP32_NORM: "FP32 ops: their result is FP32, except for `norm` without a dtype",
         CastRule.WIDEST: "Widest-type ops: in the widest dtype among the inputs",
-        CastRule.DECOMPOSED: "Decomposed ops: each op inside by its own list",
         CastRule.BANNED: "Banned ops: an error says what to use instead",
     }
     by_name = {name: {op: rule for rule, op in tables.entries()} for name, tables in TABLES.items()}

@@ -77,17 +77,24 @@ def product_of_experts(
             continue
         if (rows := getattr(operand, "_of_experts", None)) is not None:
             return place, rows
-        for name in WEIGHTS:
-            stacked = _held(module, name)
-            if stacked is None or not 0 <= (start := operand.data_ptr() - stacked.data_ptr()) < stacked.nbytes:
-                continue
-            if operand.dim() == 3:
-                offsets = kwargs["offs"] if "offs" in kwargs else args[-1]
-                return place, ExpertRows(name, _sorted_rows(offsets, operands), is_whole=True)
-            others = [other for other in operands.values() if isinstance(other, Tensor) and other is not operand]
-            expert = start // (stacked.stride(0) * stacked.element_size())
-            size = len(others[0]) if others else 1
-            return place, ExpertRows(name, torch.full((size,), expert, device=operand.device))
+        if (held := _part_of(module, operand)) is None:
+            continue
+        name, expert = held
+        if operand.dim() == 3:
+            offsets = kwargs["offs"] if "offs" in kwargs else args[-1]
+            return place, ExpertRows(name, _sorted_rows(offsets, operands), is_whole=True)
+        others = (other for other in operands.values() if isinstance(other, Tensor) and other is not operand)
+        size = next(map(len, others), 1)
+        return place, ExpertRows(name, torch.full((size,), expert, device=operand.device))
+    return None
+
+
+def _part_of(module: nn.Module, operand: Tensor) -> tuple[str, int] | None:
+    """The stacked weight of ``module`` in whose memory ``operand`` begins, and the expert whose part begins there."""
+    for name in WEIGHTS:
+        stacked = _held(module, name)
+        if stacked is not None and 0 <= (start := operand.data_ptr() - stacked.data_ptr()) < stacked.nbytes:
+            return name, start // (stacked.stride(0) * stacked.element_size())
     return None
 
 

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_mp.casting.decompositions import AS_GIVEN
-from hf_mp.casting.decompositions.composites import COMPOSITES
-from hf_mp.casting.decompositions.ops import decompose
+from hf_mp.casting.composites import COMPOSITES
 from hf_mp.casting.tables import TABLES, CastRule
 
 if TYPE_CHECKING:
@@ -20,6 +18,7 @@ CASTABLE = frozenset(
     dtype for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype is not torch.float64
 )  # fmt: skip
+_NARROW = CASTABLE - {torch.float32}
 
 
 class PlannedCall(NamedTuple):
@@ -39,13 +38,16 @@ def _call_in(dtype: torch.dtype, mode: autocast, func: Callable[..., Any], args:
         return mode.call_unlisted(func, args, kwargs)
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = type(value)
-        if kind is tuple and value and type(value[0]) is int:  # a shape
-            continue
-        if value.dtype is not dtype if kind in _TENSORS else kind not in _WITHOUT_TENSORS:
+        if value.dtype is not dtype if kind in _TENSORS else kind not in _WITHOUT_TENSORS and not is_shape(value):
             args = [mode.cast(arg, dtype) for arg in args]
             kwargs = {key: mode.cast(arg, dtype) for key, arg in kwargs.items()}
             break
     return func(*args, **kwargs)
+
+
+def is_shape(value: Any) -> bool:
+    """Whether it is a tuple or list of numbers, as sizes, strides and dimensions are."""
+    return isinstance(value, (tuple, list)) and len(value) > 0 and type(value[0]) is int
 
 
 _TENSORS = frozenset({Tensor, nn.Parameter})  # by class: to ask isinstance() of each costs more
@@ -63,13 +65,14 @@ def fp32(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs:
 
 
 def _fp32_output(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    first = args[0] if args else kwargs.get("input")
+    if getattr(first, "dtype", None) not in _NARROW or kwargs.get("out") is not None:
+        return mode.call_unlisted(func, args, kwargs)
     while args and args[-1] is None:  # `softmax(x, -1, None)`: a dtype of None, by position
         args = args[:-1]
-    names_dtype = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
-    first = args[0] if args else kwargs.get("input")
-    if names_dtype or kwargs.get("out") is not None or getattr(first, "dtype", None) not in CASTABLE:
-        return mode.call_unlisted(func, args, kwargs)
-    return mode.call_unlisted(func, args, {**kwargs, "dtype": torch.float32})
+    if kwargs.get("dtype") is None and not any([isinstance(arg, torch.dtype) for arg in args]):
+        kwargs = {**kwargs, "dtype": torch.float32}
+    return mode.call_unlisted(func, args, kwargs)
 
 
 def _has_fp32(values: Iterable[Any]) -> bool:
@@ -102,15 +105,6 @@ def _open(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs
     return mode.run_inside(COMPOSITES[func], args, kwargs)
 
 
-def _decompose(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make the calls that an op makes inside; where there are none, lower the op as a whole or leave it alone."""
-    result = mode.run_inside(decompose, (name, args, kwargs), {})
-    if result is not AS_GIVEN and result is not NotImplemented:
-        return result
-    entry = None if result is AS_GIVEN else PlannedCall(CastRule.LOWER_PRECISION, name, mode.lowers)
-    return (mode.observer or mode.apply)(entry, func, args, kwargs)
-
-
 def as_given(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a call as it is."""
     return func(*args, **kwargs)
@@ -126,7 +120,6 @@ _HANDLERS: dict[CastRule, Callable[..., Any]] = {
     CastRule.FP32_NORM: fp32,
     CastRule.WIDEST: widest,
     CastRule.BANNED: _banned,
-    CastRule.DECOMPOSED: _decompose,
 }
 
 

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from hf_mp.casting.active import active_autocast, state
-from hf_mp.casting.decompositions.composites import call
-from hf_mp.casting.exact_sums import exact_plan, sum_in_fp64
+from hf_mp.casting.composites import call
+from hf_mp.casting.exact_sums import exact_plan
 from hf_mp.casting.explain import Explanation, Recorder
-from hf_mp.casting.handlers import CASTABLE, WHOLE_CALLS, PlannedCall, as_given
+from hf_mp.casting.handlers import CASTABLE, WHOLE_CALLS, PlannedCall, as_given, is_shape
 from hf_mp.casting.module_rules import InForce, put_on, ruled
-from hf_mp.casting.plans import lowering, plan_for, with_rules
+from hf_mp.casting.plans import plan_for, with_rules
 from hf_mp.casting.rules import ModuleRule, OpRules, Rules, match_modules, parse_rules
 from hf_mp.casting.tables import TABLES, CastRule, TableName
 from hf_mp.casting.torch_patches import PATCHES, is_torch_autocast_enabled
@@ -35,7 +35,6 @@ ALWAYS_HELD = (CastRule.COMPOSITE, CastRule.UNLISTED)
 # Functions that ask in Python which mode takes them: where they call an op of the tables, and where none.
 _ASKING = {getattr(F, name): getattr(torch, name) for name in ("layer_norm", "group_norm", "rms_norm")}
 _LEAVES = {f: PlannedCall(CastRule.UNLISTED, "", as_given) for f in (F.dropout, F.embedding, F.silu, F.relu)}
-_OPENED = (CastRule.COMPOSITE, CastRule.DECOMPOSED)  # the calls inside are seen
 
 
 class autocast(TorchFunctionMode, contextlib.ContextDecorator):
@@ -98,7 +97,6 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         self.cache_enabled = cache_enabled is not False
         self.tables: TableName = tables
         self._plan = plan_for(tables, dtype) if enabled else {}
-        self.lowers = lowering(dtype)
         self._module_rules: dict[str, ModuleRule] = {}
         self._ruled_modules: list[tuple[nn.Module, ModuleRule]] = []
         if rules and enabled:
@@ -231,7 +229,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
 
     def sum_in_fp64(self) -> None:
         """Have no bit of a product or an attention depend on how many rows there are."""
-        self._plan, self.lowers, self.sums_in_fp64 = exact_plan(self._plan, self.tables), sum_in_fp64, True
+        self._plan, self.sums_in_fp64 = exact_plan(self._plan, self.tables), True
 
     @uncompiled
     def __torch_function__(
@@ -241,7 +239,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         entry, observer, kwargs = self._plan.get(func), self.observer, kwargs or {}
         if entry is not None and state.active[-1] is not self and entry.rule not in ALWAYS_HELD:
             entry = self.in_island(entry)
-        if observer is not None and (entry is None or entry.rule not in _OPENED):
+        if observer is not None and (entry is None or entry.rule is not CastRule.COMPOSITE):
             return observer(entry, func, args, kwargs)
         if entry is None or is_dynamo_compiling():
             return self.apply(entry, func, args, kwargs)
@@ -309,7 +307,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         if isinstance(value, Tensor):
             found = value.dtype
             return value if found is dtype or found not in CASTABLE else self.convert(value, dtype)
-        if isinstance(value, (list, tuple)) and not (value and type(value[0]) is int):  # a shape
+        if isinstance(value, (list, tuple)) and not is_shape(value):
             items = [self.cast(item, dtype) for item in value]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         return value

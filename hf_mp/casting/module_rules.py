@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from hf_mp.casting.active import active_autocast, state
-from hf_mp.casting.experts import note_gathered, note_rows, product_of_experts
+from hf_mp.casting.experts import ExpertRows, note_gathered, note_rows, product_of_experts
 from hf_mp.casting.rules import SCALABLE, ModuleRule
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
@@ -140,18 +140,11 @@ def _divided(rule: ModuleRule, outer: autocast, func: Callable[..., Any], args: 
     wider exponent, but for what falls below the smallest number of FP16. So it is in the backward, of a gradient that
     is divided: the gradient of a factor, as large as the others, gets back in FP32 by what these were divided.
     """
-    product, by = SCALABLE[rule.op], rule.divisors
+    by = rule.divisors
     if rule.op == "einsum":  # its operands may come in a list
         args = [args[0], *(args[1] if isinstance(args[1], (list, tuple)) else args[1:])]
-    added = product.added or ()
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    divisors = {
-        place: float(by.input if place in product.input else by.weight)
-        for place, arg in given.items()
-        if isinstance(arg, Tensor) and place not in added
-    }
-    total = math.prod(divisors.values())
-    divisors.update({place: total for place in added if isinstance(given.get(place), Tensor)})
+    divisors, total = _divisors(rule, {place for place, arg in given.items() if isinstance(arg, Tensor)})
 
     def divided(place: int | str) -> Any:
         if place not in divisors:
@@ -164,42 +157,77 @@ def _divided(rule: ModuleRule, outer: autocast, func: Callable[..., Any], args: 
     return _Times.apply(result.to(torch.float32), total, 1.0 / by.gradient)
 
 
+def _divisors(rule: ModuleRule, places: set[int | str]) -> tuple[dict[int | str, float], float]:
+    """By what each operand of a product is divided, and by what therefore the result is."""
+    product, by = SCALABLE[rule.op], rule.divisors
+    added = places & {*(product.added or ())}
+    divisors = {place: float(by.input if place in product.input else by.weight) for place in places - added}
+    total = math.prod(divisors.values())
+    return {**divisors, **dict.fromkeys(added, total)}, total
+
+
+class _ExpertCall(NamedTuple):
+    """A product of experts, some of which have divisors; tensors of shape (experts,), with 1 for the others."""
+
+    place: int | str  # of the weight
+    rows: ExpertRows
+    of_input: Tensor
+    of_gradient: Tensor
+    of_weight: Tensor
+
+    def divided(self, operand: Any, key: int | str, outer: autocast) -> Any:
+        """What the call is given in the place of ``operand``."""
+        if not isinstance(operand, Tensor) or not operand.is_floating_point():
+            return operand
+        is_weight = key == self.place
+        own, other = (self.of_weight, self.of_input) if is_weight else (self.of_input, self.of_weight)
+        entries: Any = self.rows.experts
+        if is_weight:  # of two dimensions: that of one expert, which all rows are of
+            entries = slice(None) if self.rows.is_whole else entries[: 1 if operand.dim() == 2 else None]
+        # Of a gradient that was divided, 16 bits do not hold what becomes of it.
+        wide = outer.cast(operand, torch.float32) if (self.of_gradient > 1).any() else operand
+        divided = _Times.apply(
+            wide, _along((1.0 / own)[entries], operand), _along((other * self.of_gradient)[entries], operand)
+        )
+        if is_weight:
+            note_rows(divided, self.rows)
+        return divided
+
+    def restored(self, result: Tensor) -> Tensor:
+        """The product in FP32, each row times what its operands were divided by."""
+        factors = (self.of_input * self.of_weight, 1.0 / self.of_gradient)
+        return _Times.apply(result.to(torch.float32), *[_along(each[self.rows.experts], result) for each in factors])
+
+
+def _along(factors: Tensor, tensor: Tensor) -> Tensor:
+    """``factors`` of the entries along the first dimension of ``tensor``, to multiply it with."""
+    return factors.view(-1, *[1] * (tensor.dim() - 1))
+
+
 def _divided_by_expert(
     rule: ModuleRule, module: nn.Module, outer: autocast, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
     """As :func:`_divided`, with the divisors of each expert for its rows and its weight: 1 for most of them."""
     with torch._C.DisableTorchFunction():
         found = None if func is Tensor.__getitem__ else product_of_experts(module, args, kwargs)
-    ruled = [entry for entry in rule.experts if found is not None and entry[0] == found[1].weight]
-    if found is None or not any([(found[1].experts == expert).any() for _, expert, _ in ruled]):
+    call = None if found is None else _expert_call(rule, module, *found)
+    if call is None:
         result = func(*args, **kwargs)
         note_gathered(module, func, args, result)
         return result
-    place, rows = found
+    given = [call.divided(arg, place, outer) for place, arg in enumerate(args)]
+    return call.restored(func(*given, **{key: call.divided(arg, key, outer) for key, arg in kwargs.items()}))
+
+
+def _expert_call(rule: ModuleRule, module: nn.Module, place: int | str, rows: ExpertRows) -> _ExpertCall | None:
+    """None where no row is of an expert that the rule names."""
+    ruled = {expert: by for weight, expert, by in rule.experts if weight == rows.weight}
+    if not any([(rows.experts == expert).any() for expert in ruled]):
+        return None
     factors = torch.ones(3, len(module._parameters[rows.weight]))  # type: ignore[arg-type]
-    for _, expert, by in ruled:
+    for expert, by in ruled.items():
         factors[:, expert] = torch.tensor([by.input, by.gradient, by.weight])
-    of_input, of_gradient, of_weight = factors.to(rows.experts.device)
-    widens = bool((of_gradient > 1).any())  # of a gradient that was divided, 16 bits do not hold what becomes of it
-
-    def times(operand: Any, key: int | str) -> Any:
-        if not isinstance(operand, Tensor) or not operand.is_floating_point():
-            return operand
-        own, other = (of_weight, of_input) if key == place else (of_input, of_weight)
-        entries = slice(None) if key == place and rows.is_whole else rows.experts
-        if key == place and operand.dim() == 2:  # of one expert, which all rows are of
-            entries = rows.experts[:1]
-        shape = (-1, *[1] * (operand.dim() - 1))
-        wide = outer.cast(operand, torch.float32) if widens else operand
-        divided = _Times.apply(wide, (1.0 / own)[entries].view(shape), (other * of_gradient)[entries].view(shape))
-        if key == place:
-            note_rows(divided, rows)
-        return divided
-
-    result = func(*map(times, args, range(len(args))), **{key: times(arg, key) for key, arg in kwargs.items()})
-    shape = (-1, *[1] * (result.dim() - 1))
-    by_row = [factor[rows.experts].view(shape) for factor in (of_input * of_weight, 1.0 / of_gradient)]
-    return _Times.apply(result.to(torch.float32), *by_row)
+    return _ExpertCall(place, rows, *factors.to(rows.experts.device))
 
 
 def _watch_op(module: nn.Module, rule: ModuleRule, outer: autocast) -> InForce:

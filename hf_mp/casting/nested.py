@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import operator
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -25,7 +24,21 @@ def apply_to_tensors(function: Callable[[Tensor], Any], value: Any, *, objects: 
     too, in place: they are what others hold. Modules, functions and Transformers' caches are left alone, and what a
     generator or a closure holds is out of reach.
     """
-    return _Application(function, objects).to(value)
+    done: dict[int, Any] = {}  # by identity: objects may refer to each other
+
+    def applied(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return function(value)
+        if isinstance(value, _ATOMS):
+            return value
+        if id(value) not in done:
+            done[id(value)] = value
+            entries = _attributes(value) if objects and _is_object(value) else _entries(value)
+            changed = {key: new for key, old in entries if (new := applied(old)) is not old}
+            done[id(value)] = _with_entries(value, entries, changed) if changed else value
+        return done[id(value)]
+
+    return applied(value)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -57,45 +70,22 @@ def _is_record(value: Any) -> bool:
     return isinstance(value, types.SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type))
 
 
-class _Application:
-    def __init__(self, function: Callable[[Tensor], Any], objects: bool) -> None:
-        self._function, self._objects = function, objects
-        self._done: dict[int, Any] = {}  # objects may refer to each other
-
-    def to(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._function(value)
-        if isinstance(value, _ATOMS):
-            return value
-        if id(value) not in self._done:
-            self._done[id(value)] = value
-            self._done[id(value)] = self._to_container(value)
-        return self._done[id(value)]
-
-    def _to_container(self, value: Any) -> Any:
-        if isinstance(value, _SEQUENCES):
-            items = [self.to(item) for item in value]
-            return value if all(map(operator.is_, items, value)) else _like(value, items)
-        if isinstance(value, Mapping):
-            changed = self._changed(list(value.items()))
-            return _with_items(value, changed) if changed else value
-        is_record = _is_record(value)
-        if not is_record and (not self._objects or isinstance(value, (nn.Module, *_caches()))):
-            return value
-        changed = self._changed(_attributes(value))
-        target = copy.copy(value) if changed and is_record else value
-        for name, entry in changed.items():
-            object.__setattr__(target, name, entry)
-        return target
-
-    def _changed(self, entries: list[tuple[Any, Any]]) -> dict[Any, Any]:
-        return {key: new for key, old in entries if (new := self.to(old)) is not old}
-
-
-def _caches() -> Iterator[type]:
-    # They come back in, and hold what no loss is computed from.
+def _is_object(value: Any) -> bool:
+    """Whether it is an object of a class that nobody here knows. Caches hold what no loss is computed from."""
     cache_utils = sys.modules.get("transformers.cache_utils")
-    return iter(() if cache_utils is None else (cache_utils.Cache,))
+    caches = () if cache_utils is None else (cache_utils.Cache,)
+    return not isinstance(value, (*_SEQUENCES, Mapping, nn.Module, *caches)) and not _is_record(value)
+
+
+def _with_entries(value: Any, entries: list[tuple[Any, Any]], changed: dict[Any, Any]) -> Any:
+    if isinstance(value, _SEQUENCES):
+        return _like(value, [changed.get(key, item) for key, item in entries])
+    if isinstance(value, Mapping):
+        return _with_items(value, changed)
+    target = copy.copy(value) if _is_record(value) else value
+    for name, entry in changed.items():
+        object.__setattr__(target, name, entry)  # also of a frozen dataclass
+    return target
 
 
 def _like(value: Any, items: list[Any]) -> Any:

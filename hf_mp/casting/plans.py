@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from hf_mp.casting.cpu.handlers import through_fp32, upcast_plan
+from hf_mp.casting.composites import COMPOSITES
+from hf_mp.casting.cpu.handlers import upcast_plan
 from hf_mp.casting.cpu.upcast import runs_natively
-from hf_mp.casting.decompositions.composites import COMPOSITES
-from hf_mp.casting.handlers import Plan, lower_precision, plan_of
+from hf_mp.casting.handlers import Plan, plan_of
 from hf_mp.casting.rules import OpRules
 from hf_mp.casting.tables import OPS, CastRule, TableName
 
@@ -49,8 +48,3 @@ def with_rules(plan: Plan, ops: OpRules, dtype: torch.dtype) -> Plan:
     listed = {func: entry for func, entry in plan.items() if func not in unlisted}
     ruled = plan_of(ops)
     return {**_COMPOSITES, **listed, **(ruled if runs_natively(dtype, "cpu") else upcast_plan(ruled))}
-
-
-def lowering(dtype: torch.dtype) -> Callable[..., object]:
-    """The handler of an op of the lower-precision table that has no handler of its own."""
-    return lower_precision if runs_natively(dtype, "cpu") else through_fp32

@@ -156,12 +156,14 @@ def _parse_module_rule(key: str, value: Any) -> ModuleRule:
         experts = ((expert["weight"], int(expert["index"]), divisors),)
         return ModuleRule(key, expert["module"], EXPERT_PRODUCTS, "", None, experts=experts)
     pattern, colon, op = key.rpartition(":")
-    if not (colon and op.isidentifier()):
-        if not isinstance(value, str) or value not in MODULE_DTYPES:
-            raise ValueError(
-                f"rule {key!r}: {value!r} is not known for modules: use 'fp32', 'bf16' or 'lower_precision'"
-            )
-        return ModuleRule(key, key, frozenset(), "", MODULE_DTYPES[value])
+    if colon and op.isidentifier():
+        return _parse_op_rule(key, pattern, op, value)
+    if not isinstance(value, str) or value not in MODULE_DTYPES:
+        raise ValueError(f"rule {key!r}: {value!r} is not known for modules: use 'fp32', 'bf16' or 'lower_precision'")
+    return ModuleRule(key, key, frozenset(), "", MODULE_DTYPES[value])
+
+
+def _parse_op_rule(key: str, pattern: str, op: str, value: Any) -> ModuleRule:
     if not (functions := functions_called(op)):
         raise ValueError(f"rule {key!r}: torch has no op {op!r}: use a name such as 'linear', 'matmul' or 'mul'")
     if value == "fp32":
@@ -206,14 +208,18 @@ def match_modules(rules: Iterable[ModuleRule], model: nn.Module) -> list[tuple[n
     found = [(m, rule) for name, m in named.items() for rule in rules if rule.is_for(name, m)]
     fitting = {rule.key for _, rule in found}
     if lost := [rule for rule in rules if rule.key not in fitting]:
-        names = ", ".join(repr(rule.key) for rule in lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
-        what = f"rule {names} matches" if len(lost) == 1 else f"rules {names} match"
-        near = dict.fromkeys(name for rule in lost[:5] for name in nearest_modules(rule.pattern, named))
-        close = f"; close to it are {', '.join(map(repr, near))}" if near else ""
-        raise ValueError(f"{what} no module of {type(model).__name__}{close}")
+        raise ValueError(_fits_none(lost, named, type(model).__name__))
     of_experts: dict[nn.Module, ModuleRule] = {}  # of one module, as one rule
     for module, rule in found:
         if rule.experts:
             known = of_experts.get(module, rule._replace(experts=()))
             of_experts[module] = known._replace(experts=(*known.experts, *rule.experts))
     return [(module, rule) for module, rule in found if not rule.experts] + list(of_experts.items())
+
+
+def _fits_none(lost: list[ModuleRule], names: Iterable[str], model: str) -> str:
+    told = ", ".join(repr(rule.key) for rule in lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
+    what = f"rule {told} matches" if len(lost) == 1 else f"rules {told} match"
+    near = dict.fromkeys(name for rule in lost[:5] for name in nearest_modules(rule.pattern, names))
+    close = f"; close to it are {', '.join(map(repr, near))}" if near else ""
+    return f"{what} no module of {model}{close}"

@@ -33,7 +33,6 @@ class CastRule(Enum):
     BANNED = "banned"  # refuse, with advice
     UNLISTED = "unlisted"  # as if no table spoke of it
     COMPOSITE = "composite"  # a Python function of torch, opened so that the ops inside are seen: see composites.py
-    DECOMPOSED = "decomposed"  # the ops inside are cast, each by its own rule: see decompositions
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,6 @@ class OpTables:
     fp32_output: frozenset[str] = frozenset()
     fp32_norm: frozenset[str] = frozenset()
     widest: frozenset[str] = frozenset()
-    decomposed: frozenset[str] = frozenset()
     banned: dict[str, str] = field(default_factory=dict)
 
     def entries(self) -> Iterator[tuple[CastRule, str]]:
@@ -80,7 +78,7 @@ CUDA_TABLES = OpTables(
         conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
         cudnn_convolution cudnn_convolution_transpose
         prelu addmm addmv addr matmul mm mv linear bmm addbmm baddbmm chain_matmul einsum
-        linalg.matmul linalg.multi_dot linalg.vecdot sparse.addmm
+        linalg.matmul linalg.multi_dot linalg.vecdot sparse.addmm sparse.mm
         lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
         scaled_dot_product_attention
     """),
@@ -94,7 +92,7 @@ CUDA_TABLES = OpTables(
         dist pdist cdist renorm logsumexp pairwise_distance norm_except_dim
         upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d
         upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa
-        upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
+        upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa sum_to_size
     """)
     | _names_in_this_torch("rms_norm linalg.matrix_sqrth", "AutocastCUDA"),  # after 2.11, and from 2.15
     fp32_output=_names("""
@@ -102,9 +100,9 @@ CUDA_TABLES = OpTables(
     """),
     fp32_norm=_names("norm"),
     widest=_names("""
-        addcdiv addcmul atan2 arctan2 bilinear cross linalg.cross dot vdot grid_sampler index_put tensordot scatter_add
+        addcdiv addcmul atan2 arctan2 bilinear cross linalg.cross dot vdot grid_sampler index_put inner tensordot
+        scatter_add
     """),
-    decomposed=_names("cov corrcoef inner linalg.matrix_power matrix_power sparse.mm sum_to_size _weight_norm"),
     banned={"binary_cross_entropy": _BANNED_BINARY_CROSS_ENTROPY},
 )
 
@@ -114,7 +112,8 @@ CPU_TABLES = OpTables(
         conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d _convolution
         prelu addmm _addmm_activation matmul mm linear bmm addbmm baddbmm linalg.vecdot rnn_tanh rnn_relu
         scaled_dot_product_attention _native_multi_head_attention
-        linalg.matmul chain_matmul linalg.multi_dot sparse.addmm
+        linalg.matmul chain_matmul linalg.multi_dot sparse.addmm sparse.mm
+        einsum inner tensordot lstm gru rnn_tanh_cell rnn_relu_cell lstm_cell gru_cell
     """),
     fp32=_names("""
         avg_pool3d adaptive_avg_pool3d max_pool3d max_unpool2d max_unpool3d adaptive_max_pool3d
@@ -131,15 +130,10 @@ CPU_TABLES = OpTables(
         fft.irfftn fft.hfft fft.ihfft
         linalg.cond linalg.matrix_rank linalg.solve linalg.cholesky linalg.cholesky_ex linalg.svdvals linalg.svd
         linalg.eig linalg.eigh linalg.eigvals linalg.eigvalsh linalg.inv linalg.inv_ex linalg.householder_product
-        linalg.tensorinv linalg.tensorsolve linalg.qr linalg.lstsq
+        linalg.tensorinv linalg.tensorsolve linalg.qr linalg.lstsq linalg.pinv
     """)
     | _names_in_this_torch("qr cholesky linalg.matrix_sqrth", "AutocastCPU"),  # before 2.15, and from it
-    widest=_names("stack cat concat concatenate index_copy"),
-    decomposed=_names("""
-        pad einsum inner tensordot linalg.matrix_power matrix_power sparse.mm bilinear cov corrcoef linalg.pinv
-        lstm gru lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
-        _transformer_encoder_layer_fwd
-    """),
+    widest=_names("stack cat concat concatenate index_copy bilinear"),
 )
 
 # torch's lists for CUDA without FP32 copies where the kernel computes in FP32 registers anyway: softmax reads and
@@ -221,8 +215,6 @@ def op_table(tables: OpTables) -> dict[Callable[..., Any], tuple[CastRule, str]]
         function: (rule, name)
         for rule, name in tables.entries()
         for function in spellings(name)
-        # A decomposition calls torch.ops.aten where it means the op as it is.
-        if rule is not CastRule.DECOMPOSED or not isinstance(function, (OpOverload, OpOverloadPacket))
         if function not in _WEIGHTED
     }
 

@@ -73,17 +73,12 @@ def _checkpoint_function(original: Any) -> Any:
 _ASK_FOR_MODELS = ("torch.amp.autocast_mode", "torch.nn.modules.")
 
 
-def _asker(depth: int) -> str:
-    """The module of the function so many calls above the caller of this one."""
-    return str(sys._getframe(depth + 1).f_globals.get("__name__", ""))
-
-
 def _answering() -> Any:
     """The autocast that answers a question, for the function that it was put to; None where torch itself answers."""
     ours = active_autocast()
     if ours is None or torch.compiler.is_dynamo_compiling():  # a compiler traces models only
         return ours
-    asking = _asker(2)
+    asking = str(sys._getframe(2).f_globals.get("__name__", ""))  # of the function that called the question
     for_a_model = not asking.startswith("torch.") or asking.startswith(_ASK_FOR_MODELS)
     return ours if for_a_model else None
 
@@ -103,24 +98,6 @@ def _asks(answer: Callable[..., Any]) -> Callable[[Any], Any]:
         return ask
 
     return replace
-
-
-def _is_enabled(ours: Any, *device: Any, **named: Any) -> bool:
-    # torch's attention and encoder layers leave their fast path where CUDA's autocast is enabled, not the CPU's.
-    asks_for_cuda = not device and not named and _asker(2).startswith("torch.nn.modules.")
-    return ours.enabled and not (asks_for_cuda and ours.tables == "cpu")
-
-
-@around
-def _has_torch_function(original: Any, args: Any) -> bool:
-    # A mode alone is no tensor argument with a torch function, which is what torch's layers ask for.
-    if torch.compiler.is_dynamo_compiling() or not _asker(2).startswith("torch.nn.modules."):
-        return original(args)
-    ours = active_autocast()
-    if ours is None or ours.tables != "cpu":
-        return original(args)
-    with torch.overrides._pop_mode_temporarily():
-        return original(args)
 
 
 @around
@@ -224,7 +201,7 @@ def _dispatch_torch_function(original: Any, tx: Any, fn: Any, args: Any, kwargs:
 def _overridable_functions(original: Any) -> Any:
     # The compiler asks modes about the functions of torch's documented namespaces alone. torch.nn.functional calls
     # others inside: the losses, paddings and interpolations of torch._C._nn, and private functions of torch.
-    from hf_mp.casting.decompositions.composites import COMPOSITES
+    from hf_mp.casting.composites import COMPOSITES
     from hf_mp.casting.tables import OPS
 
     functions = {*original(), *COMPOSITES, *itertools.chain.from_iterable(OPS.values())}
@@ -278,12 +255,12 @@ TABLE: tuple[Patch, ...] = (
         "gradient checkpointing with use_reentrant=False raises CheckpointError",
     ),
     Patch((f"{_CHECKPOINT}CheckpointFunction",), _checkpoint_function, "gradient checkpointing recomputes in FP32"),
-    Patch(("torch:is_autocast_enabled",), _asks(_is_enabled), "models that ask for autocast take it for disabled"),
+    Patch(("torch:is_autocast_enabled",), _asks(lambda ours, *_, **__: ours.enabled),
+          "models that ask for autocast take it for disabled"),
     Patch(("torch:get_autocast_dtype",), _asks(lambda ours, *_, **__: ours.dtype),
           "models that ask for autocast's dtype get torch's"),
     Patch(("torch:_C._is_any_autocast_enabled",), _asks(lambda ours: ours.enabled),
           "nn.LSTM and its kin refuse mixed dtypes"),
-    Patch(("torch:overrides.has_torch_function",), _has_torch_function, "torch's encoder layers take their slow path"),
     Patch(("torch:autocast.__init__",), _make_torch_autocast, _ISLANDS),
     Patch(("torch:autocast.__enter__",), _enter_torch_autocast, _ISLANDS),
     Patch(("torch:autocast.__exit__",), _leave_torch_autocast, _ISLANDS),

@@ -133,17 +133,14 @@ def _leave(ctx: Any, uses: dict[int, list[Tensor]]) -> list[Tensor | None]:
 
 
 def _multiply_all(gradients: list[Tensor], factor: Tensor | None, crossings: Crossings) -> list[Tensor]:
-    """:func:`multiply` of each; of several plain ones in two multi-tensor calls."""
+    """:func:`multiply` of each; of several plain ones in one multi-tensor call."""
     if factor is None:
         return gradients
     if len(gradients) < 2 or torch.is_grad_enabled() or not _are_plain(*gradients):
         return [multiply(gradient, factor, crossings) for gradient in gradients]
-    number = factor.squeeze()
-    if rounded := [gradient.float() for gradient in gradients if gradient.dtype is not torch.float32]:
-        torch._foreach_mul_(rounded, number)
-    others = [gradient for gradient in gradients if gradient.dtype is torch.float32]
-    of_rounded, of_others = iter(rounded), iter(torch._foreach_mul(others, number) if others else ())
-    return [next(of_others if gradient.dtype is torch.float32 else of_rounded) for gradient in gradients]
+    wide = [gradient.to(torch.float32, copy=True) for gradient in gradients]  # others may hold what autograd gave
+    torch._foreach_mul_(wide, factor.squeeze())
+    return wide
 
 
 def _are_plain(*gradients: Tensor) -> bool:

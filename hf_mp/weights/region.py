@@ -194,14 +194,13 @@ _SHARED_BY_THREADS = (
 
 _IN_ISLAND = PlannedCall(CastRule.WIDEST, "", widened)
 _SELECTIONS = frozenset({Tensor.__getitem__, Tensor.transpose})
-_DECIDED_INSIDE = frozenset({CastRule.COMPOSITE, CastRule.DECOMPOSED})  # by the calls that such a call makes
 
 
 def _brought_in(
     weights: Slots, entry: PlannedCall | None, func: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
     """The arguments of a call, those that come from outside through a border; and what the first forward teaches."""
-    if weights.is_learning and (entry is None or entry.rule not in _DECIDED_INSIDE):
+    if weights.is_learning and (entry is None or entry.rule is not CastRule.COMPOSITE):
         by_product = entry is not None and entry.rule is CastRule.LOWER_PRECISION
         args, kwargs = weights.as_used(args, kwargs or {}, by_product=by_product, by_selection=func in _SELECTIONS)
     if not weights.has_borders:

@@ -1,4 +1,4 @@
-"""Calls in a forward that mean a weight itself: ``.data``, ``.dtype``, writes in place, and layers in one kernel."""
+"""Calls in a forward that mean a weight itself: ``.data``, ``.dtype``, and writes in place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def calls_of_weights(plan: Plan) -> Plan:
     """What a region does with them; calls that ``plan``, the tables, names are theirs."""
     writes = {func: PlannedCall(CastRule.UNLISTED, "write", _write) for func in _writing_functions()}
-    return {**{func: entry for func, entry in writes.items() if func not in plan}, **_DATA, **_DTYPE, **_LAYERS}
+    return {**{func: entry for func, entry in writes.items() if func not in plan}, **_DATA, **_DTYPE}
 
 
 def _writing_functions() -> Iterator[Callable[..., Any]]:
@@ -58,21 +58,8 @@ def _read_dtype(region: Region, name: str, func: Callable[..., Any], args: Any, 
     return func(*args) if weights is None else weights.dtype_of(args[0])
 
 
-def _with_fp32_weights(region: Region, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A layer of torch in one kernel, which wants one dtype of all its weights."""
-    weights = region.thread.weights
-    if weights is not None:
-        args, kwargs = weights.in_fp32(args, kwargs)
-    return func(*args, **kwargs)
-
-
 _DATA: Plan = {
     func: PlannedCall(CastRule.UNLISTED, "data", _read_or_set_data)
     for func in (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
 }
 _DTYPE: Plan = {Tensor.dtype.__get__: PlannedCall(CastRule.UNLISTED, "dtype", _read_dtype)}  # type: ignore[attr-defined]
-_LAYERS: Plan = {
-    getattr(torch, name): PlannedCall(CastRule.UNLISTED, name, _with_fp32_weights)
-    for name in ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
-    if hasattr(torch, name)
-}

@@ -21,10 +21,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Function
 from torch.nn.attention import SDPBackend
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_mp.casting.cpu.fp32_products import fp32_product
-from hf_mp.casting.cpu.upcast import runs_natively
+from hf_mp.casting.cpu.upcast import has_rows, runs_natively
 from hf_mp.policy import LOWER_PRECISION_DTYPES
 
 ROW_BLOCK_ELEMENTS = 2**17  # scores in one block: 512 KiB in FP32. Causal rows leave out the keys behind their block
@@ -62,7 +61,9 @@ def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any], native: bool 
         found = _read(*args, **kwargs)
     except (TypeError, AttributeError, RuntimeError):
         return None  # not a valid call: torch's own error is the better one
-    return None if found is None or _is_torchs(found, native) else found
+    if found is None or not 0.0 <= found.dropout < 1.0 or _is_torchs(found, native):
+        return None
+    return found
 
 
 def _is_torchs(attention: Attention, native: bool) -> bool:
@@ -101,28 +102,29 @@ def _read(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Attention | None:  # fmt: skip
-    refused = [
-        # Nested tensors and DTensors have rows that only their own ops find.
-        t.is_nested or t.device.type != "cpu" or t.numel() == 0 or t.dim() != 4 or t.dtype is not query.dtype
-        or t.dtype not in LOWER_PRECISION_DTYPES or is_traceable_wrapper_subclass(t)
-        for t in (query, key, value)
-    ]  # fmt: skip
-    if any(refused) or not 0.0 <= dropout_p < 1.0:
+    if not all(map(_are_heads, (query, key, value), [query.dtype] * 3)):
+        return None
+    groups, rest = divmod(query.shape[1], key.shape[1])
+    if rest or (groups != 1 and not enable_gqa) or value.shape[:3] != key.shape[:3]:
+        return None
+    if query.shape[::3] != key.shape[::3]:  # batch and E
         return None
     if attn_mask is not None:
-        if is_causal or attn_mask.requires_grad or attn_mask.dim() < 2:
-            return None
-        # A tokenizer's mask of 0 and 1 is refused by torch: added to the scores, it would hide nothing.
-        if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        if is_causal or not _is_mask(attn_mask, query.dtype):
             return None
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-    heads, shared = query.shape[1], key.shape[1]
-    if value.shape[:3] != key.shape[:3] or (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
-        return None
-    if heads != shared and not (enable_gqa and heads % shared == 0):
-        return None
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     return Attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+
+def _are_heads(tensor: Tensor, dtype: torch.dtype) -> bool:
+    is_known = tensor.dtype is dtype and dtype in LOWER_PRECISION_DTYPES
+    return is_known and tensor.dim() == 4 and tensor.numel() > 0 and tensor.device.type == "cpu" and has_rows(tensor)
+
+
+def _is_mask(mask: Tensor, dtype: torch.dtype) -> bool:
+    # A tokenizer's mask of 0 and 1 is refused by torch: added to the scores, it would hide nothing.
+    return mask.dim() >= 2 and not mask.requires_grad and mask.dtype in (torch.bool, torch.float32, dtype)
 
 
 def attend(attention: Attention) -> Tensor:

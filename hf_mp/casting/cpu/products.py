@@ -16,12 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_mp.casting.cpu.blockwise import blocks, blockwise_product
 from hf_mp.casting.cpu.fp32_products import fp32_product
-from hf_mp.casting.cpu.traced_products import may_be_traced, product_through_fp32
-from hf_mp.casting.cpu.upcast import must_be_plain, run_through_fp32
+from hf_mp.casting.cpu.upcast import has_rows, must_be_plain, run_through_fp32
 from hf_mp.scaling.borders import Behind, Crossings
 from hf_mp.scaling.borders import multiply as scaled_by
 
@@ -68,18 +66,18 @@ def read_product(name: str, func: Callable[..., Any], args: Sequence[Any], kwarg
 
 
 def _is_plain(product: Product) -> bool:
-    tensors = [product.x, product.weight] + ([] if product.bias is None else [product.bias])
-    if not all(isinstance(t, Tensor) and t.is_floating_point() and t.dtype is not torch.float64 for t in tensors):
+    x, weight, bias, transposed = product
+    if not all([_is_operand(tensor) for tensor in (x, weight, bias) if tensor is not None]):
         return False
-    # Of sparse and nested tensors only their own ops find the rows.
-    if any(t.is_nested or t.layout is not torch.strided or is_traceable_wrapper_subclass(t) for t in tensors):
+    if weight.dim() != 2 or x.dim() < 2 or 0 in x.shape or 0 in weight.shape or x.device.type != "cpu":
         return False
-    if product.weight.dim() != 2 or product.x.dim() < 2 or 0 in product.x.shape or 0 in product.weight.shape:
-        return False
-    inner = product.weight.shape[0 if product.transposed else 1]
-    outer = product.weight.shape[1 if product.transposed else 0]
-    fits = product.bias is None or product.bias.shape == (outer,)
-    return product.x.shape[-1] == inner and fits and product.x.device.type == "cpu"
+    inner, outer = weight.shape if transposed else weight.shape[::-1]
+    return x.shape[-1] == inner and (bias is None or bias.shape == (outer,))
+
+
+def _is_operand(value: Any) -> bool:
+    is_known = isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not torch.float64
+    return is_known and has_rows(value)
 
 
 class Operand(NamedTuple):
@@ -105,9 +103,6 @@ def multiply(x: Tensor, weight: Operand, bias: Operand | None, *, transposed: bo
         matrix = weight.inside.to(x.dtype)
         if native:
             return _forward_native(x, matrix, inside, transposed)
-        if may_be_traced(matrix):
-            product = product_through_fp32(x.reshape(-1, x.shape[-1]), matrix if transposed else matrix.t(), inside)
-            return product.view(*x.shape[:-1], product.shape[-1])
         return run_through_fp32(F.linear, (x, matrix.t() if transposed else matrix, inside), {}, x.dtype)
     return _Product.apply(x, weight.outside, None if bias is None else bias.outside, weight, bias, transposed, native)
 
@@ -144,16 +139,24 @@ class _Product(Function):
         (_backward_native if ctx.native else _backward_blocks)(
             _Backward(
                 gradient=gradient.reshape(-1, gradient.shape[-1]),
-                x=None if x is None else x.reshape(-1, x.shape[-1]),
-                weight=inside.t() if inside is not None and ctx.transposed else inside,
-                grad_x=None if grad_x is None else grad_x.view(-1, ctx.x_shape[-1]),
-                grad_weight=grad_weight.t() if grad_weight is not None and ctx.transposed else grad_weight,
+                x=_as_matrix(x),
+                weight=_turned(inside, ctx.transposed),
+                grad_x=_as_matrix(grad_x),
+                grad_weight=_turned(grad_weight, ctx.transposed),
                 grad_bias=grad_bias,
                 weight_inverse=ctx.weight.inverse(gradient, ctx, 1) if needs_weight else None,
                 bias_inverse=ctx.bias.inverse(gradient, ctx, 2) if needs_bias else None,
             )
         )
         return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+def _as_matrix(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.reshape(-1, tensor.shape[-1])
+
+
+def _turned(tensor: Tensor | None, transposed: bool) -> Tensor | None:
+    return tensor.t() if tensor is not None and transposed else tensor
 
 
 class _Target(NamedTuple):
@@ -216,30 +219,38 @@ def _backward_blocks(b: _Backward) -> None:
     sum_weight = None if b.grad_weight is None or len(row_blocks) == 1 else b.grad_weight.float()  # itself if FP32
     sum_bias = b.gradient.new_zeros(outer, dtype=torch.float32)
     for row in row_blocks:
-        x32 = None if b.x is None else b.x[row].float()
-        sum_x: Tensor | None = None
-        for column in blocks(outer, max(inner, row.stop - row.start)):
-            gradient32 = b.gradient[row, column].float()
-            if b.weight is not None:
-                part = fp32_product(gradient32, b.weight[column].float())
-                sum_x = part if sum_x is None else sum_x.add_(part)
-            if b.grad_bias is not None:
-                sum_bias[column] += gradient32.sum(0)
-            if x32 is None:
-                continue
-            part = fp32_product(gradient32.t(), x32)
-            if sum_weight is None:
-                b.leave_weight(part, column)
-            elif row.start == 0:
-                sum_weight[column].copy_(part)
-            else:
-                sum_weight[column].add_(part)
-        if b.grad_x is not None and sum_x is not None:
-            b.grad_x[row].copy_(sum_x)
+        _backward_rows(b, row, sum_weight, sum_bias)
     if sum_weight is not None:
         for column in blocks(outer, inner):
             b.leave_weight(sum_weight[column], column)
     b.leave_bias(sum_bias)
+
+
+def _backward_rows(b: _Backward, row: slice, sum_weight: Tensor | None, sum_bias: Tensor) -> None:
+    """Write the gradient of some rows, and add up what they give to the others; to a weight's, if it has a sum."""
+    x32 = None if b.x is None else b.x[row].float()
+    sum_x: Tensor | None = None
+    for column in blocks(b.gradient.shape[1], max(b.inner, row.stop - row.start)):
+        gradient32 = b.gradient[row, column].float()
+        if b.weight is not None:
+            part = fp32_product(gradient32, b.weight[column].float())
+            sum_x = part if sum_x is None else sum_x.add_(part)
+        if b.grad_bias is not None:
+            sum_bias[column] += gradient32.sum(0)
+        if x32 is not None:
+            _take_weight(b, fp32_product(gradient32.t(), x32), row, column, sum_weight)
+    if b.grad_x is not None and sum_x is not None:
+        b.grad_x[row].copy_(sum_x)
+
+
+def _take_weight(b: _Backward, part: Tensor, row: slice, column: slice, sum_weight: Tensor | None) -> None:
+    """What some rows give to the gradient of a weight: all of it, where it has no sum."""
+    if sum_weight is None:
+        b.leave_weight(part, column)
+    elif row.start == 0:  # the sum is memory as it was found
+        sum_weight[column].copy_(part)
+    else:
+        sum_weight[column].add_(part)
 
 
 def _forward_native(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:

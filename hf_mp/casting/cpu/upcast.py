@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_mp.policy import compute_dtype, compute_dtypes
 
@@ -38,6 +39,11 @@ def must_be_plain() -> bool:
     """Whether only differentiable torch ops may be used: torch.compile decides itself what it saves for backward, and
     torch.func's transforms take neither saved-tensor hooks nor autograd functions of the ordinary form."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def has_rows(tensor: Tensor) -> bool:
+    """Whether rows of ``tensor`` can be read: those of sparse, nested and distributed ones only their own ops find."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not is_traceable_wrapper_subclass(tensor)
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
