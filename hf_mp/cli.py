@@ -1,5 +1,6 @@
 """The ``hf-mp`` command. Each subcommand prints what a function of another module gathered."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -71,7 +72,7 @@ def env(
 
         machine = examine_machine()
         if as_json:
-            typer.echo(machine.to_json())
+            typer.echo(json.dumps(machine, indent=2))
             return
         console = Console(highlight=False)
         for part in screen(machine):

@@ -37,27 +37,41 @@ def advise(machine: Capabilities) -> Advice:
         return _for_cpu(machine)
     gpu, capability = machine.gpu, machine.compute_capability
     if capability is None and machine.gpu_bf16:
-        reason = f"torch reports BF16 arithmetic for {gpu}. {_FULL_RANGE}"
-        return Advice("bf16", reason, f"{_MORE_BITS}; {_LEAN_BF16}")
+        return Advice("bf16", f"torch reports BF16 arithmetic for {gpu}. {_FULL_RANGE}", f"{_MORE_BITS}; {_LEAN_BF16}")
     if capability is None:
         return Advice("fp16", f"torch reports no BF16 arithmetic for {gpu}.", _LEAN_FP16)
     if capability >= (8, 0):
         fp8 = " (hf_mp does not use their FP8)" if capability >= (9, 0) else ""
-        reason = f"The tensor cores of {gpu} multiply BF16 as fast as FP16{fp8}. {_FULL_RANGE}"
-        return Advice("bf16", reason, f"{_MORE_BITS}; {_LEAN_BF16}")
+        return Advice(
+            "bf16",
+            f"The tensor cores of {gpu} multiply BF16 as fast as FP16{fp8}. {_FULL_RANGE}",
+            f"{_MORE_BITS}; {_LEAN_BF16}",
+        )
     if capability >= (7, 0):
-        reason = f"The tensor cores of {gpu} multiply FP16. BF16 is emulated there, and slow."
-        return Advice("fp16", reason, f"fp32 for a model that was trained in BF16 and overflows in FP16; {_LEAN_FP16}")
-    reason = f"{gpu} has no tensor cores: FP16 saves memory there, but hardly time."
-    return Advice("fp32", reason, "fp16 where memory is short.")
+        return Advice(
+            "fp16",
+            f"The tensor cores of {gpu} multiply FP16. BF16 is emulated there, and slow.",
+            f"fp32 for a model that was trained in BF16 and overflows in FP16; {_LEAN_FP16}",
+        )
+    return Advice(
+        "fp32",
+        f"{gpu} has no tensor cores: FP16 saves memory there, but hardly time.",
+        "fp16 where memory is short.",
+    )
 
 
 def _for_cpu(machine: Capabilities) -> Advice:
     if machine.cpu_bf16:
-        reason = f"This CPU has instructions that multiply BF16. {_FULL_RANGE}"
         speed = "" if machine.cpu_fp16 else ", and hf_mp runs it here at about FP32's speed"
-        return Advice("bf16", reason, f"{_MORE_BITS}{speed}; {_LEAN_BF16}")
+        return Advice(
+            "bf16",
+            f"This CPU has instructions that multiply BF16. {_FULL_RANGE}",
+            f"{_MORE_BITS}{speed}; {_LEAN_BF16}",
+        )
     if machine.cpu_fp16:
         return Advice("fp16", "This CPU has instructions that multiply FP16, and none for BF16.", _LEAN_FP16)
-    reason = "This CPU has no instructions for FP16 and BF16, so that neither saves time."
-    return Advice("fp32", reason, "fp16 where memory is short: hf_mp runs it through FP32, at about FP32's speed.")
+    return Advice(
+        "fp32",
+        "This CPU has no instructions for FP16 and BF16, so that neither saves time.",
+        "fp16 where memory is short: hf_mp runs it through FP32, at about FP32's speed.",
+    )

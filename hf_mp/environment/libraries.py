@@ -8,17 +8,9 @@ import importlib.util
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-
-@dataclass(frozen=True)
-class Library:
-    name: str
-    works: bool  # whether it does what hf_mp needs
-    status: str  # version and capability, or the reason why it does not work
 
 
 @contextlib.contextmanager
@@ -36,34 +28,34 @@ def quiet_bitsandbytes() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def bitsandbytes_status() -> Library:
-    """Whether bitsandbytes can quantize: tries one small NF4 weight, on a GPU if there is one."""
+def bitsandbytes_status() -> str:
+    """Its version, and whether bitsandbytes can quantize: tries one small NF4 weight, on a GPU if there is one."""
     with quiet_bitsandbytes():
         module, problem = _import("bitsandbytes")
     if module is None:
-        return Library("bitsandbytes", False, str(problem))
+        return str(problem)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     weight = torch.ones(64, 64, device=device)
     try:
         packed, state = module.functional.quantize_4bit(weight, quant_type="nf4")
         restored = module.functional.dequantize_4bit(packed, state)
     except Exception as error:  # whatever its native library raises: it does not work here, and that is the answer
-        return Library("bitsandbytes", False, f"{module.__version__}, cannot quantize on {device}: {first_line(error)}")
-    works = torch.equal(restored, weight)
-    place = f"quantizes on the {'GPU' if device == 'cuda' else 'CPU'}" if works else f"gives wrong numbers on {device}"
-    return Library("bitsandbytes", works, f"{module.__version__}, {place}")
+        return f"{module.__version__}, cannot quantize on {device}: {first_line(error)}"
+    if not torch.equal(restored, weight):
+        return f"{module.__version__}, gives wrong numbers on {device}"
+    return f"{module.__version__}, quantizes on the {'GPU' if device == 'cuda' else 'CPU'}"
 
 
-def triton_status() -> Library:
-    """Whether Triton has a device to run kernels on."""
+def triton_status() -> str:
+    """Triton's version, and whether it has a device to run kernels on."""
     module, problem = _import("triton")
     if module is None:
-        return Library("triton", False, str(problem))
+        return str(problem)
     if torch.cuda.is_available():
-        return Library("triton", True, f"{module.__version__}, compiles for the GPU")
+        return f"{module.__version__}, compiles for the GPU"
     if os.environ.get("TRITON_INTERPRET") == "1":
-        return Library("triton", True, f"{module.__version__}, interpreted on the CPU (TRITON_INTERPRET=1)")
-    return Library("triton", False, f"{module.__version__}, no GPU to compile for; plain PyTorch runs instead")
+        return f"{module.__version__}, interpreted on the CPU (TRITON_INTERPRET=1)"
+    return f"{module.__version__}, no GPU to compile for; plain PyTorch runs instead"
 
 
 def _import(name: str) -> tuple[Any, str | None]:

@@ -26,13 +26,6 @@ def package_versions() -> Mapping[str, str]:
     return {**versions, "Python": platform.python_version()}
 
 
-def gpu_count() -> int:
-    """The GPUs that torch can use; NVML also counts those that a broken driver does not give to it."""
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
 def describe_hardware() -> Mapping[str, str]:
     """Platform, CPU and GPUs, without kernel release and host name: reports get published."""
     import torch
@@ -40,7 +33,8 @@ def describe_hardware() -> Mapping[str, str]:
     from hf_mp.casting.cpu.upcast import runs_natively
     from hf_mp.policy import LOWER_PRECISION_DTYPES
 
-    gpus = map(torch.cuda.get_device_properties, range(gpu_count()))
+    # NVML counts GPUs that a broken driver does not give to torch.
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if torch.cuda.is_available() else 0))
     libc = " ".join(platform.libc_ver()).strip()
     return {
         "platform": f"{platform.system()} {platform.machine()}" + (f", {libc}" if libc else ""),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 
 import torch
 from rich.console import RenderableType
@@ -12,36 +11,22 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_mp.casting.cpu.upcast import runs_natively
-from hf_mp.environment.advice import Advice, Capabilities, advise
-from hf_mp.environment.libraries import Library, bitsandbytes_status, triton_status
-from hf_mp.environment.machine import describe_hardware, gpu_count, package_versions
-from hf_mp.environment.products import Product, time_products
+from hf_mp.environment.advice import Capabilities, advise
+from hf_mp.environment.libraries import bitsandbytes_status, triton_status
+from hf_mp.environment.machine import describe_hardware, package_versions
 from hf_mp.policy import PRESETS
 
 
-@dataclass(frozen=True)
-class Machine:
-    versions: dict[str, str]
-    hardware: dict[str, str]
-    libraries: list[Library]
-    products: list[Product]  # one in each dtype, on each device
-    advice: Advice
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2)
-
-
-def examine_machine() -> Machine:
-    """Query the libraries and time the products; takes seconds. Initializes CUDA if there is a GPU."""
-    libraries = [bitsandbytes_status(), triton_status()]  # before anything else imports them, and lets them print
-    devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(gpu_count()))]
-    return Machine(
-        versions=dict(package_versions()),
-        hardware=dict(describe_hardware()),
-        libraries=libraries,
-        products=[product for device in devices for product in time_products(device)],
-        advice=advise(capabilities()),
-    )
+def examine_machine() -> dict[str, dict[str, str]]:
+    """Versions, hardware, libraries and advice, each by name; initializes CUDA if there is a GPU."""
+    # Libraries come before anything else imports them, and lets them print.
+    libraries = {"bitsandbytes": bitsandbytes_status(), "triton": triton_status()}
+    return {
+        "versions": dict(package_versions()),
+        "hardware": dict(describe_hardware()),
+        "libraries": libraries,
+        "advice": asdict(advise(capabilities())),
+    }
 
 
 def capabilities() -> Capabilities:
@@ -54,21 +39,14 @@ def capabilities() -> Capabilities:
     return Capabilities(torch.cuda.get_device_name(weakest), capability, gpu_bf16, cpu_fp16, cpu_bf16)
 
 
-def screen(machine: Machine) -> Iterator[RenderableType]:
-    libraries = {library.name: library.status for library in machine.libraries}
+def screen(machine: Mapping[str, Mapping[str, str]]) -> Iterator[RenderableType]:
+    """What :func:`examine_machine` found, as a table and a sentence."""
     environment = Table("environment", "value", show_edge=False)
-    for label, value in (machine.versions | libraries | machine.hardware).items():
-        environment.add_row(label, Text(value))
+    for part in ("versions", "libraries", "hardware"):
+        for label, value in machine[part].items():
+            environment.add_row(label, Text(value))
     yield environment
     yield ""
-    products = Table("product on", "in", "by", "arithmetic", show_edge=False)
-    products.add_column("rate (FP32 = 1)", justify="right")
-    for product in machine.products:
-        arithmetic = {True: "native", False: "none", None: ""}[product.is_native]
-        rate = "cannot run" if product.rate is None else f"{product.rate:.3g}"
-        products.add_row(product.device, product.dtype, product.way, arithmetic, rate)
-    yield products
-    yield ""
-    advice = machine.advice
-    preset = (f"precision={advice.preset!r}", "bold")
-    yield Text.assemble("Advice: ", preset, f". {advice.reason} Otherwise {advice.otherwise}")
+    advice = machine["advice"]
+    preset = (f"precision={advice['preset']!r}", "bold")
+    yield Text.assemble("Advice: ", preset, f". {advice['reason']} Otherwise {advice['otherwise']}")

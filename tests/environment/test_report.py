@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import asdict
 from importlib.metadata import version
 
-import pytest
 import torch
 from rich.console import Console
 
 from hf_mp.casting.cpu.upcast import runs_natively
-from hf_mp.environment import products, report
+from hf_mp.environment import report
 from hf_mp.environment.advice import Capabilities, advise
-from hf_mp.environment.libraries import Library
-from hf_mp.environment.products import Product
-from hf_mp.environment.report import Machine, capabilities, examine_machine, screen
+from hf_mp.environment.report import capabilities, examine_machine, screen
 
-PLANTED = Machine(
-    versions={"torch": "2.13.0", "bitsandbytes": "0.50"},
-    hardware={"CPU": "a name with [brackets] that rich would take for markup"},
-    libraries=[Library("bitsandbytes", False, "0.50, cannot quantize"), Library("triton", True, "3.6")],
-    products=[
-        Product("CPU", "FP32", "torch", True, 1.0),
-        Product("CPU", "FP16", "torch", False, 0.0051),
-        Product("CPU", "FP16", "hf_mp, through FP32", None, 0.9),
-        Product("GPU 0", "INT8", "torch, sums in INT32", True, None),
-    ],
-    advice=advise(Capabilities()),
-)
-
-
-@pytest.fixture(autouse=True)
-def small_products(monkeypatch):
-    monkeypatch.setattr(products, "CPU_SIZE", 32)
-    monkeypatch.setattr(products, "GPU_SIZE", 64)
+PLANTED = {
+    "versions": {"torch": "2.13.0", "bitsandbytes": "0.50"},
+    "hardware": {"CPU": "a name with [brackets] that rich would take for markup"},
+    "libraries": {"bitsandbytes": "0.50, cannot quantize", "triton": "3.6"},
+    "advice": asdict(advise(Capabilities())),
+}
 
 
 def printed(machine, capsys):
@@ -50,34 +35,21 @@ def test_the_screen_shows_all_of_it(capsys):
         ("CPU", "a name with [brackets] that rich would take for markup"),
         ("bitsandbytes", "0.50, cannot quantize"),
         ("torch", "2.13.0"),
-        ("CPU", "FP16", "torch", "none", "0.0051"),
-        ("CPU", "FP16", "hf_mp, through FP32", "", "0.9"),
-        ("GPU 0", "INT8", "torch, sums in INT32", "native", "cannot run"),
     }
     assert "Advice: precision='fp32'. This CPU has no instructions" in text
     assert "Otherwise fp16 where memory is short" in " ".join(text.split())
 
 
 def test_a_bare_cpu_fits_on_one_screen(capsys):
-    assert len(printed(examine_machine(), capsys).splitlines()) <= 32
-
-
-def test_json_has_the_same():
-    found = json.loads(PLANTED.to_json())
-    assert set(found) == {"versions", "hardware", "libraries", "products", "advice"}
-    fp16 = {"device": "CPU", "dtype": "FP16", "way": "torch", "is_native": False, "rate": 0.0051}
-    assert found["products"][1] == fp16
-    assert found["libraries"][0] == {"name": "bitsandbytes", "works": False, "status": "0.50, cannot quantize"}
-    assert found["advice"]["preset"] == "fp32"
+    assert len(printed(examine_machine(), capsys).splitlines()) <= 24
 
 
 def test_this_machine():
     machine = examine_machine()
-    assert machine.versions["torch"] == version("torch")
-    assert machine.hardware["CPU"]
-    assert machine.products[0].dtype == "FP32"
-    assert [library.name for library in machine.libraries] == ["bitsandbytes", "triton"]
-    assert machine.advice == advise(capabilities())
+    assert machine["versions"]["torch"] == version("torch")
+    assert machine["hardware"]["BF16 products on the CPU"] in ("native", "through FP32")
+    assert set(machine["libraries"]) == {"bitsandbytes", "triton"}
+    assert machine["advice"] == asdict(advise(capabilities()))
 
 
 def test_capabilities_are_what_torch_tells(monkeypatch):
@@ -85,13 +57,6 @@ def test_capabilities_are_what_torch_tells(monkeypatch):
     assert capabilities() == Capabilities(
         cpu_fp16=runs_natively(torch.float16, "cpu"), cpu_bf16=runs_natively(torch.bfloat16, "cpu")
     )
-
-
-def test_gpus_that_a_broken_driver_hides_are_left_out(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(report, "time_products", lambda device: [Product(str(device), "float32", "torch", None, 1.0)])
-    assert [product.device for product in report.examine_machine().products] == ["cpu"]
 
 
 def test_of_several_gpus_the_least_capable_decides(monkeypatch):
