@@ -157,8 +157,8 @@ def check(
         console = Console(stderr=True)
         bar = partial(track, description="reading", console=console, transient=True, disable=not console.is_terminal)
         found = check_folder(target, learning_rate, keeps_bits=keeps_bits, progress=bar)
-        typer.echo(found.to_json() if as_json else str(found))
-    if found.risks:
+        typer.echo(json.dumps(found, default=vars, indent=2) if as_json else str(found))
+    if found.has_risks:
         raise typer.Exit(1)
 
 

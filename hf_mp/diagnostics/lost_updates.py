@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from hf_mp.diagnostics.contract.risks import (
     find_risks,
     learning_rate_of,
     lost_share,
+    mean,
     role_of,
     share_lost_at,
 )
@@ -74,7 +74,8 @@ class TrainingCheck:
     @property
     def lost_share(self) -> float | None:
         """The share of all updates whose size is known that would be lost; None where none is."""
-        return _share(self.parameters)
+        known = [(one.elements, one.lost_share) for one in self.parameters if one.lost_share is not None]
+        return mean(known) if known else None
 
     @property
     def advice(self) -> str:
@@ -122,8 +123,7 @@ def check_training(model: nn.Module, optimizer: Optimizer) -> TrainingCheck:
             f"check_training takes a model and its optimizer, not {type(model).__name__} and "
             f"{type(optimizer).__name__}: with a Trainer, trainer.model and trainer.create_optimizer()"
         )
-    if (accelerated := as_accelerated(optimizer)) is not None:
-        optimizer = accelerated.optimizer
+    optimizer = getattr(as_accelerated(optimizer), "optimizer", optimizer)
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     named = [(name, one) for name, one in model.named_parameters() if id(one) in groups and one.requires_grad]
     if not named:
@@ -192,9 +192,3 @@ def _lost(values: Tensor, parameter: nn.Parameter, rate: float | None, *, is_sgd
     return lost_share(
         values, sample(local_part(gradient)).double() * (rate if factor is None else rate * factor.item())
     )
-
-
-def _share(parameters: Sequence[ParameterUpdates]) -> float | None:
-    known = [(one.lost_share, one.elements) for one in parameters if one.lost_share is not None]
-    elements = sum(count for _, count in known)
-    return sum(share * count for share, count in known) / elements if elements else None

@@ -136,8 +136,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
         # The Trainer expects an entry here for each callback, also in the state of a checkpoint that has none.
         entry = state.stateful_callbacks.setdefault(type(self).__name__, {})
         if session.runtime is None:
-            if model is not None:
-                session.watch_contract(model, lambda: optimizer)
+            session.watch_contract(model)
             return
         refuse_missing(model, optimizer, trainer)
         if state.global_step > 0:
@@ -149,7 +148,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
             refuse_late_masters(model, args, resumed=state.global_step > 0)
         session.begin(model)
         session.take_optimizer(optimizer)
-        session.watch_contract(model, lambda: optimizer)
+        session.watch_contract(model)
         if trainer is not None:
             session.take_reference(getattr(trainer, "ref_model", None))
             session.check_first_backward(trainer.accelerator)
@@ -175,7 +174,7 @@ class MixedPrecisionCallback(OfSession, TrainerCallback, ExportableState):
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Report the loss scale of the step that has just ended."""
         if self.session is not None:
-            self.session.after_step(self._callbacks, state.global_step + 1)
+            self.session.after_step(kwargs.get("optimizer"), self._callbacks, state.global_step + 1)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the loss scale and its statistics to a training log, also in the history and for later callbacks."""

@@ -66,7 +66,6 @@ class TrainerSession:
         self.reporting = TrainerReporting(settings)
         self.contract: PrecisionContract | None = None
         self._watch: ContractWatch | None = None  # until the first step has ended
-        self._optimizer: Callable[[], Any] = lambda: None
         self._loaded_in: dict[str, torch.dtype] = {}  # dtypes of the model before it was attached, by name
         self._model: weakref.ref[nn.Module] | None = None  # that the runtime was made for
         self._references: list[MixedPrecision] = []
@@ -177,16 +176,11 @@ class TrainerSession:
         if self.runtime is not None and self.settings.check_gradients and self.runtime.check.is_scaled:
             self._end_check = check_first_backward(self.runtime, self.args, accelerator)
 
-    def watch_contract(self, model: nn.Module, optimizer: Callable[[], Any]) -> None:
-        """Have the precision contract taken from the first step of the run that begins, also one in FP32.
-
-        Args:
-            model: of the Trainer.
-            optimizer: gives the run's, once there is one.
-        """
+    def watch_contract(self, model: nn.Module | None) -> None:
+        """Have the precision contract taken from the first step of the run that begins, also one in FP32."""
         self._stop_watching()
-        if self.settings.precision_contract:
-            self._watch, self._optimizer = ContractWatch(model), optimizer
+        if self.settings.precision_contract and model is not None:
+            self._watch = ContractWatch(model)
             self._watch.start()
 
     def _stop_watching(self) -> None:
@@ -233,10 +227,10 @@ class TrainerSession:
         if max_norm and max_norm > 0 and self.clip_grad_norm(model, optimizer, max_norm) is None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
-    def after_step(self, callbacks: Iterable[TrainerCallback], step: int) -> None:
-        """Show optimizer step ``step``, which has just ended; the first one shows the precision contract."""
-        if self._watch is not None:
-            optimizer, model = self._optimizer(), self._watch.model
+    def after_step(self, optimizer: Any, callbacks: Iterable[TrainerCallback], step: int) -> None:
+        """Show optimizer step ``step``, which has just ended; the first that is not skipped shows the contract."""
+        if self._watch is not None and not self._watch.was_skipped:
+            model = self._watch.model
             self.contract = self._watch.contract(optimizer, self.saved_dtypes)
             self._stop_watching()
             risks = check_training(model, optimizer).advice if self.contract.lacks_masters else ""

@@ -42,7 +42,9 @@ class _AfterSteps(TrainerCallback):
         self._trainer = trainer
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.session.after_step(self._trainer.callback_handler.callbacks, state.global_step + 1)
+        self._trainer.session.after_step(
+            kwargs.get("optimizer"), self._trainer.callback_handler.callbacks, state.global_step + 1
+        )
 
 
 class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
@@ -154,7 +156,7 @@ class MixedPrecisionTrainer(OfSession, CrashSafe, LeanShards, Trainer):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._attach()
         self.session.take_reference(getattr(self, "ref_model", None))
-        self.session.watch_contract(cast(nn.Module, self.model), lambda: self.optimizer)
+        self.session.watch_contract(cast(nn.Module, self.model))
         self.session.check_first_backward(self.accelerator)
         return super()._inner_training_loop(*args, **kwargs)
 

@@ -81,16 +81,32 @@ def test_a_learning_rate_is_positive_and_finite(rate: str, tmp_path: Path) -> No
     assert run(str(tmp_path), "--learning-rate", rate) == (2, f"hf-mp check: error: {says}\n")
 
 
-def test_of_a_run_that_has_saved_its_model_only_the_newest_checkpoint_is_read(tmp_path: Path) -> None:
-    model = CLEAN["a model in fp32"](tmp_path / "run")
+def test_of_a_run_the_newest_checkpoint_and_the_model_beside_it_are_read(tmp_path: Path) -> None:
+    run_folder = CLEAN["a model in fp32"](tmp_path / "run")
     for step, dtype in ((2, torch.float32), (10, torch.bfloat16)):
-        weights = {name: one.to(dtype) for name, one in load_file(model / "model.safetensors").items()}
-        folder = model / f"checkpoint-{step}"
+        weights = {name: one.to(dtype) for name, one in load_file(run_folder / "model.safetensors").items()}
+        folder = run_folder / f"checkpoint-{step}"
         folder.mkdir()
         save_file(weights, folder / "model.safetensors")
-    check = check_folder(model, 1e-5)
-    assert check.path == str(model / "checkpoint-10") and check.held == {"weights": {"bf16": 20_672}}
+    check = check_folder(run_folder, 1e-5)
+    assert check.path == str(run_folder / "checkpoint-10") and check.held == {"weights": {"bf16": 20_672}}
     assert [risk.kind for risk in check.risks] == ["no masters"]
+    assert check.model is not None and check.model.path == str(run_folder) and check.model.risks == ()
+    assert check.model.held == {"weights": {"fp32": 20_672}}
+
+
+def test_a_rounded_model_beside_a_whole_checkpoint_is_found(tmp_path: Path) -> None:
+    run_folder = PLANTED["stock: a model in bf16"][0](tmp_path / "bf16").parent
+    CLEAN["stock: fp32"](tmp_path / "fp32").rename(run_folder / "checkpoint-3")
+    (run_folder / "checkpoint-2" / "model.safetensors").rename(run_folder / "model.safetensors")
+    code, text = run(str(run_folder))
+    assert code == 0 and f"{run_folder / 'checkpoint-3'} holds\n  weights: 20,672 fp32" in text
+    assert text.index("no risk was found") < text.index(
+        f"{run_folder} holds\n  weights: 20,672 bf16\nno risk was found, but"
+    )
+    code, text = run(str(run_folder), "--learning-rate", "1e-5", "--json")
+    assert code == 1 and json.loads(text)["risks"] == []
+    assert [risk["kind"] for risk in json.loads(text)["model"]["risks"]] == ["no masters"]
 
 
 def test_it_runs_without_the_trainer(tmp_path: Path) -> None:

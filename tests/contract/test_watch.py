@@ -96,6 +96,26 @@ def test_planted_differences_show(gpt2: GPT2LMHeadModel, batch) -> None:
     assert (row[0], *row[2:]) == ("fp16", "-", "-", "-", "fp16")
 
 
+def test_the_replay_of_an_overflow_is_none_of_the_training() -> None:
+    net = nn.Sequential(nn.Linear(8, 8))
+    model, optimizer = hf_mp.prepare(net, SGD(net.parameters(), lr=1e-3), "fp16")
+    explainer = hf_mp.explain_overflows(model)
+
+    def step(value: float) -> None:
+        model(torch.full((4, 8), value)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with torch.no_grad():
+        net[0].weight.fill_(1.0)
+    for _ in range(3):  # until the loss scale has found its level
+        step(1.0)
+    contract = hf_mp.precision_contract(model, optimizer, run=lambda: step(3e4))
+    (report,) = explainer.reports
+    assert report.finite_in_fp32  # so it ran in FP32 too
+    assert {row.computed for row in contract.rows} == {"fp16"}
+
+
 def test_what_has_not_run_is_not_claimed(gpt2: GPT2LMHeadModel) -> None:
     (linear,) = rows_of(hf_mp.precision_contract(gpt2), "linear")
     assert linear == ("fp32", "?", "?", "-", "?", "fp32")
@@ -174,7 +194,8 @@ def train(kind: str, precision: str, path: Path, resume: bool = False, dtype=tor
     } | settings
     model = tiny_gpt2(dtype)
     if kind == "callback":
-        own = {name: settings.pop(name) for name in ("precision_contract",) if name in settings}
+        names = ("precision_contract", "loss_scaler_settings")
+        own = {name: settings.pop(name) for name in names if name in settings}
         args = quick_arguments(path, **settings)
         callbacks = [MixedPrecisionCallback(precision, **own)]
         trainer: Any = Trainer(model=model, args=args, train_dataset=token_rows(), callbacks=callbacks)
@@ -208,6 +229,14 @@ def test_a_stock_run_shows_its_own_and_what_it_loses(kind, tmp_path: Path, capsy
     text = capsys.readouterr().out
     assert adapter.session.contract.lacks_masters
     assert "no masters: " in text and "at learning rate 1e-05" in text
+
+
+@pytest.mark.parametrize("kind", ["callback", "subclass"])
+def test_a_skipped_step_shows_no_moments_so_the_next_one_is_shown(kind, tmp_path: Path, capsys) -> None:
+    _, adapter = train(kind, "fp16", tmp_path, loss_scaler_settings={"init_scale": 2.0**30})
+    assert adapter.session.runtime.stats.skipped_steps == 1
+    assert capsys.readouterr().out.count("precision contract of this run:") == 1
+    assert {row.moments for row in adapter.session.contract.rows} == {"fp32"}
 
 
 @pytest.mark.parametrize("kind", ["callback", "subclass"])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hf_mp.diagnostics.contract.folders import evidence_of, read_folder
+from hf_mp.diagnostics.contract.folders import Folder, Progress, evidence_of, read_folders
 from hf_mp.diagnostics.contract.risks import Risk, find_risks
 from hf_mp.policy import LOWER_PRECISION_DTYPES, spell
 
@@ -27,12 +27,19 @@ class FolderCheck:
         held: elements by role and dtype, as ``{"weights": {"bf16": 124439808}}``.
         risks: states that lose bits.
         needs_learning_rate: whether 16-bit weights are a risk depends on a learning rate that is not known.
+        model: the same of the model that a run has saved beside its checkpoints, if it has.
     """
 
     path: str
-    held: dict[str, dict[str, int]]
+    held: Mapping[str, Mapping[str, int]]
     risks: tuple[Risk, ...]
     needs_learning_rate: bool = False
+    model: FolderCheck | None = None
+
+    @property
+    def has_risks(self) -> bool:
+        """Whether anything loses bits, in the model of a run too."""
+        return bool(self.risks) or (self.model is not None and self.model.has_risks)
 
     def __str__(self) -> str:
         stored = (
@@ -40,11 +47,8 @@ class FolderCheck:
             for role, dtypes in self.held.items()
         )
         none = _UNDECIDED if self.needs_learning_rate else "no risk was found"
-        return "\n".join((f"{self.path} holds", *stored, *(map(str, self.risks) if self.risks else [none])))
-
-    def to_json(self) -> str:
-        """One object."""
-        return json.dumps(asdict(self), indent=2)
+        model = [] if self.model is None else [str(self.model)]
+        return "\n".join((f"{self.path} holds", *stored, *(map(str, self.risks) if self.risks else [none]), *model))
 
 
 def check_folder(
@@ -52,7 +56,7 @@ def check_folder(
     learning_rate: float | None = None,
     *,
     keeps_bits: bool = False,
-    progress: Callable[[list[str]], Iterable[str]] = iter,
+    progress: Progress = iter,
 ) -> FolderCheck:
     """Find the risky states of a model or a checkpoint, by headers and samples; nothing of it is run.
 
@@ -70,13 +74,18 @@ def check_folder(
     """
     if learning_rate is not None and not 0.0 < learning_rate < math.inf:
         raise ValueError(f"a learning rate must be positive and finite, as 1e-5, not {learning_rate}")
-    folder = read_folder(path)
+    first, *model = (
+        _check(folder, learning_rate, keeps_bits=keeps_bits, progress=progress) for folder in read_folders(path)
+    )
+    return replace(first, model=model[0]) if model else first
+
+
+def _check(folder: Folder, learning_rate: float | None, *, keeps_bits: bool, progress: Progress) -> FolderCheck:
     evidence = evidence_of(folder, learning_rate, keeps_bits=keeps_bits, progress=progress)
-    held: dict[str, dict[str, int]] = {}
+    held: dict[str, Counter[str]] = {}
     for role, words in _ROLES.items():
         for one in getattr(evidence, role):
-            counts, dtype = held.setdefault(words, {}), spell(one.dtype)
-            counts[dtype] = counts.get(dtype, 0) + one.elements
+            held.setdefault(words, Counter())[spell(one.dtype)] += one.elements
     is_narrow = any(one.dtype in LOWER_PRECISION_DTYPES for one in evidence.weights)
     undecided = is_narrow and not (evidence.is_training or keeps_bits)
     return FolderCheck(str(folder.path), held, find_risks(evidence), undecided)

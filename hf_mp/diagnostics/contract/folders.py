@@ -7,6 +7,7 @@ does not know (DeepSpeed's classes) becomes :class:`Inert`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import mmap
@@ -14,6 +15,7 @@ import pickle
 import re
 import struct
 import sys
+import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
@@ -36,6 +38,7 @@ from hf_mp.diagnostics.contract.risks import (
 )
 
 BLOCKS, BLOCK = 4, 1024  # of a tensor in a file: how many are read, and their elements
+Progress = Callable[[list[str]], Iterable[str]]  # goes through names, and shows how far it is
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of safetensors
 _RUN = re.compile(r"checkpoint-(\d+)")
 _STATE = re.compile(r"(\w+\.)?optim|.*(exp_avg|momentum_buffer)")  # how names of an optimizer's state begin
@@ -55,61 +58,31 @@ class Inert:
         pass
 
 
-@dataclass(frozen=True)
-class Part:
-    """A flat tensor, or a rank's part of one: in a file from ``offset`` on, in bytes, or mapped by torch."""
-
-    dtype: torch.dtype
-    elements: int
-    path: Path
-    offset: int = 0
-    mapped: Tensor | None = None
-
-    def read(self, first: int, count: int) -> Tensor:
-        """At most ``count`` elements from ``first`` on."""
-        count = max(0, min(count, self.elements - first))
-        if self.mapped is not None or not count:
-            return (
-                torch.empty(0, dtype=self.dtype) if self.mapped is None else self.mapped[first : first + count].clone()
-            )
-        with self.path.open("rb") as file:
-            file.seek(self.offset + first * self.dtype.itemsize)
-            found = bytearray(file.read(count * self.dtype.itemsize))
-        if len(found) < count * self.dtype.itemsize:
-            raise UnreadableError(f"{self.path} cannot be read: it ends before its tensors do: copy it anew")
-        return torch.frombuffer(found, dtype=self.dtype)
-
-    def sample(self) -> Tensor:
-        """Some of the elements, in blocks that lie far from each other."""
-        last = max(0, self.elements - BLOCK)
-        starts = sorted({index * last // (BLOCKS - 1) for index in range(BLOCKS)})
-        return torch.cat([self.read(start, BLOCK) for start in starts])
-
-
 @dataclass
 class Folder:
     """What a folder holds.
 
     Attributes:
         path: of the folder.
-        parts: the floating tensors by name, of several ranks in their order; an optimizer's begin with ``optim``.
+        parts: the floating tensors by name, flat and mapped, of several ranks in their order; an optimizer's begin with
+            ``optim``.
         groups: an optimizer's settings, and those that were logged.
         shapes: of each flat group of DeepSpeed's masters, the parameters in it.
     """
 
     path: Path
-    parts: dict[str, list[Part]] = field(default_factory=dict)
+    parts: dict[str, list[Tensor]] = field(default_factory=dict)
     groups: list[Mapping[str, Any]] = field(default_factory=list)
     shapes: list[Mapping[str, Any]] = field(default_factory=list)
 
-    def add(self, name: str, part: Part) -> None:
+    def add(self, name: str, part: Tensor) -> None:
         """Note a part of a tensor."""
-        if part.elements and part.dtype.is_floating_point:
-            self.parts.setdefault(name, []).append(part)
+        if part.numel() and part.is_floating_point():
+            self.parts.setdefault(name, []).append(part.reshape(-1))
 
 
-def read_folder(path: Path) -> Folder:
-    """What lies in ``path``, or in the newest checkpoint alone if it is a run's; reads headers alone.
+def read_folders(path: Path) -> list[Folder]:
+    """What lies in ``path``; of a run, in its newest checkpoint, and the model beside it; reads headers alone.
 
     Raises:
         UnreadableError: where there are no weights, and for a file that cannot be read.
@@ -117,10 +90,18 @@ def read_folder(path: Path) -> Folder:
     if not path.is_dir():
         raise UnreadableError(f"{path} {'is a file: name its folder' if path.exists() else 'does not exist'}")
     steps = {int(found[1]): one for one in path.glob("checkpoint-*") if (found := _RUN.fullmatch(one.name))}
-    if steps:  # also where a model lies beside them, which has the names of theirs
-        path = steps[max(steps)]
+    places = [(steps[max(steps)], "**/*"), (path, "*")] if steps else [(path, "**/*")]
+    folders = [folder for folder in (_read_folder(*place) for place in places) if folder.parts]
+    if not folders:
+        raise UnreadableError(
+            f"{path} holds no weights: name the folder of a model, of a checkpoint, or of a run that has checkpoints"
+        )
+    return folders
+
+
+def _read_folder(path: Path, names: str) -> Folder:
     folder = Folder(path)
-    for file in sorted(path.rglob("*"), key=_by_rank):
+    for file in sorted(path.glob(names), key=_by_rank):
         reader = next((read for words, read in _READERS.items() if re.fullmatch(words, file.name)), None)
         if reader is None or not file.is_file():
             continue
@@ -131,10 +112,6 @@ def read_folder(path: Path) -> Folder:
             if isinstance(error, pickle.UnpicklingError):  # torch would advise to run it
                 says = "it is damaged, or a pickle that runs code, which hf_mp does not"
             raise UnreadableError(f"{file} cannot be read: {says}") from error
-    if not folder.parts:
-        raise UnreadableError(
-            f"{path} holds no weights: name the folder of a model, of a checkpoint, or of a run that has checkpoints"
-        )
     return folder
 
 
@@ -142,14 +119,29 @@ def _by_rank(path: Path) -> list[Any]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]
 
 
-def _read_safetensors(file: Path, folder: Folder) -> None:
+def _map(file: Path) -> mmap.mmap:
+    """The bytes of a file, of which only those are read that are looked at."""
     with file.open("rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        header = json.loads(opened.read(min(length, 10**8)))  # as safetensors itself limits it
-    for name, entry in header.items():
+        mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mapped, "madvise"):  # not on Windows
+        mapped.madvise(mmap.MADV_RANDOM)  # read-ahead takes 7 ms a block of 2 KiB
+    return mapped
+
+
+def _tensor_at(mapped: mmap.mmap, dtype: torch.dtype, first: int, elements: int) -> Tensor:
+    if first + elements * dtype.itemsize > len(mapped):
+        raise EOFError("it ends before its tensors do: copy it anew")
+    with warnings.catch_warnings(action="ignore"):  # that the file cannot be written
+        return torch.frombuffer(mapped, dtype=dtype, count=elements, offset=first) if elements else torch.empty(0)
+
+
+def _read_safetensors(file: Path, folder: Folder) -> None:
+    mapped = _map(file)
+    (length,) = struct.unpack("<Q", mapped[:8])
+    for name, entry in json.loads(mapped[8 : 8 + min(length, 10**8)]).items():  # as safetensors itself limits it
         if (dtype := _DTYPES.get(entry.get("dtype"))) is not None:
             first, last = entry["data_offsets"]
-            part = Part(dtype, (last - first) // dtype.itemsize, file, 8 + length + first)
+            part = _tensor_at(mapped, dtype, 8 + length + first, (last - first) // dtype.itemsize)
             folder.add(name.replace("/", "."), part)
 
 
@@ -160,7 +152,7 @@ def _read_torch_file(file: Path, folder: Folder) -> None:
         folder.shapes = loaded["param_shapes"]
     prefix = "optim." if "optim" in file.name else ""
     for name, value in _walk(loaded.get("module", loaded) if not prefix else loaded, prefix, folder):
-        folder.add(name, Part(value.dtype, value.numel(), file, mapped=value.reshape(-1)))
+        folder.add(name, value)
 
 
 def _walk(value: Any, name: str, folder: Folder) -> Iterator[tuple[str, Tensor]]:
@@ -195,12 +187,13 @@ def _read_shards(file: Path, folder: Folder) -> None:
 
     with file.open("rb") as opened:
         found = _Metadata(opened).load()
+    map_once = functools.cache(_map)
     for index, place in found.storage_data.items():
         about, shard = found.state_dict_metadata[index.fqn], file.parent / place.relative_path
         if isinstance(about, TensorStorageMetadata):
             (chunk,) = [one for one in about.chunks if one.offsets == index.offset] or about.chunks[:1]
-            dtype = about.properties.dtype
-            folder.add(index.fqn, Part(dtype, chunk.sizes.numel(), shard, _start_of_data(shard, place)))
+            first, dtype = _start_of_data(shard, place), about.properties.dtype
+            folder.add(index.fqn, _tensor_at(map_once(shard), dtype, first, chunk.sizes.numel()))
 
 
 def _start_of_data(shard: Path, place: Any) -> int:
@@ -235,12 +228,12 @@ def evidence_of(
     learning_rate: float | None = None,
     *,
     keeps_bits: bool = False,
-    progress: Callable[[list[str]], Iterable[str]] = iter,
+    progress: Progress = iter,
 ) -> Evidence:
     """Sample the tensors of a folder.
 
     Args:
-        folder: from :func:`read_folder`.
+        folder: of :func:`read_folders`.
         learning_rate: of the updates; default: what the folder says, if it does.
         keeps_bits: as in :class:`Evidence`.
         progress: shows how far it is while it goes through the names; default: nothing.
@@ -253,9 +246,9 @@ def evidence_of(
         is_state = _STATE.match(name) is not None
         if (role := role_of(name) if is_state else "weights") is None:
             continue
-        values = torch.cat([part.sample() for part in parts])
+        values = torch.cat([_sample(part) for part in parts])
         lost = None if rate is None else share_lost_at(values, rate)
-        elements = sum(part.elements for part in parts)
+        elements = sum(part.numel() for part in parts)
         getattr(evidence, role).append(Held(name, parts[0].dtype, elements, values, lost))
     evidence.is_training = learning_rate is not None or bool(folder.groups or evidence.seconds or evidence.firsts)
     evidence.pairs = list(_pairs_by_shape(folder) if folder.shapes else _pairs_by_value(evidence))
@@ -286,16 +279,22 @@ def _pairs_by_shape(folder: Folder) -> Iterator[tuple[str, Tensor, Tensor]]:
             elements = -(-shape.numel() // ranks)
             if weight is not None and weight.dtype.itemsize == 2:
                 count = min(elements, BLOCK)
-                yield name, _read_across(parts, start, count), weight.read(0, count)
+                yield name, _read_across(parts, start, count), weight[:count]
             start += elements
 
 
-def _read_across(parts: list[Part], first: int, count: int) -> Tensor:
-    """Elements from ``first`` on of parts that lie one after the other."""
+def _read_across(parts: list[Tensor], first: int, count: int) -> Tensor:
+    """At most ``count`` elements from ``first`` on of parts that lie one after the other."""
     found: list[Tensor] = []
     for part in parts:
-        if first < part.elements and count > 0:
-            found.append(part.read(first, count))
-            count -= len(found[-1])
-        first = max(0, first - part.elements)
+        found.append(part[first : first + count])
+        count -= len(found[-1])
+        first = max(0, first - len(part))
     return torch.cat(found)
+
+
+def _sample(part: Tensor) -> Tensor:
+    """Some of the elements, in blocks that lie far from each other."""
+    last = max(0, len(part) - BLOCK)
+    starts = sorted({index * last // (BLOCKS - 1) for index in range(BLOCKS)})
+    return torch.cat([part[start : start + BLOCK] for start in starts])

@@ -105,9 +105,9 @@ def _no_masters(evidence: Evidence) -> Words:
     if not (narrow and evidence.is_training) or keeps or _are_of_fp32(evidence, narrow):
         return None
     known = [(one.elements, one.lost) for one in narrow if one.lost is not None]
-    if known and _mean(known) < _LOSES_MANY:
+    if known and mean(known) < _LOSES_MANY:
         return None
-    share = f"{_mean(known):.0%}" if known else "an unknown share"
+    share = f"{mean(known):.0%}" if known else "an unknown share"
     rate = "" if evidence.learning_rate is None else f" at learning rate {evidence.learning_rate:g}"
     return (
         f"{_count(narrow)} of {_count(evidence.weights)} weights are {_spelled(narrow)} without an FP32 master, and "
@@ -120,7 +120,7 @@ def _no_masters(evidence: Evidence) -> Words:
 def _rounded(evidence: Evidence) -> Words:
     if not (evidence.is_saved and evidence.weights) or evidence.masters or evidence.sums or evidence.keeps_bits:
         return None
-    whole = _mean((one.elements, 1.0 - _share_of_16_bits(one.values)) for one in evidence.weights)
+    whole = mean((one.elements, 1.0 - _share_of_16_bits(one.values)) for one in evidence.weights)
     wide = [one for one in evidence.seconds or evidence.firsts if one.dtype is torch.float32]
     trained = min(1.0, _elements(wide) / _elements(evidence.weights))
     narrow = [one for one in evidence.weights if one.dtype in LOWER_PRECISION_DTYPES]
@@ -136,7 +136,7 @@ def _rounded(evidence: Evidence) -> Words:
 
 def _stuck_seconds(evidence: Evidence) -> Words:
     narrow = [one for one in evidence.seconds if one.dtype is torch.bfloat16]
-    stuck = _mean((one.elements, _share_stuck(one.values, evidence.beta2)) for one in narrow)
+    stuck = mean((one.elements, _share_stuck(one.values, evidence.beta2)) for one in narrow)
     if not narrow or stuck < _STUCK:
         return None
     return (
@@ -152,7 +152,7 @@ def _fp16_moments(evidence: Evidence) -> Words:
     narrow = [one for one in (*evidence.firsts, *evidence.seconds) if one.dtype is torch.float16]
     if not narrow:
         return None
-    zeros = _mean((one.elements, float((one.values == 0).float().mean())) for one in narrow)
+    zeros = mean((one.elements, float((one.values == 0).float().mean())) for one in narrow)
     return (
         f"{_count(narrow)} of the moments are fp16, where a gradient below 2.4e-4 has a square that is rounded to 0: "
         f"{zeros:.0%} of them are 0",
@@ -271,7 +271,8 @@ def _are_of_fp32(evidence: Evidence, narrow: Sequence[Held]) -> bool:
     return evidence.is_saved and _elements(moments) - _elements(wide) >= _elements(narrow) / 2
 
 
-def _mean(weighted: Iterable[tuple[int, float]]) -> float:
+def mean(weighted: Iterable[tuple[int, float]]) -> float:
+    """Of values, each with its weight; 0 of none."""
     pairs = list(weighted)
     return sum(count * value for count, value in pairs) / max(1, sum(count for count, _ in pairs))
 

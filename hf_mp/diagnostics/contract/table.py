@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 
@@ -57,10 +58,9 @@ class PrecisionContract:
     @classmethod
     def of(cls, rows: Iterable[ContractRow]) -> PrecisionContract:
         """Rows of single parameters, those that are alike put together."""
-        elements: dict[tuple[str, ...], int] = {}
+        elements: Counter[tuple[str, ...]] = Counter()
         for row in rows:
-            key = (row.kind, *row.dtypes)
-            elements[key] = elements.get(key, 0) + row.elements
+            elements[row.kind, *row.dtypes] += row.elements
         found = [ContractRow(kind, count, *dtypes) for (kind, *dtypes), count in elements.items()]
         return cls(tuple(sorted(found, key=lambda row: -row.elements)))
 
@@ -79,8 +79,8 @@ class PrecisionContract:
             for dtypes, rows in together.items()
         ]
         yield from lines[:MOST_ROWS]
-        if more := len(lines) - MOST_ROWS if len(lines) > MOST_ROWS else 0:
-            yield (f"{more} more", *("" for _ in HEADER[1:]))
+        if len(lines) > MOST_ROWS:
+            yield (f"{len(lines) - MOST_ROWS} more", *("" for _ in HEADER[1:]))
 
     def __str__(self) -> str:
         lines = [HEADER, *self.cells()]

@@ -18,6 +18,7 @@ from hf_mp.diagnostics.contract.table import NONE, NOT_SEEN, ContractRow, Precis
 from hf_mp.memory.footprint import gradients_of
 from hf_mp.policy import LOWER_PRECISION_DTYPES, spell
 from hf_mp.scaling.events import StepObserver
+from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.accelerated import as_accelerated
 from hf_mp.weights.attachable import runtimes_of
 from hf_mp.weights.lean.outside_reads import stores_16_bits
@@ -34,6 +35,9 @@ class ContractWatch(StepObserver):
 
     What is compiled gets none: hooks would be traced, and compiled anew without them.
     """
+
+    was_skipped = False  # the latest step of an attached model
+    _is_replay = False  # whether diagnostics run the forward again
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -60,7 +64,17 @@ class ContractWatch(StepObserver):
         """Take them off."""
         self._undo.close()
 
+    def forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward of an attached model begins, which is the training's."""
+        self._is_replay = False
+
+    def stepped(self, report: StepReport) -> None:
+        """Note whether the step was skipped, which leaves no moments to see."""
+        self.was_skipped = report.overflow
+
     def _ran(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._is_replay:
+            return
         # FP32 scores of a router make what experts give FP32: what was multiplied lies in the slots of their weights.
         held = [vars(module).get(name, weight) for name, weight in module._parameters.items()]
         stacked = [
@@ -77,6 +91,7 @@ class ContractWatch(StepObserver):
 
     def backward_ended(self, largest: Tensor | None = None) -> None:
         """Note the gradients that are there: an attached model's, before its update frees them."""
+        self._is_replay = True
         for parameter in self.model.parameters():
             self._gradients[id(parameter)] |= dtypes_of(gradients_of(parameter))
 
@@ -86,8 +101,7 @@ class ContractWatch(StepObserver):
     ) -> PrecisionContract:
         """What was seen so far; ``saved``: to what weights are cast when they are saved, if they are, by name."""
         self.backward_ended()
-        if (accelerated := as_accelerated(optimizer)) is not None:
-            optimizer = accelerated.optimizer
+        optimizer = getattr(as_accelerated(optimizer), "optimizer", optimizer)
         owners: dict[int, tuple[str, nn.Module, nn.Parameter]] = {}
         computed: dict[int, set[str]] = defaultdict(set)  # by parameter, which several modules may share
         for path, module in self.model.named_modules():
