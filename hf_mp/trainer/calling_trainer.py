@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any, cast
 
 from accelerate.utils import DynamoBackend
@@ -22,6 +24,13 @@ def calling_trainer(callback: TrainerCallback) -> Trainer | None:
             return caller
         frame = frame.f_back
     return None
+
+
+def extend_method(trainer: Trainer, name: str, around: Callable[..., None]) -> None:
+    """Have ``around`` run in the place of a method of ``trainer``, which it is given first; once for each Trainer."""
+    if name not in vars(trainer):
+        own = getattr(trainer, name)
+        vars(trainer)[name] = functools.wraps(own)(functools.partial(around, own))
 
 
 def come_first(callback: TrainerCallback, trainer: Trainer) -> list[TrainerCallback]:

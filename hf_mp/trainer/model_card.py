@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,13 @@ from transformers import Trainer
 from hf_mp._version import __version__
 from hf_mp.policy import spell
 from hf_mp.scaling.rules import scale_text
+from hf_mp.trainer.calling_trainer import extend_method
 from hf_mp.trainer.session import OfSession, TrainerSession
 
 TITLE = "### Mixed precision"
 CARD_NAME = "README.md"
 SHOWN_PLACES = 10
-_NEXT_HEADING = re.compile(r"^#{1,3} ", re.MULTILINE)
+_SECTION = re.compile(rf"{TITLE}\n.*?(?=^#{{1,3}} |\Z)", re.MULTILINE | re.DOTALL)
 
 
 def add_to_card(trainer: Trainer, session: TrainerSession) -> None:
@@ -29,35 +29,25 @@ def add_to_card(trainer: Trainer, session: TrainerSession) -> None:
     card = Path(str(trainer.args.output_dir), CARD_NAME)
     if session.runtime is None or not trainer.is_world_process_zero() or not card.is_file():
         return
-    text = card.read_text(encoding="utf-8")
     section = f"{TITLE}\n\n" + "".join(f"- {line}\n" for line in _lines(session, card.parent)) + "\n"
     if session.contract is not None:
         section += f"{session.contract.to_markdown()}\n"
-    start = text.find(TITLE)
-    if start >= 0:
-        following = _NEXT_HEADING.search(text, start + len(TITLE))
-        end = following.start() if following else len(text)
-    else:
-        start = end = text.find("### Framework versions")
-        if start < 0:
-            text, start = f"{text.rstrip()}\n\n", len(text.rstrip()) + 2
-            end = start
-    card.write_text(text[:start] + section + text[end:], encoding="utf-8")
+    text, replaced = _SECTION.subn(lambda _: section, card.read_text(encoding="utf-8"), count=1)
+    if not replaced:
+        before, heading, after = text.partition("### Framework versions")
+        text = (before if heading else f"{before.rstrip()}\n\n") + section + heading + after
+    card.write_text(text, encoding="utf-8")
 
 
 def extend_card(trainer: Trainer, adapter: OfSession) -> None:
     """Have the cards that ``trainer`` creates from now on carry that section, for the session of ``adapter``."""
-    if "create_model_card" in vars(trainer):
-        return
-    own = trainer.create_model_card
 
-    @functools.wraps(own)
-    def create_model_card(*args: Any, **kwargs: Any) -> None:
+    def create_model_card(own: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         own(*args, **kwargs)
         if adapter.session is not None:
             add_to_card(trainer, adapter.session)
 
-    vars(trainer)["create_model_card"] = create_model_card
+    extend_method(trainer, "create_model_card", create_model_card)
 
 
 def _lines(session: TrainerSession, directory: Path) -> Iterator[str]:

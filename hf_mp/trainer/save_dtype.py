@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,17 @@ from torch import Tensor
 from transformers import Trainer
 from transformers.utils import CONFIG_NAME
 
+from hf_mp.trainer.calling_trainer import extend_method
 from hf_mp.trainer.checkpoints.inspection import step_of
 from hf_mp.trainer.session import OfSession
 
 
 def extend_save(trainer: Trainer, adapter: OfSession) -> None:
     """Have ``trainer`` save models, and push them to the hub, in what the session of ``adapter`` says."""
-    if "_save" in vars(trainer):
-        return
-    own = trainer._save
 
-    @functools.wraps(own)
-    def _save(output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def _save(
+        own: Callable[..., None], output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
         folder = Path(output_dir or str(trainer.args.output_dir))
         dtypes = {} if adapter.session is None else adapter.session.saved_dtypes
         if not dtypes or step_of(folder) is not None or not trainer.args.should_save:
@@ -39,7 +37,7 @@ def extend_save(trainer: Trainer, adapter: OfSession) -> None:
             said = {**json.loads(config.read_text(encoding="utf-8")), "dtype": most}
             config.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
-    vars(trainer)["_save"] = _save
+    extend_method(trainer, "_save", _save)
 
 
 def _cast(state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:

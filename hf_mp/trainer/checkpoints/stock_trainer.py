@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from hf_mp.trainer.calling_trainer import extend_method
 from hf_mp.trainer.checkpoints import atomic, in_place, inspection
 from hf_mp.trainer.checkpoints.lock import DirectoryLock
 from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, CheckpointError, find_damage, read_manifest
@@ -35,12 +35,8 @@ def extend_saves(trainer: Trainer, session_of: Callable[[Trainer], TrainerSessio
         trainer: stock, or of another library.
         session_of: its session; None for a save that is left to the Trainer.
     """
-    if "_save_checkpoint" in vars(trainer):
-        return
-    own = trainer._save_checkpoint
 
-    @functools.wraps(own)
-    def _save_checkpoint(model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
+    def _save_checkpoint(own: Callable[..., None], model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
         if (session := session_of(trainer)) is None:
             own(model, trial, *args, **kwargs)
             return
@@ -56,7 +52,7 @@ def extend_saves(trainer: Trainer, session_of: Callable[[Trainer], TrainerSessio
                 precision = str(session.settings.policy)
                 in_place.complete(checkpoint, step=step, world_size=world_size, precision=precision)
 
-    vars(trainer)["_save_checkpoint"] = _save_checkpoint
+    extend_method(trainer, "_save_checkpoint", _save_checkpoint)
 
 
 @contextmanager
