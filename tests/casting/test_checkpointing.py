@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 from hf_mp.casting.mode import active_autocast, autocast
 
@@ -216,15 +216,6 @@ def test_an_autocast_within_the_block_is_the_blocks_own(model: Model, x: Tensor,
     found = gradients(model, x, lambda _, x: checkpoint(decorated, x, use_reentrant=use_reentrant), autocast(FP16))
     check_equal(found, expected)
     check_computed(model, times=2, dtype=BF16)
-
-
-@every_way
-def test_checkpoint_sequential(model: Model, x: Tensor, use_reentrant: bool) -> None:
-    def sequential(model: Model, x: Tensor) -> Tensor:
-        return checkpoint_sequential([model.first, model.second], 2, x, use_reentrant=use_reentrant)
-
-    expected = gradients(model, x, plain, autocast())
-    check_equal(gradients(model, x, sequential, autocast()), expected)
 
 
 def test_a_checkpoint_within_a_checkpoint(model: Model, x: Tensor) -> None:

@@ -186,7 +186,7 @@ def test_cuda_tables_give_the_documented_dtype_on_a_cpu(name: str, compute: torc
     rule = RULES[name]
     functions = callable_spellings(name, "cuda")
     assert functions
-    for inputs in ((FP32,), (compute,), (FP32, compute)):
+    for inputs in ((FP32,), (FP16,), (BF16,), (FP32, compute)):
         for function in functions:
             with autocast(compute):
                 if rule is CastRule.BANNED:

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import generic
 
 from hf_mp.casting.mode import active_autocast, autocast
@@ -153,41 +152,6 @@ class TestTransformers:
             with generic.maybe_autocast("cpu", enabled=False):
                 assert (a @ b).dtype is FP32
             assert (a @ b).dtype is FP16
-
-    def test_attention_that_gpt2_upcasts_stays_in_fp32(self, gpt2_config: GPT2Config, batch: dict[str, Tensor]) -> None:
-        gpt2_config.reorder_and_upcast_attn = True
-        gpt2_config._attn_implementation = "eager"
-        model = GPT2LMHeadModel(gpt2_config)
-        seen: list[torch.dtype] = []
-
-        class Watch(TorchFunctionMode):
-            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                result = func(*args, **(kwargs or {}))
-                if func is torch.baddbmm:
-                    seen.append(result.dtype)
-                return result
-
-        with autocast(FP16), Watch():
-            model(**batch)
-        assert seen == [FP32] * gpt2_config.n_layer
-
-    def test_outside_it_is_transformers_own(self, pair: tuple[Tensor, Tensor]) -> None:
-        with autocast():
-            pass
-        with generic.maybe_autocast("cpu", enabled=False):
-            assert (pair[0] @ pair[1]).dtype is FP32
-        with torch.autocast("cpu", BF16):
-            with generic.maybe_autocast("cpu", enabled=False):
-                assert (pair[0] @ pair[1]).dtype is FP32
-            assert (pair[0] @ pair[1]).dtype is BF16
-
-    def test_enabled_inside_of_ours_is_an_error(self) -> None:
-        with (
-            autocast(),
-            pytest.raises(RuntimeError, match=r"torch.autocast was entered inside hf_mp.autocast"),
-            generic.maybe_autocast("cpu", dtype=BF16, enabled=True),
-        ):
-            pass
 
     @LOWER
     def test_rotary_embeddings_stay_in_fp32(self, dtype: torch.dtype) -> None:

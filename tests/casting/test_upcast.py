@@ -86,17 +86,6 @@ def test_result_and_gradients_are_those_of_fp32_rounded_once(name: str, dtype: t
 
 @every_dtype
 @every_case
-def test_the_result_is_within_one_rounding_of_fp64(name: str, dtype: torch.dtype) -> None:
-    case = CASES[name]
-    inputs = operands(case, dtype)
-    exact = case.op(*(tensor.detach().double() for tensor in inputs))
-    found = run_through_fp32(case.op, inputs, {}, dtype)
-    # half a unit in the last place, and FP32's own error of some 20 roundings of values of about 10
-    torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps * 0.51, atol=2e-6)
-
-
-@every_dtype
-@every_case
 def test_what_backward_needs_of_the_inputs_is_saved_in_16_bits(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     inputs = operands(case, dtype)
@@ -220,17 +209,6 @@ class TestChangedInPlace:
         ):
             result.sum().backward()
 
-    def test_one_that_is_not_needed_may_change(self) -> None:
-        bias, x, y = (tensor * 1 for tensor in operands(CASES["baddbmm"], FP16))
-        result = run_through_fp32(torch.baddbmm, (bias, x, y), {}, FP16)
-        bias.mul_(2)
-        result.sum().backward()
-
-    def test_before_the_op_it_may_change(self) -> None:
-        x, y = (tensor * 1 for tensor in operands(CASES["bmm"], FP16))
-        x.mul_(2)
-        run_through_fp32(torch.bmm, (x, y), {}, FP16).sum().backward()
-
     def test_the_result_may_change(self) -> None:
         x, y = operands(CASES["bmm"], FP16)
         result = run_through_fp32(torch.bmm, (x, y), {}, FP16)
@@ -309,12 +287,6 @@ class TestInsideOfOtherHooks:
         with pytest.raises(RuntimeError):
             run_through_fp32(torch.bmm, (inputs[0], inputs[0]), {}, FP16)
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-
-    def test_backward_twice(self) -> None:
-        x, y = operands(CASES["bmm"], FP16)
-        result = run_through_fp32(torch.bmm, (x, y), {}, FP16).sum()
-        once = torch.autograd.grad(result, (x, y), retain_graph=True)
-        check_equal(list(torch.autograd.grad(result, (x, y))), list(once))
 
     @staticmethod
     def accumulated(block: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:

@@ -201,47 +201,6 @@ def test_every_sequence_of_sixteen_steps_and_long_random_ones(name: str) -> None
         check(name, [random_of.random() < share for _ in range(5_000)])
 
 
-def scales(scaler: DynamicLossScaler, *runs: tuple[bool, int]) -> list[float]:
-    """The scale after every run of so many overflows (True) or clean steps (False)."""
-    found = []
-    for overflow, length in runs:
-        for _ in range(length):
-            scaler.record_step(OVERFLOW if overflow else CLEAN)
-        found.append(scaler.get_scale())
-    return found
-
-
-class TestSequencesOfTheSuites:
-    def test_deepspeeds_default_window_first_grows_after_1001_clean_steps(self) -> None:
-        scaler = DynamicLossScaler("cpu", 2.0**16, growth_interval=1000, growth_delay=1, hysteresis=2, min_scale=1.0)
-        runs = [(False, 1000), (False, 1), (False, 999), (False, 1), (True, 2), (False, 1000), (False, 1)]
-        assert scales(scaler, *runs) == [2.0**exponent for exponent in (16, 17, 17, 18, 17, 17, 18)]
-
-    def test_apexs_growth_after_2000_unskipped_steps_up_to_its_ceiling(self) -> None:
-        scaler = DynamicLossScaler(min_scale=0, max_scale=2.0**24)
-        assert scales(scaler, (False, 1999), (False, 1), (True, 1), (False, 20_000)) == [
-            2.0**16, 2.0**17, 2.0**16, 2.0**24,
-        ]  # fmt: skip
-
-    def test_a_growth_factor_of_1_never_grows(self) -> None:
-        scaler = DynamicLossScaler("cpu", 8.0, growth_factor=1.0, growth_interval=1)
-        assert scales(scaler, (False, 5), (True, 1), (False, 5)) == [8.0, 4.0, 4.0]
-
-    @pytest.mark.parametrize("backoff", [0.25, 0.5])
-    def test_gradscalers_growth_tracker_is_in_its_state(self, backoff: float) -> None:
-        """As torch's tests ask after every step: scale and tracker, also loaded into torch's scaler and back."""
-        ours = DynamicLossScaler("cpu", 4.0, 2.0, backoff, 2)
-        expected = [(4.0, 1), (8.0, 0), (8.0 * backoff, 0), (8.0 * backoff, 1), (16.0 * backoff, 0)]
-        for report, (scale, tracker) in zip((CLEAN, CLEAN, OVERFLOW, CLEAN, CLEAN), expected, strict=True):
-            ours.record_step(report)
-            theirs = torch.amp.GradScaler("cpu")
-            theirs.load_state_dict(ours.state_dict())
-            assert (theirs.get_scale(), theirs._get_growth_tracker()) == (scale, tracker)
-            back = DynamicLossScaler()
-            back.load_state_dict(theirs.state_dict())
-            assert (back.get_scale(), back.state.growth_tracker) == (scale, tracker)
-
-
 def test_a_pair_that_differs_is_noticed() -> None:
     peer: Any = Apex(2.0**16, 4)
     assert list(differences(peer, DynamicLossScaler("cpu", 2.0**16, growth_interval=5), [False] * 4)) == [

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -99,18 +98,6 @@ class _SavedInput(NamedTuple):
     offset: int
 
 
-class _SavedPart(NamedTuple):
-    """A DTensor, held as what is saved of the part that this process has: a DTensor has no strides of its own."""
-
-    part: Any
-    spread: Callable[[Tensor], Tensor]  # of the part, what was saved
-
-
-def _part(tensor: Any) -> Tensor:
-    """What this process holds of a DTensor; of any other tensor all."""
-    return tensor.detach().to_local() if hasattr(tensor, "device_mesh") else tensor
-
-
 class _SavedInputs:
     """Saved-tensor hooks that keep an op's upcast inputs in 16 bits; all other saved tensors go on unchanged."""
 
@@ -121,17 +108,14 @@ class _SavedInputs:
         self._outer: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def remember(self, source: Tensor, upcast: Tensor) -> Tensor:
-        if upcast is source or source.layout is not torch.strided:
+        if upcast is source or not has_rows(source):
             return upcast
         # The upcast is held as well: while it lives, no other storage can be at its place. The address of its data
         # would not do: fake tensors have none.
-        part = _part(upcast)
-        self.sources[part.untyped_storage()._cdata] = (_part(source), part)
+        self.sources[upcast.untyped_storage()._cdata] = (source, upcast)
         return upcast
 
     def unpack(self, saved: Any) -> Tensor:
-        if isinstance(saved, _SavedPart):
-            return saved.spread(self.unpack(saved.part))
         kept = saved.source if isinstance(saved, _SavedInput) else saved
         source: Tensor = kept if self._outer is None else self._outer[1](kept)
         if not isinstance(saved, _SavedInput):
@@ -147,12 +131,8 @@ class _SavedInputs:
         return upcast.as_strided(saved.size, saved.stride, saved.offset)
 
     def pack(self, tensor: Any) -> Any:
-        if tensor.dtype is not self._wide or tensor.numel() == 0 or tensor.layout is not torch.strided:
+        if tensor.dtype is not self._wide or tensor.numel() == 0 or not has_rows(tensor):
             return self._keep(tensor)
-        if (mesh := getattr(tensor, "device_mesh", None)) is not None:
-            like = {"shape": tensor.size(), "stride": tensor.stride(), "run_check": False}
-            spread = partial(type(tensor).from_local, device_mesh=mesh, placements=tensor.placements, **like)
-            return _SavedPart(self.pack(_part(tensor)), spread)
         found = self.sources.get(tensor.untyped_storage()._cdata)
         if found is not None:
             source, upcast = found[0].detach(), found[1]
