@@ -72,7 +72,7 @@ LOWER_PRECISION_DTYPES: dict[torch.dtype, ComputeDtype] = {
 """The dtypes that a policy can compute in besides FP32. All that asks what a dtype means asks here."""
 
 FP32 = ComputeDtype(torch.float32, "fp32", ("float32", "float"), "float", has_cpu_products=lambda: True)
-_DTYPE_FIELDS = ("params", "compute", "masters", "output", "reduce", "reduce_sum")
+_DTYPE_FIELDS = ("params", "compute", "masters", "output", "reduce")
 SWITCHES = ("fp32_head", "exact_generation")  # fields that are on or off
 
 
@@ -152,8 +152,7 @@ class PrecisionPolicy:
             (static), or None (the default here, and of the presets for BF16 and FP32, whose exponent range needs no
             scaling).
         reduce: dtype in which gradients travel between processes, scaled: ``float32`` or ``compute``; None (default):
-            ``float32``, and ``compute`` in the lean layouts.
-        reduce_sum: dtype in which they are summed: ``float32`` (default), where they arrive, or ``reduce``, on the way.
+            ``float32``, and ``compute`` in the lean layouts. They are summed in FP32, where they arrive.
         fp32_head: whether the output embedding runs in FP32, in training and in ``generate()``; default False.
         exact_generation: whether a token's log-probability has the same bits in ``generate()`` as in the training
             forward. 16-bit products and attention are summed in FP64, whose order of summation is lost in rounding, so
@@ -171,7 +170,6 @@ class PrecisionPolicy:
     output: torch.dtype = torch.float32
     loss_scale: str | float | None = None
     reduce: torch.dtype | None = None
-    reduce_sum: torch.dtype = torch.float32
     fp32_head: bool = False
     exact_generation: bool = False
 
@@ -210,10 +208,10 @@ class PrecisionPolicy:
                 f"{said['params']} with {said['compute']} is not allowed: store parameters in fp32 (default layout) or "
                 "in the compute dtype (lean layout)"
             )
-        if self.wire not in (torch.float32, self.compute) or self.reduce_sum not in (torch.float32, self.wire):
+        if self.wire not in (torch.float32, self.compute):
             raise ValueError(
-                f"{said['reduce']} with {said['reduce_sum']} and {said['compute']} is not allowed: gradients travel in "
-                "fp32 or in the compute dtype, and are summed in fp32 or in the dtype that they travel in"
+                f"{said['reduce']} with {said['compute']} is not allowed: gradients travel in fp32 or in the compute "
+                "dtype"
             )
 
     @property
@@ -277,6 +275,8 @@ class PrecisionPolicy:
         base = PRESETS.get(spell(first))
         for part in others if base else (first, *others):
             key, _, value = (piece.strip() for piece in part.partition("="))
+            if key == "reduce_sum":
+                raise ValueError("reduce_sum is no field any more: gradients are summed in fp32; leave it out")
             if key not in names or not value:
                 raise ValueError(f"{part!r} in precision={text!r}: write field=value with one of {', '.join(names)}")
             if key in values:
@@ -291,10 +291,8 @@ class PrecisionPolicy:
         for name, preset in PRESETS.items():
             if preset == plain:
                 return ",".join([name, *switches])
-        default = {"reduce": None, "reduce_sum": torch.float32}
         named = {name: getattr(self, name) for name in _DTYPE_FIELDS}
-        named = {name: dtype for name, dtype in named.items() if name not in default or dtype != default[name]}
-        dtypes = [f"{name}={compute_dtype(dtype).name}" for name, dtype in named.items()]
+        dtypes = [f"{name}={compute_dtype(dtype).name}" for name, dtype in named.items() if dtype is not None]
         scale = "none" if self.loss_scale is None else self.loss_scale
         return ",".join([*dtypes, f"loss_scale={scale}", *switches])
 

@@ -201,6 +201,11 @@ def test_a_part_that_is_no_field_is_named(text: str, part: str) -> None:
         PrecisionPolicy.parse(text)
 
 
+def test_a_field_that_is_gone_says_so() -> None:
+    with pytest.raises(ValueError, match="reduce_sum is no field any more: gradients are summed in fp32; leave it out"):
+        PrecisionPolicy.parse("compute=fp16,reduce_sum=fp16")
+
+
 @pytest.mark.parametrize("field", ["params", "compute", "masters", "output"])
 def test_an_unknown_dtype_is_named(field: str) -> None:
     with pytest.raises(ValueError, match=rf"{field}='fp8' is not a dtype of a precision policy: use one of fp32, fp16"):

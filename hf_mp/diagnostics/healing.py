@@ -95,7 +95,7 @@ class Healer(StepObserver):
     """
 
     def __init__(self, runtime: MixedPrecision, max_fp32_share: float = MAX_FP32_SHARE) -> None:
-        check_healing("heal", runtime.policy, max_fp32_share, in_backward=runtime.in_backward is not None)
+        check_healing("heal", runtime.policy, max_fp32_share, in_backward=runtime.uses_up_gradients)
         self._runtime, self.max_fp32_share = runtime, max_fp32_share
         known = [observer for observer in runtime.observers if isinstance(observer, OverflowExplainer)]
         self._explainer = known[0] if known else explain_overflows(runtime)

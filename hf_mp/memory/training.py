@@ -32,9 +32,9 @@ from hf_mp.memory.precisions import TrainingPreset, parse_preset
 from hf_mp.memory.recorder import MemoryRecorder
 from hf_mp.memory.sizes import largest_first, readable
 from hf_mp.policy import PrecisionPolicy, spell
+from hf_mp.scaling.events import FreeGradients, check_free_gradients
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.lean.optimizer import MasterWeightOptimizer
-from hf_mp.weights.lean.optimizer_in_backward import FreeGradients, check_free_gradients
 from hf_mp.weights.ranks.placement import is_dtensor
 
 DEFAULT_OPTIMIZER = "adamw_torch_fused"  # TrainingArguments'

@@ -5,15 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
+from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.rules import ScaleRule, StepReport, headroom_left
 
 
 class StepObserver:
     """Looks on while an attached model trains, in ``MixedPrecision.observers``; every method is a no-op here."""
+
+    uses_up_gradients = False  # whether they are used in the backward: nobody clips or reduces them afterwards
+
+    @property
+    def norm(self) -> Tensor | None:
+        """The global 2-norm before clipping, FP32 of shape (), of gradients that were used up; None: not measured."""
+        return None
+
+    def take_optimizer(self, optimizer: Any) -> None:
+        """An optimizer is attached, as it will be stepped; raises a ValueError where it cannot be looked on."""
 
     def forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], None] | None:
         """A forward with grad begins, on ``forward`` (an :class:`AttachedForward`); returns who takes its outputs."""
@@ -59,11 +70,36 @@ def check_on_overflow(on_overflow: str) -> None:
         raise ValueError(f"on_overflow={on_overflow!r} is not known: use {' or '.join(map(repr, ON_OVERFLOW))}")
 
 
-def overflow_observers(on_overflow: str, runtime: Any) -> list[StepObserver]:
-    """The observer that ``on_overflow`` names, made for ``runtime``."""
-    check_on_overflow(on_overflow)
-    home = ON_OVERFLOW[on_overflow]
-    return [] if home is None else [getattr(import_module(home[0]), home[1])(runtime)]
+FreeGradients = Literal["step", "backward"]
+# Who takes what MixedPrecision(free_gradients=...) names, made of the runtime and max_grad_norm.
+FREE_GRADIENTS: dict[str, tuple[str, str] | None] = {
+    "step": None,
+    "backward": ("hf_mp.weights.lean.optimizer_in_backward", "OptimizerInBackward"),
+}
+
+
+def check_free_gradients(policy: PrecisionPolicy, free_gradients: str, max_grad_norm: float | None = None) -> None:
+    """Raise a ValueError, with the way out, where gradients cannot be freed as asked for."""
+    if free_gradients not in FREE_GRADIENTS:
+        allowed = ", ".join(map(repr, FREE_GRADIENTS))
+        raise ValueError(f"free_gradients={free_gradients!r} is not known: use one of {allowed}")
+    if free_gradients == "step" and max_grad_norm is not None:
+        raise ValueError(
+            f"max_grad_norm={max_grad_norm} is for free_gradients='backward': without it, clip before optimizer.step()"
+        )
+    if free_gradients == "backward" and not policy.is_lean:
+        raise ValueError(
+            f"free_gradients='backward' needs a lean layout, whose optimizer is ours, not precision={str(policy)!r}: "
+            "use 'fp16-lean' or 'bf16-lean'"
+        )
+    if max_grad_norm is not None and not max_grad_norm > 0.0:
+        raise ValueError(f"max_grad_norm={max_grad_norm} must be positive; None for no clipping, inf to measure only")
+
+
+def observers_for(takers: Mapping[str, tuple[str, str] | None], name: str, *arguments: Any) -> list[StepObserver]:
+    """The observer that ``name`` has among ``takers``, made of ``arguments``."""
+    home = takers[name]
+    return [] if home is None else [getattr(import_module(home[0]), home[1])(*arguments)]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_mp.policy import PrecisionPolicy, compute_dtype, parse_loss_scale, spell
+from hf_mp.policy import PrecisionPolicy, compute_dtype, parse_loss_scale
 from hf_mp.scaling.loss_scaler import LossScaleError, LossScaler
 from hf_mp.scaling.rules import (
     FP16_MAX,
@@ -27,7 +27,7 @@ from hf_mp.scaling.rules import (
 
 __all__ = [
     "DynamicLossScaler", "HeadroomLossScaler", "LossScaleError", "LossScaler", "StaticLossScaler", "load_state",
-    "make_loss_scaler", "scaler_for", "settings_of", "state_of",
+    "make_loss_scaler", "scaler_for", "state_of",
 ]  # fmt: skip
 
 _OF_ALL = {"max_consecutive_skips", "enabled"}  # settings that every scaler has
@@ -275,21 +275,6 @@ STATE_VERSION = 1
 def state_of(policy: PrecisionPolicy, scaler: LossScaler[Any]) -> dict[str, Any]:
     """What a checkpoint of a run under ``policy`` needs besides model and optimizer, as plain values for JSON."""
     return {"version": STATE_VERSION, "precision": str(policy), "loss_scaler": scaler.state_dict()}
-
-
-def settings_of(runtime: Any) -> dict[str, Any]:
-    """The settings that must match on all ranks that train one model, the most important first."""
-    scaler: LossScaler[Any] = runtime.scaler
-    found: dict[str, Any] = {"precision": str(runtime.policy), "is_scaled": scaler.is_enabled()}
-    if scaler.is_enabled():
-        found |= {"loss_scaler": scaler.kind, **vars(scaler.state)}
-        found["max_consecutive_skips"] = scaler._max_consecutive_skips
-    rules = {_name_of(key): spell(rule) for key, rule in runtime.rules.items()}
-    return {**found, "rules": dict(sorted(rules.items()))}
-
-
-def _name_of(ruled: Any) -> str:
-    return ruled if isinstance(ruled, str) else f"{getattr(ruled, '__module__', '')}.{ruled.__name__}"
 
 
 def load_state(state: Mapping[str, Any], policy: PrecisionPolicy, scaler: LossScaler[Any]) -> None:

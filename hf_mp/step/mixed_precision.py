@@ -17,9 +17,18 @@ from hf_mp.casting.tables import TableName
 from hf_mp.casting.torch_patches import PATCHES, acquire
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.borders import Crossings, accumulates
-from hf_mp.scaling.events import PrecisionStats, StepObserver, overflow_observers
+from hf_mp.scaling.events import (
+    FREE_GRADIENTS,
+    ON_OVERFLOW,
+    FreeGradients,
+    PrecisionStats,
+    StepObserver,
+    check_free_gradients,
+    check_on_overflow,
+    observers_for,
+)
 from hf_mp.scaling.rules import StepReport
-from hf_mp.scaling.scalers import LossScaleError, LossScaler, load_state, scaler_for, settings_of, state_of
+from hf_mp.scaling.scalers import LossScaleError, LossScaler, load_state, scaler_for, state_of
 from hf_mp.step.forward import AttachedForward
 from hf_mp.step.gradients import GradientCheck, Verdict
 from hf_mp.step.update import StepGuard
@@ -29,7 +38,6 @@ from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.generation import cache_patches
 from hf_mp.weights.layout import WeightLayout, too_large
 from hf_mp.weights.layout_choice import make_layout, spread_layout
-from hf_mp.weights.lean.optimizer_in_backward import FreeGradients, OptimizerInBackward, check_free_gradients
 from hf_mp.weights.ranks.agreement import Ranks
 from hf_mp.weights.ranks.placement import ALONE, Placement, is_running, placement_of
 from hf_mp.weights.region import Region
@@ -76,9 +84,10 @@ class MixedPrecision:
     ) -> None:
         self.policy = PrecisionPolicy.parse(policy, **switches)
         check_free_gradients(self.policy, free_gradients, max_grad_norm)
+        check_on_overflow(on_overflow)
         self.scaler = loss_scaler if loss_scaler is not None else scaler_for(self.policy)
-        self.layout, self.ranks = layout or make_layout(self.policy), Ranks(lambda: settings_of(self))
-        self.check = GradientCheck(self._backward_ended, self.layout, self.ranks, self._trained_parameters)
+        self.layout, self.ranks = layout or make_layout(self.policy), Ranks(self._settings)
+        self.check = GradientCheck(self.backward_ended, self.layout, self.ranks, self._trained_parameters)
         self._tables, self.rules, self.remedies = tables, rules or {}, dict[str, str]()
         self.region = self._make_region(None)
         self.step_was_skipped = self.is_of_session = False  # a Trainer's, whose next session takes the model over
@@ -87,9 +96,9 @@ class MixedPrecision:
         self._is_under_ddp = False  # in the last forward
         self._patches: weakref.finalize[..., nn.Module] | None = None  # takes them off with the model
         self._forwards, self._guards = list[weakref.ref[AttachedForward]](), list[StepGuard]()
-        updates = [OptimizerInBackward(max_grad_norm, self._backward_ended)] if free_gradients == "backward" else []
-        self.in_backward, self.observers = next(iter(updates), None), list[StepObserver](updates)
-        self.observers += overflow_observers(on_overflow, self)
+        self.observers: list[StepObserver] = observers_for(FREE_GRADIENTS, free_gradients, self, max_grad_norm)
+        self.uses_up_gradients = any([observer.uses_up_gradients for observer in self.observers])
+        self.observers += observers_for(ON_OVERFLOW, on_overflow, self)
         RUNTIMES.add(self)
 
     @property
@@ -103,7 +112,6 @@ class MixedPrecision:
         Trainable FP16/BF16 parameters are cast to FP32 in place (the Parameter objects stay); in the lean layouts they
         become :class:`SplitParameter`, whose saved values are FP32 all the same. Frozen ones stay as they are.
         """
-        self.ranks.note_attached(model, self.policy.params)
         if not self.policy.is_mixed:
             return model
         if self.model is not None:
@@ -169,8 +177,8 @@ class MixedPrecision:
         self._use_layout_for(given, placement_of(self.model))
         optimizer = self.layout.wrap(optimizer)
         state_to_fp32(optimizer)
-        if self.in_backward is not None:
-            self.in_backward.take_optimizer(optimizer)
+        for observer in self.observers:
+            observer.take_optimizer(optimizer)
         guard = getattr(optimizer.step, "hf_mp_guard", None)
         if guard is None or not guard.runtimes or guard.optimizer is not optimizer:
             guard = StepGuard(optimizer)
@@ -216,8 +224,7 @@ class MixedPrecision:
     ) -> Slots:
         """The weights of one forward of ``model``, of this ``kind``, whose borders ask ``crossings``."""
         # DDP takes a parameter for ready as soon as the border that it shares has run.
-        is_alone = self.in_backward is None and not self._is_under_ddp
-        elements = GROUP_ELEMENTS if is_alone else 1
+        elements = 1 if self.uses_up_gradients or self._is_under_ddp else GROUP_ELEMENTS
         uses, made_earlier = None if in_fp32 else self.region.uses, self.region.made_earlier
         return Slots(self.layout, model, crossings, has_grad, self.check.is_scaled, uses, made_earlier, elements, kind)
 
@@ -225,13 +232,17 @@ class MixedPrecision:
         model, before = self.model, self.layout
         if is_running() or placement.is_tensor_parallel:  # a mesh may be of one process
             parameters = list(parameters)
-            self.ranks.compare(parameters, model)
+            self.ranks.compare(parameters)
             self.layout = spread_layout(before, parameters, placement)
         if self.layout is not before:
             before.copies.clear()
             self.check.layout = self.region.layout = self.layout
         if model is not None:
             self.layout.join_ranks(model, placement, self, self.region.fp32_modules)
+
+    def _settings(self) -> dict[str, Any]:
+        """What must match on all ranks that train one model."""
+        return {"precision": str(self.policy), "loss_scaler": repr(self.scaler.state)}
 
     def _trained_parameters(self) -> list[nn.Parameter]:
         return self.layout.trained_parameters(self.model, [guard.optimizer for guard in self._guards])
@@ -248,7 +259,8 @@ class MixedPrecision:
         return None
 
     def gradient_entered(self, node: Any, gradient: Tensor) -> None:
-        self.check.backward_began()
+        if self.check.is_scaled or self.check.measures_norm or self.observers:  # else nobody asks for backwards
+            self.check.backward_began()
         for observer in self.observers:
             observer.backward_began(node, gradient)
 
@@ -259,7 +271,8 @@ class MixedPrecision:
                 if taken:
                     del uses[place]
 
-    def _backward_ended(self, largest: Tensor | None) -> None:
+    def backward_ended(self, largest: Tensor | None) -> None:
+        """Tell the observers; ``largest`` as for :meth:`StepObserver.backward_ended`."""
         for observer in self.observers:
             observer.backward_ended(largest)
 

@@ -201,7 +201,7 @@ class TrainerSession:
     @property
     def uses_gradients_up(self) -> bool:
         """Whether the parameters are updated inside backward, so that no gradient is left to look at."""
-        return self.runtime is not None and self.runtime.in_backward is not None
+        return self.runtime is not None and self.runtime.uses_up_gradients
 
     def clip_grad_norm(self, model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor | None:
         """Clip the gradients to this 2-norm, ``inf`` only measures it; None if torch's own function must do that.
@@ -212,8 +212,8 @@ class TrainerSession:
         runtime = self.runtime
         if runtime is None:
             return None
-        if runtime.in_backward is not None:  # they are clipped and used already
-            return runtime.in_backward.norm
+        if runtime.uses_up_gradients:  # they are clipped and used already
+            return next(observer.norm for observer in runtime.observers if observer.uses_up_gradients)
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = runtime.layout.clip_grad_norm(given, max_norm)
         parameters = list(model.parameters())

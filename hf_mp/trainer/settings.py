@@ -12,11 +12,10 @@ from transformers import TrainingArguments
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.policy import LOWER_PRECISION_DTYPES, PRESETS, SWITCHES, PrecisionPolicy, parse_loss_scale
-from hf_mp.scaling.events import MAX_FP32_SHARE, ON_OVERFLOW, check_on_overflow
+from hf_mp.scaling.events import MAX_FP32_SHARE, ON_OVERFLOW, FreeGradients, check_on_overflow
 from hf_mp.scaling.rules import RULES, StaticRule
 from hf_mp.scaling.scalers import LossScaler, scaler_for
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.lean.optimizer_in_backward import FreeGradients
 
 SAVE_FAILURES = ("continue", "stop")
 SAVE_DTYPES = {"fp32": torch.float32, "original": None, **{e.name: e.dtype for e in LOWER_PRECISION_DTYPES.values()}}

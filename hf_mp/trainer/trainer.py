@@ -17,6 +17,7 @@ from transformers.utils import logging
 from hf_mp.casting.rules import Rules
 from hf_mp.casting.tables import TableName
 from hf_mp.policy import PrecisionPolicy
+from hf_mp.scaling.events import check_free_gradients
 from hf_mp.scaling.scalers import LossScaleError
 from hf_mp.trainer.arguments import MixedPrecisionArguments
 from hf_mp.trainer.callback import MixedPrecisionCallback
@@ -30,7 +31,6 @@ from hf_mp.trainer.relative_step import read_learning_rate_from_state
 from hf_mp.trainer.save_dtype import extend_save
 from hf_mp.trainer.session import OfSession, TrainerSession
 from hf_mp.trainer.settings import SessionSettings
-from hf_mp.weights.lean.optimizer_in_backward import check_free_gradients
 from hf_mp.weights.lean.outside_reads import stores_16_bits
 from hf_mp.weights.ranks.agreement import compare_settings
 

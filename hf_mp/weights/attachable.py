@@ -187,14 +187,19 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module | None) -> None:
         raise TypeError(
             f"attach_optimizer takes one torch optimizer, not {type(optimizer).__name__}: call it once for each"
         )
+    check_closure(optimizer)
+    if model is not None and not updates(optimizer, model):
+        raise ValueError(
+            f"no parameter of this {type(optimizer).__name__} belongs to the attached {type(model).__name__}: make "
+            "the optimizer from model.parameters()"
+        )
+
+
+def check_closure(optimizer: Optimizer) -> None:
+    """Raise a ValueError if ``optimizer`` calls its closure several times in a step."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
             f"{type(optimizer).__name__} calls its closure several times in a step, and what overflowed in one of "
             "them cannot be skipped: use an optimizer whose step() works without a closure, or precision='fp32'"
-        )
-    if model is not None and not updates(optimizer, model):
-        raise ValueError(
-            f"no parameter of this {type(optimizer).__name__} belongs to the attached {type(model).__name__}: make "
-            "the optimizer from model.parameters()"
         )

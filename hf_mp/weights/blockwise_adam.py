@@ -18,26 +18,27 @@ BLOCK = 256  # elements that share a scale (Dettmers et al. 2021, section 2.1)
 _ELEMENTS = {"cpu": 2**19, "cuda": 2**22}  # of a slice: what stays in a CPU's caches; few launches on a GPU
 
 
-def step_blockwise(optimizer: Any, parameters: list[nn.Parameter]) -> bool:
+def step_blockwise(optimizer: Any, parameters: list[nn.Parameter]) -> set[int]:
     """Update those split ``parameters`` that 8-bit ``Adam`` or ``AdamW`` of bitsandbytes treats block by block.
 
-    The bits are those of its own step, and each gradient is freed at once. Returns whether any parameter was updated;
-    the others (small ones, with FP32 moments) keep their gradients.
+    The bits are those of its own step, and each gradient is freed at once. Gives the identities of those that were; the
+    others (small ones, with FP32 moments) keep their gradients.
 
     Raises:
         ValueError: for moments of another shape than their parameter's.
     """
     if not _is_blockwise_adam(optimizer):
-        return False
+        return set()
     if not optimizer.initialized:  # what its own first step does
         optimizer.check_overrides()
         optimizer.to_gpu()
         optimizer.initialized = True
-    wanted, stepped = set(map(id, parameters)), False
+    wanted, stepped = set(map(id, parameters)), set[int]()
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
-            if id(parameter) in wanted and isinstance(parameter, SplitParameter):
-                stepped = _step(optimizer, parameter, (group_index, index)) or stepped
+            is_wanted = id(parameter) in wanted and isinstance(parameter, SplitParameter)
+            if is_wanted and _step(optimizer, parameter, (group_index, index)):
+                stepped.add(id(parameter))
     if stepped:
         optimizer._opt_called = True  # for LR schedulers made before
     return stepped

@@ -21,26 +21,26 @@ from hf_mp.weights.working_copies import WorkingCopies
 Given = tuple[AdamWTensors, Tensor | None]
 
 
-def step_split(
-    optimizer: Optimizer, parameters: list[nn.Parameter], found_inf: Tensor | None = None
-) -> list[nn.Parameter]:
+def step_split(optimizer: Optimizer, parameters: list[nn.Parameter], found_inf: Tensor | None = None) -> set[int]:
     """Update those split ``parameters`` of which :func:`hf_mp.kernels.adamw.adamw_` does what ``optimizer`` would.
 
     That is ``torch.optim.AdamW`` and ``Adam`` with ``fused=True``, without ``amsgrad``: on a CPU large ones one by one,
-    each gradient freed at once; on a GPU in one launch of the Triton kernel. Gives those that were. With ``found_inf``,
-    FP32 of shape (), nothing is written where it is not 0, and gradients stay.
+    each gradient freed at once; on a GPU in one launch of the Triton kernel. Gives the identities of those that were.
+    With ``found_inf``, FP32 of shape (), nothing is written where it is not 0, and gradients stay.
     """
-    stepped: list[nn.Parameter] = []
+    stepped = set[int]()
     if not _is_fused_adam(optimizer, vars(optimizer).get("step")):
         return stepped
     wanted = set(map(id, parameters))  # a tensor's own hash is slow, where this is called for one parameter at a time
     for settings, group in _groups(optimizer):
-        batches: dict[tuple[torch.device, Tensor | None], list[tuple[nn.Parameter, AdamWTensors]]] = {}
+        batches: dict[tuple[torch.device, Tensor | None], list[tuple[SplitParameter, AdamWTensors]]] = {}
         for parameter in group:
-            if id(parameter) not in wanted or (given := _split_tensors(optimizer, parameter)) is None:
+            if not isinstance(parameter, SplitParameter) or id(parameter) not in wanted:
+                continue
+            if (given := _split_tensors(optimizer, parameter)) is None:
                 continue
             tensors, factor = given
-            stepped.append(parameter)
+            stepped.add(id(parameter))
             if parameter.device.type == "cpu" and not is_small(tensors.gradient):
                 adamw_([tensors], settings, factor, found_inf)
                 _finish_split([parameter], keeps_gradients=found_inf is not None)
@@ -148,59 +148,52 @@ def _groups(optimizer: Optimizer) -> Iterator[tuple[AdamWSettings, Sequence[nn.P
             yield AdamWSettings(lr, beta1, beta2, eps, weight_decay, decoupled, maximize), group["params"]
 
 
-def _split_tensors(optimizer: Optimizer, parameter: nn.Parameter) -> Given | None:
+def _split_tensors(optimizer: Optimizer, parameter: SplitParameter) -> Given | None:
     """What the kernel needs of ``parameter``, and the factor of its gradient; None where the optimizer is to step."""
-    if not isinstance(parameter, SplitParameter):
-        return None
     gradient, factor = gradient_and_factor(parameter)
-    if gradient is None or not _is_plain(gradient, parameter):
-        return None
-    if (halves := halves_of(parameter)) is None:  # somebody cast the parameter to FP32
+    if gradient is None or (halves := halves_of(parameter)) is None:  # somebody cast the parameter to FP32
         return None
     if gradient.device.type != "cpu" and chosen("adamw", [gradient, halves.working]) is None:
         return None
-    if (moments := _moments(optimizer, parameter)) is None:
+    if (moments := _moments(optimizer, parameter, gradient)) is None:
         return None
     return AdamWTensors(gradient, *moments, working=halves.working, remainder=halves.remainder), factor
 
 
 def _whole_tensors(optimizer: Optimizer, parameter: nn.Parameter, copies: WorkingCopies) -> AdamWTensors | None:
-    gradient = parameter.grad
-    if gradient is None or not _is_plain(gradient, parameter) or parameter.dtype is not torch.float32:
+    gradient, copy = parameter.grad, copies.copy_of(parameter)
+    is_elsewhere = copy is not None and copy.device != parameter.device
+    if gradient is None or parameter.dtype is not torch.float32 or is_elsewhere:
         return None
-    if (moments := _moments(optimizer, parameter)) is None:
-        return None
-    copy = copies.copy_of(parameter)
-    if copy is not None and copy.device != parameter.device:
+    if (moments := _moments(optimizer, parameter, gradient)) is None:
         return None
     return AdamWTensors(gradient, *moments, master=parameter.detach(), working=copy)
 
 
-def _is_plain(gradient: Tensor, parameter: Tensor) -> bool:
-    is_dense = is_ordinary(gradient) and not gradient.is_sparse  # a sparse one is refused by the optimizer itself
-    return is_dense and gradient.shape == parameter.shape and gradient.device == parameter.device
-
-
-def _moments(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[Tensor, Tensor, Tensor] | None:
-    """First and second moment and step, made where there are none; None for moments that the kernel cannot use."""
+def _moments(optimizer: Optimizer, parameter: nn.Parameter, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """First and second moment and step, made where there are none; None for what the kernel cannot use."""
+    shape, device = parameter.shape, parameter.device
+    if not is_ordinary(gradient) or gradient.is_sparse or gradient.shape != shape or gradient.device != device:
+        return None  # a sparse one is refused by the optimizer itself
     state = optimizer.state[parameter]
     if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+            state[name] = torch.zeros(shape, dtype=torch.float32, device=device)
     for name in ("exp_avg", "exp_avg_sq"):
         # Those of a channels-last parameter, loaded: torch's fused step reads by position, and masters are contiguous.
         if not state[name].is_contiguous():
             state[name] = state[name].contiguous()
-        check_moment(name, state[name], parameter)
+        if state[name].shape != shape:
+            check_moment(name, state[name], parameter)
     moments = state["exp_avg"], state["exp_avg_sq"], state["step"]
-    device = parameter.device
-    fit = all([m.dtype is torch.float32 and m.device == device for m in moments])
-    return moments if fit else None
+    for moment in moments:
+        if moment.dtype is not torch.float32 or moment.device != device:
+            return None
+    return moments
 
 
-def _finish_split(parameters: Sequence[nn.Parameter], *, keeps_gradients: bool) -> None:
-    note_written_halves(*[parameter for parameter in parameters if isinstance(parameter, SplitParameter)])
-    if not keeps_gradients:
-        for parameter in parameters:
-            parameter.grad = None
+def _finish_split(parameters: Sequence[SplitParameter], *, keeps_gradients: bool) -> None:
+    note_written_halves(*parameters)
+    for parameter in () if keeps_gradients else parameters:
+        parameter.grad = None

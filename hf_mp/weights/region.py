@@ -78,7 +78,7 @@ class Region(autocast):
 
     def refuse_other_threads(self) -> None:
         """Raise a RuntimeError if another thread runs a forward of the model, in whose modules its weights lie."""
-        if any([thread != threading.get_ident() for thread in self._threads]):
+        if {threading.get_ident(), *self._threads} != {threading.get_ident()}:
             raise RuntimeError(_SHARED_BY_THREADS)
 
     @contextmanager
@@ -173,7 +173,10 @@ class Region(autocast):
     def must_see(self, tensors: Sequence[Any]) -> bool:
         """Whether one of ``tensors`` comes from outside, or it is not known yet what the model does with them."""
         weights = self.thread.weights
-        return weights is not None and weights.is_asked and (weights.is_learning or weights.has_outside(tensors))
+        if weights is None or not weights.is_asked:
+            return False
+        with torch._C.DisableTorchFunction():  # this mode is active, and has nothing to decide about these questions
+            return weights.is_learning or weights.has_outside(tensors)
 
     def bring_in(self, tensor: Tensor) -> Tensor:
         weights = self.thread.weights

@@ -48,15 +48,11 @@ def assert_trains_alike(losses: list[float], expected: list[float]) -> None:
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", [*PRECISIONS, IN_16_BITS])
 def test_two_processes_train_as_one(one: dict[str, Any], two: Results, wrap: str, precision: str) -> None:
     for rank in two:
-        assert_trains_alike(rank["losses"][f"{wrap} {precision}"], one["one"][precision])
-
-
-@pytest.mark.parametrize(("wrap", "sums"), [("ddp", "fp16"), ("fsdp", "fp32"), ("fsdp", "fp16")])
-def test_gradients_reduced_in_16_bits_train_as_in_fp32(one: dict[str, Any], two: Results, wrap: str, sums: str) -> None:
-    assert_trains_alike(two[0]["losses_of_16_bit_reductions"][f"{wrap} {sums}"], one["one"]["fp16"])
+        expected = one["one"]["fp16" if precision == IN_16_BITS else precision]
+        assert_trains_alike(rank["losses"][f"{wrap} {precision}"], expected)
 
 
 @pytest.mark.exhaustive
@@ -157,21 +153,12 @@ def test_bytes_of_a_lean_parameter_over_all_ranks(one: dict[str, Any], two: Resu
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("settings_differ", "ValueError: ranks .* different settings: rank 0 has scale=256.0; rank 1 has scale=512.0"),
+        ("settings_differ", "ValueError: ranks .*: rank 0 has loss_scaler=.*scale=256.0.*; rank 1 has .*scale=512.0"),
         (
             "layouts_differ",
             "ValueError: ranks .*: rank 0 has precision=fp16; rank 1 has precision=bf16. Give all of them the same",
         ),
-        ("patience_differs", "ValueError: ranks .*: rank 0 has patience=100; rank 1 has patience=101. Give all"),
-        (
-            "most_skips_differ",
-            "ValueError: ranks .* has max_consecutive_skips=50; rank 1 has max_con.*51. Give",
-        ),
-        ("rules_differ", "ValueError: ranks .*: rank 0 has rules={}; rank 1 has rules={'lm_head': 'fp32'}. Give all"),
-        (
-            "models_differ",
-            "ValueError: ranks .* rank 0 has model=FSDPGPT2LMHeadModel of ([\\d,]+) elements, \\1 trained, .*rank 1",
-        ),
+        ("patience_differs", "ValueError: ranks .*: rank 0 has .*patience=100.*; rank 1 has .*patience=101"),
         ("lean_after_ddp", "ValueError: precision='fp16-lean' stores weights in 16 bits.*attach to the model first"),
         ("lean_with_a_hook", "ValueError: .*communication hook of another's: leave register_comm_hook out, or use a"),
         ("default_with_a_hook", "ValueError: fp16_compress_hook rounds .* become 0: leave .*'fp16,reduce=fp16'"),
@@ -213,10 +200,3 @@ def test_working_copies_are_handed_over_whole(two: Results, folder: Path, wrap: 
             assert parameter.dtype is torch.float16
             assert torch.equal(found["copies"][name], found["masters"][name].half())
             assert torch.equal(parameter, found["copies"][name])
-
-
-def test_a_rank_that_stores_other_dtypes_is_warned_of_before_ddp_fails(two: Results) -> None:
-    first, second = (rank["dtypes_differ"] for rank in two)
-    assert first == {"alike": [], "mixed": []} and second["alike"] == []
-    (said,) = second["mixed"]
-    assert re.match(r"rank 0 stores the weights .* in torch\.float32, and rank 1 in torch\.float16: if one Dis", said)

@@ -11,7 +11,6 @@ import functools
 import itertools
 import math
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,17 +95,8 @@ def one_gradients() -> dict[str, Any]:
 
 
 def losses() -> dict[str, Any]:
-    return {
-        f"{wrap} {precision}": trained(precision, WRAPS[wrap])["loss"] for wrap in WRAPS for precision in PRECISIONS
-    }
-
-
-def losses_of_16_bit_reductions() -> dict[str, Any]:
-    """Gradients of the default layout in 16 bits, summed in FP32 and in FP16."""
-    return {
-        f"{wrap} {sums}": trained(f"{IN_16_BITS},reduce_sum={sums}", WRAPS[wrap])["loss"]
-        for wrap, sums in (("ddp", "fp16"), ("fsdp", "fp32"), ("fsdp", "fp16"))
-    }
+    kinds = itertools.product(WRAPS, (*PRECISIONS, IN_16_BITS))
+    return {f"{wrap} {precision}": trained(precision, WRAPS[wrap])["loss"] for wrap, precision in kinds}
 
 
 def gradients() -> dict[str, Any]:
@@ -317,11 +307,6 @@ def refusals() -> dict[str, str]:
         model.register_comm_hook(None, fp16_compress_hook)
         forward(model)
 
-    def models_differ() -> None:
-        model = tiny_gpt2()
-        model.transformer.h[0].requires_grad_(rank == 0)
-        sharded_after("fp16", model)
-
     def optimizer_before_fsdp() -> None:
         model: Any = tiny_gpt2()
         _, optimizer = hf_mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16")
@@ -363,9 +348,6 @@ def refusals() -> dict[str, str]:
         "settings_differ": partial(with_scaler, hf_mp.DynamicLossScaler, init_scale=2.0 ** (8 + rank)),
         "layouts_differ": partial(sharded_after, ("fp16", "bf16")[rank]),
         "patience_differs": partial(with_scaler, hf_mp.HeadroomLossScaler, patience=100 + rank),
-        "most_skips_differ": partial(with_scaler, hf_mp.HeadroomLossScaler, max_consecutive_skips=50 + rank),
-        "rules_differ": lambda: forward(ddp_of(rules=[{}, {"lm_head": "fp32"}][rank])),
-        "models_differ": models_differ,
         "attached_inside_of_ddp": lambda: attached_inside("fp16-lean", tiny_gpt2()),
         "halved_inside_of_ddp": lambda: attached_inside("fp16", tiny_gpt2().half()),
         "ddp_in_fp16": lambda: attach_to("fp16", DistributedDataParallel(tiny_gpt2().half())),
@@ -408,24 +390,10 @@ def handed_over() -> dict[str, Any]:
     return found
 
 
-def dtypes_differ() -> dict[str, list[str]]:
-    """What each rank is warned of when they attach one after the other: one model alike, and one not."""
-    found = {}
-    for case, precisions in {"alike": ("fp16-lean",) * 2, "mixed": ("fp16", "fp16-lean")}.items():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for rank, precision in enumerate(precisions):
-                if rank == dist.get_rank():
-                    hf_mp.MixedPrecision(precision).attach(tiny_gpt2())
-                dist.barrier()
-        found[case] = [str(one.message) for one in caught if "stores the weights" in str(one.message)]
-    return found
-
-
 ONE_PROCESS = [one, one_gradients, persistent_bytes]
 CASES = [
-    losses, losses_of_16_bit_reductions, gradients, ddp_options, masters_survive, overflows, received,
-    persistent_bytes, handed_over, dtypes_differ, refusals,
+    losses, gradients, ddp_options, masters_survive, overflows, received,
+    persistent_bytes, handed_over, refusals,
 ]  # fmt: skip
 FOUR_PROCESSES = [losses, hybrid]
 

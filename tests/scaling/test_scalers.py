@@ -10,7 +10,6 @@ import pytest
 import torch
 from step_reports import CLEAN, CPU, OVERFLOW, record, saw
 
-import hf_mp
 from hf_mp.scaling.rules import (
     DynamicRule,
     HeadroomRule,
@@ -24,7 +23,6 @@ from hf_mp.scaling.scalers import (
     LossScaler,
     StaticLossScaler,
     make_loss_scaler,
-    settings_of,
 )
 
 
@@ -468,20 +466,3 @@ class TestMaking:
 def test_enabled_is_yes_or_no(enabled: Any) -> None:
     with pytest.raises(TypeError, match=r"enabled must be True or False, not "):
         DynamicLossScaler(enabled=enabled)
-
-
-def test_settings_that_ranks_compare() -> None:
-    def found(scaler: LossScaler[Any] | None, **rules: Any) -> dict[str, Any]:
-        return settings_of(hf_mp.MixedPrecision("fp16", loss_scaler=scaler, rules=rules.get("rules")))
-
-    in_force, resumed = hf_mp.StaticLossScaler(1024.0), hf_mp.StaticLossScaler(512.0)
-    in_force.update(new_scale=512.0)
-    assert found(in_force) == found(resumed) != found(hf_mp.StaticLossScaler(1024.0))
-    assert next(iter(found(in_force))) == "precision"
-    assert found(None)["patience"] == 250
-    assert found(None) != found(hf_mp.HeadroomLossScaler(max_consecutive_skips=49))
-    softmax_first = {torch.softmax: "fp32", torch.exp: torch.float32}
-    exp_first = {torch.exp: "fp32", torch.softmax: "fp32"}
-    assert json.dumps(found(None, rules=softmax_first)) == json.dumps(found(None, rules=exp_first))
-    assert found(None, rules=exp_first) != found(None, rules={torch.exp: "fp32"})
-    assert found(HeadroomLossScaler(enabled=False)) == {"precision": "fp16", "is_scaled": False, "rules": {}}

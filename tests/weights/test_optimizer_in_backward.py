@@ -44,8 +44,8 @@ class Run:
             self.backward()
             if clip_to is not None:
                 self.norms.append(self.optimizer.clip_grad_norm_(clip_to).item())
-            elif self.runtime.in_backward is not None and self.runtime.in_backward.norm is not None:
-                self.norms.append(self.runtime.in_backward.norm.item())
+            elif self.runtime.uses_up_gradients and (norm := self.runtime.observers[0].norm) is not None:
+                self.norms.append(norm.item())
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -325,7 +325,7 @@ class TestTrainer:
         settings = {"max_grad_norm": max_grad_norm}
         found = self.train(tmp_path, precision, free_gradients="backward", **settings)
         expected = self.train(tmp_path, precision, **settings)
-        assert found.mixed_precision is not None and found.mixed_precision.in_backward is not None
+        assert found.mixed_precision is not None and found.mixed_precision.uses_up_gradients
         is_measured = max_grad_norm > 0.0
         for ours, theirs in zip(found.state.log_history[:-1], expected.state.log_history[:-1], strict=True):
             if not is_measured:

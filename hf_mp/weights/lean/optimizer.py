@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from hf_mp.kernels.gradient_scan import real_values, total_norm
 from hf_mp.kernels.split import split
 from hf_mp.policy import LOWER_PRECISION_DTYPES
+from hf_mp.weights.attachable import check_closure
 from hf_mp.weights.blockwise_adam import step_blockwise
 from hf_mp.weights.early_state import state_to_fp32
 from hf_mp.weights.fused_adamw import replaces_step, step_split
@@ -80,7 +81,7 @@ class MasterWeightOptimizer(Optimizer):
 
     Raises:
         TypeError: for parameters that are not floating, and for anything but an optimizer.
-        ValueError: for an unknown layout.
+        ValueError: for an unknown layout, and an optimizer that calls its closure several times (LBFGS).
     """
 
     keeps_masters = True  # its FP16 gradients may be unscaled: they become FP32
@@ -97,18 +98,9 @@ class MasterWeightOptimizer(Optimizer):
             raise ValueError(f"layout={layout!r} is not known: use one of {', '.join(get_args(MasterLayout))}")
         if isinstance(optimizer, MasterWeightOptimizer):
             raise TypeError("this optimizer is a MasterWeightOptimizer already: wrap one only once")
+        check_closure(optimizer)
         state_to_fp32(optimizer)
-        self._wrap(optimizer, layout)
-        if hasattr(optimizer, "check_overrides"):
-            optimizer.check_overrides()  # bitsandbytes knows parameters with settings of their own by identity
-        for group in optimizer.param_groups:
-            self._adopt(group["params"])
-        if not any(_needs_master(parameter) for parameter in self._parameters()):
-            warnings.warn("MasterWeightOptimizer has nothing to do: no parameter is FP16 or BF16", stacklevel=2)
-
-    def _wrap(self, optimizer: Optimizer, layout: MasterLayout) -> None:
-        self.optimizer = optimizer
-        self.layout = layout
+        self.optimizer, self.layout = optimizer, layout
         self._masters: dict[nn.Parameter, _WholeMaster] = {}
         self._loaded: dict[nn.Parameter, Tensor] = {}  # FP32 masters of a checkpoint, not taken over yet
         self._is_stepping = False
@@ -117,14 +109,18 @@ class MasterWeightOptimizer(Optimizer):
             if name.startswith("_optimizer_") and name.endswith("_hooks"):
                 setattr(self, name, value)
         optimizer.register_step_pre_hook(self._refuse_direct_step)
+        if hasattr(optimizer, "check_overrides"):
+            optimizer.check_overrides()  # bitsandbytes knows parameters with settings of their own by identity
+        for group in optimizer.param_groups:
+            self._adopt(group["params"])
+        if not any(_needs_master(parameter) for parameter in self._parameters()):
+            warnings.warn("MasterWeightOptimizer has nothing to do: no parameter is FP16 or BF16", stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
-        masters = {p: self.master(p) for p in self._parameters() if p in self._masters or p in self._loaded}
-        return {"optimizer": self.optimizer, "layout": self.layout, "masters": masters}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._wrap(state["optimizer"], state["layout"])
-        self._loaded = state["masters"]
+        raise TypeError(
+            "a MasterWeightOptimizer is not copied or pickled, and its parameters' masters with it: wrap an optimizer "
+            "of the copied parameters, and have it load state_dict()"
+        )
 
     def _refuse_direct_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # A model that was detached has no masters any more.
@@ -216,33 +212,32 @@ class MasterWeightOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the masters, and the parameters with them; returns what the wrapped optimizer's ``step`` returns.
 
-        In the split layout, gradients are freed as they are used. ``closure`` recomputes the loss on the parameters and
-        calls ``backward``; as often as the optimizer asks for.
+        In the split layout, gradients are freed as they are used, unless a ``found_inf`` tells the device to skip.
+        ``closure`` recomputes the loss and calls ``backward``: once, before the update; its result is returned.
         """
-        if closure is not None:
-            return self._step_on(self._parameters(), closure)
-        result = None
-        parameters = self._parameters()
-        for parameter in parameters if self._loaded else ():
-            self._take_over_loaded(parameter)
-        if (found_inf := vars(self).get("found_inf")) is not None:
-            return self._step_unless(found_inf, parameters)
-        stepped = self._step_in_place(parameters)
-        with as_stored():
-            is_left = not stepped or any(map(has_gradient, parameters))
-        if is_left:
-            for bucket in self._buckets(parameters):
-                result = self._step_on(bucket)
-        return result
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        result = self.step_on(self._parameters(), vars(self).get("found_inf"))
+        return result if closure is None else loss
 
     @torch.no_grad()
-    def step_on(self, parameters: list[nn.Parameter]) -> None:
-        """Update these parameters alone; hooks of the step are not called, :meth:`step` does that."""
-        for parameter in parameters:
+    def step_on(self, parameters: list[nn.Parameter], found_inf: Tensor | None = None) -> Any:
+        """Update these parameters alone; hooks of the step are not called, :meth:`step` does that.
+
+        Where ``found_inf`` is not 0 the device skips, and the host what no kernel has; gradients stay, for reports of
+        an overflow.
+        """
+        for parameter in parameters if self._loaded else ():
             self._take_over_loaded(parameter)
-        self._step_in_place(parameters)
-        if left := [parameter for parameter in parameters if has_gradient(parameter)]:
-            self._step_on(left)
+        with as_stored():
+            stepped = step_split(self.optimizer, parameters, found_inf)  # what needs no whole master for it
+            if not stepped and steps_by_parameter(self.optimizer):
+                stepped = step_blockwise(self.optimizer, parameters)
+            left = [p for p in parameters if id(p) not in stepped and has_gradient(p)]
+        result = None
+        if (left or not stepped) and (found_inf is None or not found_inf.item()):
+            for bucket in self._buckets(left if stepped else parameters):
+                result = self._step_on(bucket)
+        return result
 
     @stores_16_bits
     def free_gradients(self) -> None:
@@ -251,65 +246,24 @@ class MasterWeightOptimizer(Optimizer):
             if isinstance(parameter, SplitParameter):
                 parameter.grad = None
 
-    def _step_unless(self, found_inf: Tensor, parameters: list[nn.Parameter]) -> None:
-        """Queue a step that the device skips where ``found_inf`` is not 0; the host reads it for what no kernel has.
-
-        Gradients stay, for reports of an overflow.
-        """
-        stepped = set(map(id, step_split(self.optimizer, parameters, found_inf)))
-        left = [parameter for parameter in parameters if id(parameter) not in stepped and has_gradient(parameter)]
-        if left and not found_inf.item():
-            for bucket in self._buckets(left):
-                self._step_on(bucket)
-
-    @stores_16_bits
-    def _step_in_place(self, parameters: list[nn.Parameter]) -> bool:
-        """Update what needs no whole master for it, and free its gradients; tells whether anything was."""
-        if step_split(self.optimizer, parameters):
-            return True
-        return steps_by_parameter(self.optimizer) and step_blockwise(self.optimizer, parameters)
-
-    def _step_on(self, parameters: list[nn.Parameter], closure: Callable[[], Any] | None = None) -> Any:
+    def _step_on(self, parameters: list[nn.Parameter]) -> Any:
         masters = {parameter: self._open(parameter) for parameter in parameters}
         with self._in_place_of_parameters(masters):
-            if closure is None:
-                self._hand_over_gradients(masters)
-                result = self._step_wrapped()
-            else:
-                result = self._step_wrapped(lambda: self._evaluate(closure, masters))
+            for parameter, master in masters.items():
+                if master is not parameter:
+                    _hand_over_gradient(parameter, master)
+            result = self._step_wrapped()
         self._close(masters)
         return result
 
-    def _step_wrapped(self, *closure: Callable[[], Any]) -> Any:
+    def _step_wrapped(self) -> Any:
         optimizer: Any = self.optimizer
-        replaced_step = vars(optimizer).get("step")
-        if replaces_step(replaced_step):
-            return optimizer.step(*closure)
+        if replaces_step(vars(optimizer).get("step")):
+            return optimizer.step()
         # Around the function that fires hooks: this object's own step does, once however many parts there are.
         optimizer._opt_called = True  # for LR schedulers made before
         step = type(optimizer).step
-        return (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, *closure)
-
-    def _evaluate(self, closure: Callable[[], Any], masters: dict[nn.Parameter, nn.Parameter]) -> Any:
-        with torch.no_grad():
-            self._close(masters, keep=True)
-        with self._in_place_of_masters(masters), torch.enable_grad():
-            loss = closure()
-        with torch.no_grad():
-            self._hand_over_gradients(masters)
-        return loss
-
-    def _hand_over_gradients(self, masters: dict[nn.Parameter, nn.Parameter]) -> None:
-        for parameter, master in masters.items():
-            if master is parameter:
-                continue
-            gradient, factor = gradient_and_factor(parameter)
-            if gradient is None or (factor is None and gradient.dtype is torch.float32):
-                master.grad = gradient
-            else:
-                master.grad = unscaled(gradient, factor, like=master)
-            if isinstance(parameter, SplitParameter):
-                parameter.grad = None
+        return (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
     def _open(self, parameter: nn.Parameter) -> nn.Parameter:
         """What the wrapped optimizer updates in the place of ``parameter``."""
@@ -318,13 +272,13 @@ class MasterWeightOptimizer(Optimizer):
             return nn.Parameter(open_master(parameter), requires_grad=parameter.requires_grad)
         return self._whole(parameter).open() if _needs_master(parameter) else parameter
 
-    def _close(self, masters: dict[nn.Parameter, nn.Parameter], keep: bool = False) -> None:
+    def _close(self, masters: dict[nn.Parameter, nn.Parameter]) -> None:
         for parameter, master in masters.items():
             if isinstance(parameter, SplitParameter):
                 write_master(parameter, master.detach())
             elif master is not parameter:
                 self._masters[parameter].round_into_parameter()
-            if master is not parameter and not keep:
+            if master is not parameter:
                 master.grad = None
 
     def _whole(self, parameter: nn.Parameter) -> _WholeMaster:
@@ -369,19 +323,8 @@ class MasterWeightOptimizer(Optimizer):
             self._is_stepping = False
             self._show(hidden, {master: parameter for parameter, master in masters.items()})
 
-    @contextlib.contextmanager
-    def _in_place_of_masters(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
-        """Within :meth:`_in_place_of_parameters`: the user's closure sees the parameters again."""
-        parameters = {master: parameter for parameter, master in masters.items()}
-        shown = [list(group["params"]) for group in self.param_groups]
-        self._show([[parameters[master] for master in group] for group in shown], parameters)
-        try:
-            yield
-        finally:
-            self._show(shown, masters)
-
     def _show(self, groups: list[list[nn.Parameter]], renamed: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        # In place: LBFGS keeps the list of its group.
+        # In place: an optimizer may keep the list of its group.
         for group, parameters in zip(self.param_groups, groups, strict=True):
             group["params"][:] = parameters
         state = self.optimizer.state
@@ -503,6 +446,16 @@ def _check_masters(given: Any, parameters: Sequence[nn.Parameter]) -> None:
             raise ValueError(f"masters[{index}] has shape {tuple(tensor.shape)}, but there is {shape} here")
         if tensor.dtype is not torch.float32:
             raise ValueError(f"masters[{index}] is {tensor.dtype}, but a master weight is torch.float32")
+
+
+def _hand_over_gradient(parameter: nn.Parameter, master: nn.Parameter) -> None:
+    gradient, factor = gradient_and_factor(parameter)
+    if gradient is None or (factor is None and gradient.dtype is torch.float32):
+        master.grad = gradient
+    else:
+        master.grad = unscaled(gradient, factor, like=master)
+    if isinstance(parameter, SplitParameter):
+        parameter.grad = None
 
 
 class _WholeMaster:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from hf_mp.kernels.gradient_scan import SQUARES_BELOW, all_finite, largest_magnitude, norm_of_one, real_values
-from hf_mp.policy import PrecisionPolicy
 from hf_mp.scaling.borders import accumulates
 from hf_mp.scaling.events import StepObserver
 from hf_mp.scaling.rules import StepReport
@@ -33,8 +32,6 @@ from hf_mp.weights.lean.split_parameter import (
     has_gradient,
     multiply_gradients,
 )
-
-FreeGradients = Literal["step", "backward"]
 
 # A second pass over one graph gives the same gradients, up to the order in which a GPU adds some of them up.
 _PASSES_AGREE_WITHIN = 0.01
@@ -56,13 +53,15 @@ class _Backward:
 class OptimizerInBackward(StepObserver):
     """Updates the parameters of one optimizer inside backward.
 
-    Clips the global 2-norm of the gradients to ``max_grad_norm``; ``inf`` only measures it, None does not.
-    ``on_measured`` is told the largest magnitude after a first pass.
+    Clips the global 2-norm of the gradients to ``max_grad_norm``; ``inf`` only measures it, None does not. After a
+    first pass, the observers of ``runtime`` are told the largest magnitude.
     """
 
-    def __init__(self, max_grad_norm: float | None, on_measured: Callable[[Tensor], None]) -> None:
+    uses_up_gradients = True
+
+    def __init__(self, runtime: Any, max_grad_norm: float | None) -> None:
         self.max_grad_norm = max_grad_norm
-        self._on_measured = on_measured
+        self._on_measured: Callable[[Tensor], None] = runtime.backward_ended
         self._is_scaled = False
         self._optimizer: Any = None  # a MasterWeightOptimizer
         self._own: set[int] = set()  # the optimizer's parameters, by identity
@@ -72,7 +71,6 @@ class OptimizerInBackward(StepObserver):
 
     @property
     def norm(self) -> Tensor | None:
-        """The global 2-norm before clipping, FP32 of shape (); None where it was not measured."""
         return None if self._backward is None else self._backward.norm
 
     def take_optimizer(self, optimizer: Any) -> None:
@@ -241,21 +239,3 @@ _MORE_THAN_ONCE = (
     "checkpoint with use_reentrant=False (gradient_checkpointing_kwargs={'use_reentrant': False}), or use "
     "free_gradients='step'"
 )
-
-
-def check_free_gradients(policy: PrecisionPolicy, free_gradients: str, max_grad_norm: float | None = None) -> None:
-    """Raise a ValueError, with the way out, where gradients cannot be freed as asked for."""
-    if free_gradients not in get_args(FreeGradients):
-        allowed = ", ".join(map(repr, get_args(FreeGradients)))
-        raise ValueError(f"free_gradients={free_gradients!r} is not known: use one of {allowed}")
-    if free_gradients == "step" and max_grad_norm is not None:
-        raise ValueError(
-            f"max_grad_norm={max_grad_norm} is for free_gradients='backward': without it, clip before optimizer.step()"
-        )
-    if free_gradients == "backward" and not policy.is_lean:
-        raise ValueError(
-            f"free_gradients='backward' needs a lean layout, whose optimizer is ours, not precision={str(policy)!r}: "
-            "use 'fp16-lean' or 'bf16-lean'"
-        )
-    if max_grad_norm is not None and not max_grad_norm > 0.0:
-        raise ValueError(f"max_grad_norm={max_grad_norm} must be positive; None for no clipping, inf to measure only")

@@ -376,8 +376,7 @@ def halves_of(parameter: SplitParameter) -> Split | None:
 def note_written_halves(*parameters: SplitParameter) -> None:
     """Take in that both halves of their master weights were written."""
     torch.autograd.graph.increment_version(parameters)
-    for parameter in parameters:
-        _mark_seen(parameter)
+    _mark_seen(*parameters)
 
 
 def gradient_and_factor(parameter: nn.Parameter) -> tuple[Tensor | None, Tensor | None]:
@@ -489,11 +488,12 @@ def remainder_where_equal(remainder: Tensor, working: Tensor, before: Tensor) ->
     return kept
 
 
-def _mark_seen(parameter: SplitParameter) -> None:
-    parameter._version_seen = version_of(parameter)
-    parameter._merged = None
-    if parameter._snapshot is not None:
-        _renew_snapshot(parameter)
+def _mark_seen(*parameters: SplitParameter) -> None:
+    for parameter in parameters:
+        parameter._version_seen = version_of(parameter)
+        parameter._merged = None
+        if parameter._snapshot is not None:
+            _renew_snapshot(parameter)
 
 
 def _renew_snapshot(parameter: SplitParameter) -> None:

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 import weakref
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from hf_mp.policy import LOWER_PRECISION_DTYPES, compute_dtypes
+from hf_mp.policy import compute_dtypes
 from hf_mp.scaling.rules import StepReport
 from hf_mp.weights.ranks.placement import (
     Placement,
@@ -70,27 +67,6 @@ class Ranks:
         self._compared: list[ProcessGroup] = []
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()  # DDPs and optimizers
 
-    def note_attached(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Warn if a rank that came before stores the weights of the same model in another ``dtype``.
-
-        DDP's constructor sends weights without comparing dtypes, and gloo then aborts. Nobody waits here: the rank that
-        comes last sees what the others have. Ranks that train models of their own may differ.
-        """
-        if not is_running() or (store := _default_store()) is None:
-            return
-        shapes = [(name, None if is_lazy(p) else p.shape) for name, p in model.named_parameters()]
-        name = _next_key(f"attached/{_digest([type(model).__qualname__, *shapes])}")
-        keys = {one: f"{name}/{one}" for one in (torch.float32, *LOWER_PRECISION_DTYPES)}
-        store.set(keys.pop(dtype), str(get_rank()))
-        for other, key in keys.items():
-            if store.check([key]):
-                warnings.warn(
-                    f"rank {store.get(key).decode()} stores the weights of a {type(model).__name__} like this one in "
-                    f"{other}, and rank {get_rank()} in {dtype}: if one DistributedDataParallel is to hold both, it "
-                    "fails to send them. Give all ranks of one model the same precision",
-                    stacklevel=3,
-                )
-
     def note_forward(self, model: nn.Module, placement: Placement, *, is_lean: bool) -> None:
         """Look in which DDP a forward of ``model`` runs, and whether FSDP shards it; called when one begins."""
         if not is_running():
@@ -103,9 +79,9 @@ class Ranks:
         if self._stepped:
             self._groups, self._stepped = [], False
         if placement.ddp is not None:
-            self._note_ddp(placement.ddp, model, is_lean=is_lean)
+            self._note_ddp(placement.ddp, is_lean=is_lean)
 
-    def _note_ddp(self, ddp: Any, model: nn.Module, *, is_lean: bool) -> None:
+    def _note_ddp(self, ddp: Any, *, is_lean: bool) -> None:
         if ddp not in self._checked:
             check_reduced_dtypes(ddp)
             self._checked.add(ddp)
@@ -115,7 +91,7 @@ class Ranks:
         # those of the all-reduce, and who steps decides alike.
         if ddp.process_group not in self._groups and not ddp._join_config.enable:
             self._groups.append(ddp.process_group)
-            self._compare(ddp.process_group, model)
+            self._compare(ddp.process_group)
 
     def check_optimizer(self, optimizer: Any, model: nn.Module | None, placement: Placement) -> None:
         """Raise a ValueError if FSDP2 has put shards in the places of all parameters that ``optimizer`` holds."""
@@ -128,15 +104,15 @@ class Ranks:
                 "their places. Make the optimizer after it, from model.parameters(), and attach it then"
             )
 
-    def compare(self, parameters: Iterable[Tensor], model: nn.Module | None) -> None:
-        """Compare the settings of ranks over whose meshes ``parameters`` are spread: of ``model``, or its optimizer."""
+    def compare(self, parameters: Iterable[Tensor]) -> None:
+        """Compare the settings of ranks over whose meshes ``parameters``, of a model or an optimizer, are spread."""
         for group in mesh_groups(parameters):
-            self._compare(group, model)
+            self._compare(group)
 
-    def _compare(self, group: ProcessGroup, model: nn.Module | None) -> None:
+    def _compare(self, group: ProcessGroup) -> None:
         if group not in self._compared and torch.distributed.get_world_size(group) > 1:
             self._compared.append(group)
-            compare_settings(group, {**self._settings(), "model": None if model is None else _spell(model)})
+            compare_settings(group, self._settings())
 
     def gradients_are_final(self, parameters: Iterable[Tensor]) -> bool:
         """Whether nobody reduces gradients after a backward: a loop's own ``all_reduce`` raises no version counter."""
@@ -181,9 +157,11 @@ def compare_settings(group: ProcessGroup, settings: Mapping[str, Any]) -> None:
     It names the first that differs, from which others may follow. A rank that does not come ends the others' wait
     after the timeout of ``init_process_group``: a RuntimeError.
     """
-    ranks, store, name = torch.distributed.get_process_group_ranks(group), _default_store(), _next_key(group.group_name)
+    ranks, store = torch.distributed.get_process_group_ranks(group), _default_store()
     if store is None:
         return
+    _COMPARISONS[group.group_name] += 1
+    name = f"hf_mp/{group.group_name}/{_COMPARISONS[group.group_name]}"
     keys = {rank: f"{name}/{rank}" for rank in ranks}
     store.set(keys[get_rank()], json.dumps(settings, default=repr))
     try:
@@ -208,24 +186,7 @@ def _default_store() -> Any:
     return None if find_store is None or distributed.get_backend() == "fake" else find_store()
 
 
-def _spell(model: nn.Module) -> str:
-    """What must be alike of a model of which all ranks have a copy or a part."""
-    parameters = [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()]
-    elements = sum(math.prod(shape) for _, shape, _ in parameters)
-    trained = sum(math.prod(shape) for _, shape, is_trained in parameters if is_trained)
-    return f"{type(model).__name__} of {elements:,} elements, {trained:,} trained, shapes {_digest(parameters)}"
-
-
-def _digest(values: list[Any]) -> str:
-    return f"{zlib.crc32(repr(values).encode()):08x}"
-
-
-def _next_key(name: str) -> str:
-    _COMPARISONS[name] += 1
-    return f"hf_mp/{name}/{_COMPARISONS[name]}"
-
-
-_COMPARISONS: Counter[str] = Counter()  # by name, counted alike on all ranks
+_COMPARISONS: Counter[str] = Counter()  # by the name of a group, counted alike on all ranks
 
 
 def check_reduced_dtypes(ddp: Any) -> None:

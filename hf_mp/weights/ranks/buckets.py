@@ -15,14 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_mp.policy import PrecisionPolicy
 from hf_mp.weights.lean.split_parameter import SplitParameter, follow_first_rank
 from hf_mp.weights.ranks.placement import is_dtensor
-from hf_mp.weights.ranks.wire import Runtime, before_sum, reduce_scatter
+from hf_mp.weights.ranks.wire import Runtime, sum_parts
 
 
 class Buckets:
     """The hook of one DDP. Buckets of split parameters come and go in 16 bits, scaled; FP32 ones stay FP32.
 
     Gradients are summed in FP32 where they arrive: each rank sums its part of a bucket, and sends the average to the
-    others in 16 bits, as many bytes as an all-reduce in 16 bits; or by that (``reduce_sum``).
+    others in 16 bits: as many bytes as an all-reduce in 16 bits.
     """
 
     def __init__(self, ddp: DistributedDataParallel, policy: PrecisionPolicy, runtime: Runtime) -> None:
@@ -87,15 +87,10 @@ class Buckets:
         scaled = values if is_split or factor is None else values * factor
         sent = values.new_zeros(-(-values.numel() // ranks) * ranks, dtype=wire)
         sent[: values.numel()].copy_(scaled)
-        if self._policy.reduce_sum is torch.float32:
-            part = torch.empty(sent.numel() // ranks, dtype=torch.float32, device=sent.device)
-            reduce_scatter(part, sent, self._group, torch.float32)
-            single = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-            single(sent, part.div_(ranks).to(wire), group=self._group)
-        else:
-            divisor = before_sum(sent, ranks)
-            distributed.all_reduce(sent.div_(divisor), group=self._group)
-            sent.div_(ranks / divisor)
+        part = torch.empty(sent.numel() // ranks, dtype=torch.float32, device=sent.device)
+        sum_parts(part, sent, self._group)
+        single = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+        single(sent, part.div_(ranks).to(wire), group=self._group)
         values.copy_(sent[: values.numel()])
         if factor is not None and not is_split:
             values.div_(factor)
@@ -104,7 +99,7 @@ class Buckets:
 def check_split_reduction(model: nn.Module, policy: PrecisionPolicy, runtime: Any) -> None:
     """Raise a ValueError for what a lean layout cannot do on several processes."""
     name, usual = f"precision={str(policy)!r}", str(policy).removesuffix("-lean")
-    if runtime.in_backward is not None:
+    if runtime.uses_up_gradients:
         raise ValueError(
             f"free_gradients='backward' updates before gradients are reduced: leave it out on several processes, or "
             f"use {name} on one"

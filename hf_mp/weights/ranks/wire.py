@@ -148,35 +148,21 @@ class ScaledReduceScatter:
                 output_tensor.div_(factor.reciprocal())
             return
         sent = (input_tensor if factor is None else input_tensor * factor).to(wire)
-        reduce_scatter(output_tensor, sent, group, self._policy.reduce_sum)
+        sum_parts(output_tensor, sent, group)
         if averages:
             output_tensor.div_(group.size())
         if factor is not None and self._arrivals is None:
             output_tensor.div_(factor)
 
 
-def reduce_scatter(output: Tensor, sent: Tensor, group: ProcessGroup, sum_dtype: torch.dtype) -> None:
+def sum_parts(output: Tensor, sent: Tensor, group: ProcessGroup) -> None:
     """Sum the ranks' ``sent`` of 16 bits, one dimension, and write this rank's part of the sum to ``output``, FP32.
 
-    FP32 sums are made where the parts arrive: as many bytes as a reduce-scatter in 16 bits. FP16 sums are of parts that
-    are divided before by the power of two next to the square root of the number of ranks, so that they overflow later.
+    The sums are made where the parts arrive: as many bytes as a reduce-scatter in 16 bits, and no rounding in between.
     """
-    ranks, distributed = group.size(), torch.distributed
-    if sum_dtype is torch.float32:
-        arrived = torch.empty_like(sent)
-        distributed.all_to_all_single(arrived, sent, group=group)
-        torch.sum(arrived.view(ranks, -1), 0, dtype=torch.float32, out=output)
-        return
-    divisor = before_sum(sent, ranks)
-    part = torch.empty_like(output, dtype=sent.dtype)
-    single = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor  # torch < 2.13
-    single(part, sent.div_(divisor), group=group)
-    output.copy_(part).mul_(divisor)
-
-
-def before_sum(values: Tensor, ranks: int) -> int:
-    """The divisor of ``values`` before they are summed over ``ranks`` in their own dtype."""
-    return 1 if values.dtype is torch.bfloat16 else 1 << (max(ranks - 1, 0).bit_length() + 1) // 2
+    arrived = torch.empty_like(sent)
+    torch.distributed.all_to_all_single(arrived, sent, group=group)
+    torch.sum(arrived.view(group.size(), -1), 0, dtype=torch.float32, out=output)
 
 
 def fsdp_groups(model: nn.Module) -> Iterator[tuple[Any, Any]]:
