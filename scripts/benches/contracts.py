@@ -1,9 +1,9 @@
-"""The precision contract of a stock Trainer over a model that came in BF16, ours beside it, and what taking one costs.
+"""The precision contract of a stock Trainer over a model that came in BF16, ours beside it, and what all of it costs.
 
     python scripts/bench.py contracts                              # a minute on a CPU
     python scripts/bench.py contracts --layers 1 --width 64        # seconds: to see that it runs
 
-Trains a GPT-2 for a step.
+Trains a GPT-2 for a step, and has ``hf-mp check`` read a checkpoint whose files are sparse, so that they take no disk.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import AdamW
+from torch.serialization import skip_data
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import hf_mp
+from hf_mp.diagnostics.contract.check import check_folder
 from hf_mp.diagnostics.contract.watch import ContractWatch
 
 NAME = "show_contracts"
@@ -33,8 +36,10 @@ class Check(TrainerCallback):
         self.found = hf_mp.check_training(kwargs["model"], kwargs["optimizer"])
 
 
-def measure(layers: int = 12, width: int = 768, learning_rate: float = 1e-5, rounds: int = 5) -> dict[str, Any]:
-    """Both contracts, and the least seconds that taking one adds to a step."""
+def measure(
+    layers: int = 12, width: int = 768, learning_rate: float = 1e-5, rounds: int = 5, gibibytes: int = 10
+) -> dict[str, Any]:
+    """Both contracts, the least seconds that taking one adds to a step, and those of a check of so large a folder."""
     sizes = {"layers": layers, "width": width, "learning_rate": learning_rate}
     contracts = {"stock Trainer": run("fp32", sizes), "with MixedPrecisionCallback": run("bf16", sizes)}
     model = make_model(sizes)
@@ -45,7 +50,8 @@ def measure(layers: int = 12, width: int = 768, learning_rate: float = 1e-5, rou
         "gpt2": least_seconds(model, optimizer, lambda: model(input_ids=ids, labels=ids).loss, rounds),
         "1,000 tensors": least_seconds(many, AdamW(many.parameters()), lambda: many(torch.ones(1, 8)).sum(), rounds),
     }
-    return {"workload": sizes, "contracts": contracts, "seconds_to_take": costs}
+    checked = {"gibibytes": gibibytes, "seconds": seconds_to_check(gibibytes)}
+    return {"workload": sizes, "contracts": contracts, "seconds_to_take": costs, "checked": checked}
 
 
 def make_model(sizes: dict[str, Any]) -> GPT2LMHeadModel:
@@ -109,3 +115,19 @@ def least_seconds(model: nn.Module, optimizer: Any, loss: Callable[[], Any], rou
         watch.stop()
         taken.append(watch.seconds + time.perf_counter() - began)
     return min(taken)
+
+
+def seconds_to_check(gibibytes: int) -> float:
+    """Of :func:`check_folder`, for BF16 weights and the FP32 moments that ``torch.save`` writes beside them."""
+    weights = gibibytes * 2**30 // 10  # of which each takes 2 + 4 + 4 bytes
+    parts = {str(index): torch.empty(weights // 64, dtype=torch.bfloat16) for index in range(64)}
+    moments = {
+        index: {name: torch.empty(len(part)) for name in ("exp_avg", "exp_avg_sq")} for index, part in parts.items()
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        with skip_data():  # names and sizes alone: what is between them is a hole in the file
+            torch.save(parts, Path(folder, "pytorch_model.bin"))
+            torch.save({"state": moments, "param_groups": [{"lr": 1e-5}]}, Path(folder, "optimizer.pt"))
+        began = time.perf_counter()
+        check_folder(Path(folder))
+        return time.perf_counter() - began

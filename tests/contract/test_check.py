@@ -16,6 +16,7 @@ import pytest
 import torch
 from planted_checkpoints import CLEAN, PLANTED
 from safetensors.torch import load_file, save_file
+from torch.serialization import skip_data
 from typer.testing import CliRunner
 
 from hf_mp.cli import app
@@ -64,7 +65,7 @@ def test_the_command_names_the_risk_its_share_and_the_way_out(tmp_path: Path) ->
 
 def test_a_model_is_a_risk_at_a_learning_rate(tmp_path: Path) -> None:
     model = CLEAN["a model in bf16"](tmp_path)
-    undecided = "no risk was found, but 16-bit weights are one where the learning rate is small: give it, as --learn"
+    undecided = "no risk was found; to train these 16-bit weights on may be one: name its learning rate, as --learn"
     code, text = run(str(model))
     assert code == 0 and text.startswith(f"{model} holds\n  weights: 20,672 bf16\n{undecided}ing-rate 1e-5\n")
     assert str(check_folder(model, keeps_bits=True)).endswith("\nno risk was found")
@@ -102,7 +103,7 @@ def test_a_rounded_model_beside_a_whole_checkpoint_is_found(tmp_path: Path) -> N
     code, text = run(str(run_folder))
     assert code == 0 and f"{run_folder / 'checkpoint-3'} holds\n  weights: 20,672 fp32" in text
     assert text.index("no risk was found") < text.index(
-        f"{run_folder} holds\n  weights: 20,672 bf16\nno risk was found, but"
+        f"{run_folder} holds\n  weights: 20,672 bf16\nno risk was found; to"
     )
     code, text = run(str(run_folder), "--learning-rate", "1e-5", "--json")
     assert code == 1 and json.loads(text)["risks"] == []
@@ -132,6 +133,13 @@ def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(UnreadableError, match=r"model.safetensors is a file: name its folder$"):
         check_folder(file)
+
+
+def test_a_folder_of_several_runs_is_refused(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        CLEAN["a model in fp32"](tmp_path / name / "checkpoint-1")
+    with pytest.raises(UnreadableError, match=re.escape(f"{tmp_path} holds several runs: name one of them")):
+        check_folder(tmp_path)
 
 
 @pytest.mark.parametrize("missing", [1, 2, 10_000])
@@ -174,12 +182,11 @@ def test_nothing_of_a_file_is_run(place: str, tmp_path: Path) -> None:
 
 
 def test_ten_gibibytes_take_seconds(tmp_path: Path) -> None:
-    """Sparse files of a BF16 model's weights and moments, with 32 MiB a tensor."""
-    elements, files = 2**24, 5
-    entries = {f"layers.{n}.weight": n for n in range(64)}
-    for file in range(files):
+    """Sparse files: BF16 weights in safetensors, and moments that torch has saved, with 32 MiB a tensor."""
+    elements, entries = 2**24, {f"layers.{n}.weight": n for n in range(64)}
+    for file in range(4):
         header = {
-            (f"optimizer/{name}/exp_avg_sq" if file == 4 else f"part{file}.{name}"): {
+            f"part{file}.{name}": {
                 "dtype": "BF16", "shape": [elements], "data_offsets": [2 * n * elements, 2 * (n + 1) * elements],
             }
             for name, n in entries.items()
@@ -188,6 +195,9 @@ def test_ten_gibibytes_take_seconds(tmp_path: Path) -> None:
         path = tmp_path / f"model-{file}.safetensors"
         path.write_bytes(struct.pack("<Q", len(text)) + text)
         os.truncate(path, 8 + len(text) + 2 * 64 * elements)
+    with skip_data():
+        moments = {n: {"exp_avg_sq": torch.empty(elements, dtype=torch.bfloat16)} for n in range(64)}
+        torch.save({"state": moments, "param_groups": []}, tmp_path / "optimizer.pt")
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) >= 10 * 2**30
     began = time.perf_counter()
     check = check_folder(tmp_path, 1e-5)

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
@@ -33,6 +34,12 @@ def stock(
 ):
     """The checkpoint of a stock Trainer."""
     return train(Trainer, tiny_gpt2(NARROW[dtype]), path, steps, optimizer, **settings)
+
+
+def eight_bit(path: Path) -> Path:
+    """bitsandbytes keeps moments of small weights in FP32, whatever the weights are."""
+    optim = pytest.importorskip("bitsandbytes").optim
+    return stock(path, "bf16", optimizer=optim.AdamW8bit)
 
 
 def train(kind: Any, model: nn.Module, path: Path, steps: int = 2, optimizer: Any = AdamW, **settings: Any) -> Path:
@@ -108,6 +115,12 @@ def trained(dtype: str = "fp32", optimizer: Any = AdamW, steps: int = 2) -> tupl
         made.step()
         made.zero_grad()
     return model, made
+
+
+def one_file(path: Path) -> Path:
+    model, optimizer = trained("bf16")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2}, path / "ckpt.pt")
+    return path
 
 
 def masters_in_state(path: Path, change: Callable[[Tensor], Tensor] = lambda one: one) -> Path:
@@ -277,12 +290,14 @@ PLANTED: Mapping[str, Case] = {
     "stock: a model in bf16": (lambda path: stock(path, "bf16"), {NONE, STUCK}),
     "stock: a model in fp16": (lambda path: stock(path, "fp16", optimizer=partial(AdamW, eps=1e-4)), {NONE, FP16}),
     "stock: sgd over bf16": (lambda path: stock(path, "bf16", optimizer=SGD), {NONE}),
+    "stock: 8-bit adamw over bf16": (lambda path: eight_bit(path), {NONE}),
     "stock: bf16 weights of an fp32 training": (lambda path: cast_weights(stock(path), to_bf16), {ROUNDED}),
     "stock: fp32 weights that were rounded": (lambda path: cast_weights(stock(path), through_bf16), {ROUNDED}),
     "stock: moments cast to fp16": (lambda path: change_state(stock(path), moments_to_fp16), {FP16}),
     "trl: sft of a model in bf16": (lambda path: trl(path), {NONE, STUCK}),
     "trl: adapters in bf16": (lambda path: trl(path, lora=lora()), {NONE, STUCK}),
     "trl: second moments cast to bf16": (lambda path: change_state(trl(path, "fp32"), seconds_to_bf16), {STUCK}),
+    "a loop: one file of torch.save": (lambda path: one_file(path), {NONE, STUCK}),
     "fsdp2: shards in bf16": (lambda path: dcp_of(path, "bf16"), {NONE, STUCK}),
     "fsdp2: bf16 shards of an fp32 training": (lambda path: dcp_of(path, weights="bf16"), {ROUNDED}),
     "fsdp2: fp16 moments": (lambda path: dcp_of(path, change=moments_to_fp16), {FP16}),

@@ -13,7 +13,7 @@ from hf_mp.diagnostics.contract.risks import Risk, find_risks
 from hf_mp.policy import LOWER_PRECISION_DTYPES, spell
 
 _UNDECIDED = (
-    "no risk was found, but 16-bit weights are one where the learning rate is small: give it, as --learning-rate 1e-5"
+    "no risk was found; to train these 16-bit weights on may be one: name its learning rate, as --learning-rate 1e-5"
 )
 _ROLES = {"weights": "weights", "masters": "masters", "firsts": "first moments", "seconds": "second moments"}
 
@@ -86,6 +86,6 @@ def _check(folder: Folder, learning_rate: float | None, *, keeps_bits: bool, pro
     for role, words in _ROLES.items():
         for one in getattr(evidence, role):
             held.setdefault(words, Counter())[spell(one.dtype)] += one.elements
-    is_narrow = any(one.dtype in LOWER_PRECISION_DTYPES for one in evidence.weights)
-    undecided = is_narrow and not (evidence.is_training or keeps_bits)
+    is_unknown = not (evidence.is_training or keeps_bits)
+    undecided = is_unknown and any(one.dtype in LOWER_PRECISION_DTYPES for one in evidence.weights)
     return FolderCheck(str(folder.path), held, find_risks(evidence), undecided)

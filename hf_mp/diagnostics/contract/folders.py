@@ -90,6 +90,8 @@ def read_folders(path: Path) -> list[Folder]:
     if not path.is_dir():
         raise UnreadableError(f"{path} {'is a file: name its folder' if path.exists() else 'does not exist'}")
     steps = {int(found[1]): one for one in path.glob("checkpoint-*") if (found := _RUN.fullmatch(one.name))}
+    if not steps and any(path.glob("*/checkpoint-*")):
+        raise UnreadableError(f"{path} holds several runs: name one of them")
     places = [(steps[max(steps)], "**/*"), (path, "*")] if steps else [(path, "**/*")]
     folders = [folder for folder in (_read_folder(*place) for place in places) if folder.parts]
     if not folders:
@@ -146,16 +148,18 @@ def _read_safetensors(file: Path, folder: Folder) -> None:
 
 
 def _read_torch_file(file: Path, folder: Folder) -> None:
+    mapped = _map(file)  # torch's own mapping reads ahead: a minute for 10 GiB
     with safe_globals([(Inert, name) for name in get_unsafe_globals_in_checkpoint(str(file))]):
-        loaded = torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
+        loaded = torch.load(str(file), map_location="meta", weights_only=True)
     if "param_shapes" in loaded:  # DeepSpeed
         folder.shapes = loaded["param_shapes"]
     prefix = "optim." if "optim" in file.name else ""
     for name, value in _walk(loaded.get("module", loaded) if not prefix else loaded, prefix, folder):
-        folder.add(name, value)
+        first = value.untyped_storage()._checkpoint_offset + value.storage_offset() * value.itemsize
+        folder.add(name, _tensor_at(mapped, value.dtype, first, value.numel()))
 
 
-def _walk(value: Any, name: str, folder: Folder) -> Iterator[tuple[str, Tensor]]:
+def _walk(value: Any, name: str, folder: Folder) -> Iterator[tuple[str, Any]]:
     """The tensors in nested containers by their paths; settings of groups on the way are noted."""
     if isinstance(value, Tensor) and value.layout is torch.strided:
         yield name.rstrip("."), value
@@ -219,7 +223,7 @@ _READERS: dict[str, Callable[[Path, Folder], None]] = {
     r".*\.safetensors": _read_safetensors,
     r"\.metadata": _read_shards,
     r"(trainer_state|training_state|optimizer)\.json": _read_json,
-    r"(optimizer|pytorch_model|adapter_model|.*(model|optim)_states).*\.(pt|bin)": _read_torch_file,
+    r"(optimizer|(pytorch_|adapter_)?model|checkpoint|ckpt|.*(model|optim)_states).*\.(pt|pth|bin)": _read_torch_file,
 }
 
 
@@ -243,8 +247,7 @@ def evidence_of(
     evidence.learning_rate = rate = max(rates, default=None) if learning_rate is None else learning_rate
     for name in progress(list(folder.parts)):
         parts = folder.parts[name]
-        is_state = _STATE.match(name) is not None
-        if (role := role_of(name) if is_state else "weights") is None:
+        if (role := role_of(name) if _STATE.match(name) else "weights") is None:
             continue
         values = torch.cat([_sample(part) for part in parts])
         lost = None if rate is None else share_lost_at(values, rate)

@@ -121,7 +121,7 @@ def _rounded(evidence: Evidence) -> Words:
     if not (evidence.is_saved and evidence.weights) or evidence.masters or evidence.sums or evidence.keeps_bits:
         return None
     whole = mean((one.elements, 1.0 - _share_of_16_bits(one.values)) for one in evidence.weights)
-    wide = [one for one in evidence.seconds or evidence.firsts if one.dtype is torch.float32]
+    wide = _moments_of_fp32(evidence)
     trained = min(1.0, _elements(wide) / _elements(evidence.weights))
     narrow = [one for one in evidence.weights if one.dtype in LOWER_PRECISION_DTYPES]
     if not wide or whole > _HARDLY_ANY * trained or (narrow and not _are_of_fp32(evidence, narrow)):
@@ -266,9 +266,14 @@ def share_apart(master: Tensor, weight: Tensor) -> float:
 
 def _are_of_fp32(evidence: Evidence, narrow: Sequence[Held]) -> bool:
     """Whether 16-bit weights in files have FP32 moments, as torch makes them for FP32 weights."""
-    moments = [one for one in evidence.seconds or evidence.firsts if one.dtype is torch.float32]
+    moments = _moments_of_fp32(evidence)
     wide = [one for one in evidence.weights if one.dtype is torch.float32]
     return evidence.is_saved and _elements(moments) - _elements(wide) >= _elements(narrow) / 2
+
+
+def _moments_of_fp32(evidence: Evidence) -> list[Held]:
+    moments = [one for one in evidence.seconds or evidence.firsts if one.dtype is torch.float32]
+    return [one for one in moments if not re.search(r"state[12]$", one.name)]  # bitsandbytes': FP32 over any weight
 
 
 def mean(weighted: Iterable[tuple[int, float]]) -> float:
