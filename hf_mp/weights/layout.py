@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -19,11 +18,9 @@ from hf_mp.policy import LOWER_PRECISION_DTYPES, PrecisionPolicy
 from hf_mp.weights.fused_adamw import step_whole
 from hf_mp.weights.model_walk import parameters_of
 from hf_mp.weights.ranks.buckets import Buckets
-from hf_mp.weights.ranks.placement import Placement, is_dtensor, is_running, local_part, local_parts
+from hf_mp.weights.ranks.placement import Placement, is_dtensor, is_running, local_parts
 from hf_mp.weights.ranks.wire import Runtime
 from hf_mp.weights.working_copies import WorkingCopies
-
-logger = logging.getLogger(__name__)
 
 
 class WeightLayout:
@@ -44,19 +41,13 @@ class WeightLayout:
     @torch.no_grad()
     def prepare(self, model: nn.Module) -> None:
         """Give the trainable parameters of ``model`` FP32 masters where they have none; called before each forward."""
-        grown: list[Tensor] = []
-        for parameter in parameters_of(model):
-            if parameter.dtype in LOWER_PRECISION_DTYPES and parameter.requires_grad:
-                grown.append(local_part(parameter.data))
-                _to_fp32(parameter)
-        if grown:  # running statistics of a model loaded in FP16 would swamp their updates, as weights would
+        narrow = [one for one in parameters_of(model) if one.dtype in LOWER_PRECISION_DTYPES and one.requires_grad]
+        for parameter in narrow:
+            _to_fp32(parameter)
+        if narrow:  # running statistics of a model loaded in FP16 would swamp their updates, as weights would
             for buffer in model.buffers():
                 if buffer.dtype in LOWER_PRECISION_DTYPES:
                     buffer.data = buffer.data.float()
-            logger.warning(
-                f"{len(grown)} trained parameters came in {str(grown[0].dtype)[6:]}: they are FP32 master weights now, "
-                f"and take {sum(one.nbytes for one in grown) / 2**20:,.1f} MiB more"
-            )
 
     def working_copies(self, weights: Iterable[Tensor]) -> dict[int, Tensor]:
         """By the identity of FP32 masters among ``weights``, what products read in their places, without grad."""

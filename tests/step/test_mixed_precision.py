@@ -304,20 +304,6 @@ def test_an_exception_in_forward_leaves_nothing_behind(run: Any, batch: Batch) -
     assert run.loss().isfinite()
 
 
-def test_a_16_bit_model_that_becomes_fp32_is_told_of_once(
-    gpt2: GPT2LMHeadModel, batch: Batch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = copy.deepcopy(gpt2).bfloat16()
-    MixedPrecision("fp16").attach(gpt2)
-    assert not caplog.records
-    MixedPrecision("fp16").attach(model)
-    model(**batch)
-    (line,) = [record.getMessage() for record in caplog.records]
-    count, mib = len(list(model.parameters())), sum(2 * p.numel() for p in model.parameters()) / 2**20
-    assert line.startswith(f"{count} trained parameters came in bfloat16: they are FP32 master weights now")
-    assert f"and take {mib:,.1f} MiB more" in line
-
-
 def test_a_deep_copy_is_attached_to_its_own_weights(run: Any, batch: Batch) -> None:
     loss = run.loss()
     copied = copy.deepcopy(run.model)
